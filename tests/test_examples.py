@@ -3,6 +3,7 @@
 import importlib.util
 import pathlib
 import re
+import socket
 import sys
 import types
 
@@ -139,6 +140,17 @@ def test_own_loop_at_full_speed(capsys):
     history = sj.fit(model, optimizer, train, batch_size=512, num_epochs=2)
     assert losses == [entry["loss"] for entry in history]
     assert "ndcg@20 0." in capsys.readouterr().out
+
+
+def test_serve(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    example("10_serve").main(num_epochs=1, port=port)
+    shown = re.findall(
+        r"^(.*): \['/.*', '/.*', '/.*'\]$", capfd.readouterr().out, re.MULTILINE
+    )
+    assert shown == ["recommended", "to somebody new"]
 
 
 def test_the_docs_name_each_example_program():

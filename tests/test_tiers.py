@@ -75,6 +75,7 @@ COMMANDS = {
     "report": "cli/test_report_command.py::test_report_of_a_run",
     "vectors": "cli/test_vectors.py::test_vectors_of_a_run",
     "similar": "cli/test_vectors.py::test_similar_items_of_a_run",
+    "serve": "cli/test_serve.py::test_a_signal_ends_it_and_loses_nothing",
     "plan": "cli/test_plan_command.py::test_plan_says_whether_it_fits",
 }
 # Quick tests of each kind of process; the ones that need more than a few seconds are slow.

@@ -1,4 +1,4 @@
-"""Carries out the commands, except `train`, `plan`, `tune`, `demo`, `predict --parts`."""
+"""Carries out the commands, except `train`, `plan`, `tune`, `serve`, `demo`, `predict --parts`."""
 
 from __future__ import annotations
 

@@ -757,6 +757,41 @@ class Plan(OfKinds):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Serve:
+    """Answers requests over HTTP, by the Open Inference Protocol, until SIGTERM comes.
+
+    What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
+
+    Attributes:
+      model: File that export wrote, or its address in a store.
+      name: The model's name in the protocol.
+      host: Name or address to listen at. 0.0.0.0 is all that this machine has.
+      port: Port of HTTP; 0 takes a free one.
+      tls_cert: File of the certificates, for HTTPS.
+      tls_key: File of the certificate's key.
+      shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
+      max_wait: Seconds for which a batch that is not full waits on an idle device.
+      grace: Seconds after SIGTERM in which the process ends.
+      compilation: How programs for the device are compiled.
+    """
+
+    model: Annotated[Positional[str], _File]
+    name: Annotated[
+        str | None, _value("NAME", "that of the file, without its ending")
+    ] = None
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls_cert: Annotated[pathlib.Path | None, _OptionalFile] = None
+    tls_key: Annotated[pathlib.Path | None, _OptionalFile] = None
+    shapes: Annotated[
+        tuple[str, ...], _value("INTxINT", "up to 64 rows, as the predictor has them")
+    ] = ()
+    max_wait: float = 0.0
+    grace: float = 30.0
+    compilation: Compilation = Compilation()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
     """Trains on the data that comes with the package and shows recommendations.
 
@@ -784,6 +819,7 @@ Command = (
     | Vectors
     | Similar
     | Plan
+    | Serve
     | Demo
 )
 

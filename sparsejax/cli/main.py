@@ -121,6 +121,8 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
                 from sparsejax.cli import train as module
             case flags.Tune():
                 from sparsejax.cli import tune as module
+            case flags.Serve():
+                from sparsejax.cli import serve as module
             case flags.Demo():
                 from sparsejax.cli import demo as module
             case flags.Predict(parts=int()):

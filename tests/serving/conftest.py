@@ -1,13 +1,17 @@
-"""What is served: a tiny predictor of items, with one program of four rows beside that of one."""
+"""A tiny predictor of items with a program of four rows, and a service of it on a port."""
 
 import pathlib
+from collections.abc import Iterator
 
 import pytest
 from flax import nnx
+from served import Client, listening
 
 import sparsejax as sj
+from sparsejax.serving.engine import Shape
+from sparsejax.serving.service import Service, Settings
 
-NAMES = [f"item {n}" for n in range(9)]
+NAMES = [f"item {n}" for n in range(8)] + ["jalapeño"]
 
 
 @pytest.fixture(scope="session")
@@ -22,3 +26,28 @@ def file(tmp_path_factory) -> pathlib.Path:
 @pytest.fixture(scope="session")
 def predictor(file) -> sj.Predictor:
     return sj.load_predictor(file)
+
+
+@pytest.fixture(scope="session")
+def settings() -> Settings:
+    """Those of the service that tests share: one program."""
+    return Settings(shapes=(Shape(4, 256),), body_seconds=0.5)
+
+
+@pytest.fixture(scope="session")
+def service(file, settings) -> Iterator[Service]:
+    service = Service("films", settings)
+    service.load(file)
+    yield service
+    service.close()
+
+
+@pytest.fixture(scope="session")
+def port(service) -> Iterator[int]:
+    with listening(service) as port:
+        yield port
+
+
+@pytest.fixture(scope="session")
+def client(port) -> Client:
+    return Client(port)

@@ -1,0 +1,40 @@
+"""The command `serve`."""
+
+from __future__ import annotations
+
+import pathlib
+
+from sparsejax.cli import flags
+
+
+def serve(command: flags.Serve) -> None:
+    """`sparsejax serve`."""
+    try:
+        from sparsejax.serving import server
+    except ImportError as error:
+        raise ValueError(
+            f"serve needs {error.name}: pip install 'sparsejax[serve]'"
+        ) from None
+    from sparsejax.serving.engine import Shape
+    from sparsejax.serving.service import Settings
+
+    if (command.tls_cert is None) != (command.tls_key is None):
+        raise ValueError("--tls-cert and --tls-key go together: give both, or none")
+    if not command.max_wait >= 0 or not command.grace > 0:
+        raise ValueError("--max-wait must be 0 or more, and --grace more than 0")
+    if not 0 <= command.port < 2**16:
+        raise ValueError(f"--port must be from 0 to 65535, got {command.port}")
+    shapes = tuple(map(Shape.parse, command.shapes))
+    address = server.Address(
+        host=command.host,
+        port=command.port,
+        tls_cert=None if command.tls_cert is None else str(command.tls_cert),
+        tls_key=None if command.tls_key is None else str(command.tls_key),
+    )
+    server.run(
+        command.model,
+        command.name or pathlib.PurePath(command.model).stem,
+        Settings(shapes=shapes, max_wait=command.max_wait),
+        address,
+        grace=command.grace,
+    )

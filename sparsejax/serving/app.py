@@ -1,0 +1,219 @@
+"""The protocol over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import secrets
+import sys
+import time
+import traceback
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import orjson
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from sparsejax.serving import metrics, protocol
+from sparsejax.serving.protocol import RefusedError
+from sparsejax.serving.service import Service
+
+_HEADER = "Inference-Header-Content-Length"
+# Envoy, and so Istio and KServe, say in it how long the client waits.
+_DEADLINE = "x-envoy-expected-rq-timeout-ms"
+_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
+_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+_CLOSE = {"connection": "close"}
+# As nginx calls a client that left; nobody reads it.
+_GONE = 499
+
+
+def log(event: str, **facts: Any) -> None:
+    """Writes a line of JSON to stderr. It has never what a user asked for."""
+    line = {"time": time.time(), "event": event, **facts}
+    text = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE).decode()
+    with contextlib.suppress(OSError):  # whoever reads the log is gone
+        sys.stderr.write(text)
+        sys.stderr.flush()
+
+
+def app(service: Service) -> Starlette:
+    """The application that answers for a service."""
+
+    async def live(request: Request) -> Response:
+        return _json({"live": service.is_live}, 200 if service.is_live else 503)
+
+    async def ready(request: Request) -> Response:
+        return _json({"ready": service.is_ready}, 200 if service.is_ready else 503)
+
+    async def server(request: Request) -> Response:
+        return _json(service.about())
+
+    async def model(request: Request) -> Response:
+        return _json(service.about_model(_version(service, request)))
+
+    async def model_ready(request: Request) -> Response:
+        _version(service, request)
+        facts = {"name": service.name, "ready": service.is_ready}
+        return _json(facts, 200 if service.is_ready else 503)
+
+    async def numbers(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
+
+    async def infer(request: Request) -> Response:
+        return await _counted(service, request, _infer)
+
+    models = ["/v2/models/{model}", "/v2/models/{model}/versions/{version}"]
+    return Starlette(
+        routes=[
+            Route("/v2", server),
+            Route("/v2/health/live", live),
+            Route("/v2/health/ready", ready),
+            Route("/metrics", numbers),
+            *(Route(path, model) for path in models),
+            *(Route(f"{path}/ready", model_ready) for path in models),
+            *(Route(f"{path}/infer", infer, methods=["POST"]) for path in models),
+        ],
+        exception_handlers={
+            HTTPException: _no_route,
+            RefusedError: _refused,
+        },
+    )
+
+
+def _json(document: Any, status: int = 200, headers: Any = None) -> Response:
+    body = orjson.dumps(document)
+    return Response(body, status, headers, media_type="application/json")
+
+
+def _version(service: Service, request: Request):
+    parts = request.path_params
+    return service.version(parts["model"], parts.get("version"))
+
+
+def _refusal(error: RefusedError) -> Response:
+    headers = {}
+    if error.retry_after is not None:
+        headers["retry-after"] = str(error.retry_after)
+    if error.status in (408, 413):  # the rest of the body is not read
+        headers |= _CLOSE
+    return _json({"error": str(error)}, error.status, headers)
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, RefusedError)
+    return _refusal(error)
+
+
+async def _no_route(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    text = error.detail
+    if error.status_code == 404:
+        text = "unknown path; the paths of the protocol begin with /v2"
+    elif error.status_code == 405:
+        text = f"{request.method} is not for this path; /infer takes POST, others GET"
+    return _json({"error": text}, error.status_code, error.headers)
+
+
+async def _counted(
+    service: Service,
+    request: Request,
+    answer: Callable[[Service, Request], Awaitable[tuple[Response, int]]],
+) -> Response:
+    """An answer, whose request is counted and logged."""
+    begun, rows = time.monotonic(), 0
+    given = request.headers.get("x-request-id", "")
+    identity = given if _ID.fullmatch(given) else secrets.token_hex(8)
+    in_hand = False
+    try:
+        service.begin()
+        in_hand = True
+        response, rows = await answer(service, request)
+    except RefusedError as error:
+        response = _refusal(error)
+    except ClientDisconnect:
+        response = Response(status_code=_GONE)
+    except Exception as error:  # noqa: BLE001 - a bug, which the log has
+        log("error", request_id=identity, error=traceback.format_exception(error))
+        text = f"the service failed; its log says why at request {identity}"
+        response = _json({"error": text}, 500)
+    finally:
+        if in_hand:
+            service.end()
+    seconds = time.monotonic() - begun
+    code = response.status_code
+    service.metrics.request("http", code, seconds)
+    response.headers["x-request-id"] = identity
+    if service.draining:
+        response.headers.update(_CLOSE)
+    facts = {"request_id": identity, "code": code, "rows": rows}
+    trace = request.headers.get("traceparent", "")
+    if _TRACE.fullmatch(trace):
+        facts["traceparent"] = trace
+    log("request", protocol="http", milliseconds=round(1e3 * seconds, 3), **facts)
+    return response
+
+
+async def _infer(service: Service, request: Request) -> tuple[Response, int]:
+    """An answer, and the number of its rows."""
+    version = _version(service, request)
+    wait = request.headers.get(_DEADLINE, "")
+    seconds = int(wait[:9]) / 1e3 if wait.isascii() and wait.isdigit() else None
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise RefusedError(415, "a request must not be compressed")
+    body = await _body(request, service)
+    header = request.headers.get(_HEADER)
+    asked = protocol.read(body, header, service.settings.limits)
+    outputs, rows = await _unless_gone(
+        request, service.predict(version, asked, seconds=seconds)
+    )
+    content, json_bytes = protocol.write(asked, service.name, version.name, outputs)
+    response = Response(content, media_type="application/json")
+    if json_bytes is not None:
+        response.headers["content-type"] = "application/octet-stream"
+        response.headers[_HEADER] = str(json_bytes)
+    return response, rows
+
+
+async def _body(request: Request, service: Service) -> bytes:
+    most, seconds = service.settings.limits.body, service.settings.body_seconds
+    text = f"a request has at most {most:,} bytes"
+    stated = request.headers.get("content-length", "0")
+    if not stated.isdigit() or int(stated[:18]) > most:
+        raise RefusedError(413, text)
+    parts, size = [], 0
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                size += len(part)
+                if size > most:
+                    raise RefusedError(413, text)
+                parts.append(part)
+    except TimeoutError:
+        raise RefusedError(
+            408, f"a request must be sent within {seconds:g} seconds"
+        ) from None
+    return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+async def _unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
+    """What is awaited, which is cancelled when the client leaves.
+
+    Raises:
+      ClientDisconnect: it left.
+    """
+    working = asyncio.ensure_future(answer)
+    leaving = asyncio.ensure_future(request.receive())
+    try:
+        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
+        if not working.done():
+            raise ClientDisconnect
+        return working.result()
+    finally:
+        working.cancel()
+        leaving.cancel()

@@ -1,0 +1,86 @@
+"""Numbers of a service, as Prometheus reads them."""
+
+from __future__ import annotations
+
+import jax
+import prometheus_client
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from sparsejax.serving.batcher import Batch
+
+CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
+_SECONDS = [n * 10.0**e for e in range(-4, 1) for n in (1, 2.5, 5)] + [10.0]
+_COUNTS = [4.0**n for n in range(10)]
+_COMPILED = "/jax/core/compile/backend_compile_duration"
+
+
+class Metrics:
+    """Counts of one service."""
+
+    def __init__(self):
+        self._registry = registry = CollectorRegistry()
+
+        def histogram(name: str, text: str, buckets: list[float]) -> Histogram:
+            name = f"sparsejax_{name}"
+            return Histogram(name, text, buckets=buckets, registry=registry)
+
+        self._requests = Counter(
+            "sparsejax_requests",
+            "Requests for predictions by protocol and status",
+            ["protocol", "code"],
+            registry=registry,
+        )
+        self._seconds = histogram("request_seconds", "Of requests, whole", _SECONDS)
+        self._queue = histogram("queue_seconds", "Waiting for a batch", _SECONDS)
+        self._packing = histogram("packing_seconds", "Packing a batch", _SECONDS)
+        self._device = histogram("device_seconds", "A batch on the device", _SECONDS)
+        self._rows = histogram("batch_rows", "Rows of a batch", _COUNTS)
+        self._entries = histogram("batch_entries", "Entries of a batch", _COUNTS)
+        self._unknown = Counter(
+            "sparsejax_unknown_names", "Names that the model lacks", registry=registry
+        )
+        self._compilations = Counter(
+            "sparsejax_compilations", "Programs compiled", registry=registry
+        )
+        self._model = Gauge(
+            "sparsejax_model_version",
+            "1 for the version that serves",
+            ["model", "version"],
+            registry=registry,
+        )
+        jax.monitoring.register_event_duration_secs_listener(self._compiled)
+
+    def close(self) -> None:
+        """Counts no further compilations."""
+        jax.monitoring.unregister_event_duration_listener(self._compiled)
+
+    def _compiled(self, event: str, duration_secs: float, **_: str | int) -> None:
+        if event == _COMPILED:
+            self._compilations.inc()
+
+    def request(self, protocol: str, code: int, seconds: float) -> None:
+        """Counts a request that was answered, or refused."""
+        self._requests.labels(protocol, code).inc()
+        self._seconds.observe(seconds)
+
+    def batch(self, batch: Batch) -> None:
+        """Counts a batch."""
+        for seconds in batch.waited:
+            self._queue.observe(seconds)
+        self._packing.observe(batch.packing)
+        self._device.observe(batch.device)
+        self._rows.observe(batch.rows)
+        self._entries.observe(batch.entries)
+
+    def unknown(self, names: int) -> None:
+        """Counts unknown names."""
+        self._unknown.inc(names)
+
+    def serving(self, model: str, version: str) -> None:
+        """States the version that serves."""
+        self._model.clear()
+        self._model.labels(model, version).set(1)
+
+    def text(self) -> bytes:
+        """All numbers in Prometheus' form."""
+        return prometheus_client.generate_latest(self._registry)

@@ -1,0 +1,377 @@
+"""The Open Inference Protocol, version 2: JSON and binary tensors, as names and arrays.
+
+A request is read here whole and checked, before anything is computed for it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import struct
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import orjson
+
+# The protocol's numbers, as NumPy has them.
+NUMBERS = {
+    "BOOL": "bool",
+    **{f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
+    "FP32": "float32",
+    "FP64": "float64",
+}
+_MOST_DIMENSIONS = 2
+_LENGTH = struct.Struct("<I")
+
+
+class RefusedError(Exception):
+    """A request that is not answered. The message says what was expected.
+
+    Attributes:
+      status: of HTTP.
+      retry_after: seconds after which it may come again, or None.
+    """
+
+    def __init__(self, status: int, message: str, *, retry_after: int | None = None):
+        super().__init__(message)
+        self.status, self.retry_after = status, retry_after
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Limits:
+    """The largest requests that a service takes.
+
+    Attributes:
+      body: bytes of a request.
+      rows: of a request.
+      names: of a row, known or not.
+      name: bytes of a name.
+    """
+
+    body: int = 2**23
+    rows: int = 1024
+    names: int = 4096
+    name: int = 1024
+
+
+class Tensor(NamedTuple):
+    """A named array of a request or an answer; data of BYTES are a flat list of text."""
+
+    name: str
+    datatype: str
+    shape: tuple[int, ...]
+    data: Any
+
+
+class Asked(NamedTuple):
+    """A request.
+
+    Attributes:
+      id: that the answer has, too; or None.
+      parameters: of the whole request.
+      tensors: by their names.
+      outputs: for each output that is wanted, whether it is binary; None for all.
+      binary: whether outputs are binary that do not say so themselves.
+    """
+
+    id: str | None
+    parameters: dict[str, Any]
+    tensors: dict[str, Tensor]
+    outputs: dict[str, bool] | None = None
+    binary: bool = False
+
+
+def read(body: bytes, header: str | None, limits: Limits) -> Asked:
+    """Reads the body of an inference request.
+
+    Args:
+      body: JSON, and what is binary after it.
+      header: of HTTP, `Inference-Header-Content-Length`: bytes of the JSON.
+      limits: of requests.
+
+    Raises:
+      RefusedError: it is something else, or too large.
+    """
+    text, rest = body, memoryview(b"")
+    if header is not None:
+        if not (header.isascii() and header.isdigit() and int(header) <= len(body)):
+            raise RefusedError(
+                400,
+                "Inference-Header-Content-Length must be the bytes of the JSON, at most "
+                f"{len(body)} in this request, got {header[:40]!r}",
+            )
+        text, rest = body[: int(header)], memoryview(body)[int(header) :]
+    try:
+        document = orjson.loads(text)
+    except orjson.JSONDecodeError as error:
+        raise RefusedError(400, f"the request must be JSON in UTF-8: {error}") from None
+    request = _expect(document, dict, "the request")
+    parameters = dict(_expect(request.get("parameters", {}), dict, "parameters"))
+    asked = request.get("id")
+    tensors: dict[str, Tensor] = {}
+    for number, given in enumerate(_expect(request.get("inputs"), list, "inputs")):
+        where = f"inputs[{number}]"
+        tensor, rest = _tensor(_expect(given, dict, where), where, rest, limits)
+        if tensor.name in tensors:
+            raise RefusedError(422, f"the input {tensor.name!r} is given twice")
+        tensors[tensor.name] = tensor
+    if len(rest):
+        raise RefusedError(
+            400, f"{len(rest)} bytes follow the binary data of the last input"
+        )
+    binary = parameters.pop("binary_data_output", False)
+    binary = _expect(binary, bool, "parameters.binary_data_output")
+    outputs = None
+    if "outputs" in request:
+        outputs = dict(_outputs(_expect(request["outputs"], list, "outputs"), binary))
+    identity = None if asked is None else _expect(asked, str, "id")
+    return Asked(identity, parameters, tensors, outputs, binary)
+
+
+def _outputs(outputs: list, binary: bool) -> Iterator[tuple[str, bool]]:
+    for number, wanted in enumerate(outputs):
+        where = f"outputs[{number}]"
+        output = _expect(wanted, dict, where)
+        options = _expect(output.get("parameters", {}), dict, f"{where}.parameters")
+        if unknown := sorted(options.keys() - {"binary_data"}):
+            raise RefusedError(
+                422,
+                f"{where}: unknown parameter {unknown[0]!r}; only binary_data is known",
+            )
+        own = _expect(options.get("binary_data", binary), bool, f"{where}.binary_data")
+        yield _expect(output.get("name"), str, f"{where}.name"), own
+
+
+_KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
+
+
+def _expect(value: Any, kind: type, what: str) -> Any:
+    if not isinstance(value, kind):
+        shown = repr(value)[:40]
+        raise RefusedError(422, f"{what} must be {_KINDS[kind]}, got {shown}")
+    return value
+
+
+def _tensor(
+    given: dict, where: str, rest: memoryview, limits: Limits
+) -> tuple[Tensor, memoryview]:
+    """An input, and the binary data after it."""
+    name = _expect(given.get("name"), str, f"{where}.name")
+    where = f"the input {name[:80]!r}"
+    datatype = given.get("datatype")
+    if datatype != "BYTES" and datatype not in NUMBERS:
+        known = ", ".join(["BYTES", *NUMBERS])
+        raise RefusedError(
+            422, f"{where}: datatype must be one of {known}, got {datatype!r:.40}"
+        )
+    shape = checked_shape(_expect(given.get("shape"), list, f"{where}: shape"), where)
+    options = _expect(given.get("parameters", {}), dict, f"{where}: parameters")
+    if unknown := sorted(options.keys() - {"binary_data_size"}):
+        raise RefusedError(
+            422,
+            f"{where}: unknown parameter {unknown[0]!r:.40}; only binary_data_size is known",
+        )
+    size = options.get("binary_data_size")
+    if size is None:
+        flat = list(_flat(given.get("data"), shape, where))
+        data = texts(flat, where, limits) if datatype == "BYTES" else None
+        data = _numbers(flat, datatype, where) if data is None else data
+        check_count(data, shape, where)
+        return Tensor(name, datatype, shape, data), rest
+    if "data" in given:
+        raise RefusedError(422, f"{where} has data and binary_data_size; leave one out")
+    if type(size) is not int or not 0 <= size <= len(rest):
+        raise RefusedError(
+            400,
+            f"{where}: binary_data_size is {size!r:.40}, but {len(rest)} bytes are left "
+            "after the JSON and the inputs before",
+        )
+    data = of_bytes(rest[:size], datatype, where, limits)
+    check_count(data, shape, where)
+    return Tensor(name, datatype, shape, data), rest[size:]
+
+
+def checked_shape(shape: Sequence[Any], where: str) -> tuple[int, ...]:
+    """A shape of one or two dimensions.
+
+    Raises:
+      RefusedError: it is something else.
+    """
+    are_sizes = all(type(size) is int and 0 <= size < 2**31 for size in shape)
+    if not are_sizes or not 1 <= len(shape) <= _MOST_DIMENSIONS:
+        raise RefusedError(
+            422,
+            f"{where}: the shape must be [n] or [rows, n], got {[*shape]!r:.60}",
+        )
+    return tuple(shape)
+
+
+def check_count(data: Any, shape: tuple[int, ...], where: str) -> None:
+    """Raises RefusedError unless there are as many elements as a shape says."""
+    if len(data) != math.prod(shape):
+        raise RefusedError(
+            422,
+            f"{where} has the shape {list(shape)}, which are {math.prod(shape)} elements, "
+            f"but {len(data)} are given",
+        )
+
+
+def _flat(data: Any, shape: tuple[int, ...], where: str) -> Sequence[Any]:
+    """The elements of JSON data, which may be nested as the shape is."""
+    rows = _expect(data, list, f"{where}: data")
+    if len(shape) == 1 or not rows or not isinstance(rows[0], list):
+        return rows
+    wrong = [row for row in rows if not isinstance(row, list) or len(row) != shape[1]]
+    if wrong or len(rows) != shape[0]:
+        raise RefusedError(
+            422, f"{where}: data must have the shape {list(shape)}, or be flat"
+        )
+    return [*itertools.chain(*rows)]
+
+
+def texts(flat: Sequence[Any], where: str, limits: Limits) -> list[str]:
+    """Text of a JSON list; see `Limits.name`."""
+    for text in flat:
+        if type(text) is not str:
+            raise RefusedError(
+                422, f"{where}: elements of BYTES must be text, got {text!r:.40}"
+            )
+        # A character has at most four bytes.
+        if 4 * len(text) > limits.name and len(text.encode()) > limits.name:
+            _refuse_name(len(text.encode()), where, limits)
+    return [*flat]
+
+
+def _refuse_name(count: int, where: str, limits: Limits) -> None:
+    raise RefusedError(
+        422, f"{where}: a name has {count} bytes, more than the {limits.name} allowed"
+    )
+
+
+def _numbers(flat: Sequence[Any], datatype: str, where: str) -> np.ndarray:
+    """Numbers of a JSON list."""
+    kind = np.dtype(NUMBERS[datatype])
+    allowed = {"b": {bool}, "f": {int, float}}.get(kind.kind, {int})
+    wrong = [value for value in flat if type(value) not in allowed]
+    if not wrong and kind.kind in "iu":
+        info = np.iinfo(kind)
+        wrong = [value for value in flat if not info.min <= value <= info.max]
+    if wrong:
+        raise RefusedError(
+            422, f"{where}: an element of {datatype} cannot be {wrong[0]!r:.40}"
+        )
+    with np.errstate(over="ignore"):
+        return finite(np.array(flat, np.float64 if kind.kind == "f" else kind), where)
+
+
+def finite(numbers: np.ndarray, where: str) -> np.ndarray:
+    """The same numbers.
+
+    Raises:
+      RefusedError: one is no finite float32.
+    """
+    most = np.abs(numbers).max(initial=0) if numbers.dtype.kind == "f" else 0
+    if not most <= np.finfo(np.float32).max:  # NaN is not below, either
+        raise RefusedError(
+            422, f"{where}: numbers must be finite, and within those of float32"
+        )
+    return numbers
+
+
+def of_bytes(data: memoryview, datatype: str, where: str, limits: Limits) -> Any:
+    """The elements of binary data.
+
+    Raises:
+      RefusedError: they are not whole, no UTF-8, not finite, or too long.
+    """
+    if datatype == "BYTES":
+        return [*_prefixed(data, where, limits)]
+    kind = np.dtype(NUMBERS[datatype]).newbyteorder("<")
+    if len(data) % kind.itemsize:
+        raise RefusedError(
+            422,
+            f"{where}: {len(data)} bytes are no whole number of {datatype}, which has "
+            f"{kind.itemsize} bytes",
+        )
+    if datatype == "BOOL":
+        return np.frombuffer(data, np.uint8) != 0
+    return finite(np.frombuffer(data, kind), where)
+
+
+def _prefixed(data: memoryview, where: str, limits: Limits) -> Iterator[str]:
+    """Texts, each after its length as four bytes."""
+    at = 0
+    while at < len(data):
+        if at + _LENGTH.size > len(data):
+            raise RefusedError(
+                422, f"{where}: the data end within the length of a name"
+            )
+        (count,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size
+        if count > limits.name:
+            _refuse_name(count, where, limits)
+        if at + count > len(data):
+            raise RefusedError(422, f"{where}: the data end within a name")
+        yield of_utf8(bytes(data[at : at + count]), where)
+        at += count
+
+
+def of_utf8(name: bytes, where: str) -> str:
+    """The text of a name.
+
+    Raises:
+      RefusedError: it is not in UTF-8.
+    """
+    try:
+        return name.decode()
+    except UnicodeDecodeError as error:
+        raise RefusedError(
+            422, f"{where}: a name must be in UTF-8, but has {error.reason}"
+        ) from None
+
+
+def write(
+    asked: Asked, model: str, version: str, outputs: Sequence[Tensor]
+) -> tuple[bytes, int | None]:
+    """The body of an answer, and the bytes of its JSON if something binary follows."""
+    shown, parts = [], []
+    for output in outputs:
+        facts: dict[str, Any] = {
+            "name": output.name,
+            "datatype": output.datatype,
+            "shape": output.shape,
+        }
+        own = asked.binary if asked.outputs is None else asked.outputs[output.name]
+        if own:
+            part = to_bytes(output)
+            facts["parameters"] = {"binary_data_size": len(part)}
+            parts.append(part)
+        else:
+            facts["data"] = output.data
+        shown.append(facts)
+    document: dict[str, Any] = {"model_name": model, "model_version": version}
+    if asked.id is not None:
+        document["id"] = asked.id
+    document["outputs"] = shown
+    body = orjson.dumps(document, option=orjson.OPT_SERIALIZE_NUMPY)
+    if not parts:
+        return body, None
+    return b"".join([body, *parts]), len(body)
+
+
+def to_bytes(tensor: Tensor) -> bytes:
+    """The elements of a tensor as binary data."""
+    if tensor.datatype != "BYTES":
+        return np.ascontiguousarray(tensor.data).tobytes()
+    names = [name.encode() for name in tensor.data]
+    return b"".join(part for name in names for part in (_LENGTH.pack(len(name)), name))
+
+
+def wanted(asked: Asked, outputs: Mapping[str, Tensor]) -> list[Tensor]:
+    """The outputs that a request wants."""
+    if asked.outputs is None:
+        return [*outputs.values()]
+    return [outputs[name] for name in asked.outputs]

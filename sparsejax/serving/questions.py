@@ -1,0 +1,321 @@
+"""Tensors to rows of a predictor, and what its programs found to tensors.
+
+Inputs and outputs by names, for each kind of predictor::
+
+    items, histories    items BYTES [n], a row; with lengths INT32 [rows] several rows, one
+                        after the other; or [rows, n], filled up with ""
+                        values FP32, of items; times FP64, of histories: as items are
+                        exclude BYTES, as items are, with exclude_lengths
+    clicks              a tensor [n] for each column of the schema
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import scipy.special
+
+from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.files import DataError
+from sparsejax.predictors.predictor import Predictor
+from sparsejax.predictors.runtime import Rows
+from sparsejax.serving.batcher import Answer
+from sparsejax.serving.protocol import NUMBERS, Asked, Limits, RefusedError, Tensor
+
+_INTEGERS = {name for name, kind in NUMBERS.items() if np.dtype(kind).kind in "iu"}
+_REALS = NUMBERS.keys() - {"BOOL"}
+# Scores of places that no item fills, in an answer with rows of one length.
+_NO_SCORE = np.finfo(np.float32).min
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A request as rows.
+
+    Attributes:
+      given: the rows, as the programs take them.
+      num_rows: number of them.
+      unknown: for each row how many of its names are unknown.
+      k: items for each row.
+      padded: whether all rows of the answer have one length.
+    """
+
+    given: Sequence[Rows]
+    num_rows: int
+    unknown: np.ndarray | None = None
+    k: int = 0
+    padded: bool = False
+
+
+class Form(Protocol):
+    """What a kind of predictor is asked, and how it answers.
+
+    Attributes:
+      inputs: their names, datatypes and shapes.
+      outputs: so, too.
+    """
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+
+    def question(self, asked: Asked, limits: Limits) -> Question:
+        """The rows of a request.
+
+        Raises:
+          RefusedError: the tensors are none that it can be asked.
+        """
+        ...
+
+    def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
+        """The outputs by their names."""
+        ...
+
+
+def form_of(predictor: Predictor) -> Form:
+    """How a predictor is asked.
+
+    Raises:
+      ValueError: it cannot be asked by names.
+    """
+    return (
+        Records(predictor) if predictor.signature.kind == "clicks" else Lists(predictor)
+    )
+
+
+def _check_known(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
+    """Raises RefusedError if there is a name that is not known."""
+    if unknown := [name for name in given if name not in known]:
+        shown = ", ".join(known) if known else "none"
+        raise RefusedError(
+            422, f"unknown {what} {unknown[0]!r:.80}; this model knows {shown}"
+        )
+
+
+def _check_type(tensor: Tensor, known: set[str], shown: str) -> None:
+    if tensor.datatype not in known:
+        raise RefusedError(
+            422,
+            f"the input {tensor.name!r} must have datatype {shown}, got {tensor.datatype}",
+        )
+
+
+class Lists:
+    """Predictors of items and of histories: lists of names."""
+
+    def __init__(self, predictor: Predictor):
+        """Looks whether the predictor can be asked by names.
+
+        Raises:
+          ValueError: it cannot.
+        """
+        self._predictor, self._model = predictor, predictor.model
+        times = [[]] if self._model.reads_times else None
+        self._model.rows_of_names([[]], times=times)
+        self._beside = {"items": "values", "histories": "times"}[
+            predictor.signature.kind
+        ]
+        if self._beside == "times" and not self._model.reads_times:
+            self._beside = ""
+        kinds = {"items": "BYTES", "lengths": "INT32"}
+        if self._beside:
+            kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
+        kinds |= {"exclude": "BYTES", "exclude_lengths": "INT32"}
+        self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
+        kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
+        kinds["unknown"] = "INT32"
+        self.outputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
+        self._names = predictor.items
+
+    def question(self, asked: Asked, limits: Limits) -> Question:
+        """The rows of a request."""
+        tensors = asked.tensors
+        _check_known(tensors, [each.name for each in self.inputs], "input")
+        _check_known(asked.parameters, ["k", "exclude_seen", "timeout"], "parameter")
+        if "items" not in tensors:
+            raise RefusedError(422, "the input 'items' is missing: BYTES, [n] names")
+        items = tensors["items"]
+        ends = _ends(items, tensors.get("lengths"), limits)
+        histories, kept = _rows_of(items, ends, pad="")
+        options: dict[str, Any] = {}
+        if self._beside in tensors:
+            beside = tensors[self._beside]
+            _check_type(beside, _REALS, "FP32 or FP64")
+            if beside.shape != items.shape:
+                raise RefusedError(
+                    422,
+                    f"the input {beside.name!r} must have the shape of items, "
+                    f"{list(items.shape)}, got {list(beside.shape)}",
+                )
+            options[self._beside] = [beside.data[row] for row in kept]
+        if "exclude" in tensors:
+            exclude, lengths = tensors["exclude"], tensors.get("exclude_lengths")
+            unwanted, _ = _rows_of(exclude, _ends(exclude, lengths, limits), pad="")
+            if len(unwanted) != len(histories):
+                raise RefusedError(
+                    422,
+                    f"there are {len(histories)} rows of items, but {len(unwanted)} of "
+                    "exclude; give exclude_lengths, one number for each row",
+                )
+            options["exclude"] = unwanted
+        elif "exclude_lengths" in tensors:
+            raise RefusedError(422, "exclude_lengths needs the input 'exclude'")
+        k = asked.parameters.get("k", self._predictor.k)
+        if type(k) is not int or not 1 <= k <= self._predictor.k:
+            raise RefusedError(
+                422,
+                f"k must be a whole number from 1 to {self._predictor.k}, the most that "
+                f"this model was exported for, got {k!r:.40}",
+            )
+        seen = asked.parameters.get("exclude_seen", True)
+        if not isinstance(seen, bool):
+            raise RefusedError(
+                422, f"exclude_seen must be true or false, got {seen!r:.40}"
+            )
+        try:
+            given, unknown = self._model.rows_of_names(
+                histories, exclude_seen=seen, **options
+            )
+        except (TypeError, ValueError) as error:
+            raise RefusedError(422, str(error)[:500]) from None
+        padded = len(items.shape) == 2
+        return Question(given, len(histories), unknown, k, padded)
+
+    def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
+        """The outputs by their names."""
+        ids, scores = (array[:, : question.k] for array in answer)
+        is_item = ids >= 0
+        lengths = is_item.sum(axis=1, dtype=np.int32)
+        if question.padded:
+            shape = ids.shape
+            scores = np.where(is_item, scores, _NO_SCORE).ravel()
+            names = np.where(is_item, self._names[ids], "").ravel().tolist()
+        else:
+            scores = scores[is_item]
+            names = self._names[ids[is_item]].tolist()
+            shape = scores.shape
+        assert question.unknown is not None
+        unknown = question.unknown.astype(np.int32)
+        found = [
+            Tensor("items", "BYTES", shape, names),
+            Tensor("scores", "FP32", shape, scores),
+            Tensor("lengths", "INT32", lengths.shape, lengths),
+            Tensor("unknown", "INT32", unknown.shape, unknown),
+        ]
+        return {tensor.name: tensor for tensor in found}
+
+
+def _ends(items: Tensor, lengths: Tensor | None, limits: Limits) -> list[int]:
+    """Where each row of a list of names begins and ends."""
+    _check_type(items, {"BYTES"}, "BYTES")
+    total, name = len(items.data), items.name
+    if len(items.shape) == 2:
+        if lengths is not None:
+            raise RefusedError(
+                422,
+                f"the input {name!r} is [rows, n], filled up with empty names: leave out "
+                f"{lengths.name!r}",
+            )
+        rows, width = items.shape
+        _check_rows(rows, limits)
+        _check_names(width, limits)
+        return [*range(0, total + 1, width)] if width else [0] * (rows + 1)
+    if lengths is None:
+        _check_names(total, limits)
+        return [0, total]
+    _check_type(lengths, _INTEGERS, "INT32")
+    if len(lengths.shape) != 1:
+        raise RefusedError(422, f"the input {lengths.name!r} must be [rows]")
+    counts = lengths.data.tolist()
+    _check_rows(len(counts), limits)
+    if min(counts, default=0) < 0 or sum(counts) != total:
+        raise RefusedError(
+            422,
+            f"{lengths.name!r} must be 0 or more, with the sum {total}, the number of "
+            f"names in {name!r}; the sum is {sum(counts)}, the least {min(counts, default=0)}",
+        )
+    _check_names(max(counts, default=0), limits)
+    return [0, *itertools.accumulate(counts)]
+
+
+def _check_rows(rows: int, limits: Limits) -> None:
+    if rows > limits.rows:
+        raise RefusedError(
+            422, f"{rows} rows in a request, more than the {limits.rows} allowed"
+        )
+
+
+def _check_names(names: int, limits: Limits) -> None:
+    if names > limits.names:
+        raise RefusedError(
+            422, f"{names} names in a row, more than the {limits.names} allowed"
+        )
+
+
+def _rows_of(
+    items: Tensor, ends: list[int], pad: str
+) -> tuple[list[list[str]], list[Any]]:
+    """The names of each row; and where they are, without padding."""
+    parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
+    rows = [items.data[part] for part in parts]
+    if len(items.shape) == 1:
+        return rows, parts
+    kept = [
+        [n for n in range(part.start, part.stop) if items.data[n] != pad]
+        for part in parts
+    ]
+    return [[items.data[n] for n in row] for row in kept], kept
+
+
+class Records:
+    """Predictors of clicks: a tensor for each column."""
+
+    def __init__(self, predictor: Predictor):
+        """Looks whether the predictor knows its columns.
+
+        Raises:
+          ValueError: it does not.
+        """
+        self._model = predictor.model
+        schema: ClickSchema | None = predictor.schema
+        if schema is None:
+            raise ValueError(
+                "this predictor has no schema, so it cannot be asked by columns; export "
+                "it with names=train"
+            )
+        self.inputs = [
+            *(Tensor(name, "FP32", (-1,), None) for name in schema.dense),
+            *(Tensor(name, "BYTES", (-1,), None) for name in schema.ids),
+        ]
+        self.outputs = [Tensor("probabilities", "FP32", (-1,), None)]
+
+    def question(self, asked: Asked, limits: Limits) -> Question:
+        """The rows of a request."""
+        names = [each.name for each in self.inputs]
+        _check_known(asked.tensors, names, "input")
+        _check_known(asked.parameters, ["timeout"], "parameter")
+        if missing := [name for name in names if name not in asked.tensors]:
+            raise RefusedError(422, f"the input {missing[0]!r} is missing: [n]")
+        rows = {len(each.data) for each in asked.tensors.values()}
+        if len(rows) > 1 or any(len(t.shape) != 1 for t in asked.tensors.values()):
+            shapes = {name: list(each.shape) for name, each in asked.tensors.items()}
+            raise RefusedError(
+                422, f"all inputs must be [n] with one n, got {shapes!r:.300}"
+            )
+        count = max(rows)
+        _check_rows(count, limits)
+        records = {name: each.data for name, each in asked.tensors.items()}
+        try:
+            given = self._model.rows_of_records(records)
+        except (DataError, TypeError, ValueError) as error:
+            raise RefusedError(422, str(error)[:500]) from None
+        return Question(given, count)
+
+    def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
+        """The outputs by their names."""
+        (logits,) = answer
+        found = scipy.special.expit(logits)
+        return {"probabilities": Tensor("probabilities", "FP32", found.shape, found)}

@@ -1,0 +1,150 @@
+"""The process of a service: its ports, its start, and its end by a signal."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import uvicorn
+import uvloop
+
+from sparsejax.serving.app import app, log
+from sparsejax.serving.service import Service, Settings
+
+# After SIGTERM requests are still taken until none came for so long: whoever balances the
+# load learns only after a while that this process is not ready.
+_QUIET = 1.0
+_POLL = 0.05
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Address:
+    """Where a service listens.
+
+    Attributes:
+      host: its name or address.
+      port: of HTTP; 0 takes a free one.
+      tls_cert: file of the certificates, or None.
+      tls_key: file of its key, or None.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    tls_cert: str | None = None
+    tls_key: str | None = None
+
+
+class _Server(uvicorn.Server):
+    """uvicorn without handlers for signals, which `run` has."""
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        yield
+
+
+def run(
+    path: str | os.PathLike[str],
+    name: str,
+    settings: Settings,
+    address: Address,
+    *,
+    grace: float = 30.0,
+) -> None:
+    """Serves a predictor until SIGTERM or SIGINT comes.
+
+    Args:
+      path: of the predictor, or its address in a store.
+      name: of the model.
+      settings: of the service.
+      address: where it listens.
+      grace: seconds after SIGTERM in which the process ends. For up to half of them
+        requests are still taken.
+
+    Raises:
+      OSError: the file cannot be read, or the port is taken.
+      ValueError: the file is no predictor, or it cannot be asked by names.
+    """
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(path, name, settings, address, grace))
+
+
+async def _serve(
+    path, name: str, settings: Settings, at: Address, grace: float
+) -> None:
+    begun = time.monotonic()
+    service = Service(name, settings)
+    config = uvicorn.Config(
+        app(service),
+        ssl_certfile=at.tls_cert,
+        ssl_keyfile=at.tls_key,
+        lifespan="off",
+        log_config=None,
+        access_log=False,
+        server_header=False,
+        timeout_graceful_shutdown=max(1, int(grace / 2)),
+    )
+    server = _Server(config)
+    listening = _listening(at)
+    loop, ending = asyncio.get_running_loop(), asyncio.Event()
+    told: list[signal.Signals] = []
+
+    def end(number: signal.Signals) -> None:
+        log("signal", signal=number.name)
+        if told:  # the second one ends at once
+            server.force_exit = True
+        told.append(number)
+        service.draining = True
+        ending.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, end, number)
+    port = listening.getsockname()[1]
+    log("listening", host=at.host, port=port, model=name)
+    serving = asyncio.ensure_future(server.serve(sockets=[listening]))
+    # The health of the process is answered while the model is loaded and compiled.
+    loading = asyncio.ensure_future(asyncio.to_thread(service.load, path))
+    stopped = asyncio.ensure_future(ending.wait())
+    try:
+        first = {"return_when": asyncio.FIRST_COMPLETED}
+        await asyncio.wait({loading, stopped, serving}, **first)
+        if loading.done():
+            loading.result()
+            log("ready", model=name, port=port, seconds=time.monotonic() - begun)
+        await asyncio.wait({stopped, serving}, **first)
+        if signal.SIGTERM in told[:1]:
+            await _until_quiet(service, grace / 2)
+    finally:
+        server.should_exit = True
+        await asyncio.wait({serving})
+        await asyncio.to_thread(service.close)
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    serving.result()
+    log("ended", model=name)
+
+
+def _listening(at: Address) -> socket.socket:
+    """The port. A taken one is an error before anything is loaded."""
+    try:
+        (family, *_, where), *_ = socket.getaddrinfo(
+            at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listening = socket.create_server(where[:2], family=family, backlog=2048)
+    except OSError as error:
+        raise OSError(
+            error.errno, f"cannot listen: {error.strerror}", f"{at.host}:{at.port}"
+        ) from None
+    listening.setblocking(False)
+    return listening
+
+
+async def _until_quiet(service: Service, seconds: float) -> None:
+    end = time.monotonic() + seconds
+    while (now := time.monotonic()) < end and now < service.last_request + _QUIET:
+        await asyncio.sleep(_POLL)

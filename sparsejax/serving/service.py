@@ -1,0 +1,232 @@
+"""A model that is served: its predictor, batches and limits, for every protocol."""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import os
+import time
+from typing import Any
+
+import sparsejax
+from sparsejax.predictors.files import load_predictor
+from sparsejax.serving.batcher import Batcher, BusyError, ClosedError, DeviceError
+from sparsejax.serving.engine import Engine, Shape, TooLargeError
+from sparsejax.serving.metrics import Metrics
+from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor, wanted
+from sparsejax.serving.questions import Form, form_of
+
+NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
+# The device is given up after so many batches in a row that it could not run.
+_FAILURES = 3
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How a model is served.
+
+    Attributes:
+      shapes: of programs, see `Engine`.
+      max_wait: see `Batcher`.
+      max_rows: that may wait, see `Batcher`.
+      at_once: requests that are in hand at a time.
+      timeout: seconds for a request, in which it is answered or refused.
+      body_seconds: for a client to send a request.
+      limits: of a request.
+    """
+
+    shapes: tuple[Shape, ...] = ()
+    max_wait: float = 0.0
+    max_rows: int = 4096
+    at_once: int = 1024
+    timeout: float = 30.0
+    body_seconds: float = 10.0
+    limits: Limits = dataclasses.field(default_factory=Limits)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Version:
+    """A predictor that answers."""
+
+    name: str
+    form: Form
+    batcher: Batcher
+
+
+class Service:
+    """Answers requests for one model, whatever the protocol.
+
+    Attributes:
+      name: of the model.
+      settings: of the service.
+      metrics: of the service.
+      draining: whether the service is about to end.
+    """
+
+    def __init__(self, name: str, settings: Settings):
+        self.name, self.settings, self.metrics = name, settings, Metrics()
+        self.draining = False
+        self._version: Version | None = None
+        self._in_hand = 0
+        self.last_request = time.monotonic()
+
+    def load(self, path: str | os.PathLike[str], version: str = "1") -> None:
+        """Loads, compiles and runs a predictor; then it answers. Takes seconds.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: it is no predictor, or it cannot be asked by names.
+        """
+        predictor = load_predictor(path)
+        form = form_of(predictor)
+        engine = Engine(predictor, self.settings.shapes)
+        batcher = Batcher(
+            engine,
+            max_wait=self.settings.max_wait,
+            max_rows=self.settings.max_rows,
+            observe=self.metrics.batch,
+        )
+        self._version = Version(version, form, batcher)
+        self.metrics.serving(self.name, version)
+
+    def close(self) -> None:
+        """Answers what waits, and takes no further requests."""
+        self.draining = True
+        if self._version is not None:
+            self._version.batcher.close()
+        self.metrics.close()
+
+    @property
+    def in_hand(self) -> int:
+        """Requests that are not answered yet."""
+        return self._in_hand
+
+    @property
+    def is_live(self) -> bool:
+        """Whether the device runs batches."""
+        version = self._version
+        return version is None or version.batcher.failures < _FAILURES
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether requests are answered, and further ones should come."""
+        return self._version is not None and not self.draining and self.is_live
+
+    def version(self, model: str, number: str | None) -> Version:
+        """The version of a model that answers.
+
+        Raises:
+          RefusedError: there is none.
+        """
+        if model != self.name:
+            raise RefusedError(
+                404, f"unknown model {model!r:.80}; this service has {self.name!r}"
+            )
+        if self._version is None:
+            raise RefusedError(503, "the model is being loaded", retry_after=1)
+        if number not in (None, self._version.name):
+            raise RefusedError(
+                404,
+                f"unknown version {number!r:.80} of the model {model!r}; this service has "
+                f"{self._version.name!r}",
+            )
+        return self._version
+
+    def about(self) -> dict[str, Any]:
+        """What the protocol says of a server."""
+        version = sparsejax.__version__
+        return {"name": NAME, "version": version, "extensions": EXTENSIONS}
+
+    def about_model(self, version: Version) -> dict[str, Any]:
+        """What the protocol says of a model."""
+        both = {"inputs": version.form.inputs, "outputs": version.form.outputs}
+        return {
+            "name": self.name,
+            "versions": [version.name],
+            "platform": NAME,
+            **{
+                what: [
+                    {"name": t.name, "datatype": t.datatype, "shape": list(t.shape)}
+                    for t in tensors
+                ]
+                for what, tensors in both.items()
+            },
+        }
+
+    async def predict(
+        self, version: Version, asked: Asked, *, seconds: float | None = None
+    ) -> tuple[list[Tensor], int]:
+        """The outputs that a request wants, and its rows.
+
+        Cancelled, it costs no device time any more.
+
+        Args:
+          version: that answers.
+          asked: the request.
+          seconds: after which the client has no more use for an answer.
+
+        Raises:
+          RefusedError: the request cannot be answered.
+        """
+        deadline = time.monotonic() + self._seconds(asked, seconds)
+        if asked.outputs is not None:
+            known = [output.name for output in version.form.outputs]
+            if unknown := [name for name in asked.outputs if name not in known]:
+                raise RefusedError(
+                    422,
+                    f"unknown output {unknown[0]!r:.80}; this model has {', '.join(known)}",
+                )
+        question = version.form.question(asked, self.settings.limits)
+        if question.unknown is not None:
+            self.metrics.unknown(int(question.unknown.sum()))
+        try:
+            future = version.batcher.submit(question.given, deadline=deadline)
+            async with asyncio.timeout(deadline - time.monotonic()):
+                answer = await asyncio.wrap_future(future)
+        except TooLargeError as error:
+            raise RefusedError(422, str(error)) from None
+        except BusyError as error:
+            raise RefusedError(429, str(error), retry_after=1) from None
+        except ClosedError as error:
+            raise RefusedError(503, str(error), retry_after=1) from None
+        except DeviceError as error:
+            raise RefusedError(503, str(error)) from None
+        except FloatingPointError as error:
+            raise RefusedError(422, str(error)) from None
+        except TimeoutError:
+            raise RefusedError(
+                504, "the request was not answered within its time; ask for fewer rows"
+            ) from None
+        found = wanted(asked, version.form.tensors(question, answer))
+        return found, question.num_rows
+
+    def _seconds(self, asked: Asked, seconds: float | None) -> float:
+        """The time for a request: the least of what it says itself and the service allows."""
+        allowed = [self.settings.timeout]
+        if seconds is not None:
+            allowed.append(seconds)
+        timeout = asked.parameters.get("timeout", 0)
+        if type(timeout) is not int or timeout < 0:
+            raise RefusedError(
+                422, f"timeout must be a number of microseconds, got {timeout!r:.40}"
+            )
+        return min(allowed + [timeout / 1e6] * (timeout > 0))
+
+    def begin(self) -> None:
+        """Counts a request that came.
+
+        Raises:
+          RefusedError: too many are in hand.
+        """
+        self.last_request = time.monotonic()
+        if self._in_hand >= self.settings.at_once:
+            raise RefusedError(
+                429,
+                f"{self._in_hand} requests are in hand already; try again later",
+                retry_after=1,
+            )
+        self._in_hand += 1
+
+    def end(self) -> None:
+        """Counts a request that was answered."""
+        self._in_hand -= 1

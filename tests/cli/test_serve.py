@@ -1,0 +1,97 @@
+"""The command `serve`: its start, wrong flags, and its end by a signal, which loses nothing."""
+
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+from flax import nnx
+from served import Client, tensor
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory) -> pathlib.Path:
+    path = tmp_path_factory.mktemp("served") / "films.predictor"
+    config = sj.NetworkConfig.autoencoder((4,))
+    model = sj.FeedForward(config, inputs=3, outputs=3, rngs=nnx.Rngs(0))
+    names = ["tea", "rye", "milk"]
+    sj.export_predictor(model, path, k=2, names=names, batch_size=1)
+    return path
+
+
+def test_a_signal_ends_it_and_loses_nothing(file):
+    words = ["serve", str(file), "--port", "0", "--shapes", "1x256", "--grace", "20"]
+    process = subprocess.Popen(
+        [sys.executable, "-m", "sparsejax", *words], stderr=subprocess.PIPE, text=True
+    )
+    lines = process.stderr
+    assert lines is not None
+
+    def event(name: str) -> dict:
+        for line in lines:
+            if (found := json.loads(line))["event"] == name:
+                return found
+        pytest.fail(f"no {name}")
+
+    try:
+        client = Client(event("ready")["port"])
+        assert client.get("/v2/models/films/ready")[0] == 200
+        answers: list[int] = []
+        threads = [threading.Thread(target=_ask, args=(client, answers)) for _ in "ab"]
+        for thread in threads:
+            thread.start()
+        event("request")
+        process.send_signal(signal.SIGTERM)
+        event("signal")
+        assert client.get("/v2/health/ready") == (503, {"ready": False})
+        for thread in threads:
+            thread.join()
+        assert answers == [200] * 60
+        event("ended")
+        assert process.wait(60) == 0
+    finally:
+        process.kill()
+        process.wait()
+        lines.close()
+
+
+def _ask(client: Client, answers: list[int]) -> None:
+    for _ in range(30):
+        status, found = client.infer(tensor("items", "BYTES", ["tea"]))
+        answers.append(status)
+        assert (
+            found["items"]["data"] == ["rye", "milk"]
+            or len(found["items"]["data"]) == 2
+        )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shapes", "8"], "a shape is rows x entries, like 8x512, got '8'"),
+        (["--shapes", "8x512"], "the predictor has programs of 1 rows"),
+        (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key go together"),
+        (["--max-wait", "-1"], "--max-wait must be 0 or more"),
+        (["--port", "70000"], "--port must be from 0 to 65535"),
+        (
+            ["--host", "no.such.host.invalid"],
+            "error: no.such.host.invalid:0: cannot listen",
+        ),
+    ],
+)
+def test_wrong_flags(file, capsys, words, message):
+    assert main(["serve", str(file), "--port", "0", *words]) == 1
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_what_is_no_predictor(tmp_path, capsys):
+    path = tmp_path / "model.predictor"
+    path.write_bytes(b"PK")
+    assert main(["serve", str(path), "--port", "0"]) == 1
+    assert "is not a predictor" in capsys.readouterr().err.splitlines()[-1]

@@ -1,0 +1,94 @@
+"""A service on a port, and who asks it."""
+
+import asyncio
+import contextlib
+import http.client
+import json
+import socket
+import struct
+import threading
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import uvicorn
+
+from sparsejax.serving.app import app
+from sparsejax.serving.service import Service
+
+
+@contextlib.contextmanager
+def listening(service: Service) -> Iterator[int]:
+    """Within it a service answers on a port, in a thread."""
+    server = uvicorn.Server(
+        uvicorn.Config(app(service), port=0, lifespan="off", log_config=None)
+    )
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        thread = threading.Thread(
+            target=lambda: asyncio.run(server.serve(sockets=[bound]))
+        )
+        thread.start()
+        while not server.started:
+            time.sleep(0.001)
+        yield bound.getsockname()[1]
+        server.should_exit = True
+        thread.join()
+
+
+class Client:
+    """Asks one service."""
+
+    def __init__(self, port: int):
+        self.port = port
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: bytes | None = None,
+        headers: dict[str, str] | None = None,
+    ) -> tuple[int, dict[str, str], bytes]:
+        """Status, headers and body of an answer."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
+        with contextlib.closing(connection):
+            connection.request(method, path, body, headers or {})
+            answer = connection.getresponse()
+            found = {name.lower(): value for name, value in answer.getheaders()}
+            return answer.status, found, answer.read()
+
+    def get(self, path: str) -> tuple[int, Any]:
+        """Status and JSON of an answer."""
+        status, _, body = self.ask("GET", path)
+        return status, json.loads(body)
+
+    def infer(self, *inputs: dict, **request: Any) -> tuple[int, Any]:
+        """Status of an answer and its outputs by name, or its error."""
+        body = json.dumps({"inputs": inputs, **request}).encode()
+        status, _, answer = self.ask("POST", "/v2/models/films/infer", body)
+        found = json.loads(answer)
+        if status != 200:
+            return status, found["error"]
+        return status, {each["name"]: each for each in found["outputs"]}
+
+
+def tensor(
+    name: str, datatype: str, data: list, shape: list[int] | None = None
+) -> dict:
+    """An input in JSON."""
+    shape = [len(data)] if shape is None else shape
+    return {"name": name, "datatype": datatype, "shape": shape, "data": data}
+
+
+def prefixed(*names: bytes) -> bytes:
+    """Names as binary data."""
+    return b"".join(struct.pack("<I", len(name)) + name for name in names)
+
+
+def binary(inputs: list[tuple[dict, bytes]], **request: Any) -> tuple[bytes, int]:
+    """The body of a request with binary inputs, and the bytes of its JSON."""
+    described = [
+        {**facts, "parameters": {"binary_data_size": len(data)}}
+        for facts, data in inputs
+    ]
+    text = json.dumps({"inputs": described, **request}).encode()
+    return text + b"".join(data for _, data in inputs), len(text)
