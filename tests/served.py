@@ -16,6 +16,8 @@ import uvicorn
 from sparsejax.serving.app import app
 from sparsejax.serving.service import Service
 
+NAMES = [*(f"item {n}" for n in range(8)), "jalapeño"]  # of the items
+
 
 @contextlib.contextmanager
 def listening(service: Service) -> Iterator[int]:

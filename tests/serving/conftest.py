@@ -5,13 +5,11 @@ from collections.abc import Iterator
 
 import pytest
 from flax import nnx
-from served import Client, listening
+from served import NAMES, Client, listening
 
 import sparsejax as sj
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.service import Service, Settings
-
-NAMES = [f"item {n}" for n in range(8)] + ["jalapeño"]
 
 
 @pytest.fixture(scope="session")

@@ -7,6 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
+from served import NAMES
 
 from sparsejax.predictors.signature import Array
 from sparsejax.serving import batcher
@@ -213,7 +214,7 @@ def test_many_requests_at_once_on_a_device(predictor):
     """Threads ask; each has the bits that its row has alone in the shape."""
     engine = Engine(predictor, [Shape(4, 256)])
     service = Batcher(engine)
-    rows = [predictor.model.rows_of_names([[f"item {n}"]])[0] for n in range(9)]
+    rows = [predictor.model.rows_of_names([[name]])[0] for name in NAMES]
     alone = [service.submit(row).result(60) for row in rows]
     futures = [service.submit(rows[n % 9]) for n in range(500)]
     for n, future in enumerate(futures):

@@ -6,12 +6,13 @@ import exported_kinds
 import numpy as np
 import pytest
 import scipy.special
+from served import NAMES
 
 import sparsejax as sj
 from sparsejax.serving.engine import Engine, Shape, TooLargeError
 
 SHAPE = Shape(4, 256)
-HISTORIES = [["item 3", "item 1"], ["item 8"], [], ["item 0", "item 2", "item 5"]]
+HISTORIES = [["item 3", "item 1"], ["jalapeño"], [], ["item 0", "item 2", "item 5"]]
 
 
 @pytest.fixture(scope="module")
@@ -33,7 +34,7 @@ def outputs(engine: Engine, *requests) -> list[np.ndarray]:
 
 def test_bits_are_those_of_recommend(engine, predictor):
     indptr = np.cumsum([0, *map(len, HISTORIES)])
-    ids = [sorted(int(name[-1]) for name in names) for names in HISTORIES]
+    ids = [sorted(map(NAMES.index, names)) for names in HISTORIES]
     x = sj.CSR(None, np.concatenate(ids).astype(np.int32), indptr, num_cols=9)
     found = predictor.recommend(x, exclude=x)
     ids, scores = outputs(engine, *(rows(engine, names) for names in HISTORIES))
@@ -150,7 +151,9 @@ def test_clicks(kinds):
 
 def test_values_fit_their_names(predictor):
     ask = predictor.model.rows_of_names
-    (matrix, seen), _ = ask([["item 8", "unheard", "item 2"]], values=[[1.5, 9.0, 2.5]])
+    (matrix, seen), _ = ask(
+        [["jalapeño", "unheard", "item 2"]], values=[[1.5, 9.0, 2.5]]
+    )
     assert (matrix.indices.tolist(), matrix.data.tolist()) == ([2, 8], [2.5, 1.5])
     assert seen.data is None
     for names, values in (
