@@ -257,7 +257,7 @@ def _compile_meanwhile(
     program = Program(
         model, optimizer, fused=command.fused, deterministic=command.deterministic
     )
-    program.prepare(next(epochs.dispatches(0)))
+    program.compile_ahead(next(epochs.dispatches(0)))
 
 
 def _continued(

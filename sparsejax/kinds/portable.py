@@ -28,7 +28,7 @@ class Portable(NamedTuple):
 
     Attributes:
       stated: what the signature says of inputs and outputs, by the names of its fields.
-      function: `(weights, inputs) -> outputs`, see `predictors.programs`.
+      function: `(weights, inputs) -> outputs`, see `predictors.stablehlo`.
       weights: the function's first argument.
       vocabularies: names, by what they are names of.
     """

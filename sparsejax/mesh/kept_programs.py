@@ -119,10 +119,10 @@ class Keepable:
             return self.program(*arguments, **named)
         return _folder.run(self, self.signature.bind(*arguments, **named))
 
-    def prepare(self, *arguments: Any, **named: Any) -> None:
+    def compile_ahead(self, *arguments: Any, **named: Any) -> None:
         """Compiles the program for some arguments, if programs are kept; runs nothing."""
         if _folder is not None:
-            _folder.prepare(self, self.signature.bind(*arguments, **named))
+            _folder.compile_ahead(self, self.signature.bind(*arguments, **named))
 
 
 class _Types(NamedTuple):
@@ -164,7 +164,7 @@ class _Folder:
             return program(*bound.args, **bound.kwargs)
         return program(*by_place, **by_name)
 
-    def prepare(self, keepable: Keepable, bound: inspect.BoundArguments) -> None:
+    def compile_ahead(self, keepable: Keepable, bound: inspect.BoundArguments) -> None:
         """Makes the program for some arguments ready."""
         types, _, _ = self._taken_apart(keepable, bound)
         if types is not None and (keepable, types) not in self._loaded:

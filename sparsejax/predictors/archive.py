@@ -2,7 +2,7 @@
 
 ::
 
-    programs/1          for one row: StableHLO, see `programs`
+    programs/1          for one row: see `stablehlo`
     programs/8          for batches of 8 rows
     ...
     weights/0           the numbers of an array, little-endian

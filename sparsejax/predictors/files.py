@@ -21,7 +21,7 @@ from typing import Any
 from jax import export
 
 from sparsejax.data.names import Names, as_names
-from sparsejax.predictors import archive, earlier, programs
+from sparsejax.predictors import archive, earlier, stablehlo
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
@@ -126,7 +126,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
         signature, names = read_signature(parts, length)
         model = model_of(signature, names)
         code = {
-            rows: programs.load(signature, rows, archive.read_program(parts, rows))
+            rows: stablehlo.load(signature, rows, archive.read_program(parts, rows))
             for rows in signature.rows
         }
         weights = archive.read_weights(parts, signature.weights, length)

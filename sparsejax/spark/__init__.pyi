@@ -1,8 +1,8 @@
 # Every public name; `__init__.py` imports each when it is first used.
 
 from .jobs import JobError as JobError
-from .predicting import predict as predict
+from .predict_jobs import predict as predict
 from .preparation import prepare as prepare
-from .recommending import recommend as recommend
+from .recommend_jobs import recommend as recommend
 from .run_copies import fetch_run as fetch_run
 from .training import train as train

@@ -20,9 +20,9 @@ from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
 from sparsejax.predictors.files import save_predictor
-from sparsejax.predictors.programs import program
 from sparsejax.predictors.runtime import sizes_of_programs
 from sparsejax.predictors.signature import PLATFORMS, Array, Signature
+from sparsejax.predictors.stablehlo import program
 
 
 @promoting()

@@ -88,11 +88,11 @@ def test_a_program_is_found_without_being_traced(run, tmp_path):
 
 def test_a_program_is_prepared_and_not_run(tmp_path, known, no_kept_programs):
     program = Keepable(plus, static_argnames="how", donate_argnames="y")
-    program.prepare(*given())  # nothing is kept here
+    program.compile_ahead(*given())  # nothing is kept here
     assert not TRACED and not files(tmp_path)
     with kept_in(tmp_path, since=time.time()):
         arguments = given()
-        program.prepare(*arguments, how=2)
+        program.compile_ahead(*arguments, how=2)
         assert TRACED and not arguments[1].is_deleted() and len(files(tmp_path)) == 1
         forget()
         found = program(*arguments, how=2)

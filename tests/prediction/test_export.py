@@ -24,7 +24,7 @@ from jax.interpreters.mlir import make_ir_context
 import sparsejax as sj
 from sparsejax import CSR
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
-from sparsejax.predictors import programs
+from sparsejax.predictors import stablehlo
 from sparsejax.predictors.runtime import sizes_of_programs
 from sparsejax.predictors.signature import Array, Signature, of_ranking
 
@@ -355,8 +355,8 @@ def test_the_numbers_of_rows():
 
 def test_runs_are_for_both_platforms():
     signature = signature_of(5, 5, 3, ())
-    made = programs.program(signature, 2, lambda *_: jnp.zeros((2, 2, 3)))
-    loaded = programs.load(signature, 2, made.mlir_module_serialized)
+    made = stablehlo.program(signature, 2, lambda *_: jnp.zeros((2, 2, 3)))
+    loaded = stablehlo.load(signature, 2, made.mlir_module_serialized)
     assert loaded.platforms == ("cpu", "cuda")
 
 
@@ -475,7 +475,7 @@ def _code(signature: Signature, target: str) -> bytes:
     checks = [export.DisabledSafetyCheck.custom_call(target)]
     jitted = jax.jit(program, keep_unused=True)
     exported = export.export(jitted, platforms=("cpu", "cuda"), disabled_checks=checks)
-    return exported(*programs.arguments(signature, 1)).mlir_module_serialized
+    return exported(*stablehlo.arguments(signature, 1)).mlir_module_serialized
 
 
 _INFEED = """
@@ -498,7 +498,7 @@ def test_programs_that_do_more_than_arithmetic(path, tmp_path):
     with make_ir_context():
         infeed = mlir.serialize_portable_artifact(ir.Module.parse(_INFEED), "1.0.0")
     fewer = dataclasses.replace(signature, **of_ranking(FEATURES, ITEMS, 1))
-    smaller = programs.program(fewer, 1, lambda *_: jnp.zeros((2, 1, 1)))
+    smaller = stablehlo.program(fewer, 1, lambda *_: jnp.zeros((2, 1, 1)))
     for code, message in (
         (_code(signature, callback), f"contains the custom call '{callback}'"),
         (_code(signature, "none"), "contains the custom call 'none'"),
@@ -644,8 +644,8 @@ def program_of(signature, f) -> Callable[[np.ndarray], np.ndarray]:
         scores = f(weights[0]).reshape(1, 16)
         return jnp.zeros(scores.shape, jnp.int32), scores
 
-    made = programs.program(signature, 1, top_k)
-    loaded = programs.load(signature, 1, made.mlir_module_serialized)
+    made = stablehlo.program(signature, 1, top_k)
+    loaded = stablehlo.load(signature, 1, made.mlir_module_serialized)
     nothing = np.zeros(1, np.int32), np.zeros(2, np.int32)
     inputs = [(np.zeros(1, np.float32), *nothing), nothing]
     return lambda x: np.asarray(loaded.call([x], inputs)[1]).reshape(4, 4)

@@ -11,7 +11,7 @@ from linear import Linear
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
 from sparsejax.engine.batching import on_device
-from sparsejax.engine.rank.evaluation import Setup, prepare
+from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
 from sparsejax.engine.rank.popularity import Popularity
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.nn.config import NetworkConfig
@@ -368,7 +368,7 @@ def test_popularity_of_other_rows():
 
 def test_prepared_once_and_compiled_once(problem):
     inputs, heldout, weights, bias = problem
-    evaluation = prepare(inputs, heldout, Setup(k=5, batch_size=16))
+    evaluation = prepared_evaluation(inputs, heldout, Setup(k=5, batch_size=16))
     model = Linear(weights, bias)
     before = evaluation.run(model)
     traced = Linear.times_traced

@@ -15,7 +15,7 @@ from flax import nnx
 from linear import Linear
 
 import sparsejax as sj
-from sparsejax.engine.rank.evaluation import Setup, prepare
+from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
 
 K = 3
 OPTIONS = {"k": K, "batch_size": 64}  # the same everywhere: few programs are compiled
@@ -408,7 +408,7 @@ def test_a_test_that_equals_the_training_data(shop):
     with pytest.raises(ValueError, match="Hold out entries that the inputs lack"):
         sj.evaluate(model, data.to_scipy(), data.without_values().to_scipy())
     with pytest.raises(ValueError, match="because their rows already have them"):
-        prepare(data, some, Setup())
+        prepared_evaluation(data, some, Setup())
     assert sj.evaluate(model, data, some, exclude=None, **OPTIONS)["users"] == 4
 
 

@@ -101,7 +101,9 @@ class Setup:
 
 @promoting()
 @using_auto_axes()
-def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluation:
+def prepared_evaluation(
+    inputs: Sources | Inputs, heldout: Source, setup: Setup
+) -> Evaluation:
     """The part of `evaluate` that does not depend on the model, for repeated use.
 
     Matches the rows, copies the data to the device and measures the baseline.
@@ -161,7 +163,7 @@ def prepare(inputs: Sources | Inputs, heldout: Source, setup: Setup) -> Evaluati
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Evaluation:
-    """Data ready to measure models on; made by `prepare`.
+    """Data ready to measure models on; made by `prepared_evaluation`.
 
     Attributes:
       ks: the cut-offs.

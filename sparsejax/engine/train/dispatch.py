@@ -353,10 +353,10 @@ class Program[Model: nnx.Module | Trainable]:
         # Cut now: after the next launch, it would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
-    def prepare(self, dispatch: Dispatch) -> None:
+    def compile_ahead(self, dispatch: Dispatch) -> None:
         """Compiles the program of a dispatch, if a command keeps programs."""
         arrays = [variable.get_raw_value() for variable in self.variables]
-        self._run_steps.prepare(*self._arguments(dispatch, arrays))
+        self._run_steps.compile_ahead(*self._arguments(dispatch, arrays))
 
     def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of `run_steps`."""

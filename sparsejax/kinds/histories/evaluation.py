@@ -11,7 +11,7 @@ from sparsejax.data.histories import Unordered, unordered
 from sparsejax.data.names import RowNames, find_names
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import Source
-from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepare
+from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.kinds.histories.next_items import shown_of
 
 
@@ -46,7 +46,9 @@ def prepared_sequences(
     )
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None
-    return prepare(shown_of(model, _with_new_rows(inputs, heldout)), wanted, chosen)
+    return prepared_evaluation(
+        shown_of(model, _with_new_rows(inputs, heldout)), wanted, chosen
+    )
 
 
 def _with_new_rows(

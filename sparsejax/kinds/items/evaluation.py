@@ -9,7 +9,7 @@ from typing import Any
 from sparsejax.data import SparseDataset
 from sparsejax.data.sources import Inputs, Source, Sources
 from sparsejax.data.split import INSIDE
-from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepare
+from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 
 
 def prepared_for(
@@ -36,7 +36,7 @@ def prepared_for(
         )
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
-    return prepare(inputs, heldout, chosen)
+    return prepared_evaluation(inputs, heldout, chosen)
 
 
 def _folded_in(

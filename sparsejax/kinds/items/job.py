@@ -12,7 +12,7 @@ from jax.typing import ArrayLike
 from sparsejax.data import ScannedDataset
 from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, features_of
-from sparsejax.engine.rank.evaluation import Setup, metric_names, prepare
+from sparsejax.engine.rank.evaluation import Setup, metric_names, prepared_evaluation
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, Roles, Targets, check_labels
@@ -115,7 +115,7 @@ def item_job(
             popularity=None,
             batch_size=batch_size,
         )
-        evaluation = prepare(shown, validation, setup)
+        evaluation = prepared_evaluation(shown, validation, setup)
 
         def measured(model, *, optimizer, deterministic):
             found = evaluation.run(
