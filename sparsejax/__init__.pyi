@@ -12,9 +12,6 @@ from . import optimizers as optimizers
 from . import sequence as sequence
 from . import spark as spark
 from . import training as training
-from .cli.report import Example as Example
-from .cli.report import write_report as write_report
-from .cli.run import load_model as load_model
 from .data import ClickDataset as ClickDataset
 from .data import ClickSchema as ClickSchema
 from .data import DataError as DataError
@@ -52,6 +49,10 @@ from .optimizers.gradients import value_and_grad as value_and_grad
 from .optimizers.optimizer import Optimizer as Optimizer
 from .predictors.files import load_predictor as load_predictor
 from .predictors.predictor import Predictor as Predictor
+from .runs.folders import load_model as load_model
+from .runs.report import Example as Example
+from .runs.report import write_report as write_report
+from .runs.run import Run as Run
 from .sequence.config import GRUConfig as GRUConfig
 from .sequence.config import HSTUConfig as HSTUConfig
 from .sequence.config import SASRecConfig as SASRecConfig

@@ -13,9 +13,9 @@ import numpy as np
 import scipy.sparse
 from flax import nnx
 
-from sparsejax.cli import run
 from sparsejax.data import SparseDataset
 from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.runs import folders
 
 USERS, ITEMS = 60, 20
 NETWORK = ["--hidden", "16", "--linear", "None", "--temperature", "0.1"]
@@ -99,7 +99,7 @@ def items_of(data: SparseDataset, row: int) -> set[str]:
 
 def parameters(folder: str | pathlib.Path) -> dict[str, bytes]:
     """Every parameter of a run's model, bit for bit."""
-    state = nnx.to_pure_dict(nnx.state(run.load_model(folder)[0], nnx.Param))
+    state = nnx.to_pure_dict(nnx.state(folders.load_model(folder)[0], nnx.Param))
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {
         jax.tree_util.keystr(path): np.asarray(leaf).tobytes() for path, leaf in leaves

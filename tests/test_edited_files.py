@@ -16,9 +16,10 @@ import pytest
 
 import sparsejax as sj
 from sparsejax import codec, optimizers
-from sparsejax.cli import run, train
+from sparsejax.cli import train
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.predictors import files as predictor_files
+from sparsejax.runs import folders
 from sparsejax.spark.run_copies import fetch_run
 
 HUGE = 10**400
@@ -134,7 +135,7 @@ def run_folder(folder):
     )
     data.save(folder / "run" / "vocabulary.parquet")
     rate = optimizers.schedule("cosine_decay_schedule", init_value=0.1, decay_steps=9)
-    settings = run.Run(
+    settings = folders.Settings(
         network=sj.NetworkConfig.autoencoder((4,)),
         optimizer=optimizers.adam(rate),
         num_features=3,
@@ -155,7 +156,7 @@ def run_folder(folder):
     return Kind(
         settings.to_json(),
         path.write_text,
-        lambda: run.load_run(folder / "run"),
+        lambda: folders.load_run(folder / "run"),
         free=("loss", "learning_rate"),
         named="run",
     )

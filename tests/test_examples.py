@@ -33,7 +33,7 @@ def test_quickstart(tmp_path, monkeypatch, capsys):
         r"epoch 1: loss \d+\.\d+, ndcg@20 0\.\d+\n", capsys.readouterr().out
     )
     written = {path.name for path in tmp_path.iterdir()}
-    assert written == {"report.html", "model.predictor"}
+    assert written == {"report.html", "model.predictor", "monday"}
 
 
 def ratings() -> list[tuple[int, int, float]]:

@@ -11,27 +11,26 @@ from typing import Any
 import numpy as np
 
 from sparsejax import whole_files
-from sparsejax.cli import flags, run
-from sparsejax.cli.kind import Commands
+from sparsejax.cli import flags
+from sparsejax.cli.kind import Commands, commands_of
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import (
-    read_features,
-    read_file,
-    read_histories,
-    with_times,
-)
+from sparsejax.cli.reading import read_features, reading_of
 from sparsejax.data import SequenceDataset, SparseDataset, preparation, writers
 from sparsejax.data.files import shown
 from sparsejax.data.names import as_names
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
+from sparsejax.runs.folders import Folder
+from sparsejax.runs.options import Measuring
+from sparsejax.runs.reading import read_file, read_histories, with_times
 from sparsejax.verbs import vectors as vector_files
 
 
 def evaluate(command: flags.Evaluate) -> None:
     """`sparsejax evaluate`."""
-    opened = run.Folder.of(command.run)
-    measured = _commands(command, opened).evaluate(command, opened)
+    opened = Folder.of(command.run)
+    commands = _commands(command, opened)
+    measured = commands.runs.evaluate(commands.measuring(command), opened)
     print_metrics(measured)
     print(json.dumps(measured))
 
@@ -42,15 +41,15 @@ def predict(command: flags.Predict) -> None:
         raise ValueError("--part and --finish go with --parts, the number of all parts")
     if command.workers is not None:
         raise ValueError("--workers goes with --parts, the number of all parts")
-    opened = run.Folder.of(command.run)
+    opened = Folder.of(command.run)
     commands = _commands(command, opened)
     whole_files.check_writable(command.out)
     commands.predict(command, opened)
 
 
-def _commands(command: Any, opened: run.Folder) -> Commands:
+def _commands(command: Any, opened: Folder) -> Commands:
     """The commands for the kind of a run, if it has a use for all flags."""
-    commands = opened.settings.commands
+    commands = commands_of(opened.settings.network)
     commands.check(command)
     return commands
 
@@ -62,7 +61,7 @@ def export(command: flags.Export) -> None:
 
     if command.compile and not command.compilation.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
-    opened = run.Folder.of(command.run)
+    opened = Folder.of(command.run)
     commands = _commands(command, opened)
     whole_files.check_writable(command.out)
     model = opened.model()
@@ -89,7 +88,7 @@ def convert(command: flags.Convert) -> None:
     to = command.to or _format_of(command.output)
     whole_files.check_writable(command.output)
     features = None if command.features is None else read_features(command.features)
-    data = read_file(command.input, command, features=features)
+    data = read_file(command.input, reading_of(command), features=features)
     if to == "parquet":
         data.save(command.output)
         return
@@ -143,10 +142,10 @@ def split(command: flags.Split) -> None:
     whole_files.check_new(command.out, files.values())
     data: SparseDataset | SequenceDataset
     if command.histories:
-        data = read_histories(command.data, command)
+        data = read_histories(command.data, reading_of(command))
         indptr = data.indptr
     else:
-        data = read_file(command.data, command)
+        data = read_file(command.data, reading_of(command))
         indptr = data.matrix.indptr
         if command.by in ("last", "time"):
             with_times(data, command.data)
@@ -170,19 +169,26 @@ def split(command: flags.Split) -> None:
 
 def report(command: flags.Report) -> None:
     """`sparsejax report`."""
-    from sparsejax.cli.report import write_report
+    from sparsejax.runs.report import write_report
 
     out = command.run / "report.html" if command.out is None else command.out
-    opened = run.Folder.of(command.run)
+    opened = Folder.of(command.run)
     commands, settings = _commands(command, opened), opened.settings
     whole_files.check_writable(out)
-    progress = run.checkpoints_of(command.run, settings).progress() or {}
+    measuring = Measuring(
+        inputs=command.train,
+        heldout=command.test,
+        groups=command.groups,
+        k=command.k,
+        **vars(command.counting),
+        reading=reading_of(command),
+    )
     write_report(
         out,
-        history=progress.get("history", []),
+        history=opened.history(),
         title=str(command.run),
         settings=settings.described(),
-        **commands.report(command, opened),
+        **commands.runs.report(measuring, opened),
     )
     print(f"the report is in {out}", file=sys.stderr)
 
@@ -191,12 +197,13 @@ def vectors(command: flags.Vectors) -> None:
     """`sparsejax vectors`."""
     vector_files.check_ending(command.out)
     whole_files.check_writable(command.out)
-    opened = run.Folder.of(command.run)
+    opened = Folder.of(command.run)
     commands = _commands(command, opened)
     if command.data is None:
         found, names = vector_files.item_vectors(opened.model()), opened.known
     else:
-        found, names = commands.user_vectors(command, opened)
+        reading = reading_of(command)
+        found, names = commands.runs.user_vectors(command.data, reading, opened)
     vector_files.save_vectors(command.out, found, names)
 
 
@@ -206,7 +213,7 @@ def similar(command: flags.Similar) -> None:
         raise ValueError(
             "name an ITEM after the folder, for example: sparsejax similar run/ tea"
         )
-    opened = run.Folder.of(command.run)
+    opened = Folder.of(command.run)
     _commands(command, opened)
     model, names = opened.model(), opened.known
     found = vector_files.similar_items(model, command.items, command.k, names=names)

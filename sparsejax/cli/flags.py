@@ -20,6 +20,8 @@ from tyro.conf import (
     arg,
 )
 
+from sparsejax.runs.models import DEFAULT_MODEL, MODELS
+
 
 def _value(metavar: str, default: str | None = None) -> Any:
     """How help shows a flag's value and default; without `default`, the real default."""
@@ -35,13 +37,6 @@ _OptionalFile = _value("FILE", "")
 _Column = _value("COLUMN", "")
 _Folder = _value("DIR")
 _Mesh = "data=INT,model=INT"
-# The kind of each `--model`. The first is trained unless the flag names another one.
-MODELS = {
-    "autoencoder": "items",
-    **dict.fromkeys(("sasrec", "hstu", "gru"), "histories"),
-    **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep"), "clicks"),
-}
-DEFAULT_MODEL, *_ = MODELS
 # Not called model, which in messages is an axis of the mesh.
 Kind = Annotated[
     Literal[

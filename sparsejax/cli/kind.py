@@ -1,4 +1,4 @@
-"""The differences of commands for items, for histories and for clicks: nothing else."""
+"""The differences of flags for items, for histories and for clicks: nothing else."""
 
 from __future__ import annotations
 
@@ -6,48 +6,29 @@ import abc
 import dataclasses
 import functools
 import importlib
-import pathlib
-from collections.abc import Collection, Mapping, Sequence
-from typing import Any, ClassVar, NamedTuple, Protocol
+from collections.abc import Collection, Mapping
+from typing import Any, ClassVar, NamedTuple
 
-from sparsejax import codec
 from sparsejax.cli import flags
-from sparsejax.kinds.kind import Kind, kind_called, kind_of
+from sparsejax.cli.reading import reading_of
+from sparsejax.kinds.kind import Kind, kind_of
+from sparsejax.runs import kind as runs_of_kinds
+from sparsejax.runs.kind import Runs
+from sparsejax.runs.models import DEFAULT_MODEL, MODELS
+from sparsejax.runs.options import Measuring
 
-# Which columns of a table of interactions hold what.
-COLUMNS = ("user", "item", "value", "time", "no_value", "no_time", "delimiter")
-# How held-out items count, and which are ranked.
-COUNTING = ("unknown", "unknown_users", "keep_seen")
-# Which columns of a table of clicks hold what.
+# Which flags say what columns of clicks hold.
 CLICKS = ("schema", "label", "dense", "categories")
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Source:
-    """The data to train on.
-
-    Attributes:
-      data: the rows, in memory or on disk.
-      chunks: number of rows in each chunk of the data.
-      fingerprint: of the data.
-      num_features: columns of the data; of clicks all ids.
-      known: what the run folder keeps to read other data by: the names of the features; of
-        clicks a data set without examples.
-      indicator: whether the data has no values, or its values are ignored.
-      heldout: what to measure on after each epoch, if there is anything.
-      validation: `fingerprint` of what is held out.
-      split: how it was chosen from the data, unless a file has it.
-    """
-
-    data: Any
-    chunks: Sequence[int]
-    fingerprint: str
-    num_features: int
-    known: Any
-    indicator: bool
-    heldout: Any = None
-    validation: str | None = None
-    split: str | None = None
+# The method of `Run` that a command calls, if it has another name; and the fields of flags
+# that stand for its arguments, if they have other names.
+_METHODS = {"predict": "recommend"}
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "inputs": ("train",),
+    "heldout": ("test",),
+    "indicator": ("no_value",),
+    "time": ("time", "no_time"),
+    "schema": CLICKS,
+}
 
 
 class Range(NamedTuple):
@@ -73,69 +54,50 @@ class Commands(abc.ABC):
 
     Attributes:
       name: of the kind.
-      unused: by command the fields of its flags that the kind has no use for.
+      unused: by command the fields of its flags that the kind has no use for, beside those
+        of `Runs.unused`.
+      used: by command those of `Runs.unused` that its flags have a use for.
       held_out: what `tune` holds out of the data by default.
       tuned: what `tune` draws: one of some sizes, or of a range.
     """
 
     name: ClassVar[str]
     unused: ClassVar[Mapping[str, Collection[str]]] = {}
+    used: ClassVar[Mapping[str, Collection[str]]] = {}
     held_out: ClassVar[str] = ".1"
     tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {}
 
     @property
+    def runs(self) -> Runs:
+        """The runs of the same kind."""
+        return runs_of_kinds.called(self.name)
+
+    @property
     def kind(self) -> Kind:
         """The kind of the same name."""
-        return kind_called(self.name)
+        return self.runs.kind
 
     def check(self, command: Any) -> None:
         """Raises ValueError if a flag was given that the kind has no use for."""
-        words = flags.flags_of(type(command))
-        for name in self.unused.get(type(command).__name__.lower(), ()):
-            if name in command.given:
+        words, name = flags.flags_of(type(command)), type(command).__name__.lower()
+        arguments = self.runs.unused.get(_METHODS.get(name, name), ())
+        fields = [f for a in arguments for f in _FIELDS.get(a, (a,))]
+        for field in [*fields, *self.unused.get(name, ())]:
+            if field in command.given and field not in self.used.get(name, ()):
                 raise ValueError(
-                    f"{words.get(name, name.upper())} is of no use for a model of "
+                    f"{words.get(field, field.upper())} is of no use for a model of "
                     f"{self.name}: leave it out"
                 )
 
-    def metric(self, k: int) -> str:
-        """The validation metric that decides."""
-        return f"ndcg@{k}"
+    def described(
+        self, command: flags.Train | flags.Plan
+    ) -> tuple[Any, Collection[str]]:
+        """The configuration that flags describe, and what of it the data decides."""
+        return self.runs.described(command.kind or DEFAULT_MODEL)
 
-    @abc.abstractmethod
-    def read_config(self, document: object) -> Any:
-        """The configuration of a JSON object."""
-
-    def described(self, command: flags.Train | flags.Plan) -> Any:
-        """The configuration that flags describe, without what depends on the data."""
-        return self.read_config({"version": 1, "model": command.kind})
-
-    def negatives(self, config: Any, command: flags.Train | flags.Plan) -> Any:
-        """The configuration with the loss that the flags name."""
-        return config
-
-    @abc.abstractmethod
-    def source(self, command: flags.Train, before: Any) -> Source:
-        """All of the data, and what is held out.
-
-        Args:
-          command: names the files.
-          before: what the run of `--from` knows, see `Source.known`; else None.
-        """
-
-    @abc.abstractmethod
-    def scanned(self, command: flags.Train) -> Source:
-        """Data that is read in chunks while training."""
-
-    def suited(
-        self, config: Any, command: flags.Train, source: Source
-    ) -> tuple[Any, str]:
-        """The configuration as it suits the data, and what to say about it."""
-        return config, ""
-
-    @abc.abstractmethod
-    def account(self, data: Any) -> str:
-        """How large the data is."""
+    def schema(self, command: Any) -> Any:
+        """The columns of clicks, if the flags say what they hold."""
+        return None
 
     @abc.abstractmethod
     def planned(
@@ -165,55 +127,26 @@ class Commands(abc.ABC):
         """The command whose first trial has what suits the data."""
         return command
 
-    @abc.abstractmethod
-    def save_known(self, path: pathlib.Path, known: Any) -> None:
-        """Writes what a run folder keeps to read other data by."""
-
-    @abc.abstractmethod
-    def load_known(self, path: pathlib.Path) -> Any:
-        """Reads what `save_known` wrote."""
-
-    @abc.abstractmethod
-    def num_known(self, known: Any) -> int:
-        """The number of known features, see `Source.num_features`."""
-
-    @abc.abstractmethod
-    def fingerprint_of(self, known: Any) -> str:
-        """The fingerprint of `Source.known` in a run's settings."""
-
-    def like(self, known: Any) -> Any:
-        """Data without rows, to which `Kind.maker` makes models fit."""
-        return known
-
-    @abc.abstractmethod
-    def evaluate(self, command: flags.Evaluate, run: Opened) -> Mapping[str, float]:
-        """`sparsejax evaluate`."""
-
-    @abc.abstractmethod
-    def predict(self, command: flags.Predict, run: Opened) -> None:
-        """`sparsejax predict`."""
-
-    def user_vectors(self, command: flags.Vectors, run: Opened) -> tuple[Any, Any]:
-        """The vectors of the rows of `--data`, and their names."""
-        raise NotImplementedError(
-            f"--data: a model of {self.name} has vectors of items only; leave it out"
+    def measuring(self, command: flags.Evaluate) -> Measuring:
+        """The flags of `sparsejax evaluate`, as what they say."""
+        return Measuring(
+            inputs=command.train,
+            heldout=command.test,
+            history=command.history,
+            fold_in=command.fold_in,
+            seed=command.seed,
+            candidates=command.candidates,
+            popularity=command.popularity,
+            baselines=command.baselines,
+            groups=command.groups,
+            k=command.k,
+            **vars(command.counting),
+            reading=reading_of(command),
         )
 
     @abc.abstractmethod
-    def report(self, command: flags.Report, run: Opened) -> dict[str, Any]:
-        """Arguments of `write_report` that depend on the data."""
-
-
-class Opened(Protocol):
-    """A run folder that a command reads, see `run.Folder`."""
-
-    @property
-    def settings(self) -> Any: ...
-
-    @property
-    def known(self) -> Any: ...
-
-    def model(self) -> Any: ...
+    def predict(self, command: flags.Predict, run: Any) -> None:
+        """`sparsejax predict`."""
 
 
 @functools.cache
@@ -229,20 +162,4 @@ def commands_of(config: Any) -> Commands:
 
 def commands_for(model: str | None) -> Commands:
     """The commands for `--model`."""
-    return called(flags.MODELS[model or flags.DEFAULT_MODEL])
-
-
-def config_of(document: object) -> Any:
-    """The configuration of a JSON object: of a network if it names no "model".
-
-    Raises:
-      ValueError: the document is something else.
-      TypeError: a value is of a wrong type.
-    """
-    if not isinstance(document, Mapping) or "model" not in document:
-        return called("items").read_config(document)
-    model = codec.value(str, document["model"], "the model", "model")
-    if model not in flags.MODELS:
-        known = ", ".join(name for name in flags.MODELS if name != flags.DEFAULT_MODEL)
-        raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
-    return called(flags.MODELS[model]).read_config(document)
+    return called(MODELS[model or DEFAULT_MODEL])

@@ -303,9 +303,9 @@ def _what_next(command: flags.Command | None) -> str:
         return "; to continue, repeat the command"
     if not isinstance(command, flags.Train):
         return ""
-    from sparsejax.cli import run
+    from sparsejax.runs import folders
 
-    if run.has_checkpoints(command.run):
+    if folders.has_checkpoints(command.run):
         return "; to continue, repeat the command with --resume"
     return " before a checkpoint was saved; repeat the command to begin again"
 

@@ -10,7 +10,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from sparsejax.baselines.models import BASELINES
-from sparsejax.cli.report import means_over
+from sparsejax.runs.report import means_over
 
 
 def print_summary(account: str, model: nnx.Module) -> None:

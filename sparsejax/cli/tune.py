@@ -27,12 +27,16 @@ import jax
 import numpy as np
 
 from sparsejax import codec
-from sparsejax.cli import flags, run
-from sparsejax.cli import train as training
-from sparsejax.cli.kind import Range, Source, commands_for
+from sparsejax.cli import flags
+from sparsejax.cli import train as commands_of_train
+from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files import shown
 from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
+from sparsejax.runs import training
+from sparsejax.runs.folders import Settings
+from sparsejax.runs.kind import Source
+from sparsejax.runs.options import Training
 from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
@@ -60,8 +64,8 @@ def tune(command: flags.Tune) -> None:
     commands.check(command)
     if command.validation is None:
         command = dataclasses.replace(command, validation=commands.held_out)
-    first = _train_command(command, _start(command))
-    source = training.source_of(first, commands)
+    first = _training(command, _start(command))
+    source = training.source_of(first)
     network, said = _network(command, _start(command), source)
     if said:
         print(said, file=sys.stderr)
@@ -114,7 +118,7 @@ def _seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _opened(optuna: Any, command: flags.Tune, settings: run.Run) -> Any:
+def _opened(optuna: Any, command: flags.Tune, settings: Settings) -> Any:
     """The study of the folder. Trials that were interrupted are put first again.
 
     Raises:
@@ -187,7 +191,7 @@ def _num_done(study: Any) -> int:
 
 
 def _metric(command: flags.Tune) -> str:
-    return commands_for(command.kind).metric(command.k)
+    return commands_for(command.kind).runs.metric(command.k)
 
 
 def _start(command: flags.Tune) -> dict[str, Any]:
@@ -240,12 +244,17 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
     )
 
 
+def _training(command: flags.Tune, chosen: Mapping[str, Any]) -> Training:
+    """`_train_command`, as what it says."""
+    return commands_of_train.training_of(_train_command(command, chosen))
+
+
 def _network(
     command: flags.Tune, chosen: Mapping[str, Any], source: Source
 ) -> tuple[Any, str]:
     """The network with the chosen settings, and what to say about it."""
-    first, commands = _train_command(command, chosen), commands_for(command.kind)
-    network, said = commands.suited(training.config_of(first), first, source)
+    first, commands = _training(command, chosen), commands_for(command.kind)
+    network, said = commands.runs.suited(first.config, first, source)
     tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
     return commands.with_chosen(network, tuned), said
 
@@ -264,7 +273,7 @@ def _trained(
     Returns:
       Its state, None for a complete one; the best score; and why it ended, to be printed.
     """
-    command = _train_command(tuning, chosen)
+    command = _training(tuning, chosen)
     network, _ = _network(tuning, chosen, source)
     settings = training.settings_of(command, network, source)
     best, best_epoch = -math.inf, 0
@@ -297,7 +306,7 @@ def _trained(
             seed=command.seed,
             validation=source.heldout,
             log=log,
-            **used(commands_for(command.kind).kind, "fit", {"k": command.k}),
+            **used(commands_for(tuning.kind).kind, "fit", {"k": command.k}),
         )
     except _Enough:
         pass
@@ -332,7 +341,7 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
         f"{trial.user_attrs['epoch']}; its run is trained into {folder}",
         file=sys.stderr,
     )
-    training.train(
+    commands_of_train.train(
         dataclasses.replace(chosen, run=folder, config=config, resume=folder.exists())
     )
     words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]

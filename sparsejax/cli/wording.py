@@ -7,6 +7,7 @@ from sparsejax.cli.flags import Command, flags_of
 # Arguments whose names in Python are not those of their flags.
 _ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
 _ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
+_ELSEWHERE |= {"test": "heldout", "train": "inputs"}
 # Names and paths in a message are the user's, whatever words they contain.
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 
@@ -21,7 +22,10 @@ def in_flags(text: str, command: Command | None) -> str:
         where the name has an underscore, which no other word has.
       command: whose flags they are, if there is one.
     """
-    known = {} if command is None else flags_of(type(command))
+    known = {}
+    if command is not None:
+        files = {n: n.upper() for n in ("train", "test") if hasattr(command, n)}
+        known = files | flags_of(type(command))
     flags = known | {_ELSEWHERE[n]: known[n] for n in known.keys() & _ELSEWHERE.keys()}
     arguments = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
     if not flags:

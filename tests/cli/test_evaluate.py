@@ -7,9 +7,9 @@ import pytest
 from run_folders import ITEMS, USERS, write_lines
 
 from sparsejax import baselines
-from sparsejax.cli import run
 from sparsejax.cli.main import main
 from sparsejax.data import SparseDataset, read
+from sparsejax.runs import folders
 from sparsejax.verbs.evaluate import evaluate
 
 
@@ -46,7 +46,7 @@ def test_evaluate_rows_it_was_not_trained_on(board, tmp_path, capsys):
     argv = ["evaluate", board.run, path, "--fold-in", "0.7", "--k", "3"]
     assert main([*argv, "--popularity", board.files[0], "--seed", "3"]) == 0
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])
-    model, names = run.load_model(board.run)
+    model, names = folders.load_model(board.run)
     data = read(path, features=names)
     assert measured == pytest.approx(
         evaluate(model, data, fold_in=0.7, seed=3, k=3, popularity=train)
@@ -55,7 +55,10 @@ def test_evaluate_rows_it_was_not_trained_on(board, tmp_path, capsys):
     assert measured["popularity_recall@3"] < 0.7
     for extra in ([], [board.files[1], "--fold-in", "0.7"]):
         assert main(["evaluate", board.run, path, *extra]) == 1
-        assert "name the TEST file, or hold out" in capsys.readouterr().err
+        assert (
+            "give TEST, or --fold-in to hold out a part of TRAIN"
+            in capsys.readouterr().err
+        )
 
 
 def test_evaluate_among_candidates(board, tmp_path, capsys):
@@ -135,7 +138,7 @@ def test_evaluate_with_several_histories(board, tmp_path, capsys):
     argv = [board.run, board.files[0], str(files["later"])]
     argv += ["--history", str(files["more"]), "--history", str(more)]
     measured, _ = measured_by(argv, capsys)
-    model, names = run.load_model(board.run)
+    model, names = folders.load_model(board.run)
     train, *others, later = (
         read(path, features=names)
         for path in (board.files[0], files["more"], more, files["later"])

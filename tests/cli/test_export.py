@@ -6,8 +6,9 @@ import jax
 import pytest
 
 import sparsejax as sj
-from sparsejax.cli import compilation_cache, run
+from sparsejax.cli import compilation_cache
 from sparsejax.cli.main import main
+from sparsejax.runs import folders
 
 
 @pytest.mark.usefixtures("symbolic_sizes")
@@ -17,7 +18,7 @@ def test_a_run_is_exported(board, tmp_path, capsys):
     assert main(["export", board.run, str(path), *flags]) == 0
     assert capsys.readouterr().err == f"the predictor is in {path}\n"
     predictor = sj.load_predictor(path)
-    model, names = run.load_model(board.run)
+    model, names = folders.load_model(board.run)
     found = sj.recommend(model, board.train.align_features(names), 4)
     row = 3
     items = board.train.to_scipy()[[row]].indices

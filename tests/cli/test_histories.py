@@ -9,8 +9,8 @@ from flax import nnx
 from run_folders import kill_in_training
 
 import sparsejax as sj
-from sparsejax.cli import run
 from sparsejax.cli.main import main
+from sparsejax.runs import folders
 
 ITEMS = 12
 
@@ -153,7 +153,7 @@ def test_a_table_with_times_and_chunks(folder, capsys):
     argv += ["--config", str(folder / "hstu.json"), "--time", "time"]
     assert main([*argv, "--run", str(folder / "timed")]) == 0
     assert "54 entries in the order of time" in capsys.readouterr().err
-    assert run.load_run(folder / "timed")[0].network == config
+    assert folders.load_run(folder / "timed")[0].network == config
     sj.read_sequences(folder / "events.csv").save(folder / "events.parquet")
     argv[1] = str(folder / "events.parquet")
     argv = [*argv[:-2], "--chunk-rows", "40", "--run", str(folder / "chunks")]
@@ -171,7 +171,7 @@ def test_what_the_data_decide(folder):
     argv = ["train", str(folder / "long.txt"), "--run", str(folder / "long")]
     argv += ["--format", "adjacency", "--model", "gru", "--learning-rate", ".01"]
     assert main([*argv, "--epochs", "1"]) == 0
-    settings, _ = run.load_run(folder / "long")
+    settings, _ = folders.load_run(folder / "long")
     assert isinstance(settings.network, sj.sequence.SequenceConfig)
     assert settings.network == sj.GRUConfig(max_length=100)
     recipe = sj.training.recipe(settings.network, 3, num_epochs=1, peak=0.01)
@@ -187,7 +187,7 @@ def test_new_items_go_to_the_end(folder, capsys):
     assert main([*argv, "--batch-size", "16"]) == 0
     said = capsys.readouterr().err
     assert "12 items are known, 1 are new; the optimizer goes on with its" in said
-    known, (model, names) = run.load_run(folder / "run")[1], sj.load_model(argv[5])
+    known, (model, names) = folders.load_run(folder / "run")[1], sj.load_model(argv[5])
     assert names.tolist() == [*known.tolist(), "late"]
     more = sj.read_sequences(folder / "more.txt", format="adjacency", features=names)
     found = sj.recommend(model, more.split_last().train, 1).ids

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 from run_folders import checkerboard
 
-from sparsejax.cli import linear_parts
 from sparsejax.cli.main import main
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import LinearConfig
+from sparsejax.runs import linear_parts
 
 CONFIG = LinearConfig(rank=3)
 

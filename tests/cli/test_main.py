@@ -77,7 +77,7 @@ TRAIN = "train data --run new --format text "
         (TRAIN + "--optimizer magic", "magic"),
         (TRAIN + "--learning-rate -1", "--learning-rate must be finite"),
         (TRAIN + "--weight-decay 0.1", "--weight-decay of adam would be an L2"),
-        (TRAIN + "--warmup-epochs -1", "--warmup-epochs is -1.0; it must be 0"),
+        (TRAIN + "--warmup-epochs -1", "--warmup-epochs -1.0 must be 0"),
         (TRAIN + "--warmup-epochs 200", "below the 200 epochs"),
         (TRAIN + "--hidden", "hidden"),
         (TRAIN + "--hidden 10000000000000", "not below 2^31"),

@@ -13,8 +13,8 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.cli import report
 from sparsejax.data.vocabulary import popularity_ranks, vocabulary_order
+from sparsejax.runs import report
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 BROWSER = next(filter(None, map(shutil.which, _BROWSERS)), "")

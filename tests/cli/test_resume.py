@@ -11,11 +11,11 @@ import time
 import pytest
 from run_folders import FIT, NETWORK, parameters, write_lines
 
-from sparsejax.cli import commands, linear_parts, printing, run
-from sparsejax.cli import train as training
+from sparsejax.cli import commands, printing
 from sparsejax.cli.main import main
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import locks
+from sparsejax.runs import folders, linear_parts, training
 
 
 def test_resume_continues_with_more_epochs(small, tmp_path, capsys):
@@ -39,7 +39,7 @@ def test_resume_does_not_compute_the_linear_part_again(small, tmp_path, monkeypa
     again = lambda *_, **__: pytest.fail("again")
     monkeypatch.setattr(linear_parts, "linear_part", again)
     assert main([*small, "--resume", "--epochs", "2"]) == 0
-    model, _ = run.load_model(tmp_path / "run")
+    model, _ = folders.load_model(tmp_path / "run")
     assert model.output.linear is not None
     assert float(abs(model.output.linear.scale[...]).sum()) > 0
 
@@ -117,7 +117,7 @@ def test_resume_where_no_checkpoint_is_begins(small, tmp_path):
     (tmp_path / "run").mkdir()  # killed before its settings were written
     (tmp_path / "run" / ".1f.tmp").touch()
     assert main([*small, "--resume"]) == 0
-    assert run.load_run(tmp_path / "run")[0].seed == 0
+    assert folders.load_run(tmp_path / "run")[0].seed == 0
 
 
 def test_an_interrupt_says_how_to_go_on(small, tmp_path, monkeypatch, capsys):
@@ -197,7 +197,7 @@ def test_of_two_trainings_on_a_folder_one_is_refused(small, tmp_path):
     assert sorted(statuses) == [0, 1], said
     refused = said[statuses.index(1)].splitlines()[-1]
     assert "is in use by process" in refused or "other features" in refused
-    names = run.load_model(tmp_path / "run")[1]
+    names = folders.load_model(tmp_path / "run")[1]
     assert ("other" in names) == (statuses[1] == 0)
 
 

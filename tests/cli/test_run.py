@@ -8,18 +8,18 @@ import shutil
 import numpy as np
 import pytest
 
-from sparsejax.cli import run
 from sparsejax.data import read
+from sparsejax.runs import folders
 
 
 def test_load_model_takes_the_best_checkpoint_else_the_newest(board, tmp_path):
-    settings, names = run.load_run(board.run)
+    settings, names = folders.load_run(board.run)
     assert names.tolist() == read(board.files[0]).feature_names.tolist()
-    with run.begun(tmp_path / "run", settings, names, resume=False):
+    with folders.begun(tmp_path / "run", settings, names, resume=False):
         pass
     with pytest.raises(ValueError, match="no checkpoint yet"):
-        run.load_model(tmp_path / "run")
-    checkpoints = run.checkpoints_of(tmp_path / "run", settings)
+        folders.load_model(tmp_path / "run")
+    checkpoints = folders.checkpoints_of(tmp_path / "run", settings)
 
     def saved(step: int, score: float | None) -> bytes:
         modules = dataclasses.replace(settings, seed=step).build(names)
@@ -27,7 +27,7 @@ def test_load_model_takes_the_best_checkpoint_else_the_newest(board, tmp_path):
         return np.asarray(modules[0].output.kernel[...]).tobytes()
 
     def loaded() -> bytes:
-        model, found = run.load_model(tmp_path / "run")
+        model, found = folders.load_model(tmp_path / "run")
         assert found.tolist() == names.tolist()
         return np.asarray(model.output.kernel[...]).tobytes()
 
@@ -64,7 +64,7 @@ def test_edited_settings_are_refused(board, tmp_path, path, value):
     with pytest.raises(
         ValueError, match="of another run, or the settings of this|states 21 features"
     ):
-        run.load_model(folder)
+        folders.load_model(folder)
 
 
 def _places(document, path=()):
@@ -101,12 +101,12 @@ def test_a_run_folder_with_any_field_of_another_value(board, tmp_path):
             (folder / "run.json").write_text(json.dumps(document))
             settings = None
             try:
-                settings, _ = run.load_run(folder)
-                run.checkpoints_of(folder, settings).check()
+                settings, _ = folders.load_run(folder)
+                folders.checkpoints_of(folder, settings).check()
             except ValueError as error:
                 # The tests' own check of types comes before the code's.
                 assert "\n" not in str(error) or "Type-check error" in str(error)
                 continue
             # What a checkpoint is not known by, or the same in other words.
             unknown = {("num_epochs",), ("data",), ("validation_split",), ()}
-            assert path in unknown or settings == run.load_run(board.run)[0], path
+            assert path in unknown or settings == folders.load_run(board.run)[0], path

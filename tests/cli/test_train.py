@@ -14,12 +14,12 @@ import pytest
 from run_folders import FIT, NETWORK, checkerboard, parameters, write_lines
 
 from sparsejax import optimizers
-from sparsejax.cli import flags, run
-from sparsejax.cli import train as training
 from sparsejax.cli.main import main
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
+from sparsejax.runs import folders, training
+from sparsejax.runs.options import Training
 from sparsejax.sequence.config import SASRecConfig
 from sparsejax.verbs.recipe import recipe
 
@@ -49,7 +49,7 @@ def test_network_from_a_file(small, tmp_path, capsys):
     assert "leave out --activation, or --config" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
     assert main(argv) == 0
-    assert run.load_run(tmp_path / "run")[0].network == config
+    assert folders.load_run(tmp_path / "run")[0].network == config
 
 
 def test_every_setting_is_kept(small, tmp_path):
@@ -66,7 +66,7 @@ def test_every_setting_is_kept(small, tmp_path):
     ]
     argv += ["--validation", heldout, "--k", "3", "--patience", "2", "--deterministic"]
     assert main([*small, *argv]) == 0
-    settings = run.load_run(tmp_path / "run")[0]
+    settings = folders.load_run(tmp_path / "run")[0]
     assert settings.network == NetworkConfig.autoencoder(
         (16,),
         activation="tanh",
@@ -81,7 +81,10 @@ def test_every_setting_is_kept(small, tmp_path):
     assert settings.optimizer == optimizers.adagrad(2e-3)
     assert (settings.seed, settings.k, settings.patience) == (7, 3, 2)
     assert settings.indicator and settings.deterministic
-    assert run.Run.from_json(json.loads(json.dumps(settings.to_json()))) == settings
+    assert (
+        folders.Settings.from_json(json.loads(json.dumps(settings.to_json())))
+        == settings
+    )
 
 
 def test_schedule_and_weight_decay(small, tmp_path):
@@ -93,7 +96,7 @@ def test_schedule_and_weight_decay(small, tmp_path):
         "warmup_constant_schedule", init_value=0.0, peak_value=0.01, warmup_steps=3
     )
     rule = optimizers.adamw(rate, weight_decay=0.1)
-    assert run.load_run(tmp_path / "run")[0].optimizer == rule
+    assert folders.load_run(tmp_path / "run")[0].optimizer == rule
     assert main([*argv, "--resume", "--epochs", "2"]) == 0
     assert Checkpoints(tmp_path / "run" / "checkpoints").steps()[-1] == 12
 
@@ -115,32 +118,32 @@ def test_schedule_and_weight_decay(small, tmp_path):
     ],
 )
 def test_cosine_decay_ends_with_the_last_epoch(warmup, name, options):
-    command = flags.Train(
+    asked = Training(
         data="data",
-        run=pathlib.Path("run"),
+        config=NETWORK_CONFIG,
         optimizer="momentum",
         learning_rate=0.01,
         warmup_epochs=warmup,
     )
     rate = optimizers.schedule(name, **options)
-    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
+    rule = training.rule_of(asked, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.momentum(rate)
 
 
 def test_models_of_histories_have_a_training_of_their_own():
-    command = flags.Train(data="data", run=pathlib.Path("run"))
+    asked = Training(data="data", config=HISTORIES)
     rate = optimizers.schedule("cosine_decay_schedule", init_value=2e-3, decay_steps=18)
-    rule = training.rule_of(command, kind_of(NETWORK_CONFIG).defaults, 6, 3)
+    rule = training.rule_of(asked, kind_of(NETWORK_CONFIG).defaults, 6, 3)
     assert rule == optimizers.adam(rate)
     assert rule == recipe(NETWORK_CONFIG, 6 * 512, num_epochs=3).rule
-    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
+    rule = training.rule_of(asked, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.adamw(rate, b2=0.98, weight_decay=0.1)
     assert rule == recipe(HISTORIES, 6 * 256, num_epochs=3).rule
-    command = dataclasses.replace(command, learning_rate=0.01, decay="none")
-    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
+    asked = dataclasses.replace(asked, learning_rate=0.01, decay="none")
+    rule = training.rule_of(asked, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.adamw(0.01, b2=0.98, weight_decay=0.1)
-    command = dataclasses.replace(command, optimizer="adam")
-    rule = training.rule_of(command, kind_of(HISTORIES).defaults, 6, 3)
+    asked = dataclasses.replace(asked, optimizer="adam")
+    rule = training.rule_of(asked, kind_of(HISTORIES).defaults, 6, 3)
     assert rule == optimizers.adam(0.01)
 
 
@@ -205,7 +208,7 @@ def test_validation_from_the_data_is_that_of_two_files(
     err = capsys.readouterr().err
     assert re.search(r"^validation: held out \d+ of 32 entries", err, re.MULTILINE)
     assert "ndcg@3" in err
-    settings = run.load_run(one)[0]
+    settings = folders.load_run(one)[0]
     assert settings.validation_split == validation
     assert settings.described()["validation_split"] == validation
     assert main([*train, "--resume"]) == 0
@@ -214,7 +217,7 @@ def test_validation_from_the_data_is_that_of_two_files(
     files = [f"{out}/train.parquet", "--validation", f"{out}/heldout.parquet"]
     assert main(["train", *files, "--run", str(two), *fit]) == 0
     assert parameters(one) == parameters(two)
-    assert run.load_run(two)[0].validation == settings.validation
+    assert folders.load_run(two)[0].validation == settings.validation
     # The files are the same data.
     assert main(["train", *files, "--run", str(one), *fit, "--resume"]) == 0
     other = ".5" if validation == "last" else ".1"
@@ -295,7 +298,7 @@ def test_temperature(small, tmp_path, capsys, temperature):
     argv = [word for word in small if word not in NETWORK[4:]]
     argv += [] if temperature == "auto" else ["--temperature", temperature]
     assert main(argv) == 0
-    said, found = capsys.readouterr().err, run.load_run(tmp_path / "run")[0].network
+    said, found = capsys.readouterr().err, folders.load_run(tmp_path / "run")[0].network
     chosen, why = temperature_for(checkerboard()[0].num_features)
     assert (why in said) == (temperature == "auto")
     wanted = {"auto": chosen, "0.3": 0.3, "None": None}
@@ -308,7 +311,7 @@ def test_linear_part(small, tmp_path, capsys, linear):
     argv = [word for word in small if word not in NETWORK[2:]]
     argv += [] if linear == "auto" else ["--linear", str(linear)]
     assert main(argv) == 0
-    said, found = capsys.readouterr().err, run.load_run(tmp_path / "run")[0].network
+    said, found = capsys.readouterr().err, folders.load_run(tmp_path / "run")[0].network
     sizes = checkerboard()[0]
     chosen, why = LinearConfig.for_data(
         sizes.num_rows, sizes.num_features, sizes.num_entries
@@ -316,7 +319,7 @@ def test_linear_part(small, tmp_path, capsys, linear):
     assert (why in said) == (linear == "auto")
     wanted = {"auto": chosen, "5": LinearConfig(rank=5), None: None}
     assert isinstance(found, NetworkConfig) and found.linear == wanted[linear]
-    model, _ = run.load_model(tmp_path / "run")
+    model, _ = folders.load_model(tmp_path / "run")
     part = model.output.linear
     assert (part is None) == (linear is None)
     assert part is None or float(abs(part.scale[...]).sum()) > 0

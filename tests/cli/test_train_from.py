@@ -7,8 +7,8 @@ import numpy as np
 from run_folders import FIT, NETWORK, parameters
 
 import sparsejax as sj
-from sparsejax.cli import run
 from sparsejax.cli.main import main
+from sparsejax.runs import folders
 
 USERS, KNOWN, ITEMS = 48, 18, 20
 
@@ -40,7 +40,7 @@ def test_new_items_go_to_the_end_and_training_goes_on(tmp_path, capsys):
     said = capsys.readouterr().err
     assert "18 items are known, 2 are new; the optimizer goes on with its state" in said
 
-    known, names = run.load_run(first)[1], run.load_run(second)[1]
+    known, names = folders.load_run(first)[1], folders.load_run(second)[1]
     assert names[:KNOWN].tolist() == known.tolist()
     assert sorted(names[KNOWN:]) == ["i18", "i19"]
     model, _ = sj.load_model(second)
@@ -72,11 +72,11 @@ def test_before_training_the_known_items_are_recommended_as_before(tmp_path, cap
     first = str(tmp_path / "first")
     options = [*NETWORK, "--epochs", "2", "--optimizer", "adagrad"]
     assert main(["train", before, "--run", first, *options]) == 0
-    settings, known = run.load_run(first)
+    settings, known = folders.load_run(first)
     data = sj.read(later).append_features(known)
     changed = {"num_features": ITEMS, "optimizer": sj.optimizers.sgd(0.1)}
     new = dataclasses.replace(settings, **changed)
-    model, optimizer, kept = run.continued(first, settings, known, new, data)
+    model, optimizer, kept = folders.continued(first, settings, known, new, data)
     assert not kept and optimizer.rule == sj.optimizers.sgd(0.1)
     trained, _ = sj.load_model(first)
     old = sj.read(before, features=known)

@@ -9,8 +9,9 @@ import pytest
 from run_folders import write_lines
 
 import sparsejax as sj
-from sparsejax.cli import run, tune
+from sparsejax.cli import tune
 from sparsejax.cli.main import main
+from sparsejax.runs import folders
 
 pytest.importorskip("optuna", reason="comes with the extra `tune`")
 import optuna
@@ -47,15 +48,15 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
     best = max(first, second, key=score)
     assert score(best) >= score(first) and f"the best is trial {best.number}" in said
     folder = f"tuned/trial-{best.number}"
-    settings, _ = run.load_run(folder)
-    progress = run.checkpoints_of(folder, settings).progress()
+    settings, _ = folders.load_run(folder)
+    progress = folders.checkpoints_of(folder, settings).progress()
     assert progress is not None
     scores = [entry["ndcg@2"] for entry in progress["history"]]
     assert max(scores) == pytest.approx(best.value)
     words = shlex.split(printed.replace("RUN", "again"))
     assert " ".join(words).endswith("--format text --seed 7 --no-value")
     assert main(words[1:]) == 0
-    again, _ = run.load_run("again")
+    again, _ = folders.load_run("again")
     assert again.network == settings.network and again.optimizer == settings.optimizer
     assert best.user_attrs["epoch"] == 1 + scores.index(max(scores))
     assert again.num_epochs == 2  # the learning rate falls to the last
@@ -82,7 +83,7 @@ def curves(monkeypatch) -> list[float]:
             log(epoch, {"epoch": epoch, f"ndcg@{k}": height * min(epoch, 6) / 6})
 
     monkeypatch.setattr(tune, "fit", fit)
-    monkeypatch.setattr(tune.training, "train", lambda command: None)
+    monkeypatch.setattr(tune.commands_of_train, "train", lambda command: None)
     return heights
 
 
@@ -141,7 +142,7 @@ def test_models_of_histories(tmp_path, monkeypatch, capsys):
 
     monkeypatch.setattr(tune, "fit", fit)
     final = []
-    monkeypatch.setattr(tune.training, "train", final.append)
+    monkeypatch.setattr(tune.commands_of_train, "train", final.append)
     argv = ["tune", "histories.txt", "--format", "adjacency", "--model", "gru"]
     assert main([*argv, "--trials", "3", "--epochs", "2"]) == 0
     assert trained[0][0] == sj.GRUConfig()
@@ -203,11 +204,11 @@ def test_it_was_killed_before_the_first_checkpoint_of_the_best(
     argv, curves, monkeypatch, left
 ):
     final = []
-    monkeypatch.setattr(tune.training, "train", final.append)
+    monkeypatch.setattr(tune.commands_of_train, "train", final.append)
     argv += ["--trials", "1", "--epochs", "2"]
     assert main(argv) == 0 and not final[0].resume
     final[0].run.mkdir()
     for name in left:
         (final[0].run / name).touch()
     assert main(argv) == 0
-    run.check_folder(final[1].run, resume=final[1].resume)
+    folders.check_folder(final[1].run, resume=final[1].resume)

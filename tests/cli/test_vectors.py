@@ -4,8 +4,8 @@ import numpy as np
 import pyarrow.parquet as pq
 from run_folders import ITEMS, Board
 
-from sparsejax.cli import run
 from sparsejax.cli.main import main
+from sparsejax.runs import folders
 from sparsejax.sparse import CSR
 from sparsejax.verbs import vectors
 
@@ -14,7 +14,7 @@ def test_vectors_of_a_run(board, tmp_path):
     assert main(["vectors", board.run, "--out", str(tmp_path / "items.npz")]) == 0
     users = ["--out", str(tmp_path / "users.parquet"), "--data", board.files[0]]
     assert main(["vectors", board.run, *users]) == 0
-    model, names = run.load_model(board.run)
+    model, names = folders.load_model(board.run)
     with np.load(tmp_path / "items.npz") as found:
         assert found["names"].tolist() == names.tolist()
         expected = np.asarray(model.output.kernel[...])[:ITEMS]
@@ -33,7 +33,7 @@ def _order(board: Board, names: np.ndarray) -> list[int]:
 def test_similar_items_of_a_run(board, capsys):
     assert main(["similar", board.run, "item4", "item7", "--k", "4"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    model, names = run.load_model(board.run)
+    model, names = folders.load_model(board.run)
     found = vectors.similar_items(model, ["item4", "item7"], 4, names=names)
     for line, item, others, scores in zip(
         lines, ("item4", "item7"), found.names(names), found.scores, strict=True

@@ -15,8 +15,8 @@ import pytest
 import scipy.sparse
 
 import sparsejax as sj
-from sparsejax.cli import run
 from sparsejax.cli.main import main
+from sparsejax.runs import folders
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 
@@ -381,7 +381,7 @@ def test_a_run_that_read_names_otherwise(tmp_path):
     path = tmp_path / "floats.csv"
     pairs = [(user, 1 + (user * 3 + n) % 8) for user in range(20) for n in range(3)]
     path.write_text("user,item\n" + "".join(f"{u}.0,{i}.0\n" for u, i in pairs))
-    _, names = run.load_run(str(GOLDEN / "run_of_floats"))
+    _, names = folders.load_run(str(GOLDEN / "run_of_floats"))
     assert set(names.tolist()) == set("12345678")
     for read in (sj.read, sj.read_sequences):
         data = read(path, features=names)

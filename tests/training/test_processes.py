@@ -17,11 +17,11 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
-from sparsejax.cli import run
 from sparsejax.cli.main import main
 from sparsejax.data.datasets import msweb
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
+from sparsejax.runs import folders
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -33,8 +33,8 @@ raise SystemExit(cli.main())
 EXPORTING = f"""
 import sys
 import sparsejax as sj
-from sparsejax.cli import run
-restored = run.restored_model
+from sparsejax.runs import folders
+restored = folders.restored_model
 def exported(folder, settings, known):
     model = restored(folder, settings, known)
     sj.export_predictor(model, f"{{folder}}/predictor", k=3, batch_size=16)
@@ -43,7 +43,7 @@ def exported(folder, settings, known):
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.__stderr__)
     return model
-run.restored_model = exported
+folders.restored_model = exported
 {PROGRAM}
 """
 
@@ -108,7 +108,7 @@ def ended(processes, seconds: float = 300) -> list[int]:
 
 
 def history(folder: pathlib.Path) -> list[dict[str, float]]:
-    progress = run.checkpoints_of(folder, run.load_run(folder)[0]).progress()
+    progress = folders.checkpoints_of(folder, folders.load_run(folder)[0]).progress()
     assert progress is not None
     return progress["history"]
 

@@ -27,22 +27,38 @@ class Recommendations:
       ids: `[rows, k]` int32, numbers of items, best first. Where a row has fewer than `k`
         candidates, -1 fills it up.
       scores: `[rows, k]` float32, the model's scores; -inf where the id is -1.
+      row_names: names of the rows, if they are known.
+      item_names: names of all items, if they are known.
     """
 
     ids: np.ndarray
     scores: np.ndarray
+    row_names: Names | None = None
+    item_names: Names | None = None
+
+    def named(self, rows: Iterable[object], items: Iterable[object]) -> Recommendations:
+        """The same with the names of rows and of all items.
+
+        >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
+        >>> found.named(["ann"], ["milk", "tea", "rye"]).names()
+        [['rye', 'milk']]
+        """
+        return dataclasses.replace(
+            self, row_names=as_names(rows), item_names=as_names(items)
+        )
 
     def __len__(self) -> int:
         return len(self.ids)
 
-    def names(self, items: _Data | Iterable[object]) -> list[list[str]]:
+    def names(self, items: _Data | Iterable[object] | None = None) -> list[list[str]]:
         """The names of the recommended items of each row; fewer than `k` if they ran out.
 
         Args:
-          items: the names of all items, or a data set whose features they are.
+          items: the names of all items, or a data set whose features they are; by default
+            `item_names`.
 
         Raises:
-          ValueError: there are fewer names than items.
+          ValueError: there are fewer names than items, or none are known.
         """
         known = self._item_names(items)
         if self.ids.max(initial=-1) < 0:
@@ -53,8 +69,8 @@ class Recommendations:
 
     def to_arrow(
         self,
-        users: _Data | Iterable[object],
-        items: _Data | Iterable[object],
+        users: _Data | Iterable[object] | None = None,
+        items: _Data | Iterable[object] | None = None,
     ) -> pa.Table:
         """An Arrow table with a line for each recommendation, best first.
 
@@ -66,13 +82,17 @@ class Recommendations:
         {'user': 'ann', 'item': 'rye', 'score': 1.5, 'rank': 1}
 
         Args:
-          users: the names of all rows, or a data set whose rows they are.
-          items: the names of all items, or a data set whose features they are.
+          users: the names of all rows, or a data set whose rows they are; by default
+            `row_names`.
+          items: as for `names`.
 
         Raises:
           ValueError: the number of users is not that of the rows, or there are fewer
             names than items.
         """
+        users = self.row_names if users is None else users
+        if users is None:
+            raise ValueError("the names of the rows are not known: give users")
         known = as_names(users.row_names if isinstance(users, _Data) else users)
         if len(known) != len(self):
             raise ValueError(
@@ -90,7 +110,7 @@ class Recommendations:
         return pa.table(columns)
 
     def to_lists(
-        self, items: _Data | Iterable[object]
+        self, items: _Data | Iterable[object] | None = None
     ) -> tuple[pa.ListArray, pa.ListArray]:
         """For each row the names of its items, and their scores (float32), best first.
 
@@ -100,10 +120,10 @@ class Recommendations:
         ([['rye', 'milk']], [[1.5, 0.5]])
 
         Args:
-          items: the names of all items, or a data set whose features they are.
+          items: as for `names`.
 
         Raises:
-          ValueError: there are fewer names than items.
+          ValueError: there are fewer names than items, or none are known.
         """
         known, is_item = self._item_names(items), self.ids >= 0
         names = to_arrow(known[self.ids[is_item]])
@@ -114,7 +134,10 @@ class Recommendations:
             pa.ListArray.from_arrays(ends, scores),
         )
 
-    def _item_names(self, items: _Data | Iterable[object]) -> Names:
+    def _item_names(self, items: _Data | Iterable[object] | None) -> Names:
+        items = self.item_names if items is None else items
+        if items is None:
+            raise ValueError("the names of the items are not known: give items")
         known = items.feature_names if isinstance(items, _Data) else items
         known = as_names(known)
         highest = self.ids.max(initial=-1)

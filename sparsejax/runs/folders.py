@@ -1,4 +1,4 @@
-"""A run: the folder that `sparsejax train` writes and that other commands read.
+"""The folder that `Run.train` and `sparsejax train` write, and that all others read.
 
 ::
 
@@ -23,13 +23,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import codec, optimizers
-from sparsejax.cli.kind import Commands, commands_of, config_of
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.runs.kind import Runs, config_of, runs_of
 from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
@@ -38,7 +38,7 @@ _SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkp
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Run:
+class Settings:
     """The settings of a run: what `run.json` holds.
 
     Attributes:
@@ -53,7 +53,7 @@ class Run:
       deterministic: whether training gives the same bits in every process on the same
         kind of GPU.
       indicator: whether the data has no values, or its values are ignored.
-      data: the file of the data, as the command named it.
+      data: the file of the data, as it was named.
       data_fingerprint: `fingerprint` of the rows that were read from the file.
       vocabulary_fingerprint: `fingerprint` of the names of the features.
       validation: `fingerprint` of the held-out entries; None if no entries are held out.
@@ -62,7 +62,7 @@ class Run:
       k: cut-off of the validation metrics.
       patience: epochs without a higher `ndcg@k`, or AUC, after which training stops; None if
         it does not stop early.
-      origin: the folder of the run whose model was trained on, as the command named it.
+      origin: the folder of the run whose model was trained on, as it was named.
     """
 
     network: NetworkConfig | codec.ModelConfig
@@ -83,9 +83,9 @@ class Run:
     origin: str | None = None
 
     @property
-    def commands(self) -> Commands:
-        """The commands for the kind of the model."""
-        return commands_of(self.network)
+    def runs(self) -> Runs:
+        """The runs of the kind of the model."""
+        return runs_of(self.network)
 
     def build(self, known: Any) -> tuple[Any, Optimizer]:
         """A new model and its optimizer, placed on the mesh if one is set.
@@ -127,7 +127,7 @@ class Run:
         return modules
 
     def _maker(self, known: Any) -> Maker:
-        like = self.commands.like(known)
+        like = self.runs.like(known)
         return kind_of(self.network).maker(self.network, like)
 
     def to_json(self) -> dict[str, Any]:
@@ -138,7 +138,7 @@ class Run:
         return document
 
     @classmethod
-    def from_json(cls, document: object) -> Run:
+    def from_json(cls, document: object) -> Settings:
         """Reads what `to_json` wrote.
 
         Raises:
@@ -159,7 +159,7 @@ class Run:
                 )
         return read
 
-    def check_resumes(self, before: Run) -> None:
+    def check_resumes(self, before: Settings) -> None:
         """Checks that a run can be resumed with these settings.
 
         Only `num_epochs` may differ from that of the run: it may be higher.
@@ -196,7 +196,8 @@ class Run:
                     raise ValueError(
                         f"cannot resume with {self.num_epochs} epochs: the learning rate "
                         f"of the run falls to 0 by epoch {before.num_epochs}. Train on in "
-                        "a new run with --from, or begin one with --decay none"
+                        "a new run that goes on from this one (--from, or train_more), or "
+                        "begin one with decay=none"
                     )
                 raise ValueError(
                     f"cannot resume with {name} {ours.get(name)}: the run was begun "
@@ -249,7 +250,7 @@ def _settings_of(network: Any) -> dict[str, Any]:
     return settings
 
 
-def load_run(directory: str | pathlib.Path) -> tuple[Run, Any]:
+def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
     """The settings of a run folder, and what it keeps to read other data by.
 
     That is the names of the features, or of clicks a data set without examples.
@@ -259,13 +260,13 @@ def load_run(directory: str | pathlib.Path) -> tuple[Run, Any]:
     """
     directory = pathlib.Path(directory)
     run = _load_settings(directory)
-    known = run.commands.load_known(directory / _VOCABULARY)
-    if (count := run.commands.num_known(known)) != run.num_features:
+    known = run.runs.load_known(directory / _VOCABULARY)
+    if (count := run.runs.num_known(known)) != run.num_features:
         raise ValueError(
             f"{directory / _SETTINGS}: states {run.num_features:,} features, but "
             f"{_VOCABULARY} has {count:,}"
         )
-    if run.commands.fingerprint_of(known) != run.vocabulary_fingerprint:
+    if run.runs.fingerprint_of(known) != run.vocabulary_fingerprint:
         raise ValueError(
             f"{directory / _VOCABULARY}: is not the vocabulary of this run"
         )
@@ -283,7 +284,7 @@ class Folder:
     """
 
     directory: str | pathlib.Path
-    settings: Run
+    settings: Settings
     known: Any
 
     @classmethod
@@ -295,8 +296,13 @@ class Folder:
         """The model that `load_model` returns."""
         return restored_model(self.directory, self.settings, self.known)
 
+    def history(self) -> list[dict[str, float]]:
+        """The history that `fit` returned."""
+        progress = checkpoints_of(self.directory, self.settings).progress() or {}
+        return progress.get("history", [])
 
-def _load_settings(directory: pathlib.Path) -> Run:
+
+def _load_settings(directory: pathlib.Path) -> Settings:
     path = directory / _SETTINGS
     if not path.is_file():
         raise ValueError(
@@ -305,7 +311,7 @@ def _load_settings(directory: pathlib.Path) -> Run:
         )
     wrong = (ValueError, TypeError, NotImplementedError, OverflowError)
     try:
-        return Run.from_json(codec.parse(path.read_bytes()))
+        return Settings.from_json(codec.parse(path.read_bytes()))
     except wrong as error:
         raise ValueError(f"{path}: {error}") from error
 
@@ -332,7 +338,11 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
 
 
 def continued(
-    directory: str | pathlib.Path, run: Run, known: Any, settings: Run, data: Any
+    directory: str | pathlib.Path,
+    run: Settings,
+    known: Any,
+    settings: Settings,
+    data: Any,
 ) -> tuple[Any, Optimizer, bool]:
     """The model of a run with items added, and its optimizer, for another run.
 
@@ -387,20 +397,27 @@ def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
         nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
 
 
-def restored_model(directory: str | pathlib.Path, run: Run, known: Any) -> Any:
+def restored_model(directory: str | pathlib.Path, run: Settings, known: Any) -> Any:
     """The model that `load_model` returns, given what `load_run` returns."""
+    return restored_modules(directory, run, known)[0]
+
+
+def restored_modules(
+    directory: str | pathlib.Path, run: Settings, known: Any
+) -> tuple[Any, Optimizer]:
+    """The model that `load_model` returns, and its optimizer."""
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
-            f"{directory}: holds no checkpoint yet; train it with --resume"
+            f"{directory}: holds no checkpoint yet; train it with resume=True"
         )
     optimizer.flush(model, deterministic=run.deterministic)
     model.eval()
-    return model
+    return model, optimizer
 
 
-def checkpoints_of(directory: str | pathlib.Path, run: Run) -> Checkpoints:
+def checkpoints_of(directory: str | pathlib.Path, run: Settings) -> Checkpoints:
     """The checkpoints of a run folder."""
     identity = run.identity()
     return Checkpoints(pathlib.Path(directory) / _CHECKPOINTS, identity=identity)
@@ -413,7 +430,7 @@ def has_checkpoints(directory: str | pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def begun(
-    directory: str | pathlib.Path, run: Run, known: Any, *, resume: bool
+    directory: str | pathlib.Path, run: Settings, known: Any, *, resume: bool
 ) -> Generator[Checkpoints]:
     """Begins or resumes a run, and keeps other trainings out of its folder meanwhile.
 
@@ -447,12 +464,12 @@ def begun(
             before = _load_settings(directory)
             run.check_resumes(before)
 
-        def write(settings: Run):
+        def write(settings: Settings):
             with whole_text_file(directory / _SETTINGS) as file:
                 file.write(codec.text(settings.to_json(), indent=2) + "\n")
 
         def make():
-            run.commands.save_known(directory / _VOCABULARY, known)
+            run.runs.save_known(directory / _VOCABULARY, known)
             write(run)
 
         try:
@@ -496,7 +513,7 @@ def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
         holds = {path.name for path in directory.iterdir() if path.name[0] != "."}
     if not resume and (holds or not directory.is_dir()):
         raise FileExistsError(
-            f"{directory}: exists; to continue its training pass --resume, otherwise "
+            f"{directory}: exists; to continue its training pass resume=True, otherwise "
             "name another folder"
         )
     if not directory.is_dir():

@@ -1,0 +1,1 @@
+"""Runs: a model with its optimizer, its vocabulary and its history, in a folder."""

@@ -1,0 +1,277 @@
+"""Runs of click models."""
+
+from __future__ import annotations
+
+import pathlib
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
+
+import numpy as np
+
+from sparsejax import codec
+from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.click_storage import is_saved
+from sparsejax.data.clicks import ClickDataset, read_clicks, read_unlabelled
+from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.names import Names, as_names
+from sparsejax.data.parquet import first_schema, parquet_files
+from sparsejax.data.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.embeddings.model_config import ClickModelConfig
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.kinds.clicks.job import ScanOfClicks
+from sparsejax.kinds.clicks.scores import (
+    check_same_columns,
+    evaluate_clicks,
+    predict_clicks,
+)
+from sparsejax.runs.kind import COLUMNS, COUNTING, Opened, Runs, Source
+from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.reading import (
+    is_file,
+    is_last,
+    meanwhile,
+    name_of,
+    split_name,
+    validation_share,
+)
+
+# Points of a calibration curve.
+_BINS = 20
+
+
+class Clicks(Runs):
+    """The runs of a `ClickModelConfig`."""
+
+    name = "clicks"
+    unused: ClassVar[Mapping[str, Collection[str]]] = {
+        "train": ("origin", "format", "k", "negatives", "fused", *COLUMNS),
+        "evaluate": (
+            *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
+            *("baselines", "k", "format", *COLUMNS, *COUNTING),
+        ),
+        "recommend": ("users", "k", "keep_seen", "exclude", "format", *COLUMNS),
+        "export": ("k",),
+        "report": ("inputs", "k", "format", *COLUMNS, *COUNTING),
+    }
+
+    def metric(self, k: int) -> str:
+        return "auc"
+
+    def read_config(self, document: object) -> ClickModelConfig:
+        return ClickModelConfig.from_json(document)
+
+    def source(self, training: Training, before: Any) -> Source:
+        data = everything = _read(training.data, training.schema, training.reading)
+        heldout = validation = split = None
+        if (asked := training.validation) is not None:
+            if is_last(asked):
+                raise ValueError(
+                    "validation=last is of no use for clicks, whose order is not known: "
+                    "name a file or a share; a file called last is written ./last"
+                )
+            share = validation_share(asked)
+            if share is None:
+                heldout = _read_like(asked, data, training.reading)
+            else:
+                # Not --seed, so that models of several seeds are compared alike.
+                data, heldout = data.split_rows(1 - share, seed=0)
+                split = split_name(asked)
+                training.reading.say(f"validation: {heldout}")
+            validation = _fingerprint(heldout)
+        return _source(
+            data,
+            everything=everything,
+            chunks=[data.num_rows],
+            fingerprint=_fingerprint(data),
+            heldout=heldout,
+            validation=validation,
+            split=split,
+        )
+
+    def scanned(self, training: Training) -> Source:
+        assert training.chunk_rows is not None
+        schema, rows = training.schema, training.chunk_rows
+        data = scan_clicks(training.data, schema, chunk_rows=rows)
+        heldout = validation = None
+        if (asked := training.validation) is not None:
+            if is_last(asked) or validation_share(asked) is not None:
+                raise ValueError(
+                    f"validation={asked} needs all of the data: name a file, or leave out "
+                    "chunk_rows"
+                )
+            heldout = _read_like(asked, data, training.reading)
+            validation = _fingerprint(heldout)
+        return _source(
+            data,
+            everything=data,
+            chunks=Stream(ScanOfClicks(data), None).chunks,
+            fingerprint=data.fingerprint(),
+            heldout=heldout,
+            validation=validation,
+        )
+
+    def account(self, data: ClickDataset | ScannedClicks) -> str:
+        return (
+            f"{data.num_rows:,} examples, {len(data.schema.dense):,} dense columns, "
+            f"{sum(data.num_ids.values()):,} ids of {len(data.num_ids):,} features"
+        )
+
+    def save_known(self, path: pathlib.Path, known: ClickDataset) -> None:
+        known.save(path)
+
+    def load_known(self, path: pathlib.Path) -> ClickDataset:
+        return ClickDataset.load(path)
+
+    def num_known(self, known: ClickDataset) -> int:
+        return sum(known.num_ids.values())
+
+    def fingerprint_of(self, known: ClickDataset) -> str:
+        schema = as_names([codec.text(known.schema.to_json())])
+        return fingerprint(schema, *known.vocabularies.values())
+
+    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
+        if (examples := measuring.heldout) is None:
+            raise ValueError("give heldout=..., the examples to measure on")
+        reading = meanwhile(lambda: _read_like(examples, run.known, measuring.reading))
+        model = run.model()
+        return evaluate_clicks(model, reading(), groups=measuring.groups)
+
+    def recommend(
+        self,
+        recommending: Recommending,
+        run: Opened,
+        check: Callable[[Names], None] | None = None,
+    ) -> tuple[None, np.ndarray]:
+        reading = meanwhile(
+            lambda: _read_like(
+                recommending.inputs, run.known, recommending.reading, labelled=False
+            )
+        )
+        return None, predict_clicks(run.model(), reading())
+
+    def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
+        model = run.model()
+        if measuring.heldout is None:
+            if measuring.groups is not None:
+                raise ValueError(
+                    "groups=... needs heldout=..., the examples to measure on"
+                )
+            return {"model": model}
+        clicks = _read_like(measuring.heldout, run.known, measuring.reading)
+        return {
+            "model": model,
+            "measured": evaluate_clicks(model, clicks, groups=measuring.groups),
+            "calibration": calibration_curve(
+                predict_clicks(model, clicks), clicks.labels
+            ),
+        }
+
+
+def calibration_curve(
+    probabilities: np.ndarray, labels: np.ndarray
+) -> list[tuple[float, float]]:
+    """Predicted and true shares of clicks, of parts with as many examples each.
+
+    Equal predictions are in one part, so there may be fewer.
+
+    Args:
+      probabilities: `[n]` of a click.
+      labels: `[n]` 0 or 1.
+    """
+    p, labels = np.asarray(probabilities, np.float64), np.asarray(labels, np.float64)
+    order = np.argsort(p, kind="stable")
+    p, labels = p[order], labels[order]
+    ends = np.searchsorted(p, p[(np.arange(1, _BINS) * len(p)) // _BINS])
+    parts = np.split(np.arange(len(p)), np.unique(ends[ends > 0]))
+    return [(float(p[at].mean()), float(labels[at].mean())) for at in parts]
+
+
+def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDataset:
+    """Reads examples, and says what was read."""
+    if isinstance(source, ClickDataset):
+        if schema is not None:
+            raise ValueError(
+                "schema is of no use for a data set, which has one: leave it out"
+            )
+        return source
+    _check_file(source)
+    if schema is not None:
+        data = read_clicks(source, schema)
+    elif is_parquet(source):
+        data = ClickDataset.load(source)
+    else:
+        raise ValueError(
+            f"{name_of(source)}: name the columns of this file: schema=..."
+        )
+    reading.say(f"{name_of(source)}: {data!r}")
+    return data
+
+
+def _read_like(
+    source: Any,
+    known: ClickDataset | ScannedClicks,
+    reading: Reading,
+    *,
+    labelled: bool = True,
+) -> ClickDataset:
+    """Reads examples of the same columns, with the same ids, and says what was read.
+
+    Args:
+      source: the file, or a data set.
+      known: whose columns and ids they are.
+      reading: is told what was read.
+      labelled: whether labels are read.
+
+    Raises:
+      ValueError: a saved data set has other columns or other ids.
+    """
+    is_data = isinstance(source, ClickDataset)
+    if not is_data:
+        _check_file(source)
+    if is_data or (
+        is_parquet(source) and is_saved(first_schema(parquet_files(source))[1])
+    ):
+        data = source if is_data else ClickDataset.load(source)
+        try:
+            check_same_columns(known, data)
+        except ValueError as error:
+            text = "has other columns or categories than the data of the model"
+            raise ValueError(f"{name_of(source)}: {text}") from error
+        if is_data:
+            return data
+    else:
+        read = read_clicks if labelled else read_unlabelled
+        data = read(source, known.schema, vocabulary=dict(known.vocabularies))
+    said = repr(data) if labelled else f"{data.num_rows:,} examples"
+    reading.say(f"{name_of(source)}: {said}")
+    return data
+
+
+def _check_file(source: Any) -> None:
+    """Raises TypeError for what is neither a file nor clicks."""
+    if not is_file(source):
+        raise TypeError(
+            "examples of clicks are a file or a ClickDataset, got "
+            f"{type(source).__name__}"
+        )
+
+
+def _source(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
+    none = np.zeros(0, np.int32)
+    known = ClickDataset(
+        np.zeros(0, np.float32),
+        np.zeros((0, len(data.schema.dense)), np.float32),
+        dict.fromkeys(data.schema.ids, none),
+        data.schema,
+        data.vocabularies,
+    )
+    count = sum(data.num_ids.values())
+    return Source(data=data, num_features=count, known=known, indicator=False, **facts)
+
+
+def _fingerprint(clicks: ClickDataset) -> str:
+    return fingerprint(clicks.labels, clicks.dense, *clicks.ids.values())
+
+
+RUNS: Runs = Clicks()

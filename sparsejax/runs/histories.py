@@ -1,0 +1,160 @@
+"""Runs of models of histories."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Collection, Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from sparsejax.data import SequenceDataset, SparseDataset, scan_sequences
+from sparsejax.data.names import Names
+from sparsejax.data.scan_tables import chunk_ends
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.runs import interactions
+from sparsejax.runs.kind import Opened, Source
+from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.reading import (
+    fingerprint_of_heldout,
+    meanwhile,
+    read_file,
+    read_histories,
+    split_name,
+    validation_split,
+)
+from sparsejax.sequence.config import SequenceConfig, entries_cut_off
+from sparsejax.verbs.evaluate import evaluate
+
+
+class Histories(interactions.Interactions):
+    """The runs of a `SequenceConfig`."""
+
+    name = "histories"
+    unused: ClassVar[Mapping[str, Collection[str]]] = {
+        "train": ("schema",),
+        "evaluate": (
+            *("fold_in", "seed", "history", "baselines"),
+            *("popularity", "groups"),
+        ),
+        "report": ("groups",),
+    }
+
+    def read_config(self, document: object) -> SequenceConfig:
+        return SequenceConfig.from_json(document)
+
+    def described(self, model: str) -> tuple[SequenceConfig, Collection[str]]:
+        return super().described(model)[0], ("max_length",)
+
+    def with_negatives(
+        self, config: SequenceConfig, negatives: int | None, origin: bool
+    ) -> SequenceConfig:
+        # If a run is continued, the loss is what is asked for now.
+        if negatives is None and not origin:
+            return config
+        return dataclasses.replace(config, negatives=negatives)
+
+    def source(self, training: Training, before: Names | None) -> Source:
+        data = everything = read_histories(training.data, training.reading)
+        if before is not None:
+            data = everything = data.append_features(before)
+        heldout = validation = split = None
+        if (asked := training.validation) is not None:
+            parts = validation_split(asked, data)
+            if parts is None:
+                heldout = self.heldout(asked, training.reading, data, training.data)
+            else:
+                data, heldout = parts
+                split = split_name(asked)
+                training.reading.say(f"validation: {parts}")
+            validation = fingerprint_of_heldout(heldout.to_sparse(), data.row_names)
+        times = [] if data.times is None else [data.times.view(np.int64)]
+        return Source(
+            data=data,
+            everything=everything,
+            chunks=[int(np.sum(np.diff(data.indptr) > 1))],  # as `fit` has them
+            fingerprint=fingerprint(data.indptr, data.indices, *times),
+            num_features=data.num_features,
+            known=data.feature_names,
+            indicator=True,
+            heldout=heldout,
+            validation=validation,
+            split=split,
+        )
+
+    def scanned(self, training: Training) -> Source:
+        interactions.check_scanned(training)
+        reading, rows = training.reading, training.chunk_rows or 1
+        histories = scan_sequences(
+            training.data,
+            user=reading.user,
+            item=reading.item,
+            time=reading.time,
+            chunk_rows=rows,
+        )
+        ends = chunk_ends(histories.groups, rows)
+        return Source(
+            data=histories,
+            everything=histories,
+            chunks=np.diff([0, *ends]).tolist(),
+            fingerprint=histories.fingerprint(),
+            num_features=histories.num_features,
+            known=histories.feature_names,
+            indicator=True,
+        )
+
+    def suited(
+        self, config: SequenceConfig, training: Training, source: Source
+    ) -> tuple[SequenceConfig, str]:
+        if "max_length" not in training.suited or training.chunk_rows is not None:
+            return config, ""
+        config = config.suited_to(source.data)
+        lengths = np.diff(source.data.indptr)
+        older = entries_cut_off(lengths, config.max_length)
+        said = f"max_length {config.max_length}"
+        if older:
+            said += (
+                f", from which {older / lengths.sum():.1%} of the entries are cut off"
+            )
+        return config, said
+
+    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
+        if measuring.heldout is None:
+            raise ValueError("give heldout=..., what the model should find")
+        inputs, reading = measuring.inputs, measuring.reading
+        shown = meanwhile(lambda: self.read_shown(inputs, reading, run))
+        model = run.model()
+        train, candidates = shown(), None
+        if (source := measuring.candidates) is not None:
+            candidates = read_file(source, reading, features=run.known, indicator=True)
+        return evaluate(
+            model,
+            train,
+            self.heldout(measuring.heldout, reading, train, inputs),
+            candidates=candidates,
+            **measuring.counted(),
+        )
+
+    def read_shown(self, source, reading: Reading, run: Opened) -> SequenceDataset:
+        return read_histories(source, reading, features=run.known)
+
+    def read_heldout(
+        self, source, reading: Reading, data: SequenceDataset
+    ) -> SequenceDataset:
+        return read_histories(source, reading, features=data)
+
+    def excluded(
+        self, recommending: Recommending, run: Opened, data: SequenceDataset
+    ) -> SequenceDataset | SparseDataset | None:
+        if recommending.exclude is None:
+            return None if recommending.keep_seen else data
+        unwanted = self.read_shown(
+            recommending.exclude, recommending.reading, run
+        ).to_sparse()
+        return unwanted if recommending.keep_seen else data.to_sparse().merge(unwanted)
+
+    def counts(self, data: SequenceDataset) -> np.ndarray:
+        return np.bincount(data.indices, minlength=data.num_features)
+
+
+RUNS: interactions.Interactions = Histories()

@@ -1,0 +1,125 @@
+"""The common part of runs of items and of histories, the acts of users."""
+
+from __future__ import annotations
+
+import abc
+import pathlib
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data import SparseDataset
+from sparsejax.data.names import Names
+from sparsejax.data.vocabulary import popularity_ranks
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.runs.kind import Opened, Runs
+from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.reading import check_heldout, meanwhile, some_rows
+from sparsejax.sparse import CSR
+from sparsejax.verbs.evaluate import evaluate
+from sparsejax.verbs.recommend import recommend
+
+
+class Interactions(Runs):
+    """Runs of models that rank items."""
+
+    @abc.abstractmethod
+    def read_shown(self, source: Any, reading: Reading, run: Opened) -> Any:
+        """Reads what a model is shown."""
+
+    @abc.abstractmethod
+    def read_heldout(self, source: Any, reading: Reading, data: Any) -> Any:
+        """Reads what was held out of `data`, with its features."""
+
+    def heldout(self, source: Any, reading: Reading, data: Any, shown: Any) -> Any:
+        """`read_heldout`, checked to be of rows of `data`, which `shown` names."""
+        found = self.read_heldout(source, reading, data)
+        return check_heldout(source, found, data, shown)
+
+    @abc.abstractmethod
+    def excluded(self, recommending: Recommending, run: Opened, data: Any) -> Any:
+        """The items that are not to be recommended."""
+
+    @abc.abstractmethod
+    def counts(self, data: Any) -> np.ndarray:
+        """`[items]` how often each occurs."""
+
+    def like(self, known: Names) -> SparseDataset:
+        none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        matrix = CSR(None, none, start, num_cols=len(known))
+        return SparseDataset(matrix, known[:0], known)
+
+    def save_known(self, path: pathlib.Path, known: Names) -> None:
+        self.like(known).save(path)
+
+    def load_known(self, path: pathlib.Path) -> Names:
+        return SparseDataset.load(path).feature_names
+
+    def num_known(self, known: Names) -> int:
+        return len(known)
+
+    def fingerprint_of(self, known: Names) -> str:
+        return fingerprint(known)
+
+    def account(self, data: Any) -> str:
+        return (
+            f"{data.num_rows:,} rows, {data.num_features:,} features, "
+            f"{data.num_entries:,} entries"
+        )
+
+    def recommend(
+        self,
+        recommending: Recommending,
+        run: Opened,
+        check: Callable[[Names], None] | None = None,
+    ) -> tuple[Names, Recommendations]:
+        inputs, reading = recommending.inputs, recommending.reading
+        shown = meanwhile(lambda: self.read_shown(inputs, reading, run))
+        model = run.model()
+        data = shown()
+        if recommending.users is not None:
+            data = some_rows(data, recommending.users, recommending.hint)
+        if check is not None:
+            check(data.row_names)
+        exclude = self.excluded(recommending, run, data)
+        found = recommend(model, data, recommending.k, exclude=exclude)
+        return data.row_names, found
+
+    def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
+        from sparsejax.runs import report as reports
+
+        if measuring.heldout is not None and measuring.inputs is None:
+            raise ValueError(
+                "heldout=... needs inputs=..., the interactions that the model is shown"
+            )
+        model, names = run.model(), run.known
+        # Without data: by the order of the vocabulary, which popularity decided.
+        counts, measured, examples = -popularity_ranks(len(names)), None, []
+        if measuring.inputs is not None:
+            heldout, keep_seen = None, measuring.keep_seen
+            shown = self.read_shown(measuring.inputs, measuring.reading, run)
+            counts = self.counts(shown)
+            if measuring.heldout is not None:
+                heldout = self.heldout(
+                    measuring.heldout, measuring.reading, shown, measuring.inputs
+                )
+                measured = evaluate(model, shown, heldout, **measuring.counted())
+            examples = reports.examples_of(model, shown, heldout, keep_seen=keep_seen)
+        return {
+            "model": model,
+            "measured": measured,
+            "examples": examples,
+            "similar": reports.similar_to_popular(model, names, counts),
+        }
+
+
+def check_scanned(training: Training) -> None:
+    """Raises ValueError for what needs all of the data."""
+    if training.validation is not None:
+        raise ValueError("validation=... needs all of the data; leave out chunk_rows")
+    if training.origin is not None:
+        raise ValueError(
+            "a run that goes on from another one needs all of the data; leave out chunk_rows"
+        )

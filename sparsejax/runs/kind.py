@@ -1,0 +1,210 @@
+"""The differences of runs of items, of histories and of clicks: nothing else."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import importlib
+import pathlib
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import Any, ClassVar, Protocol
+
+from sparsejax import codec
+from sparsejax.data.names import Names
+from sparsejax.kinds.kind import Kind, kind_called, kind_of
+from sparsejax.runs.models import DEFAULT_MODEL, MODELS
+from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+
+# Which columns of a table of interactions hold what.
+COLUMNS = ("user", "item", "value", "time", "indicator", "delimiter")
+# How held-out items count, and which are ranked.
+COUNTING = ("unknown", "unknown_users", "keep_seen")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """The data to train on.
+
+    Attributes:
+      data: the rows to train on, in memory or on disk.
+      everything: all rows, also what is held out of them.
+      chunks: number of rows in each chunk of the data.
+      fingerprint: of the data.
+      num_features: columns of the data; of clicks all ids.
+      known: what the run folder keeps to read other data by: the names of the features; of
+        clicks a data set without examples.
+      indicator: whether the data has no values, or its values are ignored.
+      heldout: what to measure on after each epoch, if there is anything.
+      validation: `fingerprint` of what is held out.
+      split: how it was chosen from the data, unless a file has it.
+    """
+
+    data: Any
+    everything: Any
+    chunks: Sequence[int]
+    fingerprint: str
+    num_features: int
+    known: Any
+    indicator: bool
+    heldout: Any = None
+    validation: str | None = None
+    split: str | None = None
+
+
+class Runs(abc.ABC):
+    """The parts of runs that depend on the kind of the model.
+
+    Attributes:
+      name: of the kind.
+      unused: by method of `Run` the arguments that the kind has no use for.
+    """
+
+    name: ClassVar[str]
+    unused: ClassVar[Mapping[str, Collection[str]]] = {}
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the same name."""
+        return kind_called(self.name)
+
+    def check(self, method: str, given: Collection[str]) -> None:
+        """Raises ValueError if an argument was given that the kind has no use for."""
+        for name in self.unused.get(method, ()):
+            if name in given:
+                raise ValueError(
+                    f"{name} is of no use for a model of {self.name}: leave it out"
+                )
+
+    def metric(self, k: int) -> str:
+        """The validation metric that decides."""
+        return f"ndcg@{k}"
+
+    @abc.abstractmethod
+    def read_config(self, document: object) -> Any:
+        """The configuration of a JSON object."""
+
+    def described(self, model: str) -> tuple[Any, Collection[str]]:
+        """The configuration of a model without options, and what of it data decides."""
+        return self.read_config({"version": 1, "model": model}), ()
+
+    def with_negatives(self, config: Any, negatives: int | None, origin: bool) -> Any:
+        """The configuration with a loss over so many items.
+
+        Args:
+          config: the configuration.
+          negatives: how many; None for all of them.
+          origin: whether it is that of a run that is trained on.
+        """
+        return config
+
+    @abc.abstractmethod
+    def source(self, training: Training, before: Any) -> Source:
+        """All of the data, and what is held out.
+
+        Args:
+          training: names the files.
+          before: what the run that is trained on knows, see `Source.known`; else None.
+        """
+
+    @abc.abstractmethod
+    def scanned(self, training: Training) -> Source:
+        """Data that is read in chunks while training."""
+
+    def suited(
+        self, config: Any, training: Training, source: Source
+    ) -> tuple[Any, str]:
+        """The configuration as it suits the data, and what to say about it."""
+        return config, ""
+
+    @abc.abstractmethod
+    def account(self, data: Any) -> str:
+        """How large the data is."""
+
+    @abc.abstractmethod
+    def save_known(self, path: pathlib.Path, known: Any) -> None:
+        """Writes what a run folder keeps to read other data by."""
+
+    @abc.abstractmethod
+    def load_known(self, path: pathlib.Path) -> Any:
+        """Reads what `save_known` wrote."""
+
+    @abc.abstractmethod
+    def num_known(self, known: Any) -> int:
+        """The number of known features, see `Source.num_features`."""
+
+    @abc.abstractmethod
+    def fingerprint_of(self, known: Any) -> str:
+        """The fingerprint of `Source.known` in a run's settings."""
+
+    def like(self, known: Any) -> Any:
+        """Data without rows, to which `Kind.maker` makes models fit."""
+        return known
+
+    @abc.abstractmethod
+    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
+        """The metrics of a run."""
+
+    @abc.abstractmethod
+    def recommend(
+        self,
+        recommending: Recommending,
+        run: Opened,
+        check: Callable[[Names], None] | None = None,
+    ) -> tuple[Any, Any]:
+        """The names of rows, and their recommendations; or None, and probabilities.
+
+        Args:
+          recommending: what is recommended.
+          run: by which run.
+          check: called with the names of rows before the model is.
+        """
+
+    def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
+        """The vectors of the rows of some data, and their names."""
+        raise NotImplementedError(
+            f"data=...: a model of {self.name} has vectors of items only; leave it out"
+        )
+
+    @abc.abstractmethod
+    def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
+        """Arguments of `write_report` that depend on the data."""
+
+
+class Opened(Protocol):
+    """A run folder that is read, see `folders.Folder`."""
+
+    @property
+    def settings(self) -> Any: ...
+
+    @property
+    def known(self) -> Any: ...
+
+    def model(self) -> Any: ...
+
+
+@functools.cache
+def called(name: str) -> Runs:
+    """The runs of the kind of this name."""
+    return importlib.import_module(f"sparsejax.runs.{name}").RUNS
+
+
+def runs_of(config: Any) -> Runs:
+    """The runs of the kind of a configuration."""
+    return called(kind_of(config).name)
+
+
+def config_of(document: object) -> Any:
+    """The configuration of a JSON object: of a network if it names no "model".
+
+    Raises:
+      ValueError: the document is something else.
+      TypeError: a value is of a wrong type.
+    """
+    if not isinstance(document, Mapping) or "model" not in document:
+        return called("items").read_config(document)
+    model = codec.value(str, document["model"], "the model", "model")
+    if model not in MODELS:
+        known = ", ".join(name for name in MODELS if name != DEFAULT_MODEL)
+        raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
+    return called(MODELS[model]).read_config(document)

@@ -1,0 +1,137 @@
+"""All that is said about a run's files, its training and its measuring, without any flag."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from collections.abc import Callable, Collection
+from typing import Any, Literal
+
+from sparsejax.data.click_schema import ClickSchema
+from sparsejax.data.columns import BY_NAME, Column, TimeColumn
+
+
+def _nothing(text: str) -> None:
+    """Says nothing."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Reading:
+    """How files and tables are read; arguments of `sparsejax.read`.
+
+    Attributes:
+      format: see `sparsejax.read`; so are `user`, `item`, `value`, `time`, `delimiter` and
+        `indicator`.
+      say: is told what was read, and what was chosen.
+    """
+
+    format: str | None = None
+    user: Column = None
+    item: Column = None
+    value: Column = None
+    time: TimeColumn = BY_NAME
+    delimiter: str | None = None
+    indicator: bool = False
+    say: Callable[[str], None] = _nothing
+
+    def columns(self) -> dict[str, Any]:
+        """The columns that were named, by the names of arguments."""
+        given = {
+            n: v for n, v in vars(self).items() if v is not None and v is not False
+        }
+        del given["say"]
+        if self.time is BY_NAME:
+            del given["time"]
+        elif self.time is None:
+            given["time"] = None
+        return given
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Training:
+    """How a run is trained; `Run.train` says what each attribute means.
+
+    Attributes:
+      data: a file, a table, or a data set.
+      config: the configuration of the model.
+      suited: the settings of the configuration that the data decides.
+      origin: the folder of the run whose model is trained on.
+      keep_linear: whether linear parts are kept in the user's cache folder.
+    """
+
+    data: Any
+    config: Any
+    suited: Collection[str] = ()
+    origin: pathlib.Path | None = None
+    reading: Reading = Reading()
+    schema: ClickSchema | None = None
+    validation: Any = None
+    k: int = 20
+    patience: int | None = None
+    optimizer: str | None = None
+    learning_rate: float | None = None
+    weight_decay: float | None = None
+    warmup_epochs: float = 0.0
+    decay: Literal["cosine", "none"] = "cosine"
+    batch_size: int | None = None
+    chunk_rows: int | None = None
+    fused: bool = False
+    deterministic: bool = False
+    num_epochs: int | None = None
+    seed: int = 0
+    checkpoint_seconds: float = 30.0
+    resume: bool = False
+    keep_linear: bool = False
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Measuring:
+    """How a run is measured; `Run.evaluate` says what each attribute means.
+
+    Attributes:
+      inputs: what the model is shown; of clicks the examples to measure on.
+      history: more of what the model is shown, which was not trained on.
+    """
+
+    inputs: Any
+    heldout: Any = None
+    history: Collection[Any] = ()
+    fold_in: float | None = None
+    seed: int | None = None
+    candidates: Any = None
+    popularity: Any = None
+    baselines: bool = False
+    groups: str | None = None
+    k: int = 20
+    unknown: Literal["miss", "skip"] = "miss"
+    unknown_users: Literal["count", "skip"] = "count"
+    keep_seen: bool = False
+    reading: Reading = Reading()
+
+    def counted(self) -> dict[str, Any]:
+        """Arguments of `sparsejax.evaluate` that say how interactions count."""
+        return {
+            "k": self.k,
+            "exclude": None if self.keep_seen else "inputs",
+            "unknown": self.unknown,
+            "unknown_users": self.unknown_users,
+        }
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recommending:
+    """The question to a run what it recommends; `Run.recommend` says what each attribute means.
+
+    Attributes:
+      inputs: what the model is shown; of clicks the examples to predict.
+      users: names of the rows, or None for all of them.
+      hint: what to say after an error about these names.
+    """
+
+    inputs: Any
+    users: Collection[str] | None = None
+    hint: str = ""
+    k: int = 10
+    keep_seen: bool = False
+    exclude: Any = None
+    reading: Reading = Reading()

@@ -1,0 +1,242 @@
+"""The files and tables that runs read, and data sets that are read already."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import os
+import re
+import threading
+import warnings
+from collections.abc import Callable, Collection
+from typing import Any, cast
+
+import numpy as np
+
+from sparsejax.data import DataError, SequenceDataset, SparseDataset, from_arrow, read
+from sparsejax.data.assemble import Features
+from sparsejax.data.columns import account_of, account_of_histories
+from sparsejax.data.files import shown
+from sparsejax.data.names import Names, as_names, find_names, quoted
+from sparsejax.data.read_sequences import read_sequences
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.runs.options import Reading
+
+
+def read_file(
+    source: Any,
+    reading: Reading,
+    *,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Rows of items from a file or a table, or a data set that is one already.
+
+    Args:
+      source: the file, the table or the data set.
+      reading: names the format and the columns.
+      features: see `read`.
+      indicator: ignore values, whatever `reading` says.
+    """
+    indicator = indicator or reading.indicator
+    if isinstance(source, SparseDataset):
+        data = source if features is None else source.align_features(features)
+        return data.without_values() if indicator else data
+    if isinstance(source, SequenceDataset):
+        raise ValueError(
+            "these are histories: pass data.to_sparse() for a model of items, or name a "
+            "model of histories, such as model='hstu'"
+        )
+    options = {
+        "user": reading.user,
+        "item": reading.item,
+        "value": reading.value,
+        "time": reading.time,
+        "features": features,
+        "indicator": indicator,
+    }
+    if is_file(source):
+        more = {"format": reading.format, "delimiter": reading.delimiter}
+        data = read(source, **options, **more)
+    else:
+        data = from_arrow(source, **options)
+    account = str(data.columns or account_of(data.matrix))
+    reading.say(f"{name_of(source)}: {account}")
+    return data
+
+
+def read_histories(
+    source: Any, reading: Reading, *, features: Names | SequenceDataset | None = None
+) -> SequenceDataset:
+    """Histories from a file or a table, or a data set of them."""
+    if reading.value is not None:
+        raise ValueError("value=...: histories have no values; leave it out")
+    if isinstance(source, SequenceDataset):
+        return source if features is None else source.align_features(features)
+    if isinstance(source, SparseDataset):
+        raise ValueError(
+            "a SparseDataset has lost the order and the repeats of its events: read the "
+            "file by read_sequences for a model of histories"
+        )
+    data = read_sequences(
+        source,
+        format=reading.format,
+        user=reading.user,
+        item=reading.item,
+        time=reading.time,
+        delimiter=reading.delimiter,
+        features=features,
+    )
+    sizes = data.num_rows, data.num_features, data.num_entries
+    account = str(
+        data.columns or account_of_histories(*sizes, timed=data.times is not None)
+    )
+    reading.say(f"{name_of(source)}: {account}")
+    return data
+
+
+def is_file(source: Any) -> bool:
+    """Whether data is named by a path or an address."""
+    return isinstance(source, str | os.PathLike)
+
+
+def name_of(source: Any) -> str:
+    """How messages and settings call data."""
+    if is_file(source):
+        return shown(source)
+    return "the table" if hasattr(source, "__arrow_c_stream__") else "the data"
+
+
+def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:
+    """Starts a call in another thread; returns what waits for its result.
+
+    An interrupted command does not wait for the call.
+    """
+    result: concurrent.futures.Future[T] = concurrent.futures.Future()
+
+    def run() -> None:
+        try:
+            result.set_result(call())
+        except BaseException as error:  # noqa: BLE001 - raised to who asks for the result
+            result.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return result.result
+
+
+def check_heldout[Data: SparseDataset | SequenceDataset](
+    path: Any, heldout: Data, data: Data, data_path: Any
+) -> Data:
+    """Held-out entries of rows of `data`; warns of rows that `data` does not have.
+
+    Args:
+      path: where they were read from, for messages.
+      heldout: the entries.
+      data: the data set whose rows count.
+      data_path: where `data` was read from, for messages.
+
+    Raises:
+      DataError: `data` has none of the rows.
+    """
+    unknown = find_names(heldout.row_names, data.row_names) < 0
+    if unknown.any():
+        names = heldout.row_names[unknown]
+        text = (
+            f"{name_of(path)}: {names.size:,} of {heldout.num_rows:,} rows are not in "
+            f"{name_of(data_path)}: {quoted(names)}"
+        )
+        if unknown.all():
+            raise DataError(text)
+        warnings.warn(f"{text}; the model is shown nothing of them", stacklevel=2)
+    return heldout
+
+
+def with_times(data: SparseDataset, path: Any) -> SparseDataset:
+    """The data set, after a check that it has times.
+
+    Raises:
+      DataError: it has no times.
+    """
+    if data.times is None:
+        columns = data.columns
+        why = (
+            f": {columns.no_times}" if columns is not None and columns.no_times else ""
+        )
+        raise DataError.at(
+            name_of(path), f"has no times{why}; name their column: time=..."
+        )
+    return data
+
+
+def fingerprint_of_heldout(heldout: SparseDataset, row_names: Names) -> str:
+    """`fingerprint` of the held-out entries of known rows, each in its row."""
+    found = find_names(heldout.row_names, row_names)
+    rows = np.sort(found[found >= 0])
+    aligned = heldout.align_rows(row_names[rows])
+    left_out = [] if aligned.left_out is None else [aligned.left_out]
+    return fingerprint(aligned.matrix, rows, *left_out)
+
+
+def validation_share(validation: Any) -> float | None:
+    """The share of the data that is held out; None if something else is named.
+
+    Raises:
+      ValueError: it is no share.
+    """
+    if isinstance(validation, str):
+        if not re.fullmatch(r"[-+]?\d*\.?\d+", validation):
+            return None
+        if not 0 < float(validation) < 1:
+            raise ValueError(
+                f"validation={validation}: a share must be between 0 and 1; a file of "
+                f"this name is written ./{validation}"
+            )
+    elif isinstance(validation, int | float):
+        if not 0 < validation < 1:
+            raise ValueError(
+                f"validation={validation}: a share must be between 0 and 1"
+            )
+    else:
+        return None
+    return float(validation)
+
+
+def is_last(validation: Any) -> bool:
+    """Whether the last entry of each row is held out."""
+    return isinstance(validation, str) and validation == "last"
+
+
+def validation_split(validation: Any, data: Any) -> Any:
+    """The split that `validation` asks for; None if it is data of its own."""
+    if is_last(validation):
+        return data.split_last()
+    share = validation_share(validation)
+    # Not the run's seed, so that models of several seeds are compared on the same entries.
+    return None if share is None else data.split(1 - share, seed=0)
+
+
+def split_name(validation: Any) -> str:
+    """How the settings of a run write a share, or "last"."""
+    return validation if isinstance(validation, str) else f"{validation:g}".lstrip("0")
+
+
+def some_rows[Data: SparseDataset | SequenceDataset](
+    data: Data, rows: Collection[str], hint: str = ""
+) -> Data:
+    """The rows of these names, in this order.
+
+    Args:
+      data: where they are.
+      rows: the names.
+      hint: what to say after an error about them.
+
+    Raises:
+      ValueError: there is no row of a name.
+    """
+    wanted = as_names(dict.fromkeys(rows))
+    unknown = wanted[find_names(wanted, data.row_names) < 0]
+    if unknown.size:
+        raise ValueError(
+            f"users=...: {unknown.size:,} of {wanted.size:,} names are no rows of the data: "
+            f"{quoted(unknown)}; leave them out{hint}"
+        )
+    return cast(Data, data.align_rows(wanted))

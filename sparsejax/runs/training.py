@@ -1,0 +1,242 @@
+"""Trains a model into a run folder."""
+
+from __future__ import annotations
+
+import functools
+import math
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from sparsejax import optimizers
+from sparsejax.engine.train.dispatch import Epochs, Program, check_seed
+from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.kinds.kind import Defaults, kind_of, used
+from sparsejax.mesh import kept_programs, processes
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.runs import folders, linear_parts
+from sparsejax.runs.folders import Settings
+from sparsejax.runs.kind import Runs, Source, runs_of
+from sparsejax.runs.options import Training
+from sparsejax.runs.reading import meanwhile, name_of
+from sparsejax.verbs.fit import fit
+from sparsejax.verbs.place import place
+from sparsejax.verbs.recipe import (
+    LEARNING_RATE,
+    learning_rate,
+    steps_of_epoch,
+)
+
+# Is told the number of epochs, the step, and what was measured after an epoch.
+Log = Callable[[int, int, Mapping[str, float]], None]
+
+
+def train(
+    directory: pathlib.Path,
+    training: Training,
+    *,
+    log: Log | None = None,
+    summary: Callable[[str, Any], None] | None = None,
+) -> Source:
+    """Trains a model into a folder, and returns what it was trained on.
+
+    Args:
+      directory: the folder, new or empty, or of a run that is resumed.
+      training: what is trained, on what, and how.
+      log: called after each epoch.
+      summary: told how large the data is, and given the model.
+    """
+    check = functools.partial(folders.check_folder, directory, resume=training.resume)
+    processes.in_first(check)
+    runs = runs_of(training.config)
+    stopping = _early_stopping(training, runs)
+    source = source_of(training)
+    config, chosen = runs.suited(training.config, training, source)
+    if chosen:
+        training.reading.say(chosen)
+    check_seed(training.seed)
+    settings = settings_of(training, config, source)
+    restored = training.resume and folders.has_checkpoints(directory)
+    if training.origin is None or restored:
+        linear_part = None
+        if not restored:
+            linear_part = linear_part_of(settings, source, keep=training.keep_linear)
+        computed = None if linear_part is None else meanwhile(linear_part)
+        model, optimizer = settings.build(source.known)
+        if computed is not None:
+            _compile_meanwhile(training, settings, source, model, optimizer)
+            model.output.linear.set_to(*computed())
+    else:
+        model, optimizer = _continued(training, settings, source)
+    cutoff = {"k": None if source.heldout is None else training.k}
+    with folders.begun(
+        directory, settings, source.known, resume=training.resume
+    ) as checkpoints:
+        if summary is not None:
+            summary(runs.account(source.data), model)
+        fit(
+            model,
+            optimizer,
+            source.data,
+            batch_size=settings.batch_size,
+            fused=training.fused,
+            deterministic=training.deterministic,
+            num_epochs=settings.num_epochs,
+            seed=training.seed,
+            validation=source.heldout,
+            **used(runs.kind, "fit", cutoff),
+            early_stopping=stopping,
+            checkpoint_dir=checkpoints,
+            checkpoint_seconds=training.checkpoint_seconds,
+            resume=training.resume,
+            log=None if log is None else functools.partial(log, settings.num_epochs),
+        )
+    return source
+
+
+def source_of(training: Training) -> Source:
+    """Reads or scans the data, and what is held out."""
+    runs = runs_of(training.config)
+    if training.chunk_rows is not None:
+        return runs.scanned(training)
+    before = None if training.origin is None else folders.load_run(training.origin)[1]
+    return runs.source(training, before)
+
+
+def rule_of(
+    training: Training, defaults: Defaults, steps: int, epochs: int
+) -> optimizers.Rule:
+    """The optimizer's rule. A schedule counts the steps that `fit` does.
+
+    Args:
+      training: names the optimizer.
+      defaults: for what it does not say.
+      steps: of an epoch.
+      epochs: number of epochs.
+
+    Raises:
+      ValueError: the optimizer does not take these options.
+    """
+    (name, options), peak = (
+        named_rule(training.optimizer, defaults),
+        training.learning_rate,
+    )
+    if training.weight_decay is not None:
+        options["weight_decay"] = training.weight_decay
+    peak = LEARNING_RATE if peak is None else peak
+    optimizers.get(name, learning_rate=peak, **options)  # checks them
+    decays = training.decay == "cosine"
+    is_number = 0 <= training.warmup_epochs < math.inf
+    warmup = round(training.warmup_epochs * steps) if is_number else 0
+    if not is_number or (decays and warmup and warmup >= epochs * steps):
+        raise ValueError(
+            f"warmup_epochs={training.warmup_epochs} must be 0 or more, and with "
+            f"decay=cosine below the {epochs} epochs"
+        )
+    rate = learning_rate(peak, epochs * steps, warmup=warmup, decay=decays)
+    return optimizers.get(name, learning_rate=rate, **options)
+
+
+def named_rule(name: str | None, defaults: Defaults) -> tuple[str, dict[str, Any]]:
+    """Name and options of the optimizer of this name, or of the default."""
+    name = name or defaults.optimizer
+    return name, dict(defaults.options) if name == defaults.optimizer else {}
+
+
+def settings_of(training: Training, config: Any, source: Source) -> Settings:
+    """The settings that `run.json` will hold."""
+    defaults = kind_of(config).defaults
+    epochs, batch_size = training.num_epochs, training.batch_size
+    if batch_size is None:
+        batch_size = defaults.batch_size
+    steps = steps_of_epoch(source.chunks, batch_size)
+    if epochs is None:
+        epochs = defaults.num_epochs(steps)
+    return Settings(
+        network=config,
+        optimizer=rule_of(training, defaults, steps, epochs),
+        num_features=source.num_features,
+        num_epochs=epochs,
+        batch_size=batch_size,
+        seed=training.seed,
+        deterministic=training.deterministic,
+        indicator=source.indicator,
+        data=name_of(training.data),
+        data_fingerprint=source.fingerprint,
+        vocabulary_fingerprint=runs_of(config).fingerprint_of(source.known),
+        validation=source.validation,
+        validation_split=source.split,
+        k=training.k,
+        patience=training.patience,
+        origin=None if training.origin is None else str(training.origin),
+    )
+
+
+def linear_part_of(
+    settings: Settings, source: Source, *, keep: bool
+) -> Callable[[], linear_parts.Arrays] | None:
+    """A function that finds or computes the linear part; None if the network has none."""
+    linear = getattr(settings.network, "linear", None)
+    if linear is None:
+        return None
+    return functools.partial(
+        linear_parts.linear_part,
+        source.data,
+        linear,
+        fingerprint=settings.data_fingerprint,
+        keep=keep,
+    )
+
+
+def _compile_meanwhile(
+    training: Training,
+    settings: Settings,
+    source: Source,
+    model: Any,
+    optimizer: Optimizer,
+) -> None:
+    """Compiles the training program while the linear part is computed.
+
+    Its numbers make no difference to the program.
+    """
+    linear: Any = getattr(settings.network, "linear", None)
+    if not kept_programs.are_kept() or linear_parts.is_kept(
+        source.data, linear, fingerprint=settings.data_fingerprint
+    ):
+        return
+    epochs = Epochs(
+        place(source.data),
+        batch_size=settings.batch_size,
+        num_epochs=settings.num_epochs,
+        seed=settings.seed,
+    )
+    program = Program(
+        model, optimizer, fused=training.fused, deterministic=training.deterministic
+    )
+    program.compile_ahead(next(epochs.dispatches(0)))
+
+
+def _continued(
+    training: Training, settings: Settings, source: Source
+) -> tuple[Any, Optimizer]:
+    """The earlier run's model with the items that are new, and the optimizer."""
+    assert training.origin is not None
+    before, known = folders.load_run(training.origin)
+    model, optimizer, kept = folders.continued(
+        training.origin, before, known, settings, source.data
+    )
+    added = settings.num_features - before.num_features
+    what = "goes on with its state" if kept else "begins anew"
+    training.reading.say(
+        f"{training.origin}: {before.num_features:,} items are known, {added:,} are new; "
+        f"the optimizer {what}"
+    )
+    return model, optimizer
+
+
+def _early_stopping(training: Training, runs: Runs) -> EarlyStopping | None:
+    if training.patience is None:
+        return None
+    if training.validation is None:
+        raise ValueError("patience=... needs validation=..., the data to stop on")
+    return EarlyStopping(metric=runs.metric(training.k), patience=training.patience)

@@ -1,0 +1,250 @@
+"""`Run`: one call is one command."""
+
+import gc
+import json
+import pathlib
+from typing import Any, cast
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from run_folders import checkerboard, items_of, parameters, write_lines
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+from sparsejax.runs.folders import load_run
+
+COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> pathlib.Path:
+    """Files of all kinds: rows of items, histories with times, clicks."""
+    folder = tmp_path_factory.mktemp("runs")
+    train, heldout = checkerboard()
+    write_lines(folder / "items.txt", train)
+    write_lines(folder / "items-heldout.txt", heldout)
+    rng = np.random.default_rng(0)
+    lines, last = ["who,what,time"], ["who,what,time"]
+    for user in range(30):
+        places = (user + np.cumsum(1 + (rng.random(6) < 0.1))) % 11
+        events = [f"u{user},i{item},{t}" for t, item in enumerate(places)]
+        lines += events[:-1]
+        last += events[-1:]
+    (folder / "histories.csv").write_text("\n".join(lines) + "\n")
+    (folder / "histories-heldout.csv").write_text("\n".join(last) + "\n")
+    for name, rows in (("clicks.csv", 600), ("clicks-heldout.csv", 200)):
+        user, item, x = (
+            rng.integers(0, 9, rows),
+            rng.integers(0, 5, rows),
+            rng.random(rows),
+        )
+        click = (user + item + 4 * x > 8 + rng.random(rows)).astype(int)
+        columns = zip(click, user, item, x.round(3), strict=True)
+        text = "".join(f"{c},u{u},i{i},{v}\n" for c, u, i, v in columns)
+        (folder / name).write_text("click,user,item,x\n" + text)
+    return folder
+
+
+SCHEMA = sj.ClickSchema(
+    "click",
+    dense={"x": sj.data.DenseColumn()},
+    ids={"user": sj.data.VocabularyColumn(), "item": sj.data.VocabularyColumn()},
+)
+# The arguments of `Run.train` and the flags that say the same; both of `evaluate`.
+KINDS: dict[str, tuple[dict[str, Any], list[str], dict[str, Any], list[str]]] = {
+    "items": (
+        {"validation": ".2", "k": 3},
+        ["--validation", ".2", "--k", "3"],
+        {"k": 3, "baselines": True},
+        ["--k", "3", "--baselines"],
+    ),
+    "histories": (
+        {"model": "gru", "validation": "last", "k": 3, **COLUMNS, "num_epochs": 3}
+        | {"patience": 2, "optimizer": "adam", "decay": "none"},
+        ["--model", "gru", "--validation", "last", "--k", "3", "--epochs", "3"]
+        + ["--user", "who", "--item", "what", "--patience", "2"]
+        + ["--optimizer", "adam", "--decay", "none"],
+        {"k": 3, "exclude_seen": False},
+        ["--k", "3", "--keep-seen", "--user", "who", "--item", "what"],
+    ),
+    "clicks": (
+        {"schema": SCHEMA, "validation": 0.2, "num_epochs": 2, "batch_size": 100},
+        ["--model", "dlrm", "--label", "click", "--dense", "x", "--validation", ".2"]
+        + ["--categories", "user", "item", "--epochs", "2", "--batch-size", "100"],
+        {"groups": "user"},
+        ["--groups", "user"],
+    ),
+}
+ENDINGS = {"items": ".txt", "histories": ".csv", "clicks": ".csv"}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_call_is_one_command(kind, folder, tmp_path, capsys):
+    options, flags, measured, flags_of_measured = KINDS[kind]
+    file, heldout = (
+        str(folder / f"{kind}{part}{ENDINGS[kind]}") for part in ("", "-heldout")
+    )
+    run = sj.Run.train(file, tmp_path / "python", **options)
+    assert main(["train", file, "--run", str(tmp_path / "command"), *flags]) == 0
+    assert parameters(tmp_path / "python") == parameters(tmp_path / "command")
+    one, two = (load_run(tmp_path / name)[0] for name in ("python", "command"))
+    assert one == two
+    loaded = sj.Run.load(tmp_path / "command")
+    of_speed = {"examples_per_second"}
+    for ours, theirs in zip(run.history, loaded.history, strict=True):
+        assert all(ours[n] == theirs[n] for n in ours.keys() - of_speed)
+
+    capsys.readouterr()
+    files = [file, heldout] if kind != "clicks" else [heldout]
+    argv = ["evaluate", str(tmp_path / "command"), *files, *flags_of_measured]
+    assert main(argv) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert run.evaluate(heldout, **measured) == said
+
+
+def test_names_go_in_and_come_out(folder, tmp_path):
+    data = sj.read(folder / "items.txt")
+    run = sj.Run.train(data, num_epochs=3)
+    found = run.recommend(["user 7", "user 2"], k=4)
+    model, known = sj.load_model(run.directory)
+    shown = data.align_rows(["user 7", "user 2"])
+    expected = sj.recommend(model, shown, k=4, exclude=shown)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    np.testing.assert_array_equal(found.scores, expected.scores)
+    assert found.names() == expected.names(known)
+    first = found.to_arrow().to_pylist()[0]
+    assert first["user"] == "user 7" and first["item"] == found.names()[0][0]
+    for row, names in enumerate(found.names()):
+        assert len(names) == 4 and not set(names) & items_of(shown, row)
+    kept = run.recommend("user 7", k=20, exclude_seen=False)
+    assert sorted(kept.names()[0]) == sorted(known.tolist())
+    near = run.similar(["item3"], k=2)
+    assert near.names() == sj.similar_items(model, ["item3"], 2, names=known).names(
+        known
+    )
+    run.export(tmp_path / "items.predictor", k=4)
+    predictor = sj.load_predictor(tmp_path / "items.predictor")
+    assert predictor.recommend(shown, exclude=shown).names(known) == found.names()
+    run.report(tmp_path / "report.html", folder / "items-heldout.txt")
+    page = (tmp_path / "report.html").read_text()
+    assert "Held-out items found" in page and "user 2" in page
+
+
+def test_a_run_is_saved_and_loaded_and_trained_on(folder, tmp_path):
+    data = sj.read(folder / "items.txt")
+    run = sj.Run.train(data, num_epochs=2, optimizer="adagrad", decay="none")
+    place = run.directory
+    assert place.exists()
+    run.save(tmp_path / "runs" / "monday")
+    with pytest.raises(FileExistsError):
+        run.save(tmp_path / "runs" / "monday")
+    before = parameters(place)
+    assert parameters(tmp_path / "runs" / "monday") == before
+
+    lines = "user 1\titem1:item3\nuser 2\titem2:new\nnobody\tnew:item4\n"
+    (tmp_path / "tuesday.txt").write_text(lines)
+    later = sj.Run.load(tmp_path / "runs" / "monday")
+    with pytest.raises(ValueError, match="inputs="):
+        later.recommend(["user 1"])
+    options: dict[str, Any] = {"num_epochs": 2, "optimizer": "adagrad", "decay": "none"}
+    later.train_more(tmp_path / "tuesday.txt", **options)
+    assert later.known.tolist() == [*data.feature_names.tolist(), "new"]
+    assert later.recommend(["nobody"], k=1).names() != [[]]
+    assert later.settings.origin == str(tmp_path / "runs" / "monday")
+    argv = ["train", str(tmp_path / "tuesday.txt"), "--run", str(tmp_path / "c")]
+    argv += ["--from", str(tmp_path / "runs" / "monday"), "--epochs", "2"]
+    assert main([*argv, "--optimizer", "adagrad", "--decay", "none"]) == 0
+    assert parameters(later.directory) == parameters(tmp_path / "c")
+    assert parameters(tmp_path / "runs" / "monday") == before
+
+    # What was only kept for the run goes with it.
+    del run
+    gc.collect()
+    assert not place.exists()
+
+
+def test_tables_histories_and_clicks_in_memory(folder, tmp_path):
+    table = pa.table({"who": ["ann", "bob", "ann"], "what": ["tea", "tea", "rye"]})
+    run = sj.Run.train(table, num_epochs=1, **COLUMNS)
+    assert run.recommend(["bob"], k=1).names() == [["rye"]]
+    more = pa.table({"who": ["eve"], "what": ["rye"]})
+    assert run.recommend(k=1, inputs=more).names() == [["tea"]]
+
+    histories = sj.read_sequences(folder / "histories.csv", **COLUMNS)
+    run = sj.Run.train(histories, model="gru", num_epochs=1)
+    (tmp_path / "x").mkdir()
+    run.save(tmp_path / "x" / "run")
+    again = sj.Run.load(tmp_path / "x" / "run", **COLUMNS)
+    found = again.recommend(["u3"], k=2, inputs=folder / "histories.csv")
+    np.testing.assert_array_equal(found.ids, run.recommend(["u3"], k=2).ids)
+
+    clicks = sj.read_clicks(folder / "clicks.csv", SCHEMA)
+    run = sj.Run.train(clicks, num_epochs=1, batch_size=200)
+    test = folder / "clicks-heldout.csv"
+    found = run.predict(test)
+    read = sj.read_clicks(test, SCHEMA, vocabulary=clicks)
+    np.testing.assert_array_equal(found, sj.predict_clicks(run.model, read))
+    assert run.evaluate(read) == sj.evaluate(run.model, read)
+    run.report(tmp_path / "clicks.html", test)
+    assert "Calibration" in (tmp_path / "clicks.html").read_text()
+
+
+def test_errors_speak_python(folder, tmp_path):
+    file, clicks = folder / "items.txt", folder / "clicks.csv"
+    wrong = [
+        (
+            lambda: sj.Run.train(file, schema=SCHEMA, model="autoencoder"),
+            "schema is of no",
+        ),
+        (lambda: sj.Run.train(file, negatives=3), "negatives is of no use"),
+        (lambda: sj.Run.train(file, model="dlmr"), "is not one of autoencoder"),
+        (lambda: sj.Run.train(file, patience=2), "patience=... needs validation="),
+        (lambda: sj.Run.train(file, warmup_epochs=-1), "warmup_epochs=-1 must be"),
+        (lambda: sj.Run.train(file, resume=True), "needs the directory"),
+        (
+            lambda: sj.Run.train(sj.read(file), user="u"),
+            "user is of no use for a data set",
+        ),
+        (
+            lambda: sj.Run.train(clicks, schema=SCHEMA, k=20),
+            "k is of no use for a model",
+        ),
+        (
+            lambda: sj.Run.train(clicks, schema=SCHEMA, validation="last"),
+            "validation=last",
+        ),
+        (
+            lambda: sj.Run.train(clicks, model="dlrm"),
+            "name the columns of this file: schema=",
+        ),
+        (
+            lambda: sj.Run.train(file, validation=1.5),
+            "validation=1.5: a share must be between",
+        ),
+        (
+            lambda: sj.Run.train(
+                file, model="gru", config=sj.NetworkConfig.autoencoder()
+            ),
+            "config describes autoencoder",
+        ),
+        (lambda: sj.Run.load(tmp_path), "is not a run folder"),
+    ]
+    for call, message in wrong:
+        with pytest.raises(ValueError, match=message) as raised:
+            call()
+        assert "--" not in str(raised.value)
+    with pytest.raises(TypeError, match="config is a NetworkConfig"):
+        sj.Run.train(file, config=cast(Any, sj.optimizers.adam(1e-3)))
+    run = sj.Run.train(file, num_epochs=1)
+    with pytest.raises(TypeError, match="no argument 'epochs'"):
+        run.train_more(file, epochs=3)
+    with pytest.raises(ValueError, match="fold_in=") as raised:
+        run.evaluate()
+    assert "--" not in str(raised.value)
+    with pytest.raises(ValueError, match="groups is of no use"):
+        run.evaluate(file, groups="user")
+    with pytest.raises(ValueError, match="users=...: 1 of 1 names"):
+        run.recommend(["nobody"])
+    with pytest.raises(ValueError, match="use recommend"):
+        run.predict(file)
