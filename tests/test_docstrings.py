@@ -161,4 +161,11 @@ def test_texts_begin_with_a_noun_or_a_verb():
         for path in root.glob(f"{package}/**/*.py")
         for fault in faults(path.read_text())
     }
+    # In a page a sentence that begins with a preposition hides its subject alike.
+    in_pages = rf"(?:^|[.:] )((?:Of|Lest) .{{0,60}})|({bad_within}.{{0,40}})"
+    for path in (root / "README.md", *sorted((root / "docs").glob("*.md"))):
+        text = path.read_text(encoding="utf-8")
+        found |= {
+            f"{path.name}: {m[0]}" for m in re.finditer(in_pages, text, re.MULTILINE)
+        }
     assert not found, "\n".join(sorted(found))

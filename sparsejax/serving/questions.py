@@ -52,7 +52,7 @@ class Question:
 
 
 class Form(Protocol):
-    """What a kind of predictor is asked, and how it answers.
+    """The questions of one kind of predictor, and its answers.
 
     Attributes:
       inputs: their names, datatypes and shapes.
@@ -66,7 +66,7 @@ class Form(Protocol):
         """The rows of a request.
 
         Raises:
-          RefusedError: the tensors are none that it can be asked.
+          RefusedError: the service cannot be asked these tensors.
         """
         ...
 

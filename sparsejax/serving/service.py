@@ -133,12 +133,12 @@ class Service:
         return self._version
 
     def about(self) -> dict[str, Any]:
-        """What the protocol says of a server."""
+        """The metadata of the server, as the protocol states them."""
         version = sparsejax.__version__
         return {"name": NAME, "version": version, "extensions": EXTENSIONS}
 
     def about_model(self, version: Version) -> dict[str, Any]:
-        """What the protocol says of a model."""
+        """The metadata of a model, as the protocol states them."""
         both = {"inputs": version.form.inputs, "outputs": version.form.outputs}
         return {
             "name": self.name,
