@@ -753,7 +753,7 @@ class Plan(OfKinds):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve:
-    """Answers requests over HTTP, by the Open Inference Protocol, until SIGTERM comes.
+    """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
     What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
 
@@ -762,7 +762,8 @@ class Serve:
       name: The model's name in the protocol.
       host: Name or address to listen at. 0.0.0.0 is all that this machine has.
       port: Port of HTTP; 0 takes a free one.
-      tls_cert: File of the certificates, for HTTPS.
+      grpc_port: Port of gRPC, which is off by default.
+      tls_cert: File of the certificates, for TLS.
       tls_key: File of the certificate's key.
       shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
       max_wait: Seconds for which a batch that is not full waits on an idle device.
@@ -776,6 +777,7 @@ class Serve:
     ] = None
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: Annotated[int | None, _value("INT", "")] = None
     tls_cert: Annotated[pathlib.Path | None, _OptionalFile] = None
     tls_key: Annotated[pathlib.Path | None, _OptionalFile] = None
     shapes: Annotated[

@@ -22,12 +22,14 @@ def serve(command: flags.Serve) -> None:
         raise ValueError("--tls-cert and --tls-key go together: give both, or none")
     if not command.max_wait >= 0 or not command.grace > 0:
         raise ValueError("--max-wait must be 0 or more, and --grace more than 0")
-    if not 0 <= command.port < 2**16:
-        raise ValueError(f"--port must be from 0 to 65535, got {command.port}")
+    for flag, port in (("--port", command.port), ("--grpc-port", command.grpc_port)):
+        if port is not None and not 0 <= port < 2**16:
+            raise ValueError(f"{flag} must be from 0 to 65535, got {port}")
     shapes = tuple(map(Shape.parse, command.shapes))
     address = server.Address(
         host=command.host,
         port=command.port,
+        grpc_port=command.grpc_port,
         tls_cert=None if command.tls_cert is None else str(command.tls_cert),
         tls_key=None if command.tls_key is None else str(command.tls_key),
     )

@@ -3,12 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import re
-import secrets
-import sys
 import time
-import traceback
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -19,27 +14,16 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from sparsejax.serving import metrics, protocol
+from sparsejax.serving import logs, metrics, protocol
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service
 
 _HEADER = "Inference-Header-Content-Length"
 # Envoy, and so Istio and KServe, say in it how long the client waits.
 _DEADLINE = "x-envoy-expected-rq-timeout-ms"
-_TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
-_ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 _CLOSE = {"connection": "close"}
 # As nginx calls a client that left; nobody reads it.
 _GONE = 499
-
-
-def log(event: str, **facts: Any) -> None:
-    """Writes a line of JSON to stderr. It has never what a user asked for."""
-    line = {"time": time.time(), "event": event, **facts}
-    text = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE).decode()
-    with contextlib.suppress(OSError):  # whoever reads the log is gone
-        sys.stderr.write(text)
-        sys.stderr.flush()
 
 
 def app(service: Service) -> Starlette:
@@ -127,8 +111,7 @@ async def _counted(
 ) -> Response:
     """An answer, whose request is counted and logged."""
     begun, rows = time.monotonic(), 0
-    given = request.headers.get("x-request-id", "")
-    identity = given if _ID.fullmatch(given) else secrets.token_hex(8)
+    identity = logs.request_id(request.headers.get("x-request-id", ""))
     in_hand = False
     try:
         service.begin()
@@ -139,23 +122,19 @@ async def _counted(
     except ClientDisconnect:
         response = Response(status_code=_GONE)
     except Exception as error:  # noqa: BLE001 - a bug, which the log has
-        log("error", request_id=identity, error=traceback.format_exception(error))
+        logs.error(identity, error)
         text = f"the service failed; its log says why at request {identity}"
         response = _json({"error": text}, 500)
     finally:
         if in_hand:
             service.end()
-    seconds = time.monotonic() - begun
-    code = response.status_code
+    code, seconds = response.status_code, time.monotonic() - begun
     service.metrics.request("http", code, seconds)
+    trace = request.headers.get("traceparent", "")
+    logs.request("http", identity, trace, code=code, rows=rows, seconds=seconds)
     response.headers["x-request-id"] = identity
     if service.draining:
         response.headers.update(_CLOSE)
-    facts = {"request_id": identity, "code": code, "rows": rows}
-    trace = request.headers.get("traceparent", "")
-    if _TRACE.fullmatch(trace):
-        facts["traceparent"] = trace
-    log("request", protocol="http", milliseconds=round(1e3 * seconds, 3), **facts)
     return response
 
 

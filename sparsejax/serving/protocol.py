@@ -178,7 +178,7 @@ def _tensor(
     if size is None:
         flat = list(_flat(given.get("data"), shape, where))
         data = texts(flat, where, limits) if datatype == "BYTES" else None
-        data = _numbers(flat, datatype, where) if data is None else data
+        data = numbers(flat, datatype, where) if data is None else data
         check_count(data, shape, where)
         return Tensor(name, datatype, shape, data), rest
     if "data" in given:
@@ -251,8 +251,12 @@ def _refuse_name(count: int, where: str, limits: Limits) -> None:
     )
 
 
-def _numbers(flat: Sequence[Any], datatype: str, where: str) -> np.ndarray:
-    """Numbers of a JSON list."""
+def numbers(flat: Sequence[Any], datatype: str, where: str) -> np.ndarray:
+    """Numbers of a list.
+
+    Raises:
+      RefusedError: one cannot be of this type, or is not finite.
+    """
     kind = np.dtype(NUMBERS[datatype])
     allowed = {"b": {bool}, "f": {int, float}}.get(kind.kind, {int})
     wrong = [value for value in flat if type(value) not in allowed]
@@ -267,18 +271,18 @@ def _numbers(flat: Sequence[Any], datatype: str, where: str) -> np.ndarray:
         return finite(np.array(flat, np.float64 if kind.kind == "f" else kind), where)
 
 
-def finite(numbers: np.ndarray, where: str) -> np.ndarray:
+def finite(given: np.ndarray, where: str) -> np.ndarray:
     """The same numbers.
 
     Raises:
       RefusedError: one is no finite float32.
     """
-    most = np.abs(numbers).max(initial=0) if numbers.dtype.kind == "f" else 0
+    most = np.abs(given).max(initial=0) if given.dtype.kind == "f" else 0
     if not most <= np.finfo(np.float32).max:  # NaN is not below, either
         raise RefusedError(
             422, f"{where}: numbers must be finite, and within those of float32"
         )
-    return numbers
+    return given
 
 
 def of_bytes(data: memoryview, datatype: str, where: str, limits: Limits) -> Any:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import errno
 import os
+import pathlib
 import signal
 import socket
 import time
 from collections.abc import Iterator
 
+import grpc
 import uvicorn
 import uvloop
 
-from sparsejax.serving.app import app, log
+from sparsejax.serving import grpc as over_grpc
+from sparsejax.serving.app import app
+from sparsejax.serving.logs import log
 from sparsejax.serving.service import Service, Settings
 
 # After SIGTERM requests are still taken until none came for so long: whoever balances the
@@ -30,12 +35,14 @@ class Address:
     Attributes:
       host: its name or address.
       port: of HTTP; 0 takes a free one.
+      grpc_port: of gRPC, which is off if it is None.
       tls_cert: file of the certificates, or None.
       tls_key: file of its key, or None.
     """
 
     host: str = "127.0.0.1"
     port: int = 8000
+    grpc_port: int | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
 
@@ -104,8 +111,13 @@ async def _serve(
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
-    port = listening.getsockname()[1]
-    log("listening", host=at.host, port=port, model=name)
+    ports: dict[str, int] = {"port": listening.getsockname()[1]}
+    remote = None
+    if at.grpc_port is not None:
+        remote = over_grpc.server(service)
+        ports["grpc_port"] = _bound(remote, at)
+        await remote.start()
+    log("listening", host=at.host, model=name, **ports)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     # The health of the process is answered while the model is loaded and compiled.
     loading = asyncio.ensure_future(asyncio.to_thread(service.load, path))
@@ -115,12 +127,14 @@ async def _serve(
         await asyncio.wait({loading, stopped, serving}, **first)
         if loading.done():
             loading.result()
-            log("ready", model=name, port=port, seconds=time.monotonic() - begun)
+            log("ready", model=name, seconds=time.monotonic() - begun, **ports)
         await asyncio.wait({stopped, serving}, **first)
         if signal.SIGTERM in told[:1]:
             await _until_quiet(service, grace / 2)
     finally:
         server.should_exit = True
+        if remote is not None:
+            await remote.stop(grace / 2)
         await asyncio.wait({serving})
         await asyncio.to_thread(service.close)
         for number in (signal.SIGTERM, signal.SIGINT):
@@ -142,6 +156,22 @@ def _listening(at: Address) -> socket.socket:
         ) from None
     listening.setblocking(False)
     return listening
+
+
+def _bound(server: grpc.aio.Server, at: Address) -> int:
+    """The port of gRPC, which the server has from now on."""
+    host = f"[{at.host}]" if ":" in at.host else at.host
+    where = f"{host}:{at.grpc_port}"
+    try:
+        if at.tls_cert is None or at.tls_key is None:
+            return server.add_insecure_port(where)
+        pair = (
+            pathlib.Path(at.tls_key).read_bytes(),
+            pathlib.Path(at.tls_cert).read_bytes(),
+        )
+        return server.add_secure_port(where, grpc.ssl_server_credentials([pair]))
+    except RuntimeError:
+        raise OSError(errno.EADDRINUSE, "cannot listen: it is taken", where) from None
 
 
 async def _until_quiet(service: Service, seconds: float) -> None:

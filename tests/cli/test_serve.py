@@ -7,8 +7,11 @@ import subprocess
 import sys
 import threading
 
+import grpc
 import pytest
 from flax import nnx
+from open_inference.grpc import protocol as messages
+from open_inference.grpc import service as stubs
 from served import Client, tensor
 
 import sparsejax as sj
@@ -27,6 +30,7 @@ def file(tmp_path_factory) -> pathlib.Path:
 
 def test_a_signal_ends_it_and_loses_nothing(file):
     words = ["serve", str(file), "--port", "0", "--shapes", "1x256", "--grace", "20"]
+    words += ["--grpc-port", "0"]
     process = subprocess.Popen(
         [sys.executable, "-m", "sparsejax", *words], stderr=subprocess.PIPE, text=True
     )
@@ -40,7 +44,11 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         pytest.fail(f"no {name}")
 
     try:
-        client = Client(event("ready")["port"])
+        ready = event("ready")
+        with grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}") as channel:
+            stub = stubs.GRPCInferenceServiceStub(channel)
+            assert stub.ServerReady(messages.ServerReadyRequest()).ready
+        client = Client(ready["port"])
         assert client.get("/v2/models/films/ready")[0] == 200
         answers: list[int] = []
         threads = [threading.Thread(target=_ask, args=(client, answers)) for _ in "ab"]

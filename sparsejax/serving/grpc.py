@@ -1,0 +1,196 @@
+"""The protocol over gRPC: the same rows and the same answers as over HTTP."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any, NoReturn
+
+import grpc
+import numpy as np
+from open_inference.grpc import protocol as messages
+from open_inference.grpc import service as stubs
+
+from sparsejax.serving import logs, protocol
+from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
+from sparsejax.serving.service import Service
+
+_CODES = {
+    404: grpc.StatusCode.NOT_FOUND,
+    429: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    500: grpc.StatusCode.INTERNAL,
+    503: grpc.StatusCode.UNAVAILABLE,
+    504: grpc.StatusCode.DEADLINE_EXCEEDED,
+}
+# The field of a message that has numbers of a type.
+_FIELDS = {
+    "BOOL": "bool_contents",
+    **dict.fromkeys(("INT8", "INT16", "INT32"), "int_contents"),
+    "INT64": "int64_contents",
+    **dict.fromkeys(("UINT8", "UINT16", "UINT32"), "uint_contents"),
+    "UINT64": "uint64_contents",
+    "FP32": "fp32_contents",
+    "FP64": "fp64_contents",
+    "BYTES": "bytes_contents",
+}
+
+
+def server(service: Service) -> grpc.aio.Server:
+    """A server that answers for a service. It has no port yet, and is not started."""
+    most = service.settings.limits.body
+    options = [("grpc.max_receive_message_length", most), ("grpc.so_reuseport", 0)]
+    made = grpc.aio.server(options=options)
+    stubs.add_GRPCInferenceServiceServicer_to_server(_Answers(service), made)
+    return made
+
+
+def read(request: Any, limits: Limits) -> Asked:
+    """Reads an inference request.
+
+    Raises:
+      RefusedError: it cannot be read, or is too large.
+    """
+    raw = request.raw_input_contents
+    if raw and len(raw) != len(request.inputs):
+        raise RefusedError(
+            422,
+            f"there are {len(request.inputs)} inputs, but {len(raw)} raw_input_contents; "
+            "give one for each input, or none",
+        )
+    tensors: dict[str, Tensor] = {}
+    for number, given in enumerate(request.inputs):
+        tensor = _tensor(given, raw[number] if raw else None, limits)
+        if tensor.name in tensors:
+            raise RefusedError(422, f"the input {tensor.name!r:.80} is given twice")
+        tensors[tensor.name] = tensor
+    wanted = {output.name: bool(raw) for output in request.outputs} or None
+    parameters = _parameters(request.parameters)
+    parameters.pop("binary_data_output", None)  # here the inputs decide
+    return Asked(request.id or None, parameters, tensors, wanted, bool(raw))
+
+
+def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
+    kinds = {name: each.WhichOneof("parameter_choice") for name, each in given.items()}
+    return {
+        name: None if kind is None else getattr(given[name], kind)
+        for name, kind in kinds.items()
+    }
+
+
+def _tensor(given: Any, raw: bytes | None, limits: Limits) -> Tensor:
+    where, datatype = f"the input {given.name!r:.80}", given.datatype
+    if datatype not in _FIELDS:
+        raise RefusedError(
+            422,
+            f"{where}: datatype must be one of {', '.join(_FIELDS)}, got {datatype!r:.40}",
+        )
+    shape = protocol.checked_shape([*given.shape], where)
+    if raw is not None:
+        data = protocol.of_bytes(memoryview(raw), datatype, where, limits)
+    elif datatype == "BYTES":
+        names = given.contents.bytes_contents
+        found = [protocol.of_utf8(name, where) for name in names]
+        data = protocol.texts(found, where, limits)
+    else:
+        flat = [*getattr(given.contents, _FIELDS[datatype])]
+        data = protocol.numbers(flat, datatype, where)
+    protocol.check_count(data, shape, where)
+    return Tensor(given.name, datatype, shape, data)
+
+
+def write(asked: Asked, model: str, version: str, outputs: list[Tensor]) -> Any:
+    """The message of an answer."""
+    answer = messages.ModelInferResponse(
+        model_name=model, model_version=version, id=asked.id or ""
+    )
+    for tensor in outputs:
+        facts = {
+            "name": tensor.name,
+            "datatype": tensor.datatype,
+            "shape": tensor.shape,
+        }
+        output = answer.outputs.add(**facts)
+        if asked.binary:
+            answer.raw_output_contents.append(protocol.to_bytes(tensor))
+        elif tensor.datatype == "BYTES":
+            output.contents.bytes_contents.extend(name.encode() for name in tensor.data)
+        else:
+            numbers = np.asarray(tensor.data).tolist()
+            getattr(output.contents, _FIELDS[tensor.datatype]).extend(numbers)
+    return answer
+
+
+class _Answers:
+    """The methods of the protocol, by its names."""
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def ServerLive(self, request, context):
+        return messages.ServerLiveResponse(live=self._service.is_live)
+
+    async def ServerReady(self, request, context):
+        return messages.ServerReadyResponse(ready=self._service.is_ready)
+
+    async def ModelReady(self, request, context):
+        await self._version(request.name, request.version, context)
+        return messages.ModelReadyResponse(ready=self._service.is_ready)
+
+    async def ServerMetadata(self, request, context):
+        return messages.ServerMetadataResponse(**self._service.about())
+
+    async def ModelMetadata(self, request, context):
+        version = await self._version(request.name, request.version, context)
+        return messages.ModelMetadataResponse(**self._service.about_model(version))
+
+    async def _version(self, model: str, number: str, context):
+        try:
+            return self._service.version(model, number or None)
+        except RefusedError as error:
+            await _abort(context, error)
+
+    async def ModelInfer(self, request, context):
+        begun, service, rows, code = time.monotonic(), self._service, 0, 200
+        told = dict(context.invocation_metadata() or ())
+        identity = logs.request_id(_text(told.get("x-request-id", "")))
+        in_hand, refused, answer = False, None, None
+        try:
+            service.begin()
+            in_hand = True
+            version = service.version(request.model_name, request.model_version or None)
+            asked = read(request, service.settings.limits)
+            seconds = context.time_remaining()
+            outputs, rows = await service.predict(version, asked, seconds=seconds)
+            answer = write(asked, service.name, version.name, outputs)
+        except RefusedError as error:
+            refused = error
+        except Exception as error:  # noqa: BLE001 - a bug, which the log has
+            logs.error(identity, error)
+            text = f"the service failed; its log says why at request {identity}"
+            refused = RefusedError(500, text)
+        except BaseException:  # the client has left
+            code = 499
+            raise
+        finally:
+            if in_hand:
+                service.end()
+            code, seconds = (
+                refused.status if refused else code,
+                time.monotonic() - begun,
+            )
+            service.metrics.request("grpc", code, seconds)
+            trace = _text(told.get("traceparent", ""))
+            logs.request("grpc", identity, trace, code=code, rows=rows, seconds=seconds)
+        if refused is not None:
+            await _abort(context, refused)
+        return answer
+
+
+def _text(value: str | bytes) -> str:
+    return value if isinstance(value, str) else ""
+
+
+async def _abort(context: Any, error: RefusedError) -> NoReturn:
+    code = _CODES.get(error.status, grpc.StatusCode.INVALID_ARGUMENT)
+    await context.abort(code, str(error))
+    raise AssertionError("abort raises")

@@ -1,0 +1,191 @@
+"""The protocol over gRPC has the answers of HTTP."""
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import grpc
+import numpy as np
+import pytest
+from open_inference.grpc import protocol as messages
+from open_inference.grpc import service as stubs
+from served import prefixed, tensor
+
+from sparsejax.serving import grpc as over_grpc
+
+ROWS = ["item 3", "unheard", "jalapeño", "item 1"]
+
+
+@pytest.fixture(scope="module")
+def stub(service) -> Iterator[stubs.GRPCInferenceServiceStub]:
+    loop, started, ports = asyncio.new_event_loop(), threading.Event(), []
+
+    async def serve() -> None:
+        server = over_grpc.server(service)
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        started.set()
+        await stop.wait()
+        await server.stop(0)
+
+    stop = asyncio.Event()
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert started.wait(60)
+    with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+        yield stubs.GRPCInferenceServiceStub(channel)
+    loop.call_soon_threadsafe(stop.set)
+    thread.join()
+    loop.close()
+
+
+def asked(*inputs: dict, **facts) -> messages.ModelInferRequest:
+    return messages.ModelInferRequest(model_name="films", inputs=inputs, **facts)
+
+
+def given(name: str, datatype: str, data: list | None = None, **facts) -> dict:
+    """An input: its data by the message, or none if they are raw."""
+    if data is None:
+        return {"name": name, "datatype": datatype, **facts}
+    field = {
+        "BYTES": "bytes_contents",
+        "INT32": "int_contents",
+        "FP32": "fp32_contents",
+    }
+    contents = {field[datatype]: data}
+    facts = {"shape": [len(data)]} | facts
+    return {"name": name, "datatype": datatype, "contents": contents, **facts}
+
+
+NAMES = [name.encode() for name in ROWS]
+
+
+def test_health_and_metadata(stub, service):
+    assert stub.ServerLive(messages.ServerLiveRequest()).live
+    assert stub.ServerReady(messages.ServerReadyRequest()).ready
+    assert stub.ModelReady(messages.ModelReadyRequest(name="films", version="1")).ready
+    assert stub.ServerMetadata(messages.ServerMetadataRequest()).name == "sparsejax"
+    about = stub.ModelMetadata(messages.ModelMetadataRequest(name="films"))
+    assert [each.name for each in about.inputs][:2] == ["items", "lengths"]
+    assert [*about.versions] == ["1"] and [*about.inputs[0].shape] == [-1]
+
+
+@pytest.mark.parametrize("raw", [False, True])
+def test_answers_are_those_of_http(stub, client, raw):
+    lengths = [3, 1, 0]
+    status, expected = client.infer(
+        tensor("items", "BYTES", ROWS),
+        tensor("lengths", "INT32", lengths),
+        parameters={"k": 2, "exclude_seen": False},
+    )
+    assert status == 200
+    parameters = {"k": {"int64_param": 2}, "exclude_seen": {"bool_param": False}}
+    if raw:
+        found = stub.ModelInfer(
+            asked(
+                given("items", "BYTES", shape=[4]),
+                given("lengths", "INT32", shape=[3]),
+                parameters=parameters,
+                raw_input_contents=[
+                    prefixed(*NAMES),
+                    np.array(lengths, np.int32).tobytes(),
+                ],
+            )
+        )
+        items, scores, counts, unknown = found.raw_output_contents
+        scores = np.frombuffer(scores, np.float32)
+        counts, unknown = (np.frombuffer(each, np.int32) for each in (counts, unknown))
+        assert items == prefixed(*(n.encode() for n in expected["items"]["data"]))
+    else:
+        inputs = given("items", "BYTES", NAMES), given("lengths", "INT32", lengths)
+        found = stub.ModelInfer(asked(*inputs, parameters=parameters, id="ours"))
+        assert found.id == "ours" and found.model_version == "1"
+        items, scores, counts, unknown = (each.contents for each in found.outputs)
+        texts = [name.decode() for name in items.bytes_contents]
+        assert texts == expected["items"]["data"]
+        scores = np.array(scores.fp32_contents, np.float32)
+        counts, unknown = counts.int_contents, unknown.int_contents
+    names = [each.name for each in found.outputs]
+    assert names == ["items", "scores", "lengths", "unknown"]
+    assert [*found.outputs[0].shape] == [6]
+    np.testing.assert_array_equal(
+        scores, np.array(expected["scores"]["data"], np.float32)
+    )
+    assert [*counts] == expected["lengths"]["data"]
+    assert [*unknown] == expected["unknown"]["data"] == [1, 0, 0]
+
+
+def test_wanted_outputs(stub):
+    wanted = [{"name": "lengths"}]
+    found = stub.ModelInfer(asked(given("items", "BYTES", NAMES), outputs=wanted))
+    assert [each.name for each in found.outputs] == ["lengths"]
+
+
+ITEMS = given("items", "BYTES", NAMES)
+
+
+@pytest.mark.parametrize(
+    ("request_", "code", "message"),
+    [
+        (asked(), "INVALID_ARGUMENT", "'items' is missing"),
+        (asked(ITEMS, model_version="7"), "NOT_FOUND", "unknown version '7'"),
+        (asked(ITEMS, ITEMS), "INVALID_ARGUMENT", "given twice"),
+        (
+            asked(given("items", "BYTES", NAMES, shape=[5])),
+            "INVALID_ARGUMENT",
+            "5 elem",
+        ),
+        (asked(given("items", "TEXT", shape=[1])), "INVALID_ARGUMENT", "one of BOOL"),
+        (asked(given("items", "BYTES", [b"\xff"])), "INVALID_ARGUMENT", "UTF-8"),
+        (asked(ITEMS, parameters={"k": {}}), "INVALID_ARGUMENT", "k must be a whole"),
+        (asked(ITEMS, outputs=[{"name": "x"}]), "INVALID_ARGUMENT", "unknown output"),
+        (
+            asked(ITEMS, raw_input_contents=[b"", b""]),
+            "INVALID_ARGUMENT",
+            "one for each",
+        ),
+        (
+            asked(ITEMS, given("values", "FP32", [1.0, 2.0, np.nan, 1.0])),
+            "INVALID_ARGUMENT",
+            "finite",
+        ),
+    ],
+)
+def test_wrong_requests(stub, request_, code, message):
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ModelInfer(request_)
+    assert caught.value.code() is grpc.StatusCode[code]
+    assert message in str(caught.value.details())
+
+
+def test_large_messages_and_deadlines(stub, service, monkeypatch):
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ModelInfer(asked(ITEMS, id="x" * 2**23))
+    assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
+    batcher = service.version("films", None).batcher
+    monkeypatch.setattr(batcher, "_max_wait", 0.3)
+    with pytest.raises(grpc.RpcError) as caught:
+        stub.ModelInfer(asked(ITEMS), timeout=0.05)
+    assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_bugs_and_lost_devices(stub, service, monkeypatch, capfd):
+    version = service.version("films", None)
+
+    def broken(*_):
+        raise KeyError("oops")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(version.form, "question", broken)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(asked(ITEMS))
+    assert caught.value.code() is grpc.StatusCode.INTERNAL
+    assert (
+        "oops" not in str(caught.value.details()) and "oops" in capfd.readouterr().err
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(version.batcher.engine, "run", broken)
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(asked(ITEMS))
+    assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
+    assert stub.ModelInfer(asked(ITEMS)).model_name == "films"
