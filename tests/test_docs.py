@@ -333,7 +333,7 @@ GIVEN = {
         "dense",
         "array",
     ),
-    *("collection", "feature"),
+    *("collection", "feature", "schema", "time"),
 }
 
 
@@ -491,3 +491,34 @@ def test_trackers(trained, monkeypatch, block, name):
     exec(compile(python("logging.md")[block], "logging.md", "exec"), trained)  # noqa: S102
     [(metrics, step)] = logged
     assert step == 7 and list(metrics.values()) == [0.5]
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_tasks(tmp_path, monkeypatch, capsys):
+    """The blocks run in their order, and so do the commands beside them."""
+    monkeypatch.chdir(tmp_path)
+    rng = np.random.default_rng(0)
+    lines = ["user,item,time"]
+    for user in range(40):
+        items = rng.choice(["tea", "milk", "rye", "figs", "oats", "jam"], 4, False)
+        days = sorted(rng.choice(28, 4, False) + 1)
+        lines += [
+            f"u{user},{item},2024-03-{day:02}"
+            for item, day in zip(items, days, strict=True)
+        ]
+    pathlib.Path("shop.csv").write_text("\n".join(lines) + "\n")
+    given: dict = {}
+    for block in python("tasks.md"):
+        exec(compile(block, "tasks.md", "exec"), given)  # noqa: S102
+    assert set(sj.Run.load("runs/tuesday").known) == {
+        *("tea", "milk", "rye", "figs", "oats", "jam")
+    }
+    assert (
+        pathlib.Path("mail.parquet").is_file() and pathlib.Path("report.html").is_file()
+    )
+    page = (DOCS / "tasks.md").read_text()
+    commands = re.findall(r"`(sparsejax [^`]+)`", page)
+    for command in commands:
+        words = shlex.split(command.replace("runs/", "again/"))[1:]
+        assert cli.main(words) == 0, command
+    assert len(commands) == 3 and pathlib.Path("mail.tsv").is_file()
