@@ -30,10 +30,10 @@ from sparsejax.data.readers import read_adjacency as read_adjacency
 from sparsejax.data.readers import read_pairs as read_pairs
 from sparsejax.data.readers import read_parquet as read_parquet
 from sparsejax.data.readers import read_text as read_text
-from sparsejax.data.scan import ScannedDataset as ScannedDataset
-from sparsejax.data.scan import scan_parquet as scan_parquet
 from sparsejax.data.scan_clicks import ScannedClicks as ScannedClicks
 from sparsejax.data.scan_clicks import scan_clicks as scan_clicks
+from sparsejax.data.scan_items import ScannedDataset as ScannedDataset
+from sparsejax.data.scan_items import scan_parquet as scan_parquet
 from sparsejax.data.scan_sequences import ScannedSequences as ScannedSequences
 from sparsejax.data.scan_sequences import scan_sequences as scan_sequences
 from sparsejax.data.sequences import Histories as Histories

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
 
 import pyarrow as pa
 from tqdm import tqdm
@@ -19,6 +18,7 @@ from sparsejax.data.events.pair_layout import typed_header
 from sparsejax.data.events.records import TextLayout, read_records, record_cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import Path, head, open_data, progress_bar
+from sparsejax.data.scan import Group
 
 # Large, so that a large vocabulary is not searched for few examples at a time.
 BLOCK_BYTES = 32 * 2**20
@@ -57,49 +57,34 @@ def click_blocks(
                 yield from _parquet_blocks(file, names, bar)
 
 
-class ClickGroup(NamedTuple):
-    """A row group of a Parquet file.
+def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Cells:
+    """Columns of the rows `start .. stop - 1` of a row group.
 
-    Attributes:
-      source: the file.
-      number: the number of the group in the file.
-      first: the number of its first row in the file.
-      rows: its number of rows.
+    Raises:
+      DataError: the file is damaged, or was changed.
     """
-
-    source: parquet.ParquetPath
-    number: int
-    first: int
-    rows: int
-
-    def block(self, names: Sequence[str], start: int, stop: int) -> Cells:
-        """Columns of its rows `start .. stop - 1`.
-
-        Raises:
-          DataError: the file is damaged, or was changed.
-        """
-        with self.source.open() as file:
-            if self.number >= file.metadata.num_row_groups or not set(names) <= set(
-                file.schema_arrow.names
-            ):
-                raise self.source.changed()
-            table = file.read_row_group(self.number, columns=list(names))
-        if len(table) < stop:
-            raise self.source.changed()
-        part = table.slice(start, stop - start)
-        columns = {name: _one_array(part.column(name)) for name in names}
-        error = row_error(self.source.path, self.first + start)
-        return Cells(columns, error, self.source.path)
+    with group.file.open() as file:
+        if group.number >= file.metadata.num_row_groups or not set(names) <= set(
+            file.schema_arrow.names
+        ):
+            raise group.file.changed()
+        table = file.read_row_group(group.number, columns=list(names))
+    if len(table) < stop:
+        raise group.file.changed()
+    part = table.slice(start, stop - start)
+    columns = {name: _one_array(part.column(name)) for name in names}
+    error = row_error(group.file.path, group.first + start)
+    return Cells(columns, error, group.file.path)
 
 
-def click_groups(source: parquet.ParquetPath) -> list[ClickGroup]:
+def click_groups(source: parquet.ParquetPath) -> list[Group]:
     """The row groups of a Parquet file."""
     with source.open() as file:
         metadata = file.metadata
     sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
     ends = itertools.accumulate(sizes)
     each = zip(range(len(sizes)), ends, sizes, strict=True)
-    return [ClickGroup(source, i, end - size, size) for i, end, size in each]
+    return [Group(source, i, size, size, end - size) for i, end, size in each]
 
 
 def as_paths(paths: Paths) -> list[Path]:

@@ -39,7 +39,7 @@ from sparsejax.data.entries import Entries
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.parquet import MANIFEST, ParquetPath, opened
-from sparsejax.data.scan_tables import Group
+from sparsejax.data.scan import Group
 from sparsejax.data.stores import Place
 from sparsejax.sparse import MAX_ENTRIES
 

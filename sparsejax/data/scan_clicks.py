@@ -21,11 +21,11 @@ from sparsejax.data.click_columns import (
     labels_of,
 )
 from sparsejax.data.click_files import (
-    ClickGroup,
     Paths,
     as_paths,
     click_blocks,
     click_groups,
+    group_cells,
 )
 from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.click_storage import (
@@ -40,11 +40,12 @@ from sparsejax.data.events.block import Cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
+from sparsejax.data.scan import Group, Scan
 from sparsejax.sparse import CSR
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class ScannedClicks:
+class ScannedClicks(Scan[ClickDataset, ClickDataset]):
     """Examples of clicks on disk, which are read a chunk at a time.
 
     >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
@@ -99,18 +100,15 @@ class ScannedClicks:
           NotImplementedError: a file is text, which can be read in order only.
           ValueError: there are no such examples.
         """
-        groups = self._parquet_groups()
+        self._row_groups  # noqa: B018 - text is an error
         if not 0 <= start < stop <= self.num_rows:
             raise ValueError(
                 f"expected 0 <= start < stop <= {self.num_rows:,}, got {start:,}, {stop:,}"
             )
-        parts, first = [], 0
-        for group in groups:
-            low, high = max(start - first, 0), min(stop - first, group.rows)
-            if low < high:
-                parts.append(self._of_block(group.block(self._columns, low, high)))
-            first += group.rows
-        return self._joined(parts)
+        return super().read(start, stop)
+
+    def _decode(self, group: Group, low: int, high: int) -> ClickDataset:
+        return self._of_block(group_cells(group, self._columns, low, high))
 
     def fingerprint(self) -> str:
         """A hash of the columns, the vocabularies and the files' metadata.
@@ -125,8 +123,8 @@ class ScannedClicks:
         digest.update(codec.text(document).encode())
         for name, known in self.vocabularies.items():
             digest.update("\0".join([name, *known.tolist()]).encode())
-        for group in self._parquet_groups():
-            facts = (group.source.size, group.number, group.rows)
+        for group in self._row_groups:
+            facts = (group.file.size, group.number, group.rows)
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
@@ -173,9 +171,9 @@ class ScannedClicks:
         }
 
     @functools.cached_property
-    def _groups(self) -> list[ClickGroup] | None:
+    def _groups(self) -> list[Group] | None:
         """The row groups of all files, or None if a file is text."""
-        found: list[ClickGroup] = []
+        found: list[Group] = []
         for path in as_paths(self.path):
             if not is_parquet(path):
                 return None
@@ -192,7 +190,8 @@ class ScannedClicks:
                 found += groups
         return found
 
-    def _parquet_groups(self) -> list[ClickGroup]:
+    @property
+    def _row_groups(self) -> list[Group]:
         if self._groups is None:
             raise NotImplementedError(
                 "text files can be read in order only, by chunks(); save them as Parquet, "

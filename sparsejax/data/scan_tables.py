@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
-import hashlib
-import itertools
-from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -15,12 +12,14 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data import spelling
+from sparsejax.data.entries import Entries, joined, known
 from sparsejax.data.events import tables
 from sparsejax.data.events.block import Block, encoded_names
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
 from sparsejax.data.parquet import ParquetPath
+from sparsejax.data.scan import Group
 from sparsejax.data.vocabulary import vocabulary_order
 
 # Names that wait until they are counted together.
@@ -29,77 +28,6 @@ _FOLD = 2**20
 # An array finds the columns of integers if it has no more places than this number, plus
 # so many for each name.
 _MOST_PLACES, _PLACES_PER_NAME = 2**22, 8
-
-
-class Group(NamedTuple):
-    """A row group of a file, with the rows of the data set that begin in it.
-
-    Attributes:
-      file: the file.
-      number: the number of the row group in the file.
-      rows: number of rows that begin in the group.
-      entries: number of entries of these rows; a row without entries counts as one.
-      first: number of the table's rows in the file that come before the group.
-      head: number of pairs at its beginning whose row begins in an earlier group.
-      tail: later groups into which its last row continues, and the number of its pairs in
-        each.
-    """
-
-    file: ParquetPath
-    number: int
-    rows: int
-    entries: int
-    first: int = 0
-    head: int = 0
-    tail: tuple[tuple[Group, int], ...] = ()
-
-
-def fingerprint(
-    groups: Iterable[Group], layout: TableLayout | None, features: Names
-) -> str:
-    """A hash of the files' metadata, not of their content.
-
-    Args:
-      groups: the groups that are read.
-      layout: of a table; None if the files say what they hold, and their vocabulary.
-      features: the names of the features.
-    """
-    digest = hashlib.blake2b(digest_size=16)
-    if layout is not None:
-        digest.update(repr((layout, features.tolist())).encode())
-    for group in groups:
-        file = group.file
-        facts = (file.size, group.number, group.rows, group.entries)
-        if file.crc32 is not None:
-            facts = (*facts, file.crc32)
-        digest.update(repr(facts).encode())
-    return digest.hexdigest()
-
-
-def chunk_ends(groups: Sequence[Group], rows: int) -> list[int]:
-    """Where chunks of about so many rows end: each ends where a group does."""
-    ends = [0]
-    total = sum(group.rows for group in groups)
-    for end in itertools.accumulate(group.rows for group in groups):
-        if end - ends[-1] >= rows or end == total:
-            ends.append(end)
-    return ends[1:]
-
-
-class Rows(NamedTuple):
-    """Some rows as they are in the files. A row may have an item twice.
-
-    Attributes:
-      lengths: `[rows]` number of entries.
-      columns: `[entries]` int32, -1 for items that the vocabulary lacks.
-      values: `[entries]` float64, or None.
-      times: `[entries]`, or None.
-    """
-
-    lengths: np.ndarray
-    columns: np.ndarray
-    values: np.ndarray | None
-    times: np.ndarray | None = None
 
 
 class Vocabulary:
@@ -145,19 +73,6 @@ def _integers(names: pa.Array) -> np.ndarray | None:
     except pa.ArrowInvalid:
         return None
     return numbers.to_numpy() if numbers.cast(names.type).equals(names) else None
-
-
-def pieces(
-    groups: Iterable[Group], start: int, stop: int
-) -> list[tuple[Group, int, int]]:
-    """The groups that have some of the rows `start .. stop - 1`, and which rows of each."""
-    wanted, first = [], 0
-    for group in groups:
-        low, high = max(start - first, 0), min(stop - first, group.rows)
-        if low < high:
-            wanted.append((group, low, high))
-        first += group.rows
-    return wanted
 
 
 def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group]:
@@ -247,47 +162,28 @@ def _is_new(users: pa.Array) -> np.ndarray:
 
 
 def read_rows(
-    parts: Iterable[tuple[Group, int, int]],
-    layout: TableLayout,
-    vocabulary: Vocabulary,
-) -> Rows:
-    """Rows `low .. high - 1` of each group, one after the other.
+    group: Group, low: int, high: int, layout: TableLayout, vocabulary: Vocabulary
+) -> Entries:
+    """Rows `low .. high - 1` of a group, as they are in the file.
+
+    A row may have an item twice. Items that the vocabulary lacks have the index -1.
 
     Raises:
       DataError: a row is wrong; the message has the number of the first one. Or a file was
         changed.
     """
     read = _read_lists if layout.has_lists else _read_pairs
-
-    def read_part(part: tuple[Group, int, int]) -> Rows:
-        lengths, blocks = read(*part, layout)
-        path = part[0].file.path
-        columns = [vocabulary.find(block.features, path) for block in blocks]
-        values = [block.values for block in blocks if block.values is not None]
-        times = [block.times for block in blocks if block.times is not None]
-        return Rows(
-            lengths,
-            joined(columns, np.int32),
-            joined(values, np.float64),
-            np.concatenate(times) if times else None,
+    lengths, blocks = read(group, low, high, layout)
+    parts = [
+        known(
+            indices=vocabulary.find(block.features, group.file.path),
+            values=block.values,
+            times=block.times,
         )
-
-    with concurrent.futures.ThreadPoolExecutor() as threads:
-        found = list(threads.map(read_part, parts))
-    times = [rows.times for rows in found if rows.times is not None]
-    return Rows(
-        joined([rows.lengths for rows in found], np.int64),
-        joined([rows.columns for rows in found], np.int32),
-        None
-        if layout.value is None
-        else joined([rows.values for rows in found], np.float64),
-        np.concatenate(times) if times else None,
-    )
-
-
-def joined(parts: Iterable, dtype: type | np.dtype) -> np.ndarray:
-    """The parts one after the other; an empty array if there are no parts."""
-    return np.concatenate([np.empty(0, dtype), *parts])
+        for block in blocks
+    ]
+    columns = {"indices": np.empty(0, np.int32)} | joined(parts)
+    return Entries.of_lengths(lengths, columns)
 
 
 def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
@@ -297,7 +193,7 @@ def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
         raise group.file.changed()
     blocks = _blocks(table.slice(low, high - low), layout, group, low)
     found = [block.lengths for block in blocks if block.lengths is not None]
-    return joined(found, np.int64), blocks
+    return np.concatenate([np.empty(0, np.int64), *found]), blocks
 
 
 def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):

@@ -31,7 +31,7 @@ from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.folder import DataFolder, read_rows, vocabulary_hash
 from sparsejax.data.names import to_arrow
 from sparsejax.data.parquet import ParquetPath
-from sparsejax.data.scan_tables import Group
+from sparsejax.data.scan import Group
 from sparsejax.data.stores import Place
 from sparsejax.engine.rank.loop import one_late
 from sparsejax.engine.rank.recommendations import Recommendations

@@ -10,7 +10,7 @@ import numpy as np
 
 from sparsejax.data import SequenceDataset, SparseDataset, scan_sequences
 from sparsejax.data.names import Names
-from sparsejax.data.scan_tables import chunk_ends
+from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs import interactions
 from sparsejax.runs.kind import Opened, Source

@@ -12,8 +12,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.data.histories import arrays_of
+from sparsejax.data.scan import chunk_ends
 from sparsejax.data.scan_sequences import ScannedSequences
-from sparsejax.data.scan_tables import chunk_ends
 from sparsejax.data.sequences import SequenceDataset
 from sparsejax.data.sources import check_columns
 from sparsejax.engine.rank.evaluation import metric_names
