@@ -33,6 +33,7 @@ from .engine.train.progress import EarlyStopping as EarlyStopping
 from .kinds.clicks.scores import predict_clicks as predict_clicks
 from .mesh.layout import make_mesh as make_mesh
 from .mesh.processes import join_processes as join_processes
+from .metrics.comparison import compare as compare
 from .nn.config import NetworkConfig as NetworkConfig
 from .nn.layers import SparseDropout as SparseDropout
 from .nn.layers import SparseLinear as SparseLinear

@@ -67,6 +67,7 @@ COMMANDS = {
     "train": "cli/test_train.py::test_train_says_what_it_does",
     "tune": "cli/test_tune.py::test_it_is_interrupted_and_goes_on",
     "evaluate": "cli/test_evaluate.py::test_evaluate_finds_what_was_held_out",
+    "compare": "cli/test_compare.py::test_a_better_run_is_told_from_a_worse_one",
     "predict": "cli/test_predict.py::test_predict_recommends_the_users_colour",
     "export": "cli/test_export.py::test_a_run_is_exported",
     "convert": "cli/test_convert.py::test_convert_keeps_everything",

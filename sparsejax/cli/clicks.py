@@ -69,7 +69,7 @@ class Clicks(Commands):
     def start(self, command: flags.Tune) -> dict[str, Any]:
         return {"dim": self.runs.read_config({"version": 1, "model": command.kind}).dim}
 
-    def measuring(self, command: flags.Evaluate) -> Measuring:
+    def measuring(self, command: flags.Evaluate | flags.Compare) -> Measuring:
         if command.test is not None:
             raise ValueError(
                 "a model of clicks is measured on the examples of one file: leave out "

@@ -20,6 +20,7 @@ from sparsejax.data.files import shown
 from sparsejax.data.names import as_names
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
+from sparsejax.metrics import comparison
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.options import Measuring
 from sparsejax.runs.reading import read_file, read_histories, with_times
@@ -33,6 +34,18 @@ def evaluate(command: flags.Evaluate) -> None:
     measured = commands.runs.evaluate(commands.measuring(command), opened)
     print_metrics(measured)
     print(json.dumps(measured))
+
+
+def compare(command: flags.Compare) -> None:
+    """`sparsejax compare`."""
+    measured = []
+    for directory in (command.run, command.other):
+        opened = Folder.of(directory)
+        commands = _commands(command, opened)
+        measured.append(commands.runs.evaluate(commands.measuring(command), opened))
+    found = comparison.compare(*measured)
+    print(found)
+    print(found.to_json())
 
 
 def predict(command: flags.Predict) -> None:

@@ -434,6 +434,43 @@ class Evaluate(OfKinds):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Compare(OfKinds):
+    """Says whether one run is better than another, on the same held-out interactions.
+
+    Prints the metrics of both, and of each difference an interval that 95 % of the resamples
+    of the rows are in (a paired bootstrap). An interval without 0 is more than the luck of
+    which rows were measured. The last line has the same numbers as JSON.
+
+    Attributes:
+      run: Folder of the first run.
+      other: Folder of the second run, also of a model of another kind for the same data.
+      train: Interactions that the models are shown. For click models the examples to
+        measure on, and no TEST.
+      test: Interactions that the models should find. Rows are matched by name.
+      candidates: File with a list of items for each row: rank only these items and the
+        held-out ones.
+      k: Number of recommendations that count.
+      format: Format of all files.
+      columns: Which columns of a table hold what. By default their names say it.
+      counting: How interactions count that the model cannot find.
+      devices: The devices to compute on.
+      compilation: How programs for the device are compiled.
+    """
+
+    run: Annotated[Positional[pathlib.Path], _Folder]
+    other: Annotated[Positional[pathlib.Path], _Folder]
+    train: Annotated[Positional[str], arg(metavar="TRAIN")]
+    test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
+    candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
+    k: int = 20
+    format: Annotated[Format | None, _Formats] = None
+    columns: Columns = Columns()
+    counting: Counting = Counting()
+    devices: Devices = Devices()
+    compilation: Compilation = Compilation()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Predict(OfKinds):
     """Writes the best items for each row, or how probable clicks are.
 
@@ -807,6 +844,7 @@ Command = (
     Train
     | Tune
     | Evaluate
+    | Compare
     | Predict
     | Export
     | Convert
@@ -821,7 +859,7 @@ Command = (
 )
 
 # Commands that read files, with the flags of Columns.
-Reading = Train | Evaluate | Predict | Convert | Split | Report | Vectors
+Reading = Train | Evaluate | Compare | Predict | Convert | Split | Report | Vectors
 
 
 def flags_of(kind: type) -> dict[str, str]:

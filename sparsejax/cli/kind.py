@@ -21,7 +21,7 @@ from sparsejax.runs.options import Measuring
 CLICKS = ("schema", "label", "dense", "categories")
 # The method of `Run` that a command calls, if it has another name; and the fields of flags
 # that stand for its arguments, if they have other names.
-_METHODS = {"predict": "recommend"}
+_METHODS = {"predict": "recommend", "compare": "evaluate"}
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "inputs": ("train",),
     "heldout": ("test",),
@@ -127,19 +127,24 @@ class Commands(abc.ABC):
         """The command whose first trial has what suits the data."""
         return command
 
-    def measuring(self, command: flags.Evaluate) -> Measuring:
-        """The flags of `sparsejax evaluate`, as what they say."""
+    def measuring(self, command: flags.Evaluate | flags.Compare) -> Measuring:
+        """The flags of `sparsejax evaluate` or `compare`, as what they say."""
+        of_evaluate = (
+            "history",
+            "fold_in",
+            "seed",
+            "popularity",
+            "baselines",
+            "groups",
+        )
+        more = {n: getattr(command, n) for n in of_evaluate if hasattr(command, n)}
         return Measuring(
             inputs=command.train,
             heldout=command.test,
-            history=command.history,
-            fold_in=command.fold_in,
-            seed=command.seed,
             candidates=command.candidates,
-            popularity=command.popularity,
-            baselines=command.baselines,
-            groups=command.groups,
             k=command.k,
+            keep_rows=isinstance(command, flags.Compare),
+            **more,
             **vars(command.counting),
             reading=reading_of(command),
         )

@@ -1,6 +1,6 @@
 """Metrics of rankings (`recall_at_k` to `mean_popularity`) and of clicks (`auc` and below).
 
-They take arrays, and know no models. `ranking`, `clicks` and `binned_auc` have the formulas.
+They take arrays, and know no models. `compare` says whether two measurements differ. `ranking`, `clicks` and `binned_auc` have the formulas.
 """
 
 from sparsejax.metrics.binned_auc import AucBounds as AucBounds
@@ -11,6 +11,11 @@ from sparsejax.metrics.clicks import calibration as calibration
 from sparsejax.metrics.clicks import group_auc as group_auc
 from sparsejax.metrics.clicks import log_loss as log_loss
 from sparsejax.metrics.clicks import normalized_entropy as normalized_entropy
+from sparsejax.metrics.comparison import Comparison as Comparison
+from sparsejax.metrics.comparison import Difference as Difference
+from sparsejax.metrics.comparison import Measured as Measured
+from sparsejax.metrics.comparison import Rows as Rows
+from sparsejax.metrics.comparison import compare as compare
 from sparsejax.metrics.ranking import coverage as coverage
 from sparsejax.metrics.ranking import gini as gini
 from sparsejax.metrics.ranking import hit_rate_at_k as hit_rate_at_k

@@ -135,7 +135,12 @@ class Clicks(Runs):
             raise ValueError("give heldout=..., the examples to measure on")
         reading = meanwhile(lambda: _read_like(examples, run.known, measuring.reading))
         model = run.model()
-        return evaluate_clicks(model, reading(), groups=measuring.groups)
+        return evaluate_clicks(
+            model,
+            reading(),
+            groups=measuring.groups,
+            keep_rows=measuring.keep_rows,
+        )
 
     def recommend(
         self,

@@ -132,6 +132,7 @@ class Histories(interactions.Interactions):
             train,
             self.heldout(measuring.heldout, reading, train, inputs),
             candidates=candidates,
+            keep_rows=measuring.keep_rows,
             **measuring.counted(),
         )
 

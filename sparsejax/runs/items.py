@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from sparsejax import metrics
 from sparsejax.baselines.models import BASELINES
 from sparsejax.data import SparseDataset, scan_parquet
 from sparsejax.data.columns import BY_NAME
@@ -151,10 +152,12 @@ class Items(interactions.Interactions):
             seed=measuring.seed,
             **measuring.counted(),
         )
-        measured = prepared.run(model)
+        measured = prepared.run(model, keep_rows=measuring.keep_rows)
         if measuring.baselines:
             say = measuring.reading.say
+            rows = getattr(measured, "rows", None)
             measured = _of_baselines(prepared, given["popularity"], say) | measured
+            measured = measured if rows is None else metrics.Measured(measured, rows)
         return measured
 
     def read_shown(self, source, reading: Reading, run: Opened) -> SparseDataset:

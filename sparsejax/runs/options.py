@@ -106,6 +106,7 @@ class Measuring:
     unknown: Literal["miss", "skip"] = "miss"
     unknown_users: Literal["count", "skip"] = "count"
     keep_seen: bool = False
+    keep_rows: bool = False
     reading: Reading = Reading()
 
     def counted(self) -> dict[str, Any]:

@@ -330,6 +330,7 @@ class Run:
         unknown: Literal["miss", "skip"] = "miss",
         unknown_users: Literal["count", "skip"] = "count",
         exclude_seen: bool = True,
+        keep_rows: bool = False,
     ) -> Mapping[str, float]:
         """How well the model finds held-out items, or predicts clicks; see `evaluate`.
 
@@ -345,6 +346,7 @@ class Run:
           groups: of clicks, a column of categories: also measure the AUC within each.
           k: cut-off; 20 by default.
           exclude_seen: do not rank what a row has in `inputs`.
+          keep_rows: keep the figures of each row, for `compare`.
 
         Raises:
           ValueError: see `evaluate`; or `inputs` are needed.

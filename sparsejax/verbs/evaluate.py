@@ -37,6 +37,7 @@ def evaluate(
     groups: str | ArrayLike | None = None,
     optimizer: Optimizer | None = None,
     batch_size: int | None = None,
+    keep_rows: bool = False,
 ) -> dict[str, float]:
     """How well the model finds held-out items, ranking all items for each row.
 
@@ -114,6 +115,8 @@ def evaluate(
         numbers or text.
       optimizer: see `recommend`.
       batch_size: rows scored at a time; by default 512, of clicks 8192.
+      keep_rows: keep the figures of each row, or of each example of clicks, for `compare`:
+        the result is then a `sparsejax.metrics.Measured`.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
@@ -137,6 +140,7 @@ def evaluate(
         "popularity": popularity,
         "groups": groups,
         "optimizer": optimizer,
+        "keep_rows": keep_rows,
         "batch_size": kind.defaults.scored if batch_size is None else batch_size,
     }
     return kind.evaluate(model, inputs, **used(kind, "evaluate", options))

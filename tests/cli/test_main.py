@@ -174,7 +174,7 @@ def test_flags_that_are_called_otherwise_elsewhere(capsys):
 @pytest.mark.parametrize(
     "command",
     ["", "train", "evaluate", "predict", "export", "convert", "report", "vectors"]
-    + ["similar", "plan", "serve", "demo"],
+    + ["compare", "similar", "plan", "serve", "demo"],
 )
 def test_help(capsys, command):
     assert main([*command.split(), "--help"]) == 0

@@ -197,6 +197,7 @@ class Evaluation:
         *,
         optimizer: Optimizer | None = None,
         deterministic: bool = False,
+        keep_rows: bool = False,
     ) -> dict[str, float]:
         """The metrics of a model; see `evaluate`.
 
@@ -204,6 +205,7 @@ class Evaluation:
           model: the model.
           optimizer: its optimizer, if rows of its weights may be behind.
           deterministic: give the same bits in every process on the same kind of GPU.
+          keep_rows: return a `Measured`, with the figures of each row.
         """
         items = self.heldout.matrix.num_cols
         check_inputs(self.inputs, features_of(model))
@@ -227,7 +229,7 @@ class Evaluation:
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
         values = values[:, : self.rows.size].astype(np.float64)
         check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
-        return {
+        found = {
             **self._summary(values.mean(axis=1), np.asarray(counts)),
             **self.baseline,
             "users": self.rows.size,
@@ -235,6 +237,17 @@ class Evaluation:
             "users_unknown": self.users_unknown,
             "entries_unknown": self.entries_unknown,
         }
+        if not keep_rows:
+            return found
+        each = [f"{name}@{k}" for k in self.ks for name in METRICS]
+        names = self.heldout.row_names
+        return metrics.Measured(
+            found,
+            metrics.Rows(
+                names=None if names is None else names[self.rows],
+                means=dict(zip(each, values, strict=True)),
+            ),
+        )
 
     def _summary(self, means: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """The metrics by name, from `means: [len(ks) * len(METRICS)]` over the rows and

@@ -102,6 +102,7 @@ def evaluate_clicks(
     optimizer: Optimizer | None = None,
     batch_size: int = 8192,
     deterministic: bool = False,
+    keep_rows: bool = False,
 ) -> dict[str, float]:
     """`sparsejax.evaluate` of clicks.
 
@@ -112,6 +113,7 @@ def evaluate_clicks(
       optimizer: see `predict_clicks`.
       batch_size: examples scored at a time.
       deterministic: give the same bits in every process on the same kind of GPU.
+      keep_rows: return a `Measured`, with the figures of each example.
     """
     scores = _Scores(model, optimizer, batch_size, deterministic)
     if isinstance(groups, str) and groups not in clicks.schema.ids:
@@ -128,11 +130,15 @@ def evaluate_clicks(
         "normalized_entropy": metrics.normalized_entropy(p, found.labels),
         "calibration": metrics.calibration(p, found.labels),
     }
-    if groups is None:
+    if groups is not None:
+        by = found.groups if isinstance(groups, str) else np.asarray(groups)
+        grouped = metrics.group_auc(found.logits, found.labels, by)
+        measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
+    if not keep_rows:
         return measured
-    by = found.groups if isinstance(groups, str) else np.asarray(groups)
-    grouped = metrics.group_auc(found.logits, found.labels, by)
-    return measured | {"group_auc": grouped.auc, "groups": grouped.groups}
+    return metrics.Measured(
+        measured, metrics.Rows.of_clicks(found.logits, found.labels)
+    )
 
 
 def check_click_model(model: Any) -> None:

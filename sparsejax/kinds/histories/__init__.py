@@ -64,13 +64,14 @@ class Histories(Kind):
         exclude = unordered("exclude", exclude, inputs)
         return _ranker(model, inputs), shown, exclude
 
-    def evaluate(self, model, inputs, *, heldout, optimizer, **options):
+    def evaluate(self, model, inputs, *, heldout, optimizer, keep_rows, **options):
         from sparsejax.kinds.histories.evaluation import prepared_sequences
 
         if heldout is None:
             raise ValueError("give heldout, as split_last makes it")
         prepared = prepared_sequences(model, inputs, heldout, **options)
-        return prepared.run(_ranker(model, inputs), optimizer=optimizer)
+        ranker = _ranker(model, inputs)
+        return prepared.run(ranker, optimizer=optimizer, keep_rows=keep_rows)
 
     def portable(self, model, names, **options):
         from sparsejax.kinds.portable import portable_ranker

@@ -50,7 +50,7 @@ class Items(Kind):
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         return model, Inputs.of(inputs), exclude
 
-    def evaluate(self, model, inputs, *, optimizer, **options):
+    def evaluate(self, model, inputs, *, optimizer, keep_rows, **options):
         from sparsejax.kinds.items.evaluation import prepared_for
 
         if not isinstance(model, Recommender):
@@ -60,7 +60,7 @@ class Items(Kind):
                 "ClickDataset, a model of histories a SequenceDataset"
             )
         prepared = prepared_for(inputs, **options)
-        return prepared.run(model, optimizer=optimizer)
+        return prepared.run(model, optimizer=optimizer, keep_rows=keep_rows)
 
     def portable(self, model, names, **options):
         from sparsejax.kinds.portable import portable_ranker

@@ -1,0 +1,269 @@
+"""Whether one measurement is better than another: paired bootstrap intervals.
+
+Let `a_i` and `b_i` be the figures of row i, such as the recalls of a user by two models. A
+resample draws n of the n rows with replacement, the same for both models, and gives the
+difference of both metrics over the rows that were drawn. The interval reaches from the quantile
+`(1 - c) / 2` to `(1 + c) / 2` of all resamples (the percentile method of Efron, 1979). What is
+lucky for both models, such as an easy user, is in both parts of a difference, and cancels.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+from jaxtyping import Float
+
+_AUC = "auc"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """The figures of each row from which metrics were computed.
+
+    Attributes:
+      names: `[rows]` names of the rows; None if they are known by their places only.
+      means: by metric `[rows]` figures, whose mean it is.
+      scores: `[rows]` of clicks, what the AUC orders by; None if there is no AUC.
+      labels: `[rows]` of clicks.
+    """
+
+    names: np.ndarray | None
+    means: Mapping[str, Float[np.ndarray, "rows"]]
+    scores: np.ndarray | None = None
+    labels: np.ndarray | None = None
+
+    @classmethod
+    def of_clicks(cls, logits: np.ndarray, labels: np.ndarray) -> Rows:
+        """The log loss of each example, and what the AUC needs.
+
+        Args:
+          logits: `[rows]`.
+          labels: `[rows]`, 1 for a click, else 0.
+        """
+        x = np.asarray(logits, np.float64)
+        # - log sigmoid(x) of a click, - log sigmoid(-x) of none.
+        losses = np.logaddexp(0, np.where(np.asarray(labels) > 0, -x, x))
+        return cls(None, {"log_loss": losses}, scores=x, labels=np.asarray(labels))
+
+    def __len__(self) -> int:
+        return len(next(iter(self.means.values())))
+
+
+class Measured(dict[str, float]):
+    """Metrics by name, with the figures of each row.
+
+    Attributes:
+      rows: the figures.
+    """
+
+    def __init__(self, metrics: Mapping[str, float], rows: Rows):
+        super().__init__(metrics)
+        self.rows = rows
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """How a metric differs.
+
+    Attributes:
+      first: the metric of the first measurement.
+      second: that of the second one.
+      low: lower end of the interval of `second - first`.
+      high: its upper end.
+    """
+
+    first: float
+    second: float
+    low: float
+    high: float
+
+    @property
+    def difference(self) -> float:
+        """`second - first`."""
+        return self.second - self.first
+
+    @property
+    def is_clear(self) -> bool:
+        """Whether the interval has no 0."""
+        return self.low > 0 or self.high < 0
+
+
+class Comparison(dict[str, Difference]):
+    """A `Difference` for each metric; printed, it is a table.
+
+    Attributes:
+      rows: number of rows.
+      confidence: the share of resamples in an interval.
+    """
+
+    def __init__(
+        self, found: Mapping[str, Difference], *, rows: int, confidence: float
+    ):
+        super().__init__(found)
+        self.rows, self.confidence = rows, confidence
+
+    def __str__(self) -> str:
+        width = max(map(len, self))
+        interval = f"{self.confidence:.0%} interval"
+        lines = [
+            f"{'':{width}}  {'first':>8}  {'second':>8}  {'change':>8}  {interval:>20}"
+        ]
+        for name, found in self.items():
+            ends = f"[{found.low:+.4f}, {found.high:+.4f}]"
+            lines.append(
+                f"{name:{width}}  {found.first:>8.4f}  {found.second:>8.4f}  "
+                f"{found.difference:>+8.4f}  {ends:>20}"
+                f"{'' if found.is_clear else '  may be chance'}"
+            )
+        return "\n".join([*lines, f"paired over {self.rows:,} rows"])
+
+    def to_json(self) -> str:
+        """The differences as JSON."""
+        found = {
+            name: dataclasses.asdict(each) | {"difference": each.difference}
+            for name, each in self.items()
+        }
+        return json.dumps(found)
+
+
+def compare(
+    first: Mapping[str, float],
+    second: Mapping[str, float],
+    *,
+    confidence: float = 0.95,
+    resamples: int = 1000,
+    seed: int = 0,
+) -> Comparison:
+    """How two measurements on the same rows differ, with paired bootstrap intervals.
+
+    An interval without 0 says that the difference is more than the luck of which rows were
+    measured. It says nothing about the luck of a seed: for that, train with several.
+
+    >>> measured = evaluate(model, train, heldout, keep_rows=True)
+    >>> popular = evaluate(baselines.popularity(train), train, heldout, keep_rows=True)
+    >>> found = compare(popular, measured)
+    >>> found["recall@20"].low > 0
+    True
+
+    Compared are the metrics that both have and that are means over rows, and of clicks the log
+    loss and the AUC. Rows are matched by name.
+
+    Args:
+      first: what `evaluate(..., keep_rows=True)` returned.
+      second: the same of another model, on the same held-out data.
+      confidence: share of the resamples that the interval holds.
+      resamples: number of resamples.
+      seed: of the resamples.
+
+    Raises:
+      TypeError: a measurement has no figures of rows.
+      ValueError: the rows differ, there is no metric that both have, or a number is wrong.
+    """
+    if not 0 < confidence < 1 or resamples < 1:
+        raise ValueError(
+            "confidence is between 0 and 1 and resamples at least 1, got "
+            f"confidence={confidence} and resamples={resamples}"
+        )
+    one, other = _rows_of("first", first), _rows_of("second", second)
+    places = _places(one, other)
+    means = [name for name in one.means if name in other.means]
+    if not means:
+        raise ValueError(
+            "no metric is in both measurements: measure with the same cut-offs k"
+        )
+    pairs = {n: (one.means[n], other.means[n][places]) for n in means}
+    changes = np.stack([b - a for a, b in pairs.values()])
+    figures: dict[str, tuple[float, float]] = {
+        n: (float(a.mean()), float(b.mean())) for n, (a, b) in pairs.items()
+    }
+    areas: list[Callable[[np.ndarray], float]] = []
+    if one.scores is not None and other.scores is not None:
+        assert one.labels is not None
+        areas = [
+            _area(one.scores, one.labels),
+            _area(other.scores[places], one.labels),
+        ]
+        every = np.ones(len(one))
+        figures[_AUC] = areas[0](every), areas[1](every)
+    drawn = np.empty((resamples, len(figures)))
+    rng, count = np.random.default_rng(seed), len(one)
+    for i in range(resamples):
+        weights = np.bincount(rng.integers(0, count, count), minlength=count)
+        drawn[i, : len(means)] = changes @ weights / count
+        if areas:
+            drawn[i, -1] = areas[1](weights) - areas[0](weights)
+    # A resample of one class only has no AUC.
+    ends = np.nanquantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    found = {
+        name: Difference(a, b, float(low), float(high))
+        for (name, (a, b)), low, high in zip(figures.items(), *ends, strict=True)
+    }
+    return Comparison(found, rows=count, confidence=confidence)
+
+
+def _rows_of(name: str, measured: Any) -> Rows:
+    """The figures of a measurement."""
+    if not isinstance(measured, Measured):
+        raise TypeError(
+            f"{name} has no figures of rows: measure by evaluate(..., keep_rows=True)"
+        )
+    return measured.rows
+
+
+def _places(one: Rows, other: Rows) -> np.ndarray:
+    """`[rows]` the place in `other` of each row of `one`.
+
+    Raises:
+      ValueError: the rows are not the same.
+    """
+    if len(one) != len(other) or (one.names is None) != (other.names is None):
+        raise ValueError(
+            f"the first was measured on {len(one):,} rows and the second on {len(other):,}: "
+            "measure both on the same held-out data"
+        )
+    if one.names is None or other.names is None:
+        if not _same(one.labels, other.labels):
+            raise ValueError(
+                "the labels differ: measure both on the same examples, in one order"
+            )
+        return np.arange(len(one))
+    ours, theirs = (
+        np.argsort(names, kind="stable") for names in (one.names, other.names)
+    )
+    if not np.array_equal(one.names[ours], other.names[theirs]):
+        raise ValueError(
+            "both were measured on other rows: measure them on the same held-out data"
+        )
+    places = np.empty(len(one), np.int64)
+    places[ours] = theirs
+    return places
+
+
+def _same(labels: np.ndarray | None, others: np.ndarray | None) -> bool:
+    """Whether both are the same labels, or there are none."""
+    if labels is None or others is None:
+        return labels is others
+    return np.array_equal(labels, others)
+
+
+def _area(scores: np.ndarray, labels: np.ndarray) -> Callable[[np.ndarray], float]:
+    """The AUC as a function of weights `[n]`; scores are sorted only once."""
+    order = np.argsort(scores, kind="stable")
+    ordered, clicked = scores[order], labels[order] > 0
+    starts = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1]))
+
+    def area(weights: np.ndarray) -> float:
+        w = weights[order].astype(np.float64)
+        clicks = np.add.reduceat(np.where(clicked, w, 0), starts)
+        others = np.add.reduceat(np.where(clicked, 0, w), starts)
+        pairs = clicks.sum() * others.sum()
+        if not pairs:
+            return np.nan
+        below = np.cumsum(others) - others
+        return float(np.sum(clicks * (below + others / 2)) / pairs)
+
+    return area

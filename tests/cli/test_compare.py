@@ -1,0 +1,49 @@
+"""`sparsejax compare`."""
+
+import json
+
+import pytest
+from run_folders import FIT, NETWORK
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+
+
+def test_a_better_run_is_told_from_a_worse_one(board, tmp_path, capsys):
+    worse = str(tmp_path / "worse")
+    argv = ["train", board.files[0], "--run", worse, "--epochs", "1", *NETWORK, *FIT]
+    assert main(argv) == 0
+    capsys.readouterr()
+    assert main(["compare", worse, board.run, *board.files, "--k", "2"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    found = json.loads(out[-1])
+    assert 0 < found["recall@2"]["low"] < found["recall@2"]["difference"]
+    assert "95% interval" in out[0] and out[-2] == "paired over 60 rows"
+    measured = [
+        sj.Run.load(run).evaluate(
+            board.files[1], inputs=board.files[0], k=2, keep_rows=True
+        )
+        for run in (worse, board.run)
+    ]
+    assert json.loads(sj.compare(*measured).to_json()) == found
+    model, names = sj.load_model(board.run)
+    train, heldout = (sj.read(file, features=names) for file in board.files)
+    assert measured[1] == sj.evaluate(model, train, heldout, k=2)
+
+
+def test_the_same_run_twice(board, capsys):
+    assert main(["compare", board.run, board.run, *board.files]) == 0
+    out = capsys.readouterr().out
+    assert "may be chance" in out
+    assert all(
+        d["low"] == d["high"] == 0 for d in json.loads(out.splitlines()[-1]).values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [(["--schema", "x"], "Unrecognized"), (["--k", "0"], "k")],
+)
+def test_wrong_flags(board, capsys, flags, message):
+    assert main(["compare", board.run, board.run, *board.files, *flags]) != 0
+    assert message in capsys.readouterr().err
