@@ -8,7 +8,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import uvicorn
@@ -20,21 +20,30 @@ NAMES = [*(f"item {n}" for n in range(8)), "jalapeño"]  # of the items
 
 
 @contextlib.contextmanager
-def listening(service: Service) -> Iterator[int]:
-    """Within it a service answers on a port, in a thread."""
+def listening(
+    service: Service, *, beside: Callable[[], Coroutine] | None = None
+) -> Iterator[int]:
+    """Within it a service answers on a port, in a thread; and `beside` runs in its loop."""
     server = uvicorn.Server(
         uvicorn.Config(app(service), port=0, lifespan="off", log_config=None)
     )
+
+    async def serve() -> None:
+        other = asyncio.ensure_future(beside()) if beside is not None else None
+        await server.serve(sockets=[bound])
+        if other is not None:
+            other.cancel()
+
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        thread = threading.Thread(
-            target=lambda: asyncio.run(server.serve(sockets=[bound]))
-        )
+        thread = threading.Thread(target=lambda: asyncio.run(serve()))
         thread.start()
         while not server.started:
             time.sleep(0.001)
-        yield bound.getsockname()[1]
-        server.should_exit = True
-        thread.join()
+        try:
+            yield bound.getsockname()[1]
+        finally:
+            server.should_exit = True
+            thread.join()
 
 
 class Client:

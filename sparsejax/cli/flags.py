@@ -795,7 +795,8 @@ class Serve:
     What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
 
     Attributes:
-      model: File that export wrote, or its address in a store.
+      model: File that export wrote, or its address in a store; or a folder of versions, such
+        as models/films with models/films/3/model.predictor.
       name: The model's name in the protocol.
       host: Name or address to listen at. 0.0.0.0 is all that this machine has.
       port: Port of HTTP; 0 takes a free one.
@@ -804,13 +805,16 @@ class Serve:
       tls_key: File of the certificate's key.
       shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
       max_wait: Seconds for which a batch that is not full waits on an idle device.
+      watch: Seconds between looks for a newer version in the folder. By default the service
+        stays with the first one.
       grace: Seconds after SIGTERM in which the process ends.
       compilation: How programs for the device are compiled.
     """
 
     model: Annotated[Positional[str], _File]
     name: Annotated[
-        str | None, _value("NAME", "that of the file, without its ending")
+        str | None,
+        _value("NAME", "that of the file, without its ending, or of the folder"),
     ] = None
     host: str = "127.0.0.1"
     port: int = 8000
@@ -821,6 +825,7 @@ class Serve:
         tuple[str, ...], _value("INTxINT", "up to 64 rows, as the predictor has them")
     ] = ()
     max_wait: float = 0.0
+    watch: Annotated[float | None, _value("FLOAT", "")] = None
     grace: float = 30.0
     compilation: Compilation = Compilation()
 

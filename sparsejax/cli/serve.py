@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 
 from sparsejax.cli import flags
@@ -25,7 +26,16 @@ def serve(command: flags.Serve) -> None:
     for flag, port in (("--port", command.port), ("--grpc-port", command.grpc_port)):
         if port is not None and not 0 <= port < 2**16:
             raise ValueError(f"{flag} must be from 0 to 65535, got {port}")
+    is_folder = os.path.isdir(command.model)
+    if command.watch is not None and not (is_folder and command.watch > 0):
+        raise ValueError(
+            "--watch is a positive number of seconds, for a folder of versions like "
+            "models/films with models/films/3/model.predictor"
+        )
     shapes = tuple(map(Shape.parse, command.shapes))
+    path = pathlib.PurePath(
+        os.path.abspath(command.model) if is_folder else command.model
+    )
     address = server.Address(
         host=command.host,
         port=command.port,
@@ -35,8 +45,9 @@ def serve(command: flags.Serve) -> None:
     )
     server.run(
         command.model,
-        command.name or pathlib.PurePath(command.model).stem,
+        command.name or (path.name if is_folder else path.stem),
         Settings(shapes=shapes, max_wait=command.max_wait),
         address,
         grace=command.grace,
+        watch=command.watch,
     )

@@ -140,7 +140,7 @@ async def _counted(
 
 async def _infer(service: Service, request: Request) -> tuple[Response, int]:
     """An answer, and the number of its rows."""
-    version = _version(service, request)
+    _version(service, request)  # before the body is read
     wait = request.headers.get(_DEADLINE, "")
     seconds = int(wait[:9]) / 1e3 if wait.isascii() and wait.isdigit() else None
     if request.headers.get("content-encoding", "identity") != "identity":
@@ -148,10 +148,12 @@ async def _infer(service: Service, request: Request) -> tuple[Response, int]:
     body = await _body(request, service)
     header = request.headers.get(_HEADER)
     asked = protocol.read(body, header, service.settings.limits)
-    outputs, rows = await _unless_gone(
-        request, service.predict(version, asked, seconds=seconds)
+    parts = request.path_params
+    model, number = parts["model"], parts.get("version")
+    outputs, rows, version = await _unless_gone(
+        request, service.predict(model, number, asked, seconds=seconds)
     )
-    content, json_bytes = protocol.write(asked, service.name, version.name, outputs)
+    content, json_bytes = protocol.write(asked, service.name, version, outputs)
     response = Response(content, media_type="application/json")
     if json_bytes is not None:
         response.headers["content-type"] = "application/octet-stream"

@@ -86,7 +86,8 @@ class Engine:
             row of 1,024 entries.
 
         Raises:
-          ValueError: the predictor has no program of so many rows.
+          ValueError: the predictor has no program of so many rows, or gives NaN for an empty
+            one.
         """
         self.predictor = predictor
         self._programs = predictor.model.programs
@@ -102,7 +103,12 @@ class Engine:
             shape: self._programs.compiled(*shape) for shape in self.shapes
         }
         for shape in self.shapes:
-            self.run(shape, self.packed(shape, [self._programs.nothing]))
+            found = self.run(shape, self.packed(shape, [self._programs.nothing]))
+            if any(np.isnan(array).any() for array in found if array.dtype.kind == "f"):
+                raise ValueError(
+                    "the predictor gives NaN for an empty row, so it is not served; look at "
+                    "the run that it comes from"
+                )
 
     def _default_shapes(self) -> set[Shape]:
         room = self.predictor.model.room

@@ -157,11 +157,14 @@ class _Answers:
         try:
             service.begin()
             in_hand = True
-            version = service.version(request.model_name, request.model_version or None)
+            model, number = request.model_name, request.model_version or None
+            service.version(model, number)  # before the tensors are read
             asked = read(request, service.settings.limits)
             seconds = context.time_remaining()
-            outputs, rows = await service.predict(version, asked, seconds=seconds)
-            answer = write(asked, service.name, version.name, outputs)
+            outputs, rows, version = await service.predict(
+                model, number, asked, seconds=seconds
+            )
+            answer = write(asked, service.name, version, outputs)
         except RefusedError as error:
             refused = error
         except Exception as error:  # noqa: BLE001 - a bug, which the log has

@@ -42,6 +42,12 @@ class Metrics:
         self._compilations = Counter(
             "sparsejax_compilations", "Programs compiled", registry=registry
         )
+        self._reloads = Counter(
+            "sparsejax_reloads",
+            "Versions that were loaded, or could not be",
+            ["result"],
+            registry=registry,
+        )
         self._model = Gauge(
             "sparsejax_model_version",
             "1 for the version that serves",
@@ -75,6 +81,10 @@ class Metrics:
     def unknown(self, names: int) -> None:
         """Counts unknown names."""
         self._unknown.inc(names)
+
+    def reload(self, result: str) -> None:
+        """Counts a version that was loaded, or could not be."""
+        self._reloads.labels(result).inc()
 
     def serving(self, model: str, version: str) -> None:
         """States the version that serves."""

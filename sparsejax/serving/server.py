@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
+import functools
 import os
 import pathlib
 import signal
@@ -21,6 +22,7 @@ from sparsejax.serving import grpc as over_grpc
 from sparsejax.serving.app import app
 from sparsejax.serving.logs import log
 from sparsejax.serving.service import Service, Settings
+from sparsejax.serving.versions import Versions
 
 # After SIGTERM requests are still taken until none came for so long: whoever balances the
 # load learns only after a while that this process is not ready.
@@ -62,27 +64,34 @@ def run(
     address: Address,
     *,
     grace: float = 30.0,
+    watch: float | None = None,
 ) -> None:
     """Serves a predictor until SIGTERM or SIGINT comes.
 
     Args:
-      path: of the predictor, or its address in a store.
+      path: of the predictor, or its address in a store; or a folder of versions.
       name: of the model.
       settings: of the service.
       address: where it listens.
       grace: seconds after SIGTERM in which the process ends. For up to half of them
         requests are still taken.
+      watch: seconds between looks for a newer version in the folder; None never looks.
 
     Raises:
       OSError: the file cannot be read, or the port is taken.
       ValueError: the file is no predictor, or it cannot be asked by names.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(path, name, settings, address, grace))
+        runner.run(_serve(path, name, settings, address, grace, watch))
 
 
 async def _serve(
-    path, name: str, settings: Settings, at: Address, grace: float
+    path,
+    name: str,
+    settings: Settings,
+    at: Address,
+    grace: float,
+    watch: float | None,
 ) -> None:
     begun = time.monotonic()
     service = Service(name, settings)
@@ -120,7 +129,10 @@ async def _serve(
     log("listening", host=at.host, model=name, **ports)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     # The health of the process is answered while the model is loaded and compiled.
-    loading = asyncio.ensure_future(asyncio.to_thread(service.load, path))
+    versions = Versions(service, path) if os.path.isdir(path) else None
+    load = functools.partial(service.load, path) if versions is None else versions.first
+    loading = asyncio.ensure_future(asyncio.to_thread(load))
+    watching = None
     stopped = asyncio.ensure_future(ending.wait())
     try:
         first = {"return_when": asyncio.FIRST_COMPLETED}
@@ -128,10 +140,14 @@ async def _serve(
         if loading.done():
             loading.result()
             log("ready", model=name, seconds=time.monotonic() - begun, **ports)
+            if versions is not None and watch is not None:
+                watching = asyncio.ensure_future(versions.watch(watch))
         await asyncio.wait({stopped, serving}, **first)
         if signal.SIGTERM in told[:1]:
             await _until_quiet(service, grace / 2)
     finally:
+        if watching is not None:
+            watching.cancel()
         server.should_exit = True
         if remote is not None:
             await remote.stop(grace / 2)

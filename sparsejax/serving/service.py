@@ -6,7 +6,7 @@ import asyncio
 import dataclasses
 import os
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
@@ -53,6 +53,14 @@ class Version:
     batcher: Batcher
 
 
+class Answered(NamedTuple):
+    """An answer: the outputs that were wanted, its number of rows, and the version's name."""
+
+    outputs: list[Tensor]
+    rows: int
+    version: str
+
+
 class Service:
     """Answers requests for one model, whatever the protocol.
 
@@ -70,8 +78,8 @@ class Service:
         self._in_hand = 0
         self.last_request = time.monotonic()
 
-    def load(self, path: str | os.PathLike[str], version: str = "1") -> None:
-        """Loads, compiles and runs a predictor; then it answers. Takes seconds.
+    def made(self, path: str | os.PathLike[str], name: str) -> Version:
+        """Loads, compiles and runs a predictor. Takes seconds.
 
         Raises:
           OSError: the file cannot be read.
@@ -86,8 +94,21 @@ class Service:
             max_rows=self.settings.max_rows,
             observe=self.metrics.batch,
         )
-        self._version = Version(version, form, batcher)
-        self.metrics.serving(self.name, version)
+        return Version(name, form, batcher)
+
+    def swap(self, version: Version) -> Version | None:
+        """Lets a version answer from now on, and gives the one that did before.
+
+        Whoever calls it in the thread of the requests, and closes the batcher of the other
+        version after that, loses no request.
+        """
+        before, self._version = self._version, version
+        self.metrics.serving(self.name, version.name)
+        return before
+
+    def load(self, path: str | os.PathLike[str], name: str = "1") -> None:
+        """Lets a predictor answer that is the first one; see `made`."""
+        self.swap(self.made(path, name))
 
     def close(self) -> None:
         """Answers what waits, and takes no further requests."""
@@ -154,20 +175,26 @@ class Service:
         }
 
     async def predict(
-        self, version: Version, asked: Asked, *, seconds: float | None = None
-    ) -> tuple[list[Tensor], int]:
-        """The outputs that a request wants, and its rows.
-
-        Cancelled, it costs no device time any more.
+        self,
+        model: str,
+        number: str | None,
+        asked: Asked,
+        *,
+        seconds: float | None = None,
+    ) -> Answered:
+        """The outputs that a request wants. Cancelled, it costs no device time any more.
 
         Args:
-          version: that answers.
+          model: that is asked.
+          number: of the version, or None for the one that serves.
           asked: the request.
           seconds: after which the client has no more use for an answer.
 
         Raises:
           RefusedError: the request cannot be answered.
         """
+        # Until the request is in a queue nothing is awaited, so its version is not closed.
+        version = self.version(model, number)
         deadline = time.monotonic() + self._seconds(asked, seconds)
         if asked.outputs is not None:
             known = [output.name for output in version.form.outputs]
@@ -198,7 +225,7 @@ class Service:
                 504, "the request was not answered within its time; ask for fewer rows"
             ) from None
         found = wanted(asked, version.form.tensors(question, answer))
-        return found, question.num_rows
+        return Answered(found, question.num_rows, version.name)
 
     def _seconds(self, asked: Asked, seconds: float | None) -> float:
         """The time for a request: the least of what it says itself and the service allows."""

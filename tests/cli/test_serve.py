@@ -2,10 +2,12 @@
 
 import json
 import pathlib
+import shutil
 import signal
 import subprocess
 import sys
 import threading
+import time
 
 import grpc
 import pytest
@@ -20,7 +22,8 @@ from sparsejax.cli.main import main
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory) -> pathlib.Path:
-    path = tmp_path_factory.mktemp("served") / "films.predictor"
+    path = tmp_path_factory.mktemp("served") / "films" / "1" / "model.predictor"
+    path.parent.mkdir(parents=True)
     config = sj.NetworkConfig.autoencoder((4,))
     model = sj.FeedForward(config, inputs=3, outputs=3, rngs=nnx.Rngs(0))
     names = ["tea", "rye", "milk"]
@@ -29,8 +32,9 @@ def file(tmp_path_factory) -> pathlib.Path:
 
 
 def test_a_signal_ends_it_and_loses_nothing(file):
-    words = ["serve", str(file), "--port", "0", "--shapes", "1x256", "--grace", "20"]
-    words += ["--grpc-port", "0"]
+    folder, ports = file.parents[1], "--port 0 --grpc-port 0"
+    flags = f"{ports} --watch 0.1 --shapes 1x256 --grace 20"
+    words = ["serve", str(folder), *flags.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "sparsejax", *words], stderr=subprocess.PIPE, text=True
     )
@@ -50,6 +54,9 @@ def test_a_signal_ends_it_and_loses_nothing(file):
             assert stub.ServerReady(messages.ServerReadyRequest()).ready
         client = Client(ready["port"])
         assert client.get("/v2/models/films/ready")[0] == 200
+        shutil.copytree(file.parent, folder / "2")
+        event("reload")
+        _until_ready(client, "/v2/models/films/versions/2/ready")
         answers: list[int] = []
         threads = [threading.Thread(target=_ask, args=(client, answers)) for _ in "ab"]
         for thread in threads:
@@ -69,6 +76,13 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         lines.close()
 
 
+def _until_ready(client: Client, path: str) -> None:
+    end = time.monotonic() + 60
+    while client.get(path)[0] != 200:
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def _ask(client: Client, answers: list[int]) -> None:
     for _ in range(30):
         status, found = client.infer(tensor("items", "BYTES", ["tea"]))
@@ -86,6 +100,7 @@ def _ask(client: Client, answers: list[int]) -> None:
         (["--shapes", "8x512"], "the predictor has programs of 1 rows"),
         (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key go together"),
         (["--max-wait", "-1"], "--max-wait must be 0 or more"),
+        (["--watch", "1"], "--watch is a positive number of seconds, for a folder"),
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (
             ["--host", "no.such.host.invalid"],

@@ -1,0 +1,118 @@
+"""Versions of a model in a folder, and how a newer one takes the place of the one that serves.
+
+::
+
+    films/3/model.predictor     the version 3 of the model films, as Triton has it
+
+The version of the highest number serves.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import pathlib
+from typing import NamedTuple
+
+from sparsejax.serving.logs import log
+from sparsejax.serving.service import Service, Version
+
+FILE = "model.predictor"
+
+
+class _Found(NamedTuple):
+    """A file as it is now: a file that is replaced is another one."""
+
+    number: int
+    path: pathlib.Path
+    size: int
+    written: int
+    inode: int
+
+
+def found_in(folder: pathlib.Path) -> list[_Found]:
+    """The versions in a folder, the newest first."""
+    found = []
+    with os.scandir(folder) as entries:
+        for entry in entries:
+            path = folder / entry.name / FILE
+            # Only as str(number) is written: 03 and 3 would be one version.
+            if not (entry.name.isascii() and entry.name.isdigit()):
+                continue
+            try:
+                facts = path.stat()
+            except OSError:  # it is being written, or being removed
+                continue
+            if entry.name == str(int(entry.name)):
+                times = facts.st_size, facts.st_mtime_ns, facts.st_ino
+                found.append(_Found(int(entry.name), path, *times))
+    return sorted(found, reverse=True)
+
+
+class Versions:
+    """The versions in a folder, of which one serves."""
+
+    def __init__(self, service: Service, folder: str | os.PathLike[str]):
+        self._service, self._folder = service, pathlib.Path(folder)
+        self._serves: _Found | None = None
+        self._bad: set[_Found] = set()
+
+    def first(self) -> None:
+        """Loads the newest version that can be loaded.
+
+        Raises:
+          OSError: the folder cannot be read.
+          ValueError: there is no such version.
+        """
+        found = found_in(self._folder)
+        for each in found:
+            version = self._loaded(each)
+            if version is not None:
+                self._service.swap(version)
+                self._serves = each
+                return
+        tried = "; the log says why none could be loaded" if found else ""
+        raise ValueError(
+            f"{self._folder}: expected a version like {self._folder}/1/{FILE}{tried}"
+        )
+
+    async def look(self) -> None:
+        """Lets the newest version serve that can be loaded, unless it does already."""
+        found = await asyncio.to_thread(found_in, self._folder)
+        self._bad &= {*found}
+        for each in found:
+            if each == self._serves:
+                return
+            if each in self._bad:
+                continue
+            version = await asyncio.to_thread(self._loaded, each)
+            if version is None:
+                continue
+            before, self._serves = self._service.swap(version), each
+            if before is not None:  # it answers what it has
+                await asyncio.to_thread(before.batcher.close)
+            return
+
+    def _loaded(self, found: _Found) -> Version | None:
+        """The version of a file; None if it is bad, which is told."""
+        name, metrics = str(found.number), self._service.metrics
+        try:
+            version = self._service.made(found.path, name)
+        # Of a file that is damaged or too large JAX raises many kinds.
+        except Exception as error:  # noqa: BLE001 - the older version goes on
+            self._bad.add(found)
+            metrics.reload("failed")
+            log("reload", version=name, result="failed", error=str(error)[:500])
+            return None
+        metrics.reload("loaded")
+        log("reload", version=name, result="loaded")
+        return version
+
+    async def watch(self, seconds: float) -> None:
+        """Looks again and again, until it is cancelled."""
+        while True:
+            await asyncio.sleep(seconds)
+            try:
+                await self.look()
+            except OSError as error:  # of the folder, which may come back
+                log("reload", result="failed", error=str(error))

@@ -1,0 +1,187 @@
+"""A newer version takes the place of the older one between two batches, and loses nothing."""
+
+import gc
+import os
+import pathlib
+import re
+import shutil
+import threading
+import time
+
+import pytest
+from flax import nnx
+from served import Client, listening, tensor
+
+import sparsejax as sj
+from sparsejax.serving.engine import Engine, Shape
+from sparsejax.serving.service import Service, Settings
+from sparsejax.serving.versions import FILE, Versions, found_in
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory) -> dict[int, pathlib.Path]:
+    """A predictor for even and one for odd versions, which know each other's names."""
+    folder = tmp_path_factory.mktemp("versions")
+    names = {0: ["even a", "even b", "same"], 1: ["same", "odd a", "odd b"]}
+    for parity, items in names.items():
+        config = sj.NetworkConfig.autoencoder((4,))
+        model = sj.FeedForward(config, inputs=3, outputs=3, rngs=nnx.Rngs(parity))
+        path = folder / str(parity)
+        sj.export_predictor(model, path, k=2, names=items, batch_size=1)
+    return {parity: folder / str(parity) for parity in names}
+
+
+@pytest.fixture
+def service(tmp_path):
+    service = Service("films", Settings(shapes=(Shape(1, 256),)))
+    yield service
+    service.close()
+
+
+def put(
+    folder: pathlib.Path, number: int, file: pathlib.Path, *, damaged=False
+) -> None:
+    """Writes a version, whole and at once."""
+    content = bytearray(file.read_bytes())
+    if damaged:
+        content[len(content) // 2 :] = b""
+    place = folder / str(number)
+    place.mkdir(parents=True)
+    (place / "new").write_bytes(content)
+    os.replace(place / "new", place / FILE)
+
+
+def count(service: Service, result: str) -> float:
+    text = service.metrics.text().decode()
+    found = re.search(
+        rf'^sparsejax_reloads_total{{result="{result}"}} (.*)', text, re.MULTILINE
+    )
+    return float(found[1]) if found else 0
+
+
+def until(condition) -> None:
+    end = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
+
+
+@pytest.mark.parametrize("swaps", [6, 100])
+def test_swaps_under_load(tmp_path, files, service, swaps):
+    """A damaged file comes each third, or each tenth time."""
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+    versions.first()
+    wrong: list[object] = []
+    answers: dict[str, int] = {}
+    ended = threading.Event()
+
+    def ask(client: Client) -> None:
+        while not ended.is_set():
+            status, found = client.infer(tensor("items", "BYTES", ["same"]))
+            if status != 200:
+                wrong.append(found)
+                return
+            first, second = sorted(found["items"]["data"])
+            parity = {"even": 0, "odd": 1}[first.split()[0]]
+            if [first, second] != [["even a", "even b"], ["odd a", "odd b"]][parity]:
+                wrong.append(found)
+            answers[first] = answers.get(first, 0) + 1
+
+    each = 3 if swaps < 10 else 10
+    with listening(service, beside=lambda: versions.watch(0.01)) as port:
+        threads = [threading.Thread(target=ask, args=(Client(port),)) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for number in range(2, swaps + 2):
+            damaged = number % each == 0
+            bad, before = count(service, "failed"), dict(answers)
+            put(tmp_path, number, files[number % 2], damaged=damaged)
+            if damaged:
+                until(lambda bad=bad: count(service, "failed") == bad + 1)
+            else:
+                until(
+                    lambda number=number: (
+                        service.version("films", None).name == str(number)
+                    )
+                )
+                first = ["even a", "odd a"][number % 2]
+                until(
+                    lambda first=first, before=before: (
+                        wrong or answers.get(first, 0) > before.get(first, 0)
+                    )
+                )
+        ended.set()
+        for thread in threads:
+            thread.join()
+    assert not wrong
+    gc.collect()
+    assert sum(isinstance(each, Engine) for each in gc.get_objects()) <= 2
+    name = 'sparsejax_model_version{model="films",version='
+    assert service.metrics.text().decode().count(name) == 1
+
+
+def test_the_first_version_is_the_newest_that_is_whole(tmp_path, files, service):
+    put(tmp_path, 2, files[0])
+    put(tmp_path, 10, files[0], damaged=True)
+    put(tmp_path, 9, files[1])
+    for name in ("010", "x", "-1", "11"):  # none of them is a version
+        (tmp_path / name).mkdir()
+    assert [each.number for each in found_in(tmp_path)] == [10, 9, 2]
+    Versions(service, tmp_path).first()
+    assert service.version("films", None).name == "9"
+    assert (count(service, "failed"), count(service, "loaded")) == (1, 1)
+    assert service.version("films", "9").name == "9"
+
+
+def test_no_version(tmp_path, files, service):
+    with pytest.raises(ValueError, match=f"expected a version like .*/1/{FILE}$"):
+        Versions(service, tmp_path).first()
+    put(tmp_path, 1, files[0], damaged=True)
+    with pytest.raises(ValueError, match="the log says why none could be loaded"):
+        Versions(service, tmp_path).first()
+
+
+def test_what_is_removed_or_replaced(tmp_path, files, service, capfd):
+    put(tmp_path, 1, files[1])
+    put(tmp_path, 2, files[0])
+    versions = Versions(service, tmp_path)
+    versions.first()
+    with listening(service, beside=lambda: versions.watch(0.01)) as port:
+        client = Client(port)
+        shutil.rmtree(tmp_path / "2")  # the version before serves again
+        until(lambda: client.get("/v2/models/films/versions/1/ready")[0] == 200)
+        shutil.rmtree(tmp_path / "1")  # nothing is left: what serves goes on
+        time.sleep(0.05)
+        _, found = client.infer(tensor("items", "BYTES", ["same"]))
+        assert sorted(found["items"]["data"]) == ["odd a", "odd b"]
+        put(tmp_path, 1, files[0])  # another file under the same number
+        until(lambda: count(service, "loaded") == 3)
+        until(
+            lambda: (
+                "even a"
+                in client.infer(tensor("items", "BYTES", []))[1]["items"]["data"]
+                or "even b"
+                in client.infer(tensor("items", "BYTES", []))[1]["items"]["data"]
+            )
+        )
+        shutil.rmtree(tmp_path)
+        time.sleep(0.05)
+        assert client.infer(tensor("items", "BYTES", []))[0] == 200
+        tmp_path.mkdir()
+    assert '"event":"reload"' in capfd.readouterr().err
+
+
+def test_a_version_that_gives_nan_does_not_serve(tmp_path, files, service, monkeypatch):
+    put(tmp_path, 1, files[1])
+    run = Engine.run
+
+    def broken(self, shape, packed):
+        found = run(self, shape, packed)
+        found[1] = found[1] * float("nan")
+        return found
+
+    monkeypatch.setattr(Engine, "run", broken)
+    with pytest.raises(ValueError, match="none could be loaded"):
+        Versions(service, tmp_path).first()
+    assert count(service, "failed") == 1
