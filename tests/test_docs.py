@@ -522,3 +522,12 @@ def test_tasks(tmp_path, monkeypatch, capsys):
         words = shlex.split(command.replace("runs/", "again/"))[1:]
         assert cli.main(words) == 0, command
     assert len(commands) == 3 and pathlib.Path("mail.tsv").is_file()
+
+
+@pytest.mark.usefixtures("symbolic_sizes")
+def test_own_models(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    given: dict = {}
+    for block in python("own_models.md"):
+        exec(compile(block, "own_models.md", "exec"), given)  # noqa: S102
+    assert sj.load_predictor("mine.predictor").recommend_names(["/products"], k=2)
