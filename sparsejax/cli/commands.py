@@ -133,6 +133,8 @@ def prepare(command: flags.Prepare) -> None:
         time=command.columns.time,
         format=command.format,
         delimiter=command.columns.delimiter,
+        separator=command.columns.separator,
+        time_format=command.columns.time_format,
         duplicates=command.duplicates,
         min_user=command.min_user,
         min_item=command.min_item,

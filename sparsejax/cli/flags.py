@@ -29,9 +29,11 @@ def _value(metavar: str, default: str | None = None) -> Any:
     return arg(metavar=metavar, help_behavior_hint=hint)
 
 
-Format = Literal["text", "pairs", "adjacency", "parquet"]  # as sparsejax.data has it
+# As sparsejax.data has them, to read and to write.
+Format = Literal["text", "pairs", "jsonl", "adjacency", "parquet"]
+WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
 Precision = Literal["highest", "high", "default"]  # as sparsejax.ops has it
-_Formats = _value("{text,pairs,adjacency,parquet}", "from name and content")
+_Formats = _value("{text,pairs,jsonl,adjacency,parquet}", "from name and content")
 _File = _value("FILE")
 _OptionalFile = _value("FILE", "")
 _Column = _value("COLUMN", "")
@@ -165,6 +167,8 @@ class Columns:
       no_value: Ignore the values: every entry counts 1.
       no_time: Leave the times out. Histories are then in the order of the file.
       delimiter: Separator of the columns of a CSV file: one or two characters.
+      separator: Separator of the items in a cell, if cells hold lists: ' ' or '|'.
+      time_format: Format of times, as of strptime: '%d.%m.%Y %H:%M'.
     """
 
     user: Annotated[int | str | None, _Column] = None
@@ -174,6 +178,8 @@ class Columns:
     no_value: Flag = False
     no_time: Flag = False
     delimiter: Annotated[str | None, _value("TEXT", "from the content")] = None
+    separator: Annotated[str | None, _value("TEXT", "")] = None
+    time_format: Annotated[str | None, _value("FORMAT", "ISO 8601")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -557,7 +563,7 @@ class Convert:
     Only parquet keeps features without entries. Times are kept by parquet and pairs.
 
     Attributes:
-      input: File to read, which may be compressed (.gz, .xz). For Parquet also a folder,
+      input: File to read, which may be compressed (.gz, .xz, .bz2, .zst, .zip); also a folder,
         or an address such as s3://bucket/folder.
       output: File to write, compressed if its name ends in .gz or .xz. An existing file
         is replaced.
@@ -573,7 +579,7 @@ class Convert:
     output: Annotated[Positional[pathlib.Path], arg(metavar="OUT")]
     format: Annotated[Format | None, arg(name="from"), _Formats] = None
     to: Annotated[
-        Format | None, _value("{text,pairs,adjacency,parquet}", "from the name")
+        WrittenFormat | None, _value("{text,pairs,adjacency,parquet}", "from the name")
     ] = None
     features: Annotated[str | None, _value("FILE", "keep all")] = None
     columns: Columns = Columns()
@@ -587,7 +593,7 @@ class Prepare:
     Needs pip install 'sparsejax[prepare]'.
 
     Attributes:
-      events: File of events, which may be compressed (.gz, .xz). For Parquet also a folder,
+      events: File of events, which may be compressed (.gz, .xz, .bz2, .zst, .zip); also a folder,
         or an address such as s3://bucket/folder.
       out: Folder to make, or an address.
       duplicates: Value of an entry that has several events: their sum (add), that of the

@@ -34,6 +34,8 @@ def reading_of(command: Flags) -> Reading:
         value=columns.value,
         time=None if columns.no_time else by_name,
         delimiter=columns.delimiter,
+        separator=columns.separator,
+        time_format=columns.time_format,
         indicator=columns.no_value,
         say=functools.partial(_print, command),
     )

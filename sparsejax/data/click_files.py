@@ -1,20 +1,23 @@
-"""Blocks of the columns of click files: TSV, CSV and Parquet."""
+"""Blocks of the columns of click files and of tables in memory."""
 
 from __future__ import annotations
 
 import itertools
 import os
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import pyarrow as pa
+import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from sparsejax.data import parquet
 from sparsejax.data.click_schema import ClickSchema
 from sparsejax.data.columns import SourceColumn, unclear
-from sparsejax.data.events import tables
+from sparsejax.data.events import json_lines, tables
 from sparsejax.data.events.block import Cells, row_error
 from sparsejax.data.events.pair_layout import typed_header
+from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.records import TextLayout, read_records, record_cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import Path, head, open_data, progress_bar
@@ -23,7 +26,7 @@ from sparsejax.data.scan import Group
 # Large, so that a large vocabulary is not searched for few examples at a time.
 BLOCK_BYTES = 32 * 2**20
 
-Paths = Path | Sequence[Path]
+Paths = Path | Sequence[Path] | Any
 
 
 def click_blocks(
@@ -47,14 +50,33 @@ def click_blocks(
     """
     used = schema.used if labelled else schema.used[1:]
     names = used if names is None else names
-    for path in as_paths(paths):
-        if not is_parquet(path):
-            yield from _text_blocks(path, schema, names, used)
-            continue
-        files = parquet.parquet_files(path)
-        with progress_bar(path, sum(file.size for file in files)) as bar:
-            for file in files:
-                yield from _parquet_blocks(file, names, bar)
+    as_paths(paths)  # are there some?
+    for piece in find_pieces(paths):
+        own = piece.own(names)
+        needed = piece.own(used)
+        if piece.table is not None:
+            _check_columns(piece.path, piece.table.schema, own)
+            found = tables.table_cells([(piece.path, piece.table)], {n: n for n in own})
+        elif piece.file is not None or is_parquet(piece.path):
+            found = _parquet_blocks(piece, own)
+        elif guess_clicks(piece.path) == "jsonl":
+            schema_ = json_lines.first_rows(piece.path).schema
+            _check_columns(piece.path, schema_, own)
+            found = json_lines.json_cells(piece.path, schema_, {n: n for n in own})
+        else:
+            found = _text_blocks(piece.path, schema, own, needed)
+        yield from piece.with_constants(found, {name: name for name in names})
+
+
+def guess_clicks(path: Path) -> str:
+    """The format of a file of clicks that is not Parquet: "jsonl", or "pairs" of columns."""
+    is_json = head(path).data.lstrip().startswith(b"{")
+    return "jsonl" if is_json else "pairs"
+
+
+def _check_columns(path: Path, schema: pa.Schema, names: Sequence[str]) -> None:
+    columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(schema)]
+    _check_names(path, columns, names)
 
 
 def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Cells:
@@ -88,34 +110,38 @@ def click_groups(source: parquet.ParquetPath) -> list[Group]:
 
 
 def as_paths(paths: Paths) -> list[Path]:
-    """One path or several as a list.
+    """One path or several as a list; of a table in memory what messages name.
 
     Raises:
       ValueError: there is none.
     """
-    one = isinstance(paths, str | os.PathLike)
-    found = [paths] if one else list(paths)
-    if not found:
-        raise ValueError("expected at least one file, got none")
-    return found
+    if isinstance(paths, str | os.PathLike):
+        return [paths]
+    if isinstance(paths, list | tuple):
+        if not paths:
+            raise ValueError("expected at least one file, got none")
+        if is_path(paths[0]):
+            return list(paths)
+    return [TABLE]
 
 
-def _parquet_blocks(
-    source: parquet.ParquetPath, names: Sequence[str], bar: tqdm
-) -> Iterator[Cells]:
-    path = source.path
-    with source.open() as file:
-        known = file.schema_arrow
-        columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
-        _check_names(path, columns, names)
-        rows = max(file.metadata.num_rows, 1)
+def _parquet_blocks(piece: Piece, names: Sequence[str]) -> Iterator[Cells]:
+    for source in [piece.file] if piece.file else parquet.parquet_files(piece.path):
+        with progress_bar(source.path, source.size) as bar, source.open() as file:
+            _check_columns(source.path, file.schema_arrow, names)
+            rows = max(file.metadata.num_rows, 1)
 
-        def batches() -> Iterator[pa.RecordBatch]:
-            for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
-                yield batch
-                bar.update(source.size * len(batch) / rows)
+            def batches(
+                file: pq.ParquetFile = file,
+                bar: tqdm = bar,
+                part: float = source.size / rows,
+            ) -> Iterator[pa.RecordBatch]:
+                for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
+                    yield batch
+                    bar.update(part * len(batch))
 
-        yield from tables.table_cells([(path, batches())], {n: n for n in names})
+            columns = {name: name for name in names}
+            yield from tables.table_cells([(source.path, batches())], columns)
 
 
 def _one_array(column: pa.ChunkedArray) -> pa.Array:

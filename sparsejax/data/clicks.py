@@ -179,7 +179,7 @@ def read_clicks(
     *,
     vocabulary: ClickDataset | Mapping[str, Names] | None = None,
 ) -> ClickDataset:
-    """Reads examples of clicks from TSV, CSV or Parquet into memory.
+    """Reads examples of clicks from files or from a table in memory.
 
     >>> line = "1\\t" + "\\t".join(["3"] * 13 + ["68fd1e64"] * 25) + "\\t\\n"
     >>> _ = pathlib.Path("criteo.tsv").write_text(line)
@@ -187,14 +187,14 @@ def read_clicks(
     >>> int(train.ids["C1"][0]), int(train.ids["C26"][0])
     (289, 0)
 
-    Parquet columns hold numbers, text, or lists of categories. Text files are UTF-8, also
-    compressed by gzip or xz, and have a header unless `schema.columns` names the columns.
+    Files are TSV, CSV, JSON Lines or Parquet. Columns hold numbers, text, or lists of
+    categories. Text files are UTF-8, also compressed as for `read`, and have a header unless `schema.columns` names the columns.
     They may be quoted as in RFC 4180, unless a TAB separates columns. Spaces belong to
     categories. An empty cell and a null are missing values.
 
     Args:
-      path: a file, or a list of files that follow each other. As for `read_parquet`, it may
-        be a folder or an address of Parquet files.
+      path: a file, a list of files that follow each other, a folder, an address of Parquet
+        files, or a table in memory; see `read`.
       schema: what the columns are.
       vocabulary: the data set that was trained on, whose categories have their ids here
         too; unknown ones have the id of rare ones. By default categories are numbered by

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
+import re
 from collections.abc import Mapping, Sequence
 from typing import NoReturn
 
@@ -54,11 +55,35 @@ SYNONYMS: Mapping[str, tuple[str, ...]] = {
         *("time", "timestamp", "ts", "date", "datetime", "createdat", "createdon"),
         *("eventtime", "eventdate", "eventtimestamp", "orderdate", "ordertime"),
         *("orderedat", "purchasedate", "purchasetime", "purchasedat", "invoicedate"),
-        *("transactiondate", "reviewtime", "unixreviewtime", "unixtime"),
+        *("transactiondate", "reviewtime", "unixreviewtime", "unixtime", "dt"),
     ),
 }
 _KEYS = ("id", "key", "code", "no", "number")
 _ROLE_OF = {word: role for role, words in SYNONYMS.items() for word in words}
+
+# Names of times that are made of two words, like `order_timestamp` and `clicked_at`. They
+# count where no column has a name of `SYNONYMS`.
+_DONE = (
+    *("order", "event", "purchase", "buy", "click", "view", "visit", "watch", "listen"),
+    *(
+        "play",
+        "rating",
+        "rate",
+        "review",
+        "transaction",
+        "session",
+        "create",
+        "invoice",
+    ),
+    *("interaction", "action", "request", "log", "checkout", "payment", "add", "read"),
+)
+_PAST = ("ed", "d", "")
+_TIMES = {
+    done + past + time
+    for done in _DONE
+    for past in _PAST
+    for time in ("time", "timestamp", "date", "datetime", "ts", "at", "on", "dt")
+}
 
 # Values of columns with these names often express a dislike where they are low.
 _OPINIONS = {"rating", "score", "star", "overall", "preference"}
@@ -243,7 +268,23 @@ def about_values(columns: Columns) -> str:
 
 def role_of(name: str) -> str | None:
     """The role that a column of this name has, if it is known."""
-    return next((_ROLE_OF[word] for word in _forms(name) if word in _ROLE_OF), None)
+    if (role := _known_role(name)) is None and _TIMES & _forms(_bare_name(name)):
+        return "time"
+    return role
+
+
+def _known_role(name: str) -> str | None:
+    """The role of a name of `SYNONYMS`, also with its table before it: `orders.user_id`."""
+    for each in (name, _bare_name(name)):
+        for word in _forms(each):
+            if word in _ROLE_OF:
+                return _ROLE_OF[word]
+    return None
+
+
+def _bare_name(name: str) -> str:
+    """The name without that of its table, as exports of Hive and of databases have it."""
+    return re.sub(r"^\w+\.(?=\w+$)", "", name.strip())
 
 
 def _forms(name: str) -> set[str]:
@@ -300,10 +341,13 @@ def find_columns(
             f"{path}: each role needs a column of its own, but {described}"
         )
     known = [None if c.name is None else role_of(c.name) for c in columns]
+    surely = [None if c.name is None else _known_role(c.name) for c in columns]
     for role in roles:
         if role in at:
             continue
         found = [i for i, r in enumerate(known) if r == role and i not in taken]
+        if sure := [i for i in found if surely[i] == role]:
+            found = sure
         if not found and role == "item":
             found = [i for i in item_by_type if known[i] is None and i not in taken]
         if len(found) == 1:

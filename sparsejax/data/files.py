@@ -1,7 +1,8 @@
-"""Opens data files: plain, gzip or xz. Whatever goes wrong is raised as one clear error."""
+"""Opens data files, plain or compressed. Whatever goes wrong is raised as one clear error."""
 
 from __future__ import annotations
 
+import bz2
 import contextlib
 import dataclasses
 import gzip
@@ -10,13 +11,14 @@ import lzma
 import os
 import re
 import stat
+import zipfile
 import zlib
 from collections.abc import Buffer, Generator, Iterator
 
 from tqdm import tqdm
 
 Path = str | os.PathLike[str]
-ByteStream = io.BufferedReader | gzip.GzipFile
+ByteStream = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | zipfile.ZipExtFile
 
 # Large enough that NumPy's cost per call vanishes. Small enough that the temporary arrays
 # of a block, some ten times its size, take little memory.
@@ -28,13 +30,13 @@ MAX_LINE_BYTES = 64 * 2**20
 _HEAD_BYTES = 64 * 2**10
 
 _XZ_BYTES = 2**18  # decompressed at a time
-_GZIP, _XZ = b"\x1f\x8b", b"\xfd7zXZ\x00"  # first bytes
+# First bytes.
+_GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
+_BZ2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", re.DOTALL)
+_ZIP = (b"PK\x03\x04", b"PK\x05\x06")
 # First bytes of what is not read.
 _OTHERS = {
-    "bz2": rb"BZh[1-9](1AY&SY|\x17rE8P\x90)",
-    "zstd": rb"\x28\xb5\x2f\xfd",
     "lz4": rb"\x04\x22\x4d\x18",
-    "zip": rb"PK(\x03\x04|\x05\x06)",
     "7z": rb"7z\xbc\xaf\x27\x1c",
     "compress": rb"\x1f[\x9d\xa0]",
     "lzip": rb"LZIP\x01",
@@ -75,7 +77,9 @@ def check_regular(path: Path) -> None:
 
 @contextlib.contextmanager
 def open_data(path: Path) -> Generator[ByteStream]:
-    """Opens a file for reading bytes, decompressing gzip and xz as it goes.
+    """Opens a file for reading bytes, decompressing it as it goes.
+
+    It may be gzip, xz, bzip2, zstd, or a zip of one file.
 
     Compression is recognised by the file's first bytes, not by its name. A file that is
     missing, a directory, truncated or damaged raises `DataError`, also while it is read.
@@ -99,8 +103,14 @@ def open_data(path: Path) -> Generator[ByteStream]:
                 stream = stack.enter_context(gzip.GzipFile(fileobj=file))
             elif first.startswith(_XZ):
                 stream = stack.enter_context(io.BufferedReader(_Xz(file)))
+            elif _BZ2.match(first):
+                stream = stack.enter_context(bz2.BZ2File(file))
+            elif first.startswith(_ZSTD):
+                stream = stack.enter_context(io.BufferedReader(_Zstd(file)))
+            elif first.startswith(_ZIP):
+                stream = stack.enter_context(_only_file(path, file))
             yield stream
-    except (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError) as error:
+    except _DAMAGED as error:
         raise DataError.at(
             path, f"compressed data is truncated or damaged: {error}"
         ) from (error)
@@ -117,8 +127,59 @@ def _check_compression(path: Path, first: bytes) -> None:
             raise DataError.at(
                 path,
                 f"is compressed by {name}, which is not read; decompress it, or compress "
-                "it by gzip or xz",
+                "it by gzip, xz, bzip2 or zstd",
             )
+
+
+_DAMAGED = (EOFError, gzip.BadGzipFile, zlib.error, lzma.LZMAError, zipfile.BadZipFile)
+
+
+@contextlib.contextmanager
+def _only_file(path: Path, file: io.BufferedReader) -> Generator[zipfile.ZipExtFile]:
+    """The only file of a zip archive.
+
+    Raises:
+      DataError: there are several, or it is encrypted.
+    """
+    with zipfile.ZipFile(file) as archive:
+        names = [info for info in archive.infolist() if not info.is_dir()]
+        # macOS adds a second file about each.
+        names = [info for info in names if not info.filename.startswith("__MACOSX/")]
+        if len(names) != 1:
+            raise DataError.at(
+                path,
+                f"is a zip of {len(names)} files; expected one: unpack it, and name the "
+                "folder or one of its files",
+            )
+        if names[0].flag_bits & 1:
+            raise DataError.at(path, "is an encrypted zip; unpack it first")
+        try:
+            with archive.open(names[0]) as member:
+                assert isinstance(member, zipfile.ZipExtFile)
+                yield member
+        except NotImplementedError as error:
+            raise DataError.at(path, f"cannot be unpacked: {error}") from error
+
+
+class _Zstd(io.RawIOBase):
+    """Reads the frames of a zstd file, a piece at a time."""
+
+    def __init__(self, file: io.BufferedReader):
+        import pyarrow as pa  # others that open files do without it
+
+        self._stream = pa.CompressedInputStream(pa.PythonFile(file, "r"), "zstd")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Buffer, /) -> int:
+        view = memoryview(buffer).cast("B")
+        try:
+            data = self._stream.read(len(view))
+        except OSError as error:
+            raise EOFError(str(error)) from error
+        view[: len(data)] = data
+        return len(data)
 
 
 class _Xz(io.RawIOBase):

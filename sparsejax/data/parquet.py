@@ -285,7 +285,22 @@ def opened(
 
 
 def parquet_files(path: Path) -> list[ParquetPath]:
-    """A Parquet file, or those in a folder and its subfolders, in the order of their names.
+    """A Parquet file, or those in a folder and its subfolders; see `files_below`.
+
+    Raises:
+      DataError: there is no such file, or the store cannot be reached.
+    """
+    files = files_below(path)
+    if len(files) == 1 and files[0].path == path:
+        return files
+    files = [file for file in files if file.inner.endswith(".parquet")]
+    if not files:
+        raise DataError.at(path, "is a directory without a .parquet file")
+    return files
+
+
+def files_below(path: Path) -> list[ParquetPath]:
+    """A file, or those in a folder and its subfolders, in the order of their names.
 
     Files and folders whose names start with `_` or `.` are skipped, as in Spark.
 
@@ -314,18 +329,12 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     for info in sorted(found, key=lambda info: info.path):
         below = os.path.relpath(info.path, inner)
         hidden = any(part[0] in "_." for part in below.split("/"))
-        if (
-            info.type == pa.fs.FileType.File
-            and not hidden
-            and info.path.endswith(".parquet")
-        ):
+        if info.type == pa.fs.FileType.File and not hidden:
             files.append(
                 ParquetPath(
                     os.path.join(folder, below), filesystem, info.path, info.size
                 )
             )
-    if not files:
-        raise DataError.at(path, "is a directory without a .parquet file")
     return files
 
 

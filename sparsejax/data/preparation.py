@@ -149,6 +149,8 @@ def prepare(
     time: Column = None,
     format: str | None = None,
     delimiter: str | None = None,
+    separator: str | None = None,
+    time_format: str | None = None,
     duplicates: Literal["add", "last", "max"] = "add",
     min_user: int = 1,
     min_item: int = 1,
@@ -184,8 +186,8 @@ def prepare(
     unfinished: repeat the call.
 
     Args:
-      events: a file or a folder or an address, see `read`; or a table in memory, see
-        `from_arrow`. Tables may have a list of items on each row.
+      events: files, or a table in memory; see `read`. Tables may have a list of items on
+        each row.
       out: the folder to make, or an address in a store.
       user: the column with the users; see `read`.
       item: the column with the items.
@@ -194,6 +196,8 @@ def prepare(
         `duplicates="last"` needs it.
       format: see `read`.
       delimiter: see `read`.
+      separator: see `read`.
+      time_format: see `read`.
       duplicates: the value of an entry that has several events: their sum ("add"), that
         of the latest (of equally late ones the largest), or the largest ("max").
       min_user: leave out users with fewer entries, before the split. As this may make
@@ -244,6 +248,8 @@ def prepare(
             indicator=indicator,
             with_time=needs_time(cut, duplicates),
             skip_bad=skip_bad,
+            separator=separator,
+            time_format=time_format,
         )
         found.vocabulary = known
         preparation = _Preparation(engine, found, cut, settings)

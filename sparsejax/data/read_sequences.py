@@ -22,7 +22,8 @@ from sparsejax.data.columns import (
 )
 from sparsejax.data.dataset import SparseDataset, UnknownFeaturesWarning
 from sparsejax.data.entries import offsets
-from sparsejax.data.events.source import Asked, find_format, open_source
+from sparsejax.data.events.pieces import is_path
+from sparsejax.data.events.source import Asked, find_format, name_of, open_source
 from sparsejax.data.files import DataError, Path, shown
 from sparsejax.data.names import FeatureNames
 from sparsejax.data.sequences import SequenceDataset, align_sequences
@@ -39,6 +40,8 @@ def read_sequences(
     item: Column = None,
     time: TimeColumn = BY_NAME,
     delimiter: str | None = None,
+    separator: str | None = None,
+    time_format: str | None = None,
     features: Vocabulary = None,
 ) -> SequenceDataset:
     """Reads the events of each user in the order of time, with every repeat.
@@ -48,7 +51,7 @@ def read_sequences(
     >>> read_sequences(frame).times.astype("datetime64[D]").astype(str).tolist()
     ['2024-01-01', '2024-02-01', '2024-03-01']
 
-    It takes the forms of `read`, and tables in memory as `from_arrow` does. Users come in
+    It takes the forms of `read`. Users come in
     order of first appearance, and items have the numbers that `read` gives them. Events of
     the same time keep their order in the file. If there are no times, that order is the
     history: of pairs, of a list on each row, or of the items on a line. Values are ignored.
@@ -59,14 +62,15 @@ def read_sequences(
     `SequenceDataset.from_sparse`.
 
     Args:
-      source: a file, or a folder or an address of Parquet files; or a table with Arrow's
-        PyCapsule interface, for example of polars, pandas or pyarrow.
-      format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`; see `read`.
+      source: files, or a table in memory; see `read`.
+      format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`; see `read`.
       user: the column with the row's name, for a table.
       item: the column with the feature's name, or with a list of names.
       time: the column with the time, or with a list of times; None means the order of the
         file.
       delimiter: what separates the columns of pairs.
+      separator: what separates the items in a cell; see `read`.
+      time_format: of times that are text; see `read`.
       features: vocabulary to read against: names, or a data set. Entries of other items are
         left out, with a warning.
 
@@ -76,13 +80,20 @@ def read_sequences(
       ValueError: there is no such format, or columns are chosen but it has none.
     """
     chosen = Chosen(user, item, None, time)
-    asked = Asked(chosen, format, delimiter, indicator=True)
+    asked = Asked(
+        chosen,
+        format,
+        delimiter,
+        indicator=True,
+        separator=separator,
+        time_format=time_format,
+    )
     data = None
-    if find_format(source, asked) == "parquet":
+    if is_path(source) and find_format(source, asked) == "parquet":
         data = _saved(source, chosen)
     if data is None:
         data = _read(source, asked)
-    path = "the table" if hasattr(source, "__arrow_c_stream__") else source
+    path = name_of(source)
     if features is None:
         return _accounted(data)
     try:

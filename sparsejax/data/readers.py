@@ -15,10 +15,10 @@ merged. A (row, feature) that occurs several times becomes one entry, and its va
 added. If no entry of a file has a value, the result is an indicator data set
 (`matrix.data` is None). If only some entries have one, that is an error. A value of 0 is
 an entry like any other. Names are kept byte for byte, with their spaces. Files are UTF-8.
-Lines end in LF or CR LF and have at most 64 MiB. Blank lines are skipped. gzip and xz are
-read directly. A wrong file raises `DataError`, with the number of the line.
+Lines end in LF or CR LF and have at most 64 MiB. Blank lines are skipped. gzip, xz, bzip2,
+zstd and a zip of one file are read directly. A wrong file raises `DataError`, with the number of the line.
 
-Tables are pairs, Parquet and frames. Each of their columns has a role if the caller names
+Tables are pairs, JSON Lines, Parquet, frames and dicts. Each of their columns has a role if the caller names
 it for one, or if its own name is known for one (`columns.SYNONYMS`). Names are compared
 without case, spaces, `_`, `-` and `.`, in singular or plural. Those of users and items may
 have id, key, code, no or number before or after them. Nothing is guessed from what is left
@@ -45,13 +45,14 @@ from sparsejax.data import parquet
 from sparsejax.data.assemble import Features, align_to, assemble
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.events.pieces import is_path
 from sparsejax.data.events.source import Asked, find_format, open_source
 from sparsejax.data.files import Path, shown
 from sparsejax.data.folder import DataFolder
 
 
 def read(
-    path: Path,
+    source: Path | Any,
     *,
     format: str | None = None,
     user: Column = None,
@@ -59,23 +60,34 @@ def read(
     value: Column = None,
     time: TimeColumn = BY_NAME,
     delimiter: str | None = None,
+    separator: str | None = None,
+    time_format: str | None = None,
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Reads a data file in any of the formats.
+    """Reads a file, several files or a table in memory, in any of the formats.
 
     >>> read("purchases.tsv").row_names.tolist()
     ['ann', 'bob', 'eve']
+    >>> read([{"user": "ann", "genres": "Drama|War"}], item="genres", separator="|").num_features
+    2
 
     Args:
-      path: the file, or a folder or an address of Parquet files.
-      format: `"text"`, `"pairs"`, `"adjacency"` or `"parquet"`. By default the file's
-        name or its first lines decide, see `guess_format`.
-      user: the column with the row's name, for a table (pairs and parquet).
+      source: a file; a folder, whose files of one format are read in the order of their
+        names; a list of files; an address of Parquet files; a table as of `from_arrow`; or
+        dicts or Arrow's batches, in a list or one after the other. Folders may be named
+        like `dt=2024-01-01`, as by Hive: then `dt` is a column.
+      format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`. By default the
+        file's name or its first lines decide, see `guess_format`.
+      user: the column with the row's name, for a table (pairs, jsonl and parquet).
       item: the column with the feature's name.
       value: the column with the value.
       time: the column with the time; None leaves times out.
       delimiter: what separates the columns of pairs, one or two characters.
+      separator: what separates the items in a cell, like "|" in `Drama|War`, and the values
+        if there are several. By default a cell is one item.
+      time_format: of times that are text, as of `strptime`: "%d.%m.%Y %H:%M". By default
+        they are ISO 8601.
       features: vocabulary to read against.
       indicator: ignore values.
 
@@ -84,11 +96,16 @@ def read(
       ValueError: there is no such format, or columns are chosen but it has none.
     """
     asked = Asked(
-        Chosen(user, item, value, time), format, delimiter, indicator=indicator
+        Chosen(user, item, value, time),
+        format,
+        delimiter,
+        indicator=indicator,
+        separator=separator,
+        time_format=time_format,
     )
-    if find_format(path, asked) == "parquet":
-        return _parquet(path, asked, features)
-    return _read(path, asked, features)
+    if is_path(source) and find_format(source, asked) == "parquet":
+        return _parquet(source, asked, features)
+    return _read(source, asked, features)
 
 
 def _read(source: Any, asked: Asked, features: Features) -> SparseDataset:

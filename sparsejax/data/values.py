@@ -154,6 +154,19 @@ def _with_dashes(texts: pa.Array) -> pa.Array:
     return pc.call_function("replace_substring_regex", [texts], how)
 
 
+def parse_formatted(times: pa.Array, format: str) -> tuple[np.ndarray, np.ndarray]:
+    """Times of text in a format of `strptime`.
+
+    Returns:
+      `(times, is_time)`: `[n]` datetime64[us], and bool: whether a text has the format.
+    """
+    options = pc.StrptimeOptions(format, "us", error_is_null=True)
+    found = pc.call_function("strptime", [trim(plain_text(times))], options)
+    is_time = found.is_valid().to_numpy(zero_copy_only=False)
+    dates = found.fill_null(0).cast(pa.int64()).to_numpy().view("datetime64[us]")
+    return dates, is_time
+
+
 def mixed_times(timed: bool) -> str:
     """The message for an event that differs from those before it."""
     event, earlier = ("no time", "one") if timed else ("a time", "none")

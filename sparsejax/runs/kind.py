@@ -17,7 +17,10 @@ from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 
 # Which columns of a table of interactions hold what.
-COLUMNS = ("user", "item", "value", "time", "indicator", "delimiter")
+COLUMNS = (
+    *("user", "item", "value", "time", "indicator"),
+    *("delimiter", "separator", "time_format"),
+)
 # How held-out items count, and which are ranked.
 COUNTING = ("unknown", "unknown_users", "keep_seen")
 

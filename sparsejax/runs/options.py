@@ -20,8 +20,8 @@ class Reading:
     """How files and tables are read; arguments of `sparsejax.read`.
 
     Attributes:
-      format: see `sparsejax.read`; so are `user`, `item`, `value`, `time`, `delimiter` and
-        `indicator`.
+      format: see `sparsejax.read`; so are `user`, `item`, `value`, `time`, `delimiter`,
+        `separator`, `time_format` and `indicator`.
       say: is told what was read, and what was chosen.
     """
 
@@ -31,6 +31,8 @@ class Reading:
     value: Column = None
     time: TimeColumn = BY_NAME
     delimiter: str | None = None
+    separator: str | None = None
+    time_format: str | None = None
     indicator: bool = False
     say: Callable[[str], None] = _nothing
 

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 
-from sparsejax.data import DataError, SequenceDataset, SparseDataset, from_arrow, read
+from sparsejax.data import DataError, SequenceDataset, SparseDataset, read
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import account_of, account_of_histories
 from sparsejax.data.files import shown
@@ -53,13 +53,15 @@ def read_file(
         "time": reading.time,
         "features": features,
         "indicator": indicator,
+        "format": reading.format,
+        "delimiter": reading.delimiter,
+        "separator": reading.separator,
+        "time_format": reading.time_format,
     }
-    if is_file(source):
-        more = {"format": reading.format, "delimiter": reading.delimiter}
-        data = read(source, **options, **more)
-    else:
-        data = from_arrow(source, **options)
+    data = read(source, **options)
     account = str(data.columns or account_of(data.matrix))
+    if data.columns and data.times is None and reading.time is not None:
+        account += "; no times"
     reading.say(f"{name_of(source)}: {account}")
     return data
 
@@ -84,6 +86,8 @@ def read_histories(
         item=reading.item,
         time=reading.time,
         delimiter=reading.delimiter,
+        separator=reading.separator,
+        time_format=reading.time_format,
         features=features,
     )
     sizes = data.num_rows, data.num_features, data.num_entries

@@ -39,7 +39,10 @@ _Path = str | os.PathLike[str]
 # The model of clicks that is trained unless another one is named.
 _OF_CLICKS = "dlrm"
 # Arguments of `Run.train` and `Run.load` that say how files are read.
-_READING = ("format", "user", "item", "value", "time", "delimiter", "indicator")
+_READING = (
+    *("format", "user", "item", "value", "time"),
+    *("delimiter", "separator", "time_format", "indicator"),
+)
 
 
 class Run:
@@ -106,6 +109,8 @@ class Run:
         value: Column = None,
         time: TimeColumn = BY_NAME,
         delimiter: str | None = None,
+        separator: str | None = None,
+        time_format: str | None = None,
         indicator: bool = False,
         log: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> Run:
@@ -138,8 +143,8 @@ class Run:
           chunk_rows: read a Parquet file while training, so many rows at a time.
           fused: see `fit`; so are `deterministic`, `seed`, `checkpoint_seconds` and `log`.
           resume: go on from the last checkpoint in `directory`.
-          format: of files, see `read`; so are `user`, `item`, `value`, `time`, `delimiter`
-            and `indicator`. The methods of the run read further files alike.
+          format: of files, see `read`; so are `user`, `item`, `value`, `time`, `delimiter`,
+            `separator`, `time_format` and `indicator`. The methods of the run read further files alike.
 
         Raises:
           DataError: a file cannot be read.
@@ -210,6 +215,8 @@ class Run:
         value: Column = None,
         time: TimeColumn = BY_NAME,
         delimiter: str | None = None,
+        separator: str | None = None,
+        time_format: str | None = None,
         indicator: bool = False,
     ) -> Run:
         """A run that `save`, `train` or `sparsejax train` has written.

@@ -117,3 +117,16 @@ def test_names_that_cannot_be_read_back_are_refused(tmp_path, form, name):
         assert read(out, format=form).row_names.tolist() == [name, "b"]
     else:
         assert not out.exists()
+
+
+def test_convert_reads_lists_in_cells_and_times_in_a_format(tmp_path, capsys):
+    path, out = tmp_path / "all.jsonl", str(tmp_path / "out.parquet")
+    path.write_text('{"user": "ann", "genres": "Drama|War", "when": "31.12.2024"}\n')
+    columns = ["--item", "genres", "--time", "when", "--separator", "|"]
+    argv = ["convert", str(path), out, *columns, "--time-format", "%d.%m.%Y"]
+    assert main(argv) == 0
+    data = read(out)
+    assert sorted(data.feature_names.tolist()) == ["Drama", "War"]
+    assert str(data.times).count("2024-12-31") == 2
+    assert main([*argv[:2], out, "--item", "genres"]) == 0
+    assert capsys.readouterr().err.endswith("every entry counts 1; no times\n")

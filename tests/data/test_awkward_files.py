@@ -4,7 +4,6 @@ Each case says which columns were read and what is in the data, or how the messa
 None trains a column that is not what it was taken for.
 """
 
-import bz2
 import dataclasses
 import decimal
 import pathlib
@@ -392,12 +391,13 @@ def test_the_command_line_speaks_of_flags(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().err == (
         "a.csv: user = kunde (integers), item = artikel (integers), value = rating "
         "(integers); 1 rows, 2 items, 2 entries; values of 2 to 5 are weights, so that "
-        "the lowest is a weak like and not a dislike (with --no-value every entry counts 1)\n"
+        "the lowest is a weak like and not a dislike (with --no-value every entry counts 1); no times\n"
     )
     named = ["--user", "0", "--item", "artikel", "--no-value"]
     assert cli.main([*convert, *named]) == 0
-    assert "not read: rating; 1 rows, 2 items, 2 entries; every entry counts 1\n" in (
-        capsys.readouterr().err
+    assert (
+        "not read: rating; 1 rows, 2 items, 2 entries; every entry counts 1; no times\n"
+        in (capsys.readouterr().err)
     )
 
 
@@ -406,13 +406,9 @@ def _read_clicks(path):
     return sj.read_clicks(path, schema)
 
 
-# First bytes of each format; bz2's are of its own module, the others from their documents.
+# First bytes of each format, from their documents.
 COMPRESSED = {
-    "bz2": bz2.compress(b"user,item\nann,tea\n"),
-    "bz2 ": bz2.compress(b""),
-    "zstd": b"\x28\xb5\x2f\xfd\x24\x12",
     "lz4": b"\x04\x22\x4d\x18\x64\x40",
-    "zip": b"PK\x03\x04\x14\0\0\0\x08\0",
     "7z": b"7z\xbc\xaf\x27\x1c\0\x04",
     "compress": b"\x1f\x9d\x90\x75\xe6",
 }

@@ -22,6 +22,7 @@ from sparsejax.data.values import (
     find_time_problem,
     lengths,
     mixed_times,
+    parse_formatted,
     parse_times,
     parse_values,
     plain_text,
@@ -150,6 +151,7 @@ class Check:
       skips: give the events behind a wrong one, too. Otherwise they are only counted.
       valued: whether entries have values. None before the first entry.
       kind: of the times, "" if entries have none. None before the first entry.
+      time_format: of times that are text, as of `strptime`; None means ISO 8601.
     """
 
     columns: Columns | None = None
@@ -159,6 +161,7 @@ class Check:
     skips: bool = True
     valued: bool | None = None
     kind: str | None = None
+    time_format: str | None = None
 
     def blocks(self, parts: Iterable[Cells]) -> Iterator[Block]:
         """Checks cells by role, some rows at a time.
@@ -252,6 +255,14 @@ class Check:
             column = column[: int(np.argmax(mixed))]
         if kind == "" or not len(column):
             return None
+        if self.time_format is not None and _is_text(column):
+            times, is_time = parse_formatted(column, self.time_format)
+            problem = f"does not have the format {self.time_format!r}"
+            if not is_time.all():
+                at = int(np.argmin(is_time))
+                problem = f"time {column[at].as_py()!r} {problem}"
+                faults.look(~is_time, problem)
+            return times
         found = parse_times(column)
         if found is None or kind not in (None, found[1]):
             at, problem = find_time_problem(column, kind)
@@ -304,7 +315,8 @@ class Check:
             at = int(np.argmax(wrong))
             counts.counts[what] += int(wrong.sum())
             if counts.first is None:
-                if what == NO_TIME and column[at].is_valid:
+                is_text = what == NO_TIME and column[at].is_valid
+                if is_text and self.time_format is None:
                     cell = find_time_problem(column[at : at + 1], self.kind)[1]
                 else:
                     cell = repr(column[at].as_py())
@@ -364,6 +376,8 @@ class Check:
 
     def _some_times(self, column: pa.Array) -> tuple[np.ndarray, np.ndarray]:
         """The times, and `[n]` bool whether each is a time. If not, it is 0."""
+        if self.time_format is not None and _is_text(column):
+            return parse_formatted(column, self.time_format)
         is_time = ~are_no_times(column)
         given = np.flatnonzero(is_time)
         found = self._parsed(column.take(arrow.from_numbers(given)))

@@ -36,7 +36,8 @@ class Layout(TextLayout):
     """How to read a file of pairs.
 
     Attributes:
-      columns: the columns that are read, and the role of each.
+      columns: the columns that are read, and the role of each. Those that all records have
+        alike stand behind the columns of the file.
     """
 
     columns: Columns
@@ -48,6 +49,7 @@ class Layout(TextLayout):
             role: column.position
             for role in ("user", "item", "value", "time")
             if (column := getattr(self.columns, role)) is not None
+            and column.position < self.num_columns
         }
 
 
@@ -58,8 +60,19 @@ def find_layout(
     delimiter: str | None = None,
     header: bool | None = None,
     indicator: bool = False,
+    constants: Mapping[str, str | None] | None = None,
+    time_format: str | None = None,
 ) -> Layout:
     """Finds what the caller left open from the first records; see `read_pairs`.
+
+    Args:
+      path: the file.
+      chosen: the caller's choice of columns.
+      delimiter: what separates the columns.
+      header: whether the first line has their names.
+      indicator: ignore values.
+      constants: further columns, each with the text that all its cells have.
+      time_format: of times; see `read`.
 
     Raises:
       DataError: the file is empty, or it is not clear how to read it.
@@ -117,14 +130,27 @@ def find_layout(
             SourceColumn(name.strip() if header else None, at, type_, sample)
         )
         are_integers.append(all(map(_INTEGER.fullmatch, filter(None, cells))))
+    beside = {
+        n: t for n, t in (constants or {}).items() if not header or n not in names
+    }
+    further = [
+        SourceColumn(name, len(names) + i, "text", text or "")
+        for i, (name, text) in enumerate(beside.items())
+    ]
     if header:
+        columns += further
         items = [n for n in sorted(lists) if typed and typed[n][1] == "token_seq"]
         places = find_columns(
             path, columns, chosen, roles=roles, item_by_type=items, line=line
         )
         _check_lists(path, columns, places, lists, line)
     else:
-        places = _by_position(path, columns, chosen, roles, delimiter, line)
+        known = {role_of(c.name or ""): c.position for c in further}
+        by_name = {r: at for r, at in known.items() if r in roles and not chosen.of(r)}
+        wanted = [role for role in roles if role not in by_name]
+        places = _by_position(path, columns, chosen, wanted, delimiter, line)
+        places |= {role: at for role, at in by_name.items() if role is not None}
+        columns += further
     unread = [
         c.name or f"column {c.position}"
         for c in columns
@@ -132,7 +158,7 @@ def find_layout(
     ]
     found = {role: columns[at] for role, at in places.items()}
     for role in ("user", "item"):  # names like `7.0` and `007` are text
-        if not are_integers[places[role]]:
+        if places[role] >= len(first) or not are_integers[places[role]]:
             found[role] = dataclasses.replace(found[role], type="text")
     read = Columns(
         found["user"],
@@ -142,7 +168,9 @@ def find_layout(
         tuple(unread),
     )
     cell = "" if read.time is None else read.time.sample
-    problem = time_problem(cell, None) if cell and chosen.time is BY_NAME else None
+    problem = None
+    if cell and chosen.time is BY_NAME and time_format is None:
+        problem = time_problem(cell, None)
     if read.time is not None and problem is not None:
         read = read.without_times(read.time, problem)
     text = lines.text(line, first_line) if header else None
@@ -215,7 +243,7 @@ def _by_position(
     types = [column.type for column in columns]
     if not named and delimiter == "::" and types in _MOVIELENS:
         return {role: at for at, role in enumerate(SYNONYMS) if role in roles}
-    wanted = [role for role in ("user", "item") if role not in places]
+    wanted = [r for r in ("user", "item") if r not in places and r in roles]
     left = [
         column
         for column in columns

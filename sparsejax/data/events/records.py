@@ -403,10 +403,24 @@ def _bare(cells: list[str]) -> list[str]:
     return [cell.encode().lower().decode() for cell in plain]
 
 
-def split_lists(texts: pa.Array) -> tuple[pa.Array, np.ndarray]:
-    """The words that spaces separate in each text, and `[texts]` int64 their numbers."""
+def split_lists(
+    texts: pa.Array, separator: str | None = None
+) -> tuple[pa.Array, np.ndarray]:
+    """The parts that a separator (None: spaces) separates in each text, and their numbers.
+
+    Empty parts are left out. The numbers are `[texts]` int64.
+    """
     texts = trim(texts)
-    parts = pc.call_function("utf8_split_whitespace", [texts])
-    sizes = np.where(lengths(texts) == 0, 0, arrow.numbers(parts.value_lengths()))
-    flat = parts.flatten()  # an empty text has an empty part
-    return flat.filter(pa.array(lengths(flat) > 0)), sizes.astype(np.int64)
+    if separator is None or not separator.strip():
+        parts = pc.call_function("utf8_split_whitespace", [texts])
+    else:
+        how = pc.SplitPatternOptions(separator)
+        parts = pc.call_function("split_pattern", [texts], how)
+    sizes = arrow.numbers(parts.value_lengths()).astype(np.int64)
+    flat = trim(parts.flatten())
+    given = lengths(flat) > 0  # an empty text has an empty part
+    if not given.all():
+        rows = np.repeat(np.arange(len(sizes)), sizes)
+        sizes = np.bincount(rows[given], minlength=len(sizes))
+        flat = flat.filter(pa.array(given))
+    return flat, sizes

@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import json
 import os
 import re
 from typing import Literal
 
 from sparsejax.data.columns import role_of
 from sparsejax.data.events.pair_layout import DELIMITERS, typed_header
+from sparsejax.data.events.pieces import find_pieces
 from sparsejax.data.files import DataError, Path, head, is_address
+from sparsejax.data.parquet import files_below
 from sparsejax.data.values import is_number
 
-Format = Literal["text", "pairs", "adjacency", "parquet"]
+Format = Literal["text", "pairs", "jsonl", "adjacency", "parquet"]
 
 _MAGIC = b"PAR1"  # the first bytes of a Parquet file
-_BY_SUFFIX: dict[str, Format] = {".parquet": "parquet", ".csv": "pairs"}
+_BY_SUFFIX: dict[str, Format] = {
+    ".parquet": "parquet",
+    ".csv": "pairs",
+    ".jsonl": "jsonl",
+    ".ndjson": "jsonl",
+}
 
 
 def guess_format(path: Path) -> Format:
@@ -25,11 +33,12 @@ def guess_format(path: Path) -> Format:
     >>> guess_format("purchases.tsv")
     'text'
 
-    A folder, an address and a name that ends in `.parquet` are parquet, and so is a file
-    that begins as one. A name that ends
-    in `.csv` is pairs, also with `.gz` or `.xz` behind it. For other names the first 64
-    KiB decide:
+    An address and a name that ends in `.parquet` are parquet, and so are a file that begins
+    as one and a folder with such a file. The first file of another folder decides. A name
+    that ends in `.csv` is pairs and one in `.jsonl` or `.ndjson` is jsonl, also with the
+    ending of a compressed file behind it. For other names the first 64 KiB decide:
 
+    * jsonl: the first line is a JSON object.
     * text: no line has two TABs, and in one line a ':' stands behind the TAB. Each row
       stands on one line, and lines differ in the first of their entries, or an entry stands
       in several places; or all entries have values. Lines of two digits like `12:30` are
@@ -47,12 +56,21 @@ def guess_format(path: Path) -> Format:
     Raises:
       DataError: the format is not clear, so it must be named.
     """
-    name = re.sub(r"\.(gz|xz)$", "", os.fspath(path).lower())
+    name = re.sub(rf"{COMPRESSED}$", "", os.fspath(path).lower())
     if is_parquet(path):
         return "parquet"
+    if os.path.isdir(path):
+        path = find_pieces(path)[0].path
+        return guess_format(path)
     if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
         return known
     lines = [line for line in head(path).data.decode().split("\n") if line.strip()]
+    if lines[0].lstrip().startswith("{"):
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(lines[0]), dict):
+                return "jsonl"
+    if problem := _other_format(lines):
+        raise DataError.at(path, problem)
     if guess := _guess(lines):
         return guess
     raise DataError.at(
@@ -62,10 +80,62 @@ def guess_format(path: Path) -> Format:
     )
 
 
+# How the names of compressed files end.
+COMPRESSED = r"\.(gz|xz|bz2|zst|zip)"
+
+_RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*")
+
+
+def _other_format(lines: list[str]) -> str | None:
+    """Names a format that is known but not read, and says what to do; None for others."""
+    first = lines[0].strip()
+    remedy = "write one JSON object on each line (.jsonl), for example by jq -c '.[]'"
+    if first.startswith("[") and (first == "[" or first.startswith(("[{", "[[", "[ "))):
+        return f"seems to be a JSON array, which is not read; {remedy}"
+    if first.startswith("["):
+        with contextlib.suppress(ValueError):
+            if isinstance(json.loads(first), list):
+                remedy = 'write objects, like {"user": "ann", "item": "tea"}, or CSV'
+                return f"seems to have a JSON array on each line, which is not read; {remedy}"
+    if first.startswith("%%MatrixMarket"):
+        return (
+            "seems to be a Matrix Market file (.mtx); read it by scipy.io.mmread, and give "
+            "the matrix to SparseDataset.from_scipy"
+        )
+    if any(re.match(r"@(relation|attribute)\s", line, re.IGNORECASE) for line in lines):
+        return (
+            "seems to be ARFF, which is not read; write its data as CSV with a header"
+        )
+    if len(lines) > 1 and _RULE.fullmatch(lines[1].strip()) and "-" in lines[1]:
+        kind = "a table of markdown" if first.startswith("|") else "a table of psql"
+        return (
+            f"seems to be {kind}, which is not read; write CSV (psql: \\copy (SELECT ...) "
+            "TO 'events.csv' CSV HEADER)"
+        )
+    if first.startswith("+-") and _RULE.fullmatch(first):
+        return "seems to be a table as a database prints it; write CSV with a header"
+    if all(map(_LIBSVM.fullmatch, lines)):
+        return (
+            "seems to be libsvm, which is not read; read it by "
+            "sklearn.datasets.load_svmlight_file, and give the matrix to "
+            "SparseDataset.from_scipy"
+        )
+    return None
+
+
+_LIBSVM = re.compile(r"[+-]?[\d.]+( \d+:[-+.\deE]+)+ *(#.*)?")
+
+
 def is_parquet(path: Path) -> bool:
-    """Whether this is Parquet: by its name, its first bytes, or as a folder or address."""
-    if is_address(path) or os.path.isdir(path):
+    """Whether this is Parquet: by its name, its first bytes, or as an address.
+
+    A folder is, unless it has only files of other formats.
+    """
+    if is_address(path):
         return True
+    if os.path.isdir(path):
+        files = files_below(path)
+        return not files or any(f.inner.endswith(".parquet") for f in files)
     if os.fspath(path).lower().endswith(".parquet"):
         return True
     if not os.path.isfile(path):

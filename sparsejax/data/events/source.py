@@ -9,22 +9,27 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import pyarrow as pa
+import pyarrow.compute as pc
 from tqdm import tqdm
 
 from sparsejax.data import parquet
-from sparsejax.data.columns import Chosen, Columns
-from sparsejax.data.events import lines, sniff, tables
-from sparsejax.data.events.block import Block, Cells, Check, Wrong
+from sparsejax.data.columns import SYNONYMS, Chosen, Columns
+from sparsejax.data.events import json_lines, lines, sniff, tables
+from sparsejax.data.events.block import Block, Cells, Check, Wrong, lists
 from sparsejax.data.events.pair_layout import find_layout
-from sparsejax.data.events.records import record_cells
+from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
+from sparsejax.data.events.records import record_cells, split_lists
 from sparsejax.data.files import (
     ByteStream,
     DataError,
     Path,
+    is_address,
     open_data,
     progress_bar,
     shown,
 )
+from sparsejax.data.spelling import is_text
+from sparsejax.data.values import parse_times, plain_text
 
 # Formats of lines of text, whose events are not left out one by one.
 LINES = ("text", "pairs", "adjacency")
@@ -46,6 +51,8 @@ class Asked:
       needs_time: whether a source without times is an error.
       wrong: where faults of tables are counted. By default the first one is an error.
       skips: see `Check`.
+      separator: what separates the parts of cells that are lists.
+      time_format: of times that are text, as of `strptime`.
     """
 
     chosen: Chosen = dataclasses.field(default_factory=Chosen)
@@ -57,6 +64,8 @@ class Asked:
     needs_time: bool = False
     wrong: Wrong | None = None
     skips: bool = True
+    separator: str | None = None
+    time_format: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,45 +97,95 @@ class Source:
 
 
 def find_format(source: Any, asked: Asked) -> str:
-    """The format of a source; "table" of one in memory.
+    """Finds the format of a source; that of one in memory is "table".
 
     Raises:
       DataError: it is not clear.
-      TypeError: the source is neither a path nor a table.
+      TypeError: the source has a type that is not supported.
       ValueError: there is no such format, or it has no use for what is asked.
     """
-    if hasattr(source, "__arrow_c_stream__"):
+    if not is_path(first := _first(source)):
+        if asked.format is not None or asked.delimiter is not None:
+            given = "format" if asked.format is not None else "delimiter"
+            raise ValueError(f"{given} is for files, but the source is in memory")
         return "table"
-    if not isinstance(source, str) and not hasattr(source, "__fspath__"):
-        raise TypeError(
-            "expected a path, an address, or a table with Arrow's PyCapsule interface, for "
-            f"example of polars, pandas or pyarrow, got {type(source).__name__}"
-        )
     format = asked.format
     if format is None:
         is_clear = asked.delimiter is None
-        format = sniff.guess_format(source) if is_clear else "pairs"
+        format = sniff.guess_format(first) if is_clear else "pairs"
     if format not in _DECODERS or format == "table":
         raise ValueError(
-            f"unknown format {format!r}; expected text, pairs, adjacency or parquet"
+            f"unknown format {format!r}; expected text, pairs, jsonl, adjacency or parquet"
         )
-    if format in ("text", "adjacency") and asked.chosen:
-        raise ValueError(f"{shown(source)}: the format {format} has no columns to name")
+    if format in ("text", "adjacency"):
+        if asked.chosen:
+            problem = "has no columns to name"
+        elif asked.separator is not None or asked.time_format is not None:
+            problem = "has no columns with lists or times"
+        else:
+            problem = ""
+        if problem:
+            raise ValueError(f"{shown(first)}: the format {format} {problem}")
     if format != "pairs" and asked.delimiter is not None:
-        raise ValueError(f"{shown(source)}: the format {format} has its own delimiter")
+        raise ValueError(f"{shown(first)}: the format {format} has its own delimiter")
     return format
 
 
+def _first(source: Any) -> Any:
+    """The first path of a list of paths; other sources as they are."""
+    if isinstance(source, list | tuple) and source and is_path(source[0]):
+        return source[0]
+    return source
+
+
+def name_of(source: Any) -> Path:
+    """A source as messages name it."""
+    if not is_path(first := _first(source)):
+        return TABLE
+    return first if first is source or len(source) == 1 else f"{shown(first)}, ..."
+
+
 def open_source(source: Any, asked: Asked) -> Source:
-    """Opens a file, a folder, an address, or a table in memory.
+    """Opens a path, a list of paths, or a table in memory; see `find_pieces`.
 
     Raises:
       DataError: it cannot be read.
-      TypeError: it is neither a path nor a table.
+      TypeError: it is something else.
       ValueError: a column is chosen for two roles, or by name where there are no names, or
         something is asked that the format does not have.
     """
-    return _DECODERS[find_format(source, asked)](source, asked)
+    format = find_format(source, asked)
+    if format != "parquet" and is_path(source) and is_address(source):
+        pieces = [Piece(source)]  # opening it says what to do
+    else:
+        pieces = find_pieces(source)
+    found = _DECODERS[format](name_of(source), pieces, asked)
+    if asked.separator is None:
+        return found
+    cells = (_with_lists(cells, asked.separator) for cells in found.cells)
+    return dataclasses.replace(found, cells=cells)
+
+
+def _plain_type(type_: pa.DataType) -> pa.DataType:
+    return type_.value_type if pa.types.is_dictionary(type_) else type_
+
+
+def _with_lists(cells: Cells, separator: str) -> Cells:
+    """The cells with lists in place of text that has a separator."""
+    columns = dict(cells.columns)
+    for role in ("item", "value", "time"):
+        column = columns.get(role)
+        if column is None or not is_text(_plain_type(column.type)):
+            continue
+        texts = plain_text(column)
+        if role != "item":  # one value or time may stand for all items of a row
+            how = pc.MatchSubstringOptions(separator)
+            if not pc.call_function("match_substring", [texts], how).true_count or (
+                role == "time" and parse_times(texts) is not None
+            ):
+                continue
+        columns[role] = lists(*split_lists(texts.fill_null(""), separator))
+    return cells._replace(columns=columns)
 
 
 def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
@@ -138,14 +197,47 @@ def check_times(path: Path, columns: Columns | None, with_time: bool) -> None:
         raise DataError.at(path, f"has no column of times{why}; name it: time=COLUMN")
 
 
-def _text(path: Path, asked: Asked) -> Source:
-    indicator = asked.indicator
+def _files(open_one: Callable[[Piece, Asked], Source]) -> _Decoder:
+    """Opens files one after the other, which have the same columns."""
+
+    def open_all(path: Path, pieces: list[Piece], asked: Asked) -> Source:
+        first = open_one(pieces[0], asked)
+
+        def cells() -> Iterator[Cells]:
+            yield from first.cells
+            for piece in pieces[1:]:
+                found = open_one(piece, asked)
+                if (theirs := _names(found)) != (ours := _names(first)):
+                    raise DataError.at(
+                        piece.path,
+                        f"has the columns {theirs}, but {shown(first.path)} has {ours}; "
+                        "give all files the same columns",
+                    )
+                yield from found.cells
+
+        return dataclasses.replace(first, path=path, cells=cells())
+
+    return open_all
+
+
+def _names(source: Source) -> str:
+    found = {role: getattr(source.columns, role, None) for role in SYNONYMS}
+    return ", ".join(
+        f"{role} = {column.name or column.position}"
+        for role, column in found.items()
+        if column is not None
+    )
+
+
+def _text(piece: Piece, asked: Asked) -> Source:
+    indicator, path = asked.indicator, piece.path
     return _lines(
         path, asked, lambda file: lines.text_cells(file, path, indicator=indicator)
     )
 
 
-def _adjacency(path: Path, asked: Asked) -> Source:
+def _adjacency(piece: Piece, asked: Asked) -> Source:
+    path = piece.path
     return _lines(path, asked, lambda file: lines.adjacency_cells(file, path))
 
 
@@ -158,8 +250,8 @@ def _lines(
     return Source(path, None, _streamed(path, parse), Check(encoded=False))
 
 
-def _pairs(path: Path, asked: Asked) -> Source:
-    chosen = asked.chosen
+def _pairs(piece: Piece, asked: Asked) -> Source:
+    chosen, path = asked.chosen, piece.path
     if not asked.with_time:
         chosen = dataclasses.replace(chosen, time=None)
     layout = find_layout(
@@ -168,13 +260,20 @@ def _pairs(path: Path, asked: Asked) -> Source:
         delimiter=asked.delimiter,
         header=asked.header,
         indicator=asked.indicator,
+        constants=piece.constants,
+        time_format=asked.time_format,
     )
-    check_times(path, layout.columns, asked.needs_time)
-    names = ("user", "item")
+    columns = layout.columns
+    check_times(path, columns, asked.needs_time)
+    encoded = ("user", "item") if asked.separator is None else ("user",)
     cells = _streamed(
-        path, lambda file: record_cells(file, path, layout, layout.places, names)
+        path, lambda file: record_cells(file, path, layout, layout.places, encoded)
     )
-    return Source(path, layout.columns, cells, Check(layout.columns, encoded=False))
+    roles = {role: getattr(columns, role) for role in SYNONYMS}
+    names = {r: c.name or "" for r, c in roles.items() if c and r not in layout.places}
+    cells = piece.with_constants(cells, names) if names else cells
+    check = Check(columns, encoded=False, time_format=asked.time_format)
+    return Source(path, columns, cells, check)
 
 
 def _streamed(
@@ -184,34 +283,49 @@ def _streamed(
         yield from parse(stream)
 
 
-def _parquet(path: Path, asked: Asked) -> Source:
-    files = parquet.parquet_files(path)
+def _jsonl(piece: Piece, asked: Asked) -> Source:
+    path, head = piece.path, json_lines.first_rows(piece.path)
+    piece = piece.beside(head.schema.names)
+    layout = _table_layout(path, piece.schema(head.schema), asked)
+    rows = map(piece.batch, head.to_batches())
+    layout, _ = _settled(layout, asked, rows)
+    names = {role: name for role, name in layout.roles.items() if piece.own([name])}
+    cells = json_lines.json_cells(path, head.schema, names)
+    return _typed(path, layout, piece.with_constants(cells, layout.roles), asked)
+
+
+def _parquet(path: Path, pieces: list[Piece], asked: Asked) -> Source:
+    files = [p.file or parquet.parquet_files(p.path)[0] for p in pieces]
     first, schema = parquet.first_schema(files)
     parquet.check_no_part(first, schema)
-    layout = _table_layout(first, schema, asked)
-    rows = parquet.first_rows(files, layout.columns)
-    layout, _ = tables.settle_time(layout, asked.chosen, rows)
-
+    pieces = [piece.beside(schema.names) for piece in pieces]
+    layout = _table_layout(first, pieces[0].schema(schema), asked)
+    own = pieces[0].own(layout.columns)
+    rows = map(pieces[0].batch, parquet.first_rows(files, own))
+    layout, _ = _settled(layout, asked, rows)
+    own = {role: n for role, n in layout.roles.items() if pieces[0].own([n])}
     # An engine is slow, and events need not fit in memory.
     read = _batches if asked.wrong is None else _ahead
 
-    def parts() -> Iterator[tuple[Path, Iterator[pa.RecordBatch]]]:
+    def cells() -> Iterator[Cells]:
         with progress_bar(path, sum(file.size for file in files)) as bar:
-            for file in files:
-                yield file.path, read(file, layout, bar)
+            for piece, file in zip(pieces, files, strict=True):
+                batches = read(piece, file, layout, bar)
+                found = tables.table_cells([(file.path, batches)], own)
+                yield from piece.with_constants(found, layout.roles)
 
-    return _typed(path, layout, parts(), asked)
+    return _typed(path, layout, cells(), asked)
 
 
-def _table(table: Any, asked: Asked) -> Source:
-    path: Path = "the table"
+def _table(path: Path, pieces: list[Piece], asked: Asked) -> Source:
+    [piece] = pieces
+    assert piece.table is not None
     try:
-        reader = pa.RecordBatchReader.from_stream(table)
-        layout = _table_layout(path, reader.schema, asked)
-        layout, rows = tables.settle_time(layout, asked.chosen, reader)
+        layout = _table_layout(path, piece.table.schema, asked)
+        layout, rows = _settled(layout, asked, piece.table)
     except (pa.ArrowException, OverflowError) as error:
         raise DataError.at(path, f"cannot be read: {error}") from error
-    return _typed(path, layout, [(path, rows)], asked)
+    return _typed(path, layout, tables.table_cells([(path, rows)], layout.roles), asked)
 
 
 def _table_layout(path: Path, schema: pa.Schema, asked: Asked) -> tables.TableLayout:
@@ -224,20 +338,31 @@ def _table_layout(path: Path, schema: pa.Schema, asked: Asked) -> tables.TableLa
     )
 
 
+def _settled(
+    layout: tables.TableLayout, asked: Asked, batches: Iterable[pa.RecordBatch]
+) -> tuple[tables.TableLayout, Iterable[pa.RecordBatch]]:
+    if asked.time_format is not None:  # the caller says that these are times
+        return layout, batches
+    return tables.settle_time(layout, asked.chosen, batches)
+
+
 def _typed(
-    path: Path,
-    layout: tables.TableLayout,
-    parts: Iterable[tuple[Path, Iterable[pa.RecordBatch]]],
-    asked: Asked,
+    path: Path, layout: tables.TableLayout, cells: Iterator[Cells], asked: Asked
 ) -> Source:
     """A source of columns with types."""
     check_times(path, layout.source, asked.needs_time)
-    cells = tables.table_cells(parts, layout.roles)
-    check = Check(layout.source, layout.roles, wrong=asked.wrong, skips=asked.skips)
+    check = Check(
+        layout.source,
+        layout.roles,
+        wrong=asked.wrong,
+        skips=asked.skips,
+        time_format=asked.time_format,
+    )
     return Source(path, layout.source, cells, check)
 
 
 def _batches(
+    piece: Piece,
     file: parquet.ParquetPath,
     layout: tables.TableLayout,
     bar: tqdm,
@@ -246,22 +371,25 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """Some rows at a time; with `by_group` no more than a row group is held."""
     with file.open(one_group=by_group) as opened:
-        tables.check_layout(file.path, opened, layout)
+        tables.check_layout(
+            file.path, opened, layout, piece.schema(opened.schema_arrow)
+        )
+        own = piece.own(layout.columns)
         rows = max(opened.metadata.num_rows, 1)
         groups = [[group] for group in range(opened.num_row_groups)]
         for group in groups if by_group else [None]:
             for batch in opened.iter_batches(
-                tables.BATCH_ROWS, row_groups=group, columns=layout.columns
+                tables.BATCH_ROWS, row_groups=group, columns=own
             ):
                 yield batch
                 bar.update(file.size * len(batch) / rows)
 
 
 def _ahead(
-    file: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
+    piece: Piece, file: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
 ) -> Iterator[pa.RecordBatch]:
     """The same by groups. A few batches are read ahead, however slow the consumer is."""
-    batches = _batches(file, layout, bar, by_group=True)
+    batches = _batches(piece, file, layout, bar, by_group=True)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         ahead = collections.deque(
             thread.submit(next, batches, None) for _ in range(_AHEAD)
@@ -271,11 +399,14 @@ def _ahead(
             yield batch
 
 
+_Decoder = Callable[[Path, list[Piece], Asked], Source]
+
 # One line for each format: what opens it.
-_DECODERS: dict[str, Callable[[Any, Asked], Source]] = {
-    "text": _text,
-    "adjacency": _adjacency,
-    "pairs": _pairs,
+_DECODERS: dict[str, _Decoder] = {
+    "text": _files(_text),
+    "adjacency": _files(_adjacency),
+    "pairs": _files(_pairs),
+    "jsonl": _files(_jsonl),
     "parquet": _parquet,
     "table": _table,
 }

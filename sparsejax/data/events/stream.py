@@ -13,11 +13,13 @@ import pyarrow as pa
 from sparsejax.data import arrow, parquet, spelling
 from sparsejax.data.columns import Chosen, Columns
 from sparsejax.data.events.block import Block, Wrong
+from sparsejax.data.events.pieces import find_pieces
 from sparsejax.data.events.source import (
     LINES,
     Asked,
     check_times,
     find_format,
+    name_of,
     open_source,
 )
 from sparsejax.data.files import DataError, Path, shown
@@ -131,6 +133,8 @@ def events_of(
     indicator: bool,
     with_time: bool,
     skip_bad: bool,
+    separator: str | None = None,
+    time_format: str | None = None,
 ) -> Events:
     """The events of a source, see `open_source`.
 
@@ -143,6 +147,8 @@ def events_of(
       with_time: times are needed.
       skip_bad: leave out wrong events. Otherwise the first one ends the stream, and all
         that follow are only counted.
+      separator: see `read`.
+      time_format: see `read`.
 
     Raises:
       DataError: the events cannot be read.
@@ -159,18 +165,23 @@ def events_of(
         needs_time=with_time,
         wrong=wrong,
         skips=skip_bad,
+        separator=separator,
+        time_format=time_format,
     )
     format = find_format(source, asked)
     if skip_bad and format in LINES:
         raise ValueError(
-            f"{shown(source)}: skip_bad=True is for Parquet and tables in memory; the "
+            f"{shown(name_of(source))}: skip_bad=True is for Parquet and tables in memory; the "
             f"format {format} has no other way than to correct the file"
         )
     if format == "parquet":
-        _, schema = parquet.first_schema(parquet.parquet_files(source))
+        files = find_pieces(source)
+        _, schema = parquet.first_schema(
+            f.file or parquet.parquet_files(f.path)[0] for f in files
+        )
         if parquet.is_dataset(schema):
             raise DataError.at(
-                source,
+                name_of(source),
                 "is a saved data set, not a table of events; it needs no preparing: train "
                 "on it, or give the events that it was made from",
             )

@@ -221,9 +221,21 @@ def _check_type(
         )
 
 
-def check_layout(path: Path, file: pq.ParquetFile, layout: TableLayout) -> None:
-    """Raises DataError unless a file has the columns that the first one has."""
-    schema = file.schema_arrow
+def check_layout(
+    path: Path,
+    file: pq.ParquetFile,
+    layout: TableLayout,
+    schema: pa.Schema | None = None,
+) -> None:
+    """Raises DataError unless a file has the columns that the first one has.
+
+    Args:
+      path: the file.
+      file: the same, opened.
+      layout: of the first file.
+      schema: the columns, if there are more than the file has.
+    """
+    schema = file.schema_arrow if schema is None else schema
     # If there are no items either, that is said first.
     optional = layout.optional.items() if layout.item in schema.names else ()
     for role, name in optional:

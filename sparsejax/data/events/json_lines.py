@@ -1,0 +1,113 @@
+"""JSON Lines: a flat JSON object on each line, whose values may be lists."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+
+import pyarrow as pa
+import pyarrow.json
+import pyarrow.types as pt
+
+from sparsejax.data.events.block import Cells, is_list
+from sparsejax.data.files import DataError, Lines, Path, head, line_blocks, open_data
+
+
+def first_rows(path: Path) -> pa.Table:
+    """The first rows of a file, which say what its columns are."""
+    lines = head(path)
+    found = _parsed(lines, None).schema
+    schema = pa.schema([pa.field(f.name, _plain(f.type)) for f in found])
+    return _parsed(lines, schema)
+
+
+def json_cells(
+    path: Path, schema: pa.Schema, names: Mapping[str, str]
+) -> Iterator[Cells]:
+    """The cells of a file, a block at a time.
+
+    Args:
+      path: the file.
+      schema: the types of its columns.
+      names: the column for each key of the result.
+
+    Raises:
+      DataError: a line is no object, or a cell has another type.
+    """
+    wanted = pa.schema([schema.field(name) for name in dict.fromkeys(names.values())])
+    with open_data(path) as stream:
+        for lines in line_blocks(stream, path):
+            if not lines.data.strip():
+                continue
+            table = _parsed(lines, wanted).combine_chunks()
+            columns = {
+                key: table.column(name).chunk(0)
+                if len(table)
+                else pa.nulls(0, wanted.field(name).type)
+                for key, name in names.items()
+            }
+
+            def error(row: int, message: str, lines: Lines = lines) -> DataError:
+                found = (at for at, _ in _objects(lines))
+                return lines.error(next(itertools.islice(found, row, None)), message)
+
+            yield Cells(columns, error, path)
+
+
+def _plain(type_: pa.DataType) -> pa.DataType:
+    """The type of a column. Text that looks like a time stays text, and numbers may be parts."""
+    if is_list(type_):
+        return pa.list_(_plain(type_.value_type))
+    return pa.string() if pt.is_timestamp(type_) else type_
+
+
+def _objects(lines: Lines) -> Iterator[tuple[int, bytes]]:
+    each = enumerate(lines.data.split(b"\n"))
+    return ((at, line) for at, line in each if line.strip())
+
+
+def _parsed(lines: Lines, schema: pa.Schema | None) -> pa.Table:
+    options = pa.json.ParseOptions(
+        explicit_schema=schema,
+        unexpected_field_behavior="infer" if schema is None else "ignore",
+    )
+    size = pa.json.ReadOptions(use_threads=False, block_size=len(lines.data) + 1)
+    try:
+        table = pa.json.read_json(pa.BufferReader(lines.data), size, options)
+    except pa.ArrowInvalid as error:
+        raise _wrong(lines, schema, error) from error
+    if len(table) != sum(1 for _ in _objects(lines)):
+        raise _wrong(lines, schema, None)
+    return table
+
+
+def _wrong(
+    lines: Lines, schema: pa.Schema | None, cause: Exception | None
+) -> DataError:
+    """The error for the first line that cannot be parsed."""
+    types: dict[str, pa.DataType] = (
+        {} if schema is None else {field.name: field.type for field in schema}
+    )
+    for at, line in _objects(lines):
+        try:
+            record = json.loads(line)
+        except ValueError as error:
+            return lines.error(at, f"is not JSON: {error}")
+        if not isinstance(record, dict):
+            what = 'a JSON object on each line, like {"user": "ann", "item": "tea"}'
+            return lines.error(at, f"expected {what}, got {line[:40].decode()!r}")
+        for name in record:
+            cell = record[name]
+            try:
+                first = types.setdefault(name, _plain(pa.array([cell]).type))
+                if pt.is_null(first):
+                    types.pop(name)
+                pa.array([cell], None if pt.is_null(first) else first)
+            except (pa.ArrowException, OverflowError):
+                return lines.error(
+                    at,
+                    f"{name!r} is {cell!r}, but it is {types.get(name)} in the lines before; "
+                    "give all cells of a column one type",
+                )
+    return lines.error(0, f"cannot be parsed as JSON Lines from here on: {cause}")

@@ -1,0 +1,368 @@
+"""The same data from every form that people have: files, folders, frames, records."""
+
+import bz2
+import gzip
+import io
+import json
+import lzma
+import zipfile
+
+import duckdb
+import numpy as np
+import polars as pl
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+import sparsejax as sj
+from sparsejax.data import DataError
+
+USERS = ["ann", "ann", "bob", "eve", "eve", "ann"]
+ITEMS = ["tea", "rye", "tea", "fig", "tea", "tea"]
+RATINGS = [2.0, 3.5, 1.0, 4.0, 5.0, 0.5]
+TIMES = [f"2024-01-{day:02}T10:00:00" for day in (3, 1, 2, 5, 4, 6)]
+LABELS = [1, 0, 0, 1, 1, 0]
+TABLE = pa.table(
+    {
+        "user_id": USERS,
+        "item_id": ITEMS,
+        "rating": RATINGS,
+        "order_timestamp": TIMES,
+        "label": LABELS,
+    }
+)
+SCHEMA = sj.ClickSchema(
+    "label",
+    dense={"rating": sj.data.DenseColumn()},
+    ids={"user_id": sj.data.VocabularyColumn(), "item_id": sj.data.HashedColumn(50)},
+)
+
+
+def _bytes(table=TABLE, delimiter=","):
+    out = io.BytesIO()
+    options = pa.csv.WriteOptions(quoting_style="none", delimiter=delimiter)
+    header = delimiter.join(table.column_names).encode() + b"\n"
+    pa.csv.write_csv(
+        table,
+        out,
+        pa.csv.WriteOptions(
+            include_header=False, quoting_style="none", delimiter=options.delimiter
+        ),
+    )
+    return header + out.getvalue()
+
+
+def _lines(table=TABLE):
+    return "".join(json.dumps(row) + "\n" for row in table.to_pylist()).encode()
+
+
+def _zip(data):
+    out = io.BytesIO()
+    with zipfile.ZipFile(out, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("events/", b"")
+        archive.writestr("events/all.csv", data)
+        archive.writestr("__MACOSX/._all.csv", b"\0")
+    return out.getvalue()
+
+
+def _zstd(data):
+    half = len(data) // 2  # of two frames
+    return b"".join(
+        pa.compress(d, "zstd", asbytes=True) for d in (data[:half], data[half:])
+    )
+
+
+def _file(name, data):
+    def write(folder):
+        (folder / name).write_bytes(data())
+        return folder / name
+
+    return write
+
+
+def _folder(name, write, form=lambda folder: folder / "all"):
+    """Two files, the second of which has the last rows, and files that are skipped."""
+
+    def make(folder):
+        for at, part in enumerate((TABLE.slice(0, 4), TABLE.slice(4))):
+            path = folder / "all" / name.format(at)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(write(part))
+        (folder / "all" / "_SUCCESS").write_bytes(b"")
+        (folder / "all" / ".crc").write_bytes(b"x")
+        (folder / "all" / "part-9").write_bytes(b"")
+        return form(folder)
+
+    return make
+
+
+def _parts(folder):
+    return sorted((folder / "all").glob("part-0*"))
+
+
+def _qualified():
+    return _bytes(TABLE.rename_columns([f"orders.{n}" for n in TABLE.column_names]))
+
+
+FORMS = {
+    "csv": _file("all.csv", _bytes),
+    "jsonl": _file("all.jsonl", _lines),
+    "json lines in another name": _file("all.txt", _lines),
+    "gz": _file("all.csv.gz", lambda: gzip.compress(_bytes())),
+    "xz": _file("all.csv.xz", lambda: lzma.compress(_bytes())),
+    "bz2": _file("all.csv.bz2", lambda: bz2.compress(_bytes())),
+    "zst": _file("all.jsonl.zst", lambda: _zstd(_lines())),
+    "zip": _file("all.zip", lambda: _zip(_bytes())),
+    "folder of csv": _folder("part-{}.csv", _bytes),
+    "folder without suffix": _folder("part-0000{}", lambda t: _bytes(t, "\t")),
+    "folder of jsonl": _folder("part-{}.jsonl", _lines),
+    "list of csv": _folder("part-0{}.csv", _bytes, _parts),
+    "list of parquet": _folder("part-0{}.parquet", lambda t: _parquet_bytes(t), _parts),
+    "arrow": lambda folder: TABLE,
+    "polars": lambda folder: pl.DataFrame(TABLE),
+    "pandas": lambda folder: TABLE.to_pandas(),
+    "duckdb": lambda folder: duckdb.from_arrow(TABLE),
+    "dicts": lambda folder: TABLE.to_pylist(),
+    "batches": lambda folder: iter(TABLE.to_batches(max_chunksize=2)),
+    "iterator of dicts": lambda folder: iter(TABLE.to_pylist()),
+}
+
+
+def _parquet_bytes(table=TABLE):
+    out = io.BytesIO()
+    pq.write_table(table, out)
+    return out.getvalue()
+
+
+def _plain(value):
+    if isinstance(value, sj.CSR):
+        return [_plain(leaf) for leaf in (value.indptr, value.indices, value.data)]
+    if isinstance(value, np.ndarray):
+        return value.tolist()
+    return value
+
+
+def items(source, folder):
+    data = sj.read(source)
+    return [
+        _plain(data.matrix),
+        *map(
+            _plain,
+            (
+                data.row_names,
+                data.feature_names,
+                data.times,
+                data.order,
+                data.first_times,
+            ),
+        ),
+    ]
+
+
+def histories(source, folder):
+    data = sj.read_sequences(source)
+    return list(
+        map(
+            _plain,
+            (data.indptr, data.indices, data.row_names, data.feature_names, data.times),
+        )
+    )
+
+
+def clicks(source, folder):
+    data = sj.read_clicks(source, SCHEMA)
+    ids = {name: _plain(each) for name, each in data.ids.items()}
+    return [
+        _plain(data.labels),
+        _plain(data.dense),
+        ids,
+        _plain(data.vocabularies["user_id"]),
+    ]
+
+
+def prepared(source, folder):
+    sj.prepare(source, folder / "prepared", duplicates="last", split_fraction=0.5)
+    return items(folder / "prepared", folder) + items(
+        folder / "prepared" / "test", folder
+    )
+
+
+@pytest.mark.parametrize("what", [items, histories, clicks, prepared])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_gives_the_same(form, what, tmp_path):
+    (tmp_path / "a").mkdir()
+    (tmp_path / "b").mkdir()
+    same = what(_file("all.parquet", _parquet_bytes)(tmp_path / "a"), tmp_path / "a")
+    assert what(FORMS[form](tmp_path / "b"), tmp_path / "b") == same
+
+
+@pytest.mark.parametrize("what", [items, histories, prepared])
+def test_names_with_their_table(what, tmp_path):
+    (tmp_path / "a").mkdir()
+    same = what(_file("all.csv", _bytes)(tmp_path), tmp_path)
+    path = _file("all.csv", _qualified)(tmp_path / "a")
+    assert what(path, tmp_path / "a") == same
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+@pytest.mark.parametrize("what", [items, histories, clicks, prepared])
+def test_folders_of_hive_are_columns(what, suffix, tmp_path):
+    write = {"csv": _bytes, "jsonl": _lines, "parquet": _parquet_bytes}[suffix]
+    days = [time[:10] for time in TIMES]
+    whole = TABLE.drop_columns(["order_timestamp"]).append_column("dt", pa.array(days))
+    order = sorted(range(len(days)), key=days.__getitem__)
+    for at, day in enumerate(days):
+        part = tmp_path / "all" / f"dt={day}" / f"part-0.{suffix}"
+        part.parent.mkdir(parents=True)
+        part.write_bytes(write(whole.drop_columns(["dt"]).slice(at, 1)))
+    (tmp_path / "b").mkdir()
+    same = what(whole.take(order), tmp_path / "b")
+    assert what(tmp_path / "all", tmp_path) == same
+
+
+@pytest.mark.parametrize("separator", ["|", " ", ";;"])
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_lists_in_cells(suffix, separator, tmp_path):
+    lists = pa.table(
+        {
+            "user": ["ann", "bob", "eve"],
+            "item": [["tea", "rye"], ["tea"], ["fig", "rye", "tea"]],
+            "time": [5, 3, 4],
+        }
+    )
+    cells = [separator.join(each) for each in lists["item"].to_pylist()]
+    cells[0] += separator  # an empty part is none
+    text = lists.set_column(1, "item", pa.array(cells))
+    write = {
+        "csv": lambda t: _bytes(t, "\t"),
+        "jsonl": _lines,
+        "parquet": _parquet_bytes,
+    }
+    path = _file(f"all.{suffix}", lambda: write[suffix](text))(tmp_path)
+    if suffix == "csv":
+        path = path.rename(tmp_path / "all.tsv")
+    got, same = sj.read(path, separator=separator), sj.data.from_arrow(lists)
+    for field in ("row_names", "feature_names", "times"):
+        np.testing.assert_array_equal(getattr(got, field), getattr(same, field))
+    assert _plain(got.matrix) == _plain(same.matrix)
+    got = sj.read_sequences(path, separator=separator)
+    assert _plain(got.indices) == _plain(sj.read_sequences(lists).indices)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_times_in_a_format(suffix, tmp_path):
+    write = {"csv": _bytes, "jsonl": _lines, "parquet": _parquet_bytes}[suffix]
+    texts = [f"{t[8:10]}.{t[5:7]}.{t[:4]} 10h" for t in TIMES]
+    table = TABLE.set_column(3, "order_timestamp", pa.array(texts))
+    path = _file(f"all.{suffix}", lambda: write(table))(tmp_path)
+    got = sj.read_sequences(path, time_format="%d.%m.%Y %Hh")
+    assert _plain(got.times) == _plain(sj.read_sequences(TABLE).times)
+    with pytest.raises(
+        DataError, match="time '03.01.2024 10h' does not have the format"
+    ):
+        sj.read(path, time_format="%d/%m/%Y")
+    with pytest.raises(DataError, match="the order was not read"):
+        sj.read_sequences(path)
+
+
+OTHERS = {
+    "array.json": ('[\n{"user": "ann", "item": "tea"}\n]\n', "JSON array"),
+    "line.json": (
+        '[{"user": "ann", "item": "tea"}, {"user": "b", "item": "c"}]',
+        "JSON array",
+    ),
+    "arrays.txt": ('["ann", "tea"]\n["bob", "rye"]\n', "JSON array on each line"),
+    "train.mtx": (
+        "%%MatrixMarket matrix coordinate real general\n3 3 1\n1 1 5\n",
+        "mmread",
+    ),
+    "train.arff": ("@relation a\n@attribute user string\n@data\nann,tea\n", "ARFF"),
+    "train.libsvm": ("1 1:3 2:5\n0 4:1\n", "libsvm"),
+    "psql.txt": (" user | item \n------+------\n ann  | tea\n(1 row)\n", "psql"),
+    "table.md": ("| user | item |\n| --- | --- |\n| ann | tea |\n", "markdown"),
+    "mysql.txt": ("+------+------+\n| user | item |\n+------+------+\n", "a database"),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_formats_are_named(name, tmp_path):
+    content, word = OTHERS[name]
+    path = tmp_path / name
+    path.write_text(content)
+    for read in (sj.read, sj.read_sequences, lambda p: sj.prepare(p, tmp_path / "out")):
+        with pytest.raises(DataError, match=f"{name}: seems to .*{word}"):
+            read(path)
+
+
+def test_wrong_lines_of_json(tmp_path):
+    path = tmp_path / "all.jsonl"
+    for text, problem in [
+        (
+            '{"user": "a", "item": "b"}\n\n{"user": "a"}\n',
+            "jsonl:3: an item .* empty or null",
+        ),
+        (
+            '{"user": "a", "item": "b"}\n{"user": 1, "item": "b"}\n',
+            "jsonl:2: 'user' is 1, but",
+        ),
+        ('{"user": "a", "item": "b"}\n{"user": "a", \n', "jsonl:2: is not JSON"),
+        ('{"user": "a", "item": "b"}\n["a", "b"]\n', "jsonl:2: expected a JSON object"),
+        ('{"user": "a",\n "item": "b"}\n', "jsonl:1: is not JSON"),
+        ('{"user": {"id": 1}, "item": "b"}\n', "column 'user' is read as the user"),
+    ]:
+        path.write_text(text)
+        with pytest.raises(DataError, match=problem):
+            sj.read(path)
+
+
+def test_files_of_a_folder_must_agree(tmp_path):
+    (tmp_path / "a.csv").write_text("user,item,rating\nann,tea,1\n")
+    (tmp_path / "b.csv").write_text("user,item\nann,tea\n")
+    with pytest.raises(
+        DataError, match=r"b.csv: has the columns user = user, item = item,"
+    ):
+        sj.read(tmp_path)
+    (tmp_path / "b.csv").write_text("rating,item,user\n2,tea,ann\n")  # in any order
+    assert _plain(sj.read(tmp_path).matrix)[2] == [3]
+    (tmp_path / "b.csv").write_text("user,item,rating\nann,tea,x\n")
+    with pytest.raises(DataError, match="b.csv:2: value 'x'"):
+        sj.read(tmp_path)
+
+
+def test_damaged_archives(tmp_path):
+    path = tmp_path / "all.zip"
+    two = io.BytesIO()
+    with zipfile.ZipFile(two, "w") as archive:
+        archive.writestr("a.csv", b"user,item\n")
+        archive.writestr("b.csv", b"user,item\n")
+    path.write_bytes(two.getvalue())
+    with pytest.raises(DataError, match="is a zip of 2 files; expected one"):
+        sj.read(path)
+    good = {
+        "zip": _zip(_bytes()),
+        "zst": _zstd(_bytes()),
+        "bz2": bz2.compress(_bytes()),
+    }
+    for name, data in good.items():
+        path.write_bytes(data[: len(data) - 30] if name != "zip" else data[:60])
+        with pytest.raises(DataError, match="truncated or damaged"):
+            sj.read(path)
+    wrong = bytearray(good["zip"])
+    wrong[wrong.index(b"all.csv") + 40] ^= 1
+    path.write_bytes(wrong)
+    with pytest.raises(DataError, match="truncated or damaged"):
+        sj.read(path)
+
+
+def test_arguments_without_effect_are_errors(tmp_path):
+    with pytest.raises(ValueError, match="format is for files"):
+        sj.read(TABLE, format="pairs")
+    path = tmp_path / "rows"
+    path.write_text("ann tea rye\nbob tea\n")
+    with pytest.raises(ValueError, match="has no columns with lists or times"):
+        sj.read(path, separator="|")
+    with pytest.raises(TypeError, match="got int"):
+        sj.read(7)
+    with pytest.raises(DataError, match="there is no record"):
+        sj.read([])
