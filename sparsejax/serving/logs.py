@@ -26,7 +26,7 @@ def log(event: str, **facts: Any) -> None:
 
 
 def request_id(given: str) -> str:
-    """The id that a client gave its request, or a new one if that is none."""
+    """The id of a request: the one that its client gave, or a new one."""
     return given if _ID.fullmatch(given) else secrets.token_hex(8)
 
 

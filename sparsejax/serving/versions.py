@@ -98,7 +98,7 @@ class Versions:
         name, metrics = str(found.number), self._service.metrics
         try:
             version = self._service.made(found.path, name)
-        # Of a file that is damaged or too large JAX raises many kinds.
+        # JAX raises many kinds for a file that is damaged or too large.
         except Exception as error:  # noqa: BLE001 - the older version goes on
             self._bad.add(found)
             metrics.reload("failed")
