@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
 
 import jax
 from flax import nnx
@@ -30,6 +31,26 @@ def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
         f"{entry['examples_per_second']:,.0f} examples/s{metrics}",
         file=sys.stderr,
     )
+
+
+class TimeLeft:
+    """Says once, after the second epoch, how long the others will take.
+
+    The first epoch also waits for the compiler, so it says nothing of them.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._ends = clock, []
+
+    def epoch_ended(self, epoch: int, num_epochs: int) -> None:
+        """Prints to stderr if the epochs that are left take a minute or more."""
+        self._ends.append(self._clock())
+        if len(self._ends) != 2:
+            return
+        left = (self._ends[1] - self._ends[0]) * (num_epochs - epoch)
+        if left >= 60:
+            told = tqdm.format_interval(left)
+            tqdm.write(f"the other epochs take about {told}", file=sys.stderr)
 
 
 def print_metrics(measured: Mapping[str, float]) -> None:

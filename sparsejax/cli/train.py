@@ -136,11 +136,12 @@ def _logging(
 ) -> Generator[training.Log]:
     """A function for `fit` to call after each epoch. It prints and writes the metrics."""
     with contextlib.ExitStack() as stack:
-        writer = None
+        writer, left = None, printing.TimeLeft()
 
         def log(epochs: int, step: int, entry: Mapping[str, float]) -> None:
             nonlocal writer
             printing.print_epoch(epochs, step, entry)
+            left.epoch_ended(int(entry["epoch"]), epochs)
             # Not before the first epoch: its folder may be in that of the run.
             if writer is None and new_writer is not None and processes.is_first():
                 writer = stack.enter_context(new_writer(command.tensorboard))

@@ -14,6 +14,7 @@ import pytest
 from run_folders import FIT, NETWORK, checkerboard, parameters, write_lines
 
 from sparsejax import optimizers
+from sparsejax.cli import printing
 from sparsejax.cli.main import main
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import kind_of
@@ -323,3 +324,21 @@ def test_linear_part(small, tmp_path, capsys, linear):
     part = model.output.linear
     assert (part is None) == (linear is None)
     assert part is None or float(abs(part.scale[...]).sum()) > 0
+
+
+@pytest.mark.parametrize(
+    ("seconds", "epochs", "said"),
+    [
+        (40, 5, ["", "the other epochs take about 02:00\n", "", "", ""]),
+        (4000, 3, ["", "the other epochs take about 1:06:40\n", ""]),
+        (19, 5, [""] * 5),  # less than a minute
+        (900, 2, ["", ""]),  # nothing is left
+    ],
+)
+def test_the_time_left_is_said_once(seconds, epochs, said, capsys):
+    # The first epoch takes longer, as it compiles.
+    ends = iter([1e4 + seconds * epoch for epoch in range(epochs)])
+    left = printing.TimeLeft(lambda: next(ends))
+    for epoch, text in enumerate(said, start=1):
+        left.epoch_ended(epoch, epochs)
+        assert capsys.readouterr().err == text
