@@ -135,6 +135,7 @@ def sum_body(
     cut_rows_gmem,
     store,
     read_ahead=lambda columns, entry: (),
+    ready=lambda entry, ahead: ahead,
     *,
     load=None,
     value=lambda loaded: loaded,
@@ -151,9 +152,11 @@ def sum_body(
       cut_rows_gmem: `[2, programs]`, written: for each range, the row that begins in it
         and is cut, or -1 if no row is; and the range in which that row ends.
       store: called with a row, the columns, the row's sum, the values of its last entry,
-        and what `read_ahead` returned for that entry.
+        and what `ready` returned for that entry.
       read_ahead: called for each entry when its row of `w` is loaded, with the columns
         and the entry's values.
+      ready: called for each entry when all of them are read, with the entry's values and what
+        `read_ahead` returned. Teams of a warp do it together; each calls `store` alone.
       load: called with the columns and an index, returns what is read for it; by default
         the row of `w`.
       value: makes the row that is summed of what `load` returned. All of it that is needed
@@ -315,6 +318,8 @@ def sum_body(
                 lambda: entries,
             )
             terms = [value(each) for each in loaded]
+            pairs = zip(each, ahead, strict=True)
+            ahead = [ready(entry, found) for entry, found in pairs]
             largest = functools.reduce(jnp.maximum, ids)
 
             def term(u):

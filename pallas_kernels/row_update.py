@@ -16,7 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import mosaic as plgpu
-from pallas_kernels.catch_up import at_random, line_of, shared_of
+from pallas_kernels.catch_up import CatchUp, at_random, line_of, shared_of
 from pallas_kernels.matmul_tiles import numbers, store
 from pallas_kernels.row_sums import (
     Config,
@@ -31,17 +31,11 @@ from pallas_kernels.row_sums import (
 )
 from pallas_kernels.teams import Team, on_teams, team_for
 
-# Moves a row: (its arrays, its gradient, missed steps or numbers of them, scalars, the mean
-# over a row) -> its new arrays.
+# Moves a row: (its arrays, its gradient, missed steps if it catches up itself, scalars, the
+# mean over a row) -> its new arrays.
 Mean = Callable[[jax.Array], jax.Array]
 Update = Callable[
-    [
-        list[jax.Array],
-        jax.Array,
-        jax.Array | tuple[Sequence[jax.Array], Sequence[jax.Array]] | None,
-        list[jax.Array],
-        Mean,
-    ],
+    [list[jax.Array], jax.Array, jax.Array | None, list[jax.Array], Mean],
     Sequence[jax.Array],
 ]
 
@@ -85,7 +79,7 @@ def row_update(
     dy: Float[Array, "batch hidden"],
     scalars: Sequence[Float[Array, ""]] = (),
     *,
-    table: tuple[Float[Array, "lags _"], Float[Array, "_"]] | None = None,
+    table: tuple[CatchUp, Float[Array, "lags _"], Float[Array, "_"]] | None = None,
     place: tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None = None,
     config: Config | None = None,
 ) -> list[Float[Array, "num_rows _"]]:
@@ -115,8 +109,8 @@ def row_update(
         float32; or None.
       dy: float32 or bfloat16.
       scalars: further numbers that `update` gets, the same for all rows.
-      table: `update` gets in place of `lag_u` its line of the first array, and the second
-        one; see `catch_up`.
+      table: brings each row up to date, with its line of the first array, and the second
+        one, see `catch_up`. `update` then gets no `lag_u`.
       place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
         number is that of the arrays' first row. Without it they are rounded to nearest.
       config: how the work is cut; see `gather_matmul`.
@@ -136,33 +130,42 @@ def row_update(
             )
     if nse == 0 or dy.shape[0] == 0:
         return list(arrays)
-    config = config or default_config(hidden, nse, by_row)
+    if config is None:
+        config = default_config(hidden, nse, by_row)
+        if table is not None:  # a row has more registers, and more code
+            config = dataclasses.replace(config, unroll=min(config.unroll, 4))
 
     noise = [] if place is None else numbers(*place)
 
     def moved(team, *operands):
         return _moved(
-            team, update, operands, data is not None, lags is not None, config
+            team,
+            update,
+            catch_up,
+            operands,
+            data is not None,
+            lags is not None,
+            config,
         )
 
     entries = [rows, *([] if data is None else [data]), targets]
     entries += [] if lags is None else [lags]
     scalars = [jnp.reshape(scalar, 1) for scalar in scalars]
-    tables = [] if table is None else list(table)
+    catch_up, *tables = table or (None,)
     team = team_of(hidden, 4, config.threads, config.chunk)
     return on_teams(
         moved, team, (indptr, dy), entries, tables, scalars, noise, list(arrays)
     )
 
 
-def _moved(team: Team, update, operands, valued, lagged, config):
+def _moved(team: Team, update, catch_up, operands, valued, lagged, config):
     """The arrays after `row_update` by such teams."""
     (indptr, dy), entries, tables, scalars, noise, arrays = operands
     given = *tables, *scalars, *noise
     hidden, programs = dy.shape[1], pl.cdiv(entries[0].shape[0], config.entries)
     extras = entries[-2:] if lagged else entries[-1:]
     by_row = any(array.shape[1] == 1 for array in arrays)
-    mover = _Mover(team, update, lagged, by_row, len(tables), len(scalars))
+    mover = _Mover(team, update, catch_up, by_row, len(scalars))
 
     def row_update_sum(indptr_gmem, dy_gmem, *refs):
         *refs, partial_gmem, cut_rows_gmem = refs
@@ -177,6 +180,17 @@ def _moved(team: Team, update, operands, valued, lagged, config):
                 lambda: mover.nothing(arrays_gmem),
             )
 
+        def ready(entry, old):
+            """The row as it is now. Teams of a warp work on theirs together."""
+            if catch_up is None:
+                return old
+            target, lag = entry[-2:]
+            return jax.lax.cond(
+                (target >= 0) & (lag > 0),
+                lambda: mover.caught_up(numbers_gmem, old, lag),
+                lambda: mover.wide(old),
+            )
+
         def put(row, columns, gradient, entry, old):
             extra = entry[-len(extras) :]
             mover.move(arrays_gmem, numbers_gmem, columns, old, gradient, extra)
@@ -189,6 +203,7 @@ def _moved(team: Team, update, operands, valued, lagged, config):
             cut_rows_gmem,
             put,
             read_ahead,
+            ready,
             valued=valued,
             num_cols=dy.shape[0],
             team=team,
@@ -218,6 +233,8 @@ def _moved(team: Team, update, operands, valued, lagged, config):
                 last = indptr_gmem[row + 1] - 1
                 extra = [ref[last] for ref in extras_gmem]
                 old = reducing.read(arrays_gmem, extra[0], columns)
+                if catch_up is not None:
+                    old = reducing.caught_up(numbers_gmem, old, extra[1])
                 reducing.move(arrays_gmem, numbers_gmem, columns, old, gradient, extra)
 
             reduce_body(partial_gmem, cut_rows_gmem, put, team=reducing.team)
@@ -239,17 +256,15 @@ class _Mover:
     Attributes:
       team: has the row, or a piece of it.
       update: see `row_update`.
-      lagged: whether rows have missed steps.
+      catch_up: brings a row up to date by a table of missed steps; None without one.
       by_row: whether some arrays have one number a row.
-      num_tables: 2 if there is a table of missed steps, else 0.
       num_scalars: how many numbers `update` gets, before those that round at random.
     """
 
     team: Team
     update: Update
-    lagged: bool
+    catch_up: CatchUp | None
     by_row: bool
-    num_tables: int
     num_scalars: int
 
     def read(self, arrays_gmem, target, columns):
@@ -270,18 +285,28 @@ class _Mover:
             for ref in arrays_gmem
         ]
 
+    def wide(self, old):
+        """What `read` gave, in float32."""
+        return [row.astype(jnp.float32) for row in old]
+
+    def caught_up(self, numbers_gmem, old, lag):
+        """The row that `read` gave, after the steps that it has missed, in float32."""
+        assert self.catch_up is not None
+        (table_gmem, shared_gmem), *_ = self._numbers(numbers_gmem)
+        line = line_of(table_gmem, lag)
+        return list(self.catch_up(self.wide(old), line, shared_of(shared_gmem)))
+
+    def _numbers(self, numbers_gmem):
+        """Table and shared numbers, if any; scalars; and key and first row, if any."""
+        return _split(numbers_gmem, 0 if self.catch_up is None else 2, self.num_scalars)
+
     def move(self, arrays_gmem, numbers_gmem, columns, old, gradient, extra):
-        """Writes the row that `extra` names, from what `read` gave and the gradient."""
-        table_gmem, scalars_gmem, noise_gmem = _split(
-            numbers_gmem, self.num_tables, self.num_scalars
-        )
+        """Writes the row that `extra` names, from the row as it is and the gradient."""
+        _, scalars_gmem, noise_gmem = self._numbers(numbers_gmem)
         target, *lag = extra
         number = (lambda value: value) if self.by_row else self.team.splat
-        if table_gmem:
-            lag = line_of(table_gmem[0], lag[0]), shared_of(table_gmem[1])
-        else:
-            lag = number(lag[0].astype(jnp.float32)) if lag else None
-        old = [row.astype(jnp.float32) for row in old]
+        lag = number(lag[0].astype(jnp.float32)) if lag and not self.catch_up else None
+        old = self.wide(old)
         scalars = [number(ref[0]) for ref in scalars_gmem]
         new = self.update(old, gradient, lag, scalars, self._mean)
         for ref, row in zip(arrays_gmem, new, strict=True):

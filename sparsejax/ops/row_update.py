@@ -24,7 +24,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels import gather_matmul as mosaic_gather
 from pallas_kernels import row_update as mosaic
-from pallas_kernels.catch_up import Missed
+from pallas_kernels.catch_up import CatchUp, Missed
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
@@ -293,14 +293,15 @@ def step_terms(
         done, *scalars = scalars
         if lag is not None:
             state = dict(zip(trained.state, arrays[1:], strict=True))
-            if table is None:
-                w, state = rule.catch_up(arrays[0], state, lag, done)
-            else:
-                w, state = rule.catch_up_by_table(arrays[0], state, *lag)
+            w, state = rule.catch_up(arrays[0], state, lag, done)
             arrays = [w, *(state[name] for name in trained.state)]
         means = {"mean": mean} if rule.by_row else {}
         return step(arrays, gradient, scalars, **means)
 
+    lines = None
+    if table is not None:
+        catch_up = _catch_up_of_arrays(rule, trained.state)
+        lines = catch_up, table.by_lag, table.shared
     w, *state = mosaic.row_update(
         update,
         [trained.w, *trained.state.values()],
@@ -311,7 +312,7 @@ def step_terms(
         lags,
         terms.dy,
         [jnp.asarray(count, jnp.float32), *scalars],
-        table=table,
+        table=lines,
         place=place_of(noise, count + 1),
     )
     return TrainedKernel(w, dict(zip(trained.state, state, strict=True)), last)
@@ -363,6 +364,18 @@ def step_of_arrays(
         return [w, *(new[name] for name in state)]
 
     return step, [jnp.asarray(number, jnp.float32) for number in numbers]
+
+
+def _catch_up_of_arrays(rule: RowRule, state: State) -> CatchUp:
+    """`catch_up_by_table` as a GPU program does it, with `[w, *state.values()]`."""
+    names = list(state)
+
+    def catch_up(arrays, numbers, shared):
+        old = dict(zip(names, arrays[1:], strict=True))
+        w, new = rule.catch_up_by_table(arrays[0], old, numbers, shared)
+        return [w, *(new[name] for name in names)]
+
+    return catch_up
 
 
 def place_of(
@@ -627,15 +640,8 @@ def _gathered(rule, implementation, x, trained, count, noise, table):
 
     def by_program(trained, x, count):
         lines = table or rule.lag_table(count, accumulator(trained.w.dtype))
-        names = list(trained.state)
-
-        def catch_up(arrays, numbers, shared):
-            state = dict(zip(names, arrays[1:], strict=True))
-            w, state = rule.catch_up_by_table(arrays[0], state, numbers, shared)
-            return [w, *(state[name] for name in names)]
-
         missed = Missed(
-            catch_up,
+            _catch_up_of_arrays(rule, trained.state),
             list(trained.state.values()),
             trained.last,
             jnp.asarray(count, jnp.int32),
