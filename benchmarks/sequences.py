@@ -9,8 +9,8 @@ Beauty as S3-Rec prepares it, or DSSTNE's form with times as values; it may be p
 The last item of each user is the test, and all items are ranked. `places` trains HSTU with
 histories of several lengths, and measures nDCG of users with few items apart. The model is shown the last but one, and is trained on it or
 not. All models and files have the configurations' defaults and `sj.training.recipe`. A sampled
-softmax has negatives that the batch shares, uniform, with the log-q correction; it takes the
-same steps.
+softmax has negatives that the batch shares, with the log-q correction; it takes the same
+steps. They are uniform, or half of them are of the batch.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ import sparsejax as sj
 
 # Model, negatives (None is the exact softmax), whether the last but one items are trained
 # on, and the dtype of layers. Published models are not trained on them; `sparsejax train`
-# is given all that is known.
+# is given all that is known. Negatives are all equally probable, or half of them are the batch's.
 VARIANTS = (
-    ("hstu", None, False, "float32"),
-    ("hstu", None, False, "bfloat16"),
-    ("hstu", 256, False, "float32"),
-    ("hstu", 1024, False, "float32"),
-    ("sasrec", None, False, "float32"),
-    ("sasrec", None, False, "bfloat16"),
-    ("gru", None, False, None),
-    ("hstu", None, True, "float32"),
-    ("hstu", None, True, "bfloat16"),
-    ("sasrec", None, True, "float32"),
+    ("hstu", None, False, "float32", "uniform"),
+    ("hstu", None, False, "bfloat16", "uniform"),
+    ("hstu", 256, False, "float32", "uniform"),
+    ("hstu", 1024, False, "float32", "uniform"),
+    ("sasrec", None, False, "float32", "uniform"),
+    ("sasrec", None, False, "bfloat16", "uniform"),
+    ("gru", None, False, None, "uniform"),
+    ("hstu", None, True, "float32", "uniform"),
+    ("hstu", None, True, "bfloat16", "uniform"),
+    ("sasrec", None, True, "float32", "uniform"),
+    ("hstu", 256, False, "float32", "batch"),
+    ("hstu", 1024, False, "float32", "batch"),
 )
 PLACES = (50, 200, 1000, 2600)
 DTYPES = ("float32", "bfloat16")
@@ -119,12 +121,14 @@ def _trained(
     negatives: int | None,
     on_all: bool,
     dtype: str | None,
+    sampler: str,
     seed: int,
     epochs: int | None,
 ) -> dict[str, Any]:
     before, test = data.split_last()
     train = before if on_all else before.split_last().train
-    document = {"version": 1, "model": name, "negatives": negatives}
+    document: dict[str, Any] = {"version": 1, "model": name}
+    document |= {"negatives": negatives, "sampler": sampler}
     if dtype is not None:
         document["dtype"] = dtype
     config = sj.sequence.SequenceConfig.from_json(document).suited_to(train)
@@ -135,6 +139,7 @@ def _trained(
         "negatives": negatives,
         "trained on the last but one": on_all,
         "dtype": dtype,
+        "sampler": sampler,
         **fitted,
     }
     for form, exclude in (("left out", before), ("kept", None)):
@@ -190,13 +195,14 @@ def _write_table(reports: dict) -> None:
     """Puts the results between the marks in README.md."""
     report = reports["run"]
     body = []
-    for name, negatives, on_all, dtype in VARIANTS:
+    for name, negatives, on_all, dtype, sampler in VARIANTS:
         rows = [
             row
             for row in report["results"]
             if (row["model"], row["negatives"], row["dtype"])
             == (name, negatives, dtype)
             and row["trained on the last but one"] == on_all
+            and row.get("sampler", "uniform") == sampler
         ]
         if not rows:
             continue
@@ -208,7 +214,7 @@ def _write_table(reports: dict) -> None:
         body.append(
             [
                 name,
-                "all items" if negatives is None else f"{negatives:,} sampled",
+                "all items" if negatives is None else f"{negatives:,}, {sampler}",
                 "yes" if on_all else "no",
                 dtype or "float32",
                 len(rows),

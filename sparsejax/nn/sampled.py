@@ -112,6 +112,44 @@ class NegativeSampler:
         return ids, self.log_q[ids]
 
 
+def sample_with_batch(
+    key: jax.Array, targets: Int[Array, "*batch"], num_items: int, count: int
+) -> tuple[Int[Array, "count"], Float[Array, "count"]]:
+    """Draws half of the items uniformly, half from a batch's targets, as often as they occur.
+
+    Both are corrected by the probability of the mixture::
+
+        q_i = (u / num_items + b share_i) / (u + b)
+
+    for u draws of the one kind and b of the other, where `share_i` is the part of the targets
+    that item i has. A draw of a place without a target is -1, and does not count.
+
+    Args:
+      key: of random numbers.
+      targets: items; what is no item has no share.
+      num_items: items are numbered from 0.
+      count: number of draws.
+
+    Returns:
+      The items, and the logarithm of each one's q, as `sampled_cross_entropy` takes them.
+    """
+    of_place, of_item = jax.random.split(key)
+    flat = targets.reshape(-1).astype(jnp.int32)
+    flat = jnp.where((flat >= 0) & (flat < num_items), flat, IGNORED)
+    u = count - count // 2
+    everywhere = jax.random.randint(of_item, (u,), 0, num_items, jnp.int32)
+    place = jax.random.randint(of_place, (count // 2,), 0, max(1, len(flat)))
+    drawn = flat.at[place].get(mode="fill", fill_value=IGNORED)
+    ids = jnp.concatenate([everywhere, drawn])
+    # Not at -1, which would be the last item.
+    at = jnp.where(flat == IGNORED, num_items, flat)
+    share = jnp.zeros(num_items, jnp.float32).at[at].add(1, mode="drop")
+    share = share / jnp.maximum(jnp.sum(flat != IGNORED), 1)
+    b = jnp.sum(drawn != IGNORED)
+    q = (u / num_items + b * share[jnp.maximum(ids, 0)]) / (u + b)
+    return ids, jnp.log(q)
+
+
 @promoting()
 def sampled_cross_entropy(
     h: Float[Array, "*batch hidden"],

@@ -237,8 +237,8 @@ def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
         settings = {"model": network.model, **_shallow_dict(network)}
         # Runs of earlier releases do not have these.
-        for name in ("dtype", "divisor"):
-            if name in settings and settings[name] in (None, "float32"):
+        for name in ("dtype", "divisor", "sampler"):
+            if name in settings and settings[name] in (None, "float32", "uniform"):
                 del settings[name]
         return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}

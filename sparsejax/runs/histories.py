@@ -52,7 +52,8 @@ class Histories(interactions.Interactions):
         # If a run is continued, the loss is what is asked for now.
         if negatives is None and not origin:
             return config
-        return dataclasses.replace(config, negatives=negatives)
+        sampler = "uniform" if negatives is None else config.sampler
+        return dataclasses.replace(config, negatives=negatives, sampler=sampler)
 
     def source(self, training: Training, before: Names | None) -> Source:
         data = everything = read_histories(training.data, training.reading)

@@ -32,8 +32,11 @@ class SequenceConfig(ModelConfig):
       dropout: probability of dropping a number in training.
       temperature: scores are cosines divided by it; None for dot products.
       negatives: the loss is a softmax over the target and this many items, drawn anew for
-        each batch, all equally probable; see `sparsejax.nn.sampled_cross_entropy`. None is the
-        exact softmax over all items.
+        each batch; see `sparsejax.nn.sampled_cross_entropy`. None is the exact softmax over
+        all items.
+      sampler: how they are drawn: "uniform", all equally probable, or "batch", half of them
+        so and half from the batch's targets, so that popular items come more often. Both are
+        corrected by log q.
 
     Raises:
       ValueError: a value is out of range.
@@ -49,8 +52,16 @@ class SequenceConfig(ModelConfig):
     dropout: float = 0.4
     temperature: float | None = 0.1
     negatives: int | None = None
+    sampler: str = "uniform"
 
     def __post_init__(self) -> None:
+        if self.sampler not in (samplers := ("uniform", "batch")):
+            raise ValueError(f"sampler is one of {samplers}, got {self.sampler!r}")
+        if self.sampler != "uniform" and self.negatives is None:
+            raise ValueError(
+                f"sampler={self.sampler!r} draws negatives, but negatives is None, which is "
+                "the softmax over all items; give a number of them"
+            )
         for field in dataclasses.fields(self):
             name, value = field.name, getattr(self, field.name)
             drawn = name == "negatives" and value is not None

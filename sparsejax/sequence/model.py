@@ -10,7 +10,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.layers import SparseOutput
-from sparsejax.nn.sampled import NegativeSampler
+from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam, rows_of
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
@@ -95,7 +95,10 @@ class SequenceModel(nnx.Module):
         Args:
           negatives: see `SequenceConfig`.
         """
-        self.config = dataclasses.replace(self.config, negatives=negatives)
+        sampler = "uniform" if negatives is None else self.config.sampler
+        self.config = dataclasses.replace(
+            self.config, negatives=negatives, sampler=sampler
+        )
         kind, kernel = nnx.Param if negatives is None else RowParam, self.output.kernel
         if type(kernel) is not kind:
             self.output.kernel = kind(kernel[...], **kernel.get_metadata())
@@ -194,8 +197,11 @@ class SequenceModel(nnx.Module):
     def _cross_entropy(self, h, targets):
         if (count := self.config.negatives) is None:
             return self.output.cross_entropy(h, targets)
-        sampler = NegativeSampler.uniform(self.num_items)
-        negatives, log_q = sampler.sample(self.draws(), count)
+        if self.config.sampler == "batch":
+            drawn = sample_with_batch(self.draws(), targets, self.num_items, count)
+        else:
+            drawn = NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
+        negatives, log_q = drawn
         return self.output.sampled_cross_entropy(h, targets, negatives, log_q=log_q)
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:

@@ -11,7 +11,11 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.nn.sampled import NegativeSampler, sampled_cross_entropy
+from sparsejax.nn.sampled import (
+    NegativeSampler,
+    sample_with_batch,
+    sampled_cross_entropy,
+)
 
 ITEMS, HIDDEN = 5, 3
 TARGETS = jnp.array([[2, -1], [0, 4]])
@@ -31,6 +35,27 @@ def table_of(sampler: NegativeSampler) -> np.ndarray:
     kept = np.asarray(sampler.kept, np.float64)
     moved = np.bincount(np.asarray(sampler.alias), 1 - kept, minlength=len(kept))
     return (kept + moved) / len(kept)
+
+
+@pytest.mark.parametrize(
+    "targets", [[[0, 0, 3], [5, -1, 9]], [[-1, -1, -1], [-1, -1, -1]], [[2]]], ids=str
+)
+def test_draws_with_the_batch_stand_for_all_items(targets):
+    """The sum over all items is that over draws on average, whatever the targets are."""
+    items, count, times = 7, 6, 20_000
+    values = jnp.arange(1.0, items + 1) ** 2
+
+    def total(key):
+        ids, log_q = sample_with_batch(key, jnp.array(targets), items, count)
+        used = ids != -1
+        of_each = values[ids] / (jnp.sum(used) * jnp.exp(log_q))
+        return jnp.sum(jnp.where(used, of_each, 0)), ids
+
+    totals, ids = jax.vmap(total)(jax.random.split(jax.random.key(0), times))
+    error = np.std(totals) / times**0.5
+    assert abs(np.mean(totals) - np.sum(values)) < 4 * error
+    assert (ids[:, :3] >= 0).all()  # 9 and -1 are no items
+    assert set(np.unique(ids[:, 3:])) <= {*np.ravel(targets), -1} - {9}
 
 
 @pytest.mark.parametrize(

@@ -138,6 +138,8 @@ def test_the_configuration_as_json():
         ({"blocks": 0}, "blocks must be 1 or more, got 0"),
         ({"max_length": 0}, "max_length must be 1 or more, got 0"),
         ({"negatives": 0}, "negatives must be 1 or more, got 0"),
+        ({"negatives": 9, "sampler": "all"}, "sampler is one of .*, got 'all'"),
+        ({"sampler": "batch"}, "negatives is None.*; give a number of them"),
         ({"dropout": 1.0}, r"dropout must lie in \[0, 1\), got 1.0"),
         ({"temperature": 0.0}, "temperature must be positive, got 0.0"),
     ],

@@ -114,7 +114,8 @@ def test_a_mesh_gives_the_same_losses():
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
 
-def test_negatives_touch_the_same_rows_as_a_dense_gradient():
+@pytest.mark.parametrize("sampler", ["uniform", "batch"])
+def test_negatives_touch_the_same_rows_as_a_dense_gradient(sampler):
     rng = np.random.default_rng(0)
     rows = rng.integers(0, 1024, (20, 5))
     train, heldout = histories_of(*rows, [7], items=1024).split_last()
@@ -122,7 +123,12 @@ def test_negatives_touch_the_same_rows_as_a_dense_gradient():
     for of_rows in (True, False):
         model = sj.sequence.SASRec(
             sj.SASRecConfig(
-                max_length=LENGTH, width=8, blocks=1, dropout=0.0, negatives=4
+                max_length=LENGTH,
+                width=8,
+                blocks=1,
+                dropout=0.0,
+                negatives=4,
+                sampler=sampler,
             ),
             items=1024,
             rngs=nnx.Rngs(0),
