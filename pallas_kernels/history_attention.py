@@ -137,7 +137,7 @@ class Spans:
         return order, *ranges, jnp.max(low, axis=1), jnp.min(high, axis=1)
 
 
-def unsupported(q: jax.Array) -> str | None:
+def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     """Why the programs cannot take these operands; None if they can."""
     if q.dtype != jnp.bfloat16:
         return f"takes bfloat16 operands, not {q.dtype}"

@@ -24,7 +24,7 @@ from jax import lax
 from pallas_kernels import mosaic as plgpu
 
 _BLOCK = 128  # threads of a block: a warpgroup
-WARP = 32
+_WARP = 32
 _MOST = 16  # elements of a row that a lane may have: they are its registers
 _BYTES = 16  # that a lane accesses at once
 
@@ -58,11 +58,11 @@ class Team:
         tiles, lanes = [(self.vec,)], []
         if self.threads > 1:
             tiles, lanes = [(self.threads * self.vec,), *tiles], [-2]
-        if self.threads < WARP:  # Mosaic takes the other teams for copies of this one
-            lanes = [plgpu.Replicated(WARP // self.threads), *lanes]
+        if self.threads < _WARP:  # Mosaic takes the other teams for copies of this one
+            lanes = [plgpu.Replicated(_WARP // self.threads), *lanes]
         return plgpu.Layout.TILED(
             plgpu.Tiling(tuple(tiles)),
-            warp_dims=(plgpu.Replicated(_BLOCK // WARP),),
+            warp_dims=(plgpu.Replicated(_BLOCK // _WARP),),
             lane_dims=tuple(lanes),
             vector_dim=-1,
         )

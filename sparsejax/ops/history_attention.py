@@ -197,8 +197,17 @@ def time_thresholds(buckets: int) -> np.ndarray:
     return rounded.astype(np.float32)
 
 
-def scores_at_once(tokens: int, heads: int) -> int:
-    """Numbers of scores of the blocks that are worked on together on a GPU."""
+def scores_at_once(
+    tokens: int, heads: int, dim: int, dtype: jax.typing.DTypeLike
+) -> int:
+    """Numbers of scores of the blocks that are worked on together on a GPU.
+
+    They are none if GPU programs compute the attention here, which write no scores.
+    """
+    if custom_call_can_run(HOPPER, divided=True):
+        q = jax.ShapeDtypeStruct((mosaic.TILE, heads, dim), dtype)
+        if mosaic.unsupported(q) is None:
+            return 0
     form = _Form.of_gpu(heads)
     return heads * min(-(-tokens // form.block), form.chunk) * form.block**2
 

@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from memory import temporary_bytes
 
+from sparsejax.ops import history_attention as ops
 from sparsejax.ops import implementations
 from sparsejax.ops.history_attention import history_attention, time_thresholds
 
@@ -418,3 +419,16 @@ def test_wrong_input(changes, error, message):
     unchecked = inspect.unwrap(history_attention)  # past the checks of its annotations
     with pytest.raises(error, match=message):
         unchecked(*operands, **arguments)
+
+
+@pytest.mark.parametrize(
+    ("dim", "dtype", "writes"),
+    [(64, "bfloat16", 0), (64, "float32", 1), (32, "bfloat16", 1)],
+)
+def test_scores_that_are_written(dim, dtype, writes, monkeypatch):
+    """None by GPU programs; else those of some blocks, whatever the operands are."""
+    others = ops.scores_at_once(1000, 2, dim, dtype)
+    assert others > 0
+    monkeypatch.setattr(ops, "custom_call_can_run", lambda *_, **__: True)
+    found = ops.scores_at_once(1000, 2, dim, dtype)
+    assert found == writes * others

@@ -214,8 +214,11 @@ class HistoryWorkload(Workload):
 
     def _scores(self, tokens: int) -> int:
         """Bytes of the attention's backward pass, of blocks that are worked on together."""
-        heads = getattr(self.network, "heads", 0)
-        return 4 * _OF_SCORES * scores_at_once(tokens, heads) if heads else 0
+        if not (heads := getattr(self.network, "heads", 0)):
+            return 0
+        dim = self.network.width // heads
+        dtype = getattr(self.network, "dtype", None) or "float32"
+        return 4 * _OF_SCORES * scores_at_once(tokens, heads, dim, dtype)
 
     @functools.cached_property
     def _kept_of_token(self) -> int:
