@@ -10,10 +10,11 @@ import pyarrow as pa
 
 from sparsejax.data.click_columns import Numbering, categories_of, dense_of
 from sparsejax.data.click_schema import ClickSchema, num_ids
-from sparsejax.data.click_storage import Ids, id_lists
+from sparsejax.data.click_storage import Ids
 from sparsejax.data.events.block import Cells
 from sparsejax.data.files import DataError
 from sparsejax.data.names import Names
+from sparsejax.data.stored import id_lists
 
 # The word for them in messages.
 _RECORDS = "records"

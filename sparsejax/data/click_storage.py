@@ -9,7 +9,6 @@ columns end in nulls, which take no room. The schema's metadata is a JSON object
 from __future__ import annotations
 
 import dataclasses
-import zlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -18,15 +17,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax import codec
-from sparsejax.data import arrow, parquet
+from sparsejax.data import arrow, stored
 from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names, to_arrow
-from sparsejax.data.parquet import id_lists
+from sparsejax.data.stored import id_lists
 from sparsejax.sparse import CSR
 
 _VERSION = 1
-_KEY = b"sparsejax.clicks"
 # Rows of a row group, which can be read without the others.
 _GROUP_ROWS = 2**18
 
@@ -76,22 +74,14 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
         )
     for name, names in parts.vocabularies.items():
         columns[f"vocabulary/{name}"] = to_arrow(names)
-    length = max(len(column) for column in columns.values())
-    table = pa.table(
-        {
-            name: pa.chunked_array([c, pa.nulls(length - len(c), c.type)])
-            for name, c in columns.items()
-        }
-    )
-    stated = _Stated(
+    facts = _Stated(
         schema=parts.schema.to_json(),
         rows=len(parts.labels),
         vocabularies={name: len(v) for name, v in parts.vocabularies.items()},
         crc32=_checksum(parts),
     )
-    facts = codec.text({"version": _VERSION, **codec.document(stated)})
-    table = table.replace_schema_metadata({_KEY: facts.encode()})
-    parquet.write_whole(path, table, group_rows=_GROUP_ROWS)
+    text = codec.text({"version": _VERSION, **codec.document(facts)})
+    stored.write(path, "clicks", columns, text.encode(), {}, group_rows=_GROUP_ROWS)
 
 
 def read_saved(path: Path) -> ClickParts:
@@ -100,10 +90,7 @@ def read_saved(path: Path) -> ClickParts:
     Raises:
       DataError: the file is missing, is not such a file, or is damaged.
     """
-    [source, *others] = parquet.parquet_files(path)
-    if others or source.path != path:
-        raise DataError.at(path, "is a directory; expected a file")
-    with source.open() as file:
+    with stored.one_file(path).open() as file:
         facts = facts_of(path, file.schema_arrow)
         table = file.read()
     try:
@@ -131,14 +118,14 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
     Raises:
       DataError: `write_clicks` did not write it, or another version did.
     """
-    if not is_saved(schema):
+    if stored.kind_of(schema) != "clicks":
         raise DataError.at(
             path,
             "is no saved data set of clicks; for other tables, give their ClickSchema to "
             "read_clicks or scan_clicks",
         )
     try:
-        facts = codec.parse(schema.metadata[_KEY])
+        facts = codec.parse(stored.stated(schema, "clicks"))
         facts = codec.without_version(facts, _VERSION, "its metadata")
         read = codec.read(_Stated, facts, "its metadata")
         click_schema = ClickSchema.from_json(read.schema)
@@ -194,11 +181,6 @@ def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
     if len(found) != size or found.null_count:
         raise ValueError(f"{_vocabulary(name)} does not have the {size:,} names stated")
     return as_names(found)
-
-
-def is_saved(schema: pa.Schema) -> bool:
-    """Whether a file of this schema was made by `write_clicks`."""
-    return _KEY in (schema.metadata or {})
 
 
 def stored_columns(schema: ClickSchema) -> list[str]:
@@ -259,8 +241,5 @@ def _checksum(parts: ClickParts) -> int:
     for ids in parts.ids.values():
         arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
         leaves += [np.asarray(array).tobytes() for array in arrays]
-    leaves += ["\0".join(v.tolist()).encode() for v in parts.vocabularies.values()]
-    checksum = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
-    for leaf in leaves:
-        checksum = zlib.crc32(leaf, checksum)
-    return checksum
+    leaves += map(stored.names_as_bytes, parts.vocabularies.values())
+    return stored.checksum(leaves)

@@ -26,9 +26,9 @@ from sparsejax.data.click_schema import (
 from sparsejax.data.click_storage import Ids
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, as_names
-from sparsejax.data.parquet import id_lists
 from sparsejax.data.split import heldout_positions
 from sparsejax.data.splits import Split, check_rows
+from sparsejax.data.stored import id_lists
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
 
 ClickSplit = Split  # its older name

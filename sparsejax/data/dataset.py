@@ -11,7 +11,7 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax.data import names as _names
-from sparsejax.data import parquet, vocabulary
+from sparsejax.data import stored, vocabulary
 from sparsejax.data.columns import Columns
 from sparsejax.data.entries import Entries, Leaves, known
 from sparsejax.data.files import DataError, Path
@@ -186,8 +186,8 @@ class SparseDataset:
         Raises:
           OSError: the file cannot be written; nothing is left behind.
         """
-        parts = {name: getattr(self, name) for name in parquet.Parts._fields}
-        parquet.write_parquet(path, parquet.Parts(**parts))
+        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
+        stored.write_rows(path, "items", rows)
 
     @classmethod
     def load(cls, path: Path) -> SparseDataset:
@@ -196,9 +196,9 @@ class SparseDataset:
         Raises:
           DataError: the file is missing, is not a saved data set, or is damaged.
         """
-        parts = parquet.read_parquet(path)
+        rows = stored.read_rows(path, "items")
         try:
-            return cls(**parts._asdict())
+            return cls._of(*rows)
         except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
 
@@ -454,13 +454,24 @@ class SparseDataset:
         feature_names: Names | None = None,
     ) -> SparseDataset:
         """A data set of these entries, with the names of this one by default."""
+        rows = self.row_names if row_names is None else row_names
         features = self.feature_names if feature_names is None else feature_names
-        return SparseDataset(
-            entries.csr(len(features)),
-            self.row_names if row_names is None else row_names,
-            features,
+        return self._of(entries, rows, features, self.columns)
+
+    @classmethod
+    def _of(
+        cls,
+        entries: Entries,
+        row_names: Names,
+        feature_names: Names,
+        columns: Columns | None = None,
+    ) -> SparseDataset:
+        return cls(
+            entries.csr(len(feature_names)),
+            row_names,
+            feature_names,
             entries.of_rows.get("left_out"),
-            columns=self.columns,
+            columns=columns,
             **{name: entries.columns.get(name) for name in _EVENTS},
         )
 

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from sparsejax.data import parquet
+from sparsejax.data import parquet, stored
 from sparsejax.data.assemble import encode
 from sparsejax.data.columns import (
     BY_NAME,
@@ -123,13 +123,13 @@ def _saved(path: Path, chosen: Chosen) -> SequenceDataset | None:
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)
     time_is_read = chosen.time is not None
-    is_ours = parquet.is_sequences(schema) or parquet.is_dataset(schema)
+    is_ours = stored.kind_of(schema) in ("items", "histories")
     if is_ours and len(files) == 1:
         if chosen:
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name"
             )
-        if parquet.is_sequences(schema):
+        if stored.kind_of(schema) == "histories":
             data = SequenceDataset.load(path)
             return data if time_is_read else dataclasses.replace(data, times=None)
         if not time_is_read:

@@ -41,7 +41,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
-from sparsejax.data import parquet
+from sparsejax.data import parquet, stored
 from sparsejax.data.assemble import Features, align_to, assemble
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.dataset import SparseDataset
@@ -269,9 +269,9 @@ def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
         return _saved(path, folder.read, asked, features)
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)
-    if parquet.is_sequences(schema):
-        parquet.check_schema(path, schema)  # says what to do
-    if len(files) == 1 and parquet.is_dataset(schema):
+    if stored.kind_of(schema) == "histories":
+        stored.check_schema(path, schema, "items")  # says what to do
+    if len(files) == 1 and stored.kind_of(schema) == "items":
         load = functools.partial(SparseDataset.load, path)
         return _saved(path, load, asked, features)
     return _read(path, asked, features)

@@ -14,7 +14,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparsejax.data import arrow, parquet, scan_tables
+from sparsejax.data import arrow, scan_tables, stored
 from sparsejax.data.dataset import UnknownFeaturesWarning
 from sparsejax.data.entries import Entries
 from sparsejax.data.events.tables import TableLayout
@@ -149,17 +149,16 @@ class SavedFiles:
         cls,
         files: Iterable[ParquetPath],
         what: str,
-        kind_of: Callable[[pa.Schema], Any],
-        *,
-        sequences: bool,
+        typed: Callable[[pa.Schema], Any],
+        kind: stored.Kind,
     ) -> SavedFiles:
         """The files, of which only the vocabularies are read.
 
         Args:
           files: of one data set or of several.
           what: "values" or "times", for messages.
-          kind_of: what a file's schema says of these.
-          sequences: whether they are histories.
+          typed: what a file's schema says of these.
+          kind: of the data.
 
         Raises:
           DataError: a file is something else, or differs from the first one.
@@ -169,17 +168,17 @@ class SavedFiles:
         for file in files:
             with file.open() as opened:
                 schema = opened.schema_arrow
-                parquet.check_schema(file.path, schema, sequences=sequences)
-                features, kind = _features(opened), kind_of(schema)
+                stored.check_schema(file.path, schema, kind)
+                features, type_ = _features(opened), typed(schema)
                 found = [_group(file, opened, n) for n in range(opened.num_row_groups)]
-            first = first or (features, kind)
+            first = first or (features, type_)
             if not features.equals(first[0]):
                 raise DataError.at(
                     file.path,
                     "has another vocabulary than the first file; read all with one "
                     "(features=, or sparsejax convert --features), and save them again",
                 )
-            if kind != first[1]:
+            if type_ != first[1]:
                 raise DataError.at(
                     file.path,
                     f"has {what} of another kind than the first file, or only one of the "

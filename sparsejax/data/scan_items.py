@@ -9,7 +9,7 @@ from collections.abc import Iterable
 import numpy as np
 import scipy.sparse
 
-from sparsejax.data import parquet, scan_tables
+from sparsejax.data import parquet, scan_tables, stored
 from sparsejax.data.assemble import Features
 from sparsejax.data.columns import Chosen, Column
 from sparsejax.data.entries import Entries
@@ -180,7 +180,7 @@ def scan_parquet(
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
     parquet.check_no_part(first, schema)
-    if parquet.is_dataset(schema) or parquet.is_sequences(schema):
+    if stored.kind_of(schema) in ("items", "histories"):
         _check_own(path, chosen, features)
         return _saved(path, files, indicator, chunk_rows)
     layout = tables.find_table_layout(
@@ -233,7 +233,7 @@ def _saved(
 ) -> ScannedDataset:
     """Scans what `SparseDataset.save` wrote."""
     found = SavedFiles.of(
-        files, "values", lambda schema: "values" in schema.names, sequences=False
+        files, "values", lambda schema: "values" in schema.names, kind="items"
     )
     return ScannedDataset(
         path, found.features, indicator or not found.kind, chunk_rows, found.groups

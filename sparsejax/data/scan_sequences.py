@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import parquet, scan_tables
+from sparsejax.data import parquet, scan_tables, stored
 from sparsejax.data.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.entries import Entries
 from sparsejax.data.events import tables
@@ -129,14 +129,14 @@ def scan_sequences(
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
     chosen = Chosen(user, item, None, time)
-    if parquet.is_sequences(schema):
+    if stored.kind_of(schema) == "histories":
         if chosen or chosen.time is None or features is not None:
             raise ValueError(
                 f"{shown(path)}: holds saved sequences, so it has no columns to name and "
                 "has its own vocabulary; leave out user, item, time and features"
             )
         return _saved(path, files, chunk_rows)
-    if parquet.is_dataset(schema):
+    if stored.kind_of(schema) == "items":
         raise DataError.at(
             path,
             "is a saved SparseDataset, whose rows are not in the order of time; read it "
@@ -170,5 +170,5 @@ def _saved(
     path: Path, files: list[ParquetPath], chunk_rows: int | None
 ) -> ScannedSequences:
     """Scans what `SequenceDataset.save` wrote."""
-    found = SavedFiles.of(files, "times", _times_in, sequences=True)
+    found = SavedFiles.of(files, "times", _times_in, kind="histories")
     return ScannedSequences(path, found.features, found.groups, None, chunk_rows)

@@ -10,7 +10,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 
 from sparsejax.data import names as _names
-from sparsejax.data import parquet, vocabulary
+from sparsejax.data import stored, vocabulary
 from sparsejax.data.columns import Columns
 from sparsejax.data.dataset import (
     SparseDataset,
@@ -291,10 +291,8 @@ class SequenceDataset:
         Raises:
           OSError: the file cannot be written; nothing is left behind.
         """
-        matrix = parquet.id_lists(self.indices, self.indptr, self.num_features)
-        names = self.row_names, self.feature_names
-        parts = parquet.Parts(matrix, *names, self.left_out, self.times)
-        parquet.write_parquet(path, parts, sequences=True)
+        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
+        stored.write_rows(path, "histories", rows)
 
     @classmethod
     def load(cls, path: Path) -> SequenceDataset:
@@ -303,11 +301,10 @@ class SequenceDataset:
         Raises:
           DataError: the file is missing, holds no saved sequences, or is damaged.
         """
-        parts = parquet.read_parquet(path, sequences=True)
-        arrays = np.asarray(parts.matrix.indptr), np.asarray(parts.matrix.indices)
-        names = parts.row_names, parts.feature_names
+        entries, rows, features = stored.read_rows(path, "histories")
+        times, left_out = entries.columns.get("times"), entries.of_rows.get("left_out")
         try:
-            return cls(*arrays, *names, parts.times, parts.left_out)
+            return cls(entries.indptr, entries.indices, rows, features, times, left_out)
         except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
 

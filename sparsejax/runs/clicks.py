@@ -9,8 +9,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsejax import codec
+from sparsejax.data import stored
 from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.click_storage import is_saved
 from sparsejax.data.clicks import ClickDataset, read_clicks, read_unlabelled
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.names import Names, as_names
@@ -235,7 +235,8 @@ def _read_like(
     if not is_data:
         _check_file(source)
     if is_data or (
-        is_parquet(source) and is_saved(first_schema(parquet_files(source))[1])
+        is_parquet(source)
+        and stored.kind_of(first_schema(parquet_files(source))[1]) == "clicks"
     ):
         data = source if is_data else ClickDataset.load(source)
         try:

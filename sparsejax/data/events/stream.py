@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow, parquet, spelling
+from sparsejax.data import arrow, parquet, spelling, stored
 from sparsejax.data.columns import Chosen, Columns
 from sparsejax.data.events.block import Block, Wrong
 from sparsejax.data.events.pieces import find_pieces
@@ -179,7 +179,7 @@ def events_of(
         _, schema = parquet.first_schema(
             f.file or parquet.parquet_files(f.path)[0] for f in files
         )
-        if parquet.is_dataset(schema):
+        if stored.kind_of(schema) == "items":
             raise DataError.at(
                 name_of(source),
                 "is a saved data set, not a table of events; it needs no preparing: train "
