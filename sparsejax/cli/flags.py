@@ -505,8 +505,10 @@ class Predict(OfKinds):
       users: Only these rows, in this order: names separated by commas, or a file with one
         name per line.
       k: Number of items for each row.
-      exclude_seen: Do not recommend what a row already has in DATA.
-      exclude: Do not recommend a row's interactions in this file. Rows are matched by
+      keep_seen: Also recommend what a row already has in DATA, for data in which interactions
+        repeat.
+      exclude_seen: Do not recommend it. This is the default.
+      exclude: Also do not recommend a row's interactions in this file. Rows are matched by
         name; nothing is excluded for a row that is not in the file.
       format: Format of the files that are read.
       columns: Which columns of a table hold what. By default their names say it.
@@ -523,6 +525,7 @@ class Predict(OfKinds):
     finish: Flag = False
     users: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all rows")] = None
     k: int = 10
+    keep_seen: Flag = False
     exclude_seen: Flag = False
     exclude: Annotated[str | None, _OptionalFile] = None
     format: Annotated[Format | None, _Formats] = None

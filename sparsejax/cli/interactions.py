@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import abc
+import sys
 from typing import Any
 
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
-from sparsejax.cli.reading import names_of, reading_of
+from sparsejax.cli.reading import keeps_seen, names_of, reading_of
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.mesh import processes
 from sparsejax.runs.folders import Folder
@@ -47,6 +48,7 @@ class Interactions(Commands):
         return planned.table(), planned.fits
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
+        keep_seen = keeps_seen(command)
         users, hint = None, ""
         if command.users is not None:
             users, hint = names_of(command.users)
@@ -55,7 +57,7 @@ class Interactions(Commands):
             users=users,
             hint=hint,
             k=command.k,
-            keep_seen=not command.exclude_seen,
+            keep_seen=keep_seen,
             exclude=command.exclude,
             reading=reading_of(command),
         )
@@ -67,6 +69,8 @@ class Interactions(Commands):
                 out, rows, run.known
             ),
         )
+        which = "also" if keep_seen else "without"
+        print(f"{command.k} items a row, {which} those that it has", file=sys.stderr)
         processes.in_first(
             lambda: recommendation_files.save_recommendations(
                 out, rows, found, run.known

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 
 from sparsejax.cli import flags
+from sparsejax.cli.reading import keeps_seen
 from sparsejax.data.files import shown
 from sparsejax.predictors.parts import Parts
 from sparsejax.predictors.workers import write_parts
@@ -38,7 +39,7 @@ def predict(command: flags.Predict) -> None:
         command.out,
         count=count,
         k=command.k,
-        exclude_seen=command.exclude_seen,
+        exclude_seen=not keeps_seen(command),
         indicator=no_value,
     )
     if command.finish:

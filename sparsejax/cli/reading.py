@@ -6,7 +6,7 @@ import functools
 import os
 import sys
 
-from sparsejax.cli.flags import Command
+from sparsejax.cli.flags import Command, Predict
 from sparsejax.cli.flags import Reading as Flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.data import read
@@ -43,6 +43,17 @@ def reading_of(command: Flags) -> Reading:
 
 def _print(command: Command, text: str) -> None:
     print(in_flags(text, command), file=sys.stderr)
+
+
+def keeps_seen(command: Predict) -> bool:
+    """Whether items are recommended that a row already has.
+
+    Raises:
+      ValueError: the flags say both.
+    """
+    if command.keep_seen and command.exclude_seen:
+        raise ValueError("give --keep-seen or --exclude-seen, not both")
+    return command.keep_seen
 
 
 def read_features(path: str) -> Features:

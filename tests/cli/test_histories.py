@@ -72,7 +72,7 @@ def test_one_model_from_a_file_to_recommendations(folder, capsys):
         "--out",
         str(out),
     ]
-    assert main(argv) == 0
+    assert main([*argv, "--keep-seen"]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
     expected = sj.recommend(model, data.align_rows(["u7", "u3"]), 2).names(names)
     assert [line["items"] for line in lines] == expected

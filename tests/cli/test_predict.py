@@ -35,8 +35,12 @@ def test_predict_recommends_the_users_colour(board, tmp_path):
     assert np.mean(right) > 0.95
     for scores in found.values():
         assert list(scores.values()) == sorted(scores.values(), reverse=True)
+    # It is the default.
+    first = out.read_text()
+    assert main([*argv, "--k", "2"]) == 0
+    assert out.read_text() == first
     # Written again, without an exclusion, it is replaced.
-    assert main([*argv, "--k", "8"]) == 0
+    assert main([*argv, "--k", "8", "--keep-seen"]) == 0
     for user, items in recommendations(out).items():
         assert {int(item[4:]) % 2 for item in items} == {int(user[5:]) % 2}
     assert sorted(os.listdir(tmp_path)) == ["recs.tsv"]
@@ -47,12 +51,12 @@ def test_predict_excludes_what_a_file_says(board, tmp_path):
     unwanted = write_lines(tmp_path / "unwanted.txt", some)
     argv = ["predict", board.run, board.files[0], "--out", str(tmp_path / "recs.tsv")]
     argv += ["--exclude", unwanted, "--k", str(ITEMS)]
-    assert main(argv) == 0
+    assert main([*argv, "--keep-seen"]) == 0
     found = recommendations(tmp_path / "recs.tsv")
     for u in range(USERS):
         missing = set(board.train.feature_names) - set(found[f"user {u}"])
         assert missing == (items_of(board.heldout, u) if u < 2 else set())
-    assert main([*argv, "--exclude-seen"]) == 0
+    assert main(argv) == 0
     found = recommendations(tmp_path / "recs.tsv")
     for u in range(USERS):
         missing = set(board.train.feature_names) - set(found[f"user {u}"])
@@ -66,7 +70,8 @@ def test_files_are_read_against_the_vocabulary_of_the_run(board, tmp_path, capsy
     out = tmp_path / "recs.tsv"
     argv = ["predict", board.run, str(data), "--out", str(out), "--exclude-seen"]
     assert main([*argv, "--k", "3"]) == 0
-    line, account = capsys.readouterr().err.splitlines()
+    line, account, which = capsys.readouterr().err.splitlines()
+    assert which == "3 items a row, without those that it has"
     assert account == f"{data}: 2 rows, 20 items, 2 entries; every entry counts 1"
     assert line.startswith(f"sparsejax: warning: {data}: 1 of 3 entries are left out")
     assert "'unheard of'" in line
@@ -94,6 +99,14 @@ def test_predict_writes_what_the_name_says(board, tmp_path):
             predicted[ending] = frame[["user", "item"]].to_numpy().tolist()
     assert len(predicted[".csv"]) == 2 * USERS
     assert all(pairs == predicted[".csv"] for pairs in predicted.values())
+
+
+def test_seen_items_are_left_out_or_not(board, tmp_path, capsys):
+    argv = ["predict", board.run, board.files[0], "--out", str(tmp_path / "recs.tsv")]
+    assert main([*argv, "--keep-seen", "--exclude-seen"]) == 1
+    assert "--keep-seen or --exclude-seen, not both" in capsys.readouterr().err
+    assert main([*argv, "--keep-seen"]) == 0
+    assert "10 items a row, also those that it has" in capsys.readouterr().err
 
 
 def test_predict_for_some_users(board, tmp_path, monkeypatch, capsys):

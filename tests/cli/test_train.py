@@ -171,7 +171,8 @@ def test_values_are_ignored_on_demand_and_then_later_too(tmp_path):
     def predicted(folder: str, path: pathlib.Path) -> str:
         out = tmp_path / "recs"
         run = str(tmp_path / folder)
-        assert main(["predict", run, str(path), "--out", str(out)]) == 0
+        argv = ["predict", run, str(path), "--out", str(out), "--keep-seen"]
+        assert main(argv) == 0
         return out.read_text()
 
     train = ["train", str(data), "--run"]

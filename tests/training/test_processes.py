@@ -164,7 +164,7 @@ def test_a_run_survives_its_processes(tmp_path):
     # What is written comes from the first alone.
     out = tmp_path / "recommended.tsv"
     argv = ["predict", str(folder), files[0], "--out", str(out), "--k", "3"]
-    argv += ["--mesh", "model=2"]
+    argv += ["--mesh", "model=2", "--keep-seen"]
     two = start(argv, tmp_path, processes=2, devices=1, program=EXPORTING)
     assert ended(two) == [0, 0], said(tmp_path, 0)
     lines = out.read_text().splitlines()
