@@ -161,7 +161,7 @@ def _tensor(
     """An input, and the binary data after it."""
     name = _expect(given.get("name"), str, f"{where}.name")
     where = f"the input {name[:80]!r}"
-    datatype = given.get("datatype")
+    datatype = _expect(given.get("datatype"), str, f"{where}: datatype")
     if datatype != "BYTES" and datatype not in NUMBERS:
         known = ", ".join(["BYTES", *NUMBERS])
         raise RefusedError(

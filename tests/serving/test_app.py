@@ -195,6 +195,7 @@ WRONG = {
         422,
         "one of BYTES, BOOL, INT8",
     ),
+    "no type": ({"inputs": [{"name": "items", "datatype": []}]}, 422, "must be text"),
     "numbers": ({"inputs": [tensor("items", "INT32", [3])]}, 422, "datatype BYTES"),
     "no text": (
         {"inputs": [tensor("items", "BYTES", [3])]},
