@@ -12,6 +12,7 @@ from run_folders import checkerboard, items_of, parameters, write_lines
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.runs import clicks as of_clicks
 from sparsejax.runs.folders import load_run
 
 COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}
@@ -248,3 +249,13 @@ def test_errors_speak_python(folder, tmp_path):
         run.recommend(["nobody"])
     with pytest.raises(ValueError, match="use recommend"):
         run.predict(file)
+
+
+def test_clicks_choose_the_dtype_of_the_device(folder, monkeypatch):
+    """Where no configuration is given. With one, its dtype counts."""
+    monkeypatch.setattr(of_clicks, "custom_call_can_run", lambda *_, **__: True)
+    clicks = sj.read_clicks(folder / "clicks.csv", SCHEMA)
+    config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
+    for given, dtype in ((None, "bfloat16"), (config, "float32")):
+        run = sj.Run.train(clicks, config=given, num_epochs=1, batch_size=200)
+        assert run.model.config.dtype == dtype
