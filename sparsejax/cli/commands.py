@@ -167,11 +167,19 @@ def split(command: flags.Split) -> None:
     short = ""
     if command.by == "last":
         n = 1 if command.n is None else command.n
-        parts = data.split_last(n)
+        if isinstance(data, SequenceDataset):
+            parts = data.split_last(n, repeats=command.repeats or "all")
+        else:
+            parts = data.split_last(n)
         short = f", rows too short: {np.sum(np.diff(indptr) <= n):,}"
     elif command.by == "time":
         at = None if command.at is None else _time(command.at, data)
-        parts = data.split_at(at, fraction=command.fraction)
+        if isinstance(data, SequenceDataset):
+            repeats = command.repeats or "all"
+            parts = data.split_at(at, fraction=command.fraction, repeats=repeats)
+        else:
+            share = command.fraction
+            parts = data.split_at(at, fraction=share, repeats=command.repeats)
     else:
         assert command.fraction is not None  # as was checked
         choose = data.split if command.by == "random" else data.split_rows
@@ -240,14 +248,19 @@ def similar(command: flags.Similar) -> None:
 def _check_split(command: flags.Split) -> None:
     """Raises ValueError for flags that do not go together."""
     wanted = {
-        "last": ("n",),
-        "time": ("at", "fraction"),
+        "last": ("n", "repeats") if command.histories else ("n",),
+        "time": ("at", "fraction", "repeats"),
         "random": ("fraction", "seed"),
         "rows": ("fraction", "seed"),
     }[command.by]
-    for name in ("n", "at", "fraction", "seed"):
+    for name in ("n", "at", "fraction", "seed", "repeats"):
         if getattr(command, name) is not None and name not in wanted:
-            raise ValueError(f"--{name} does not go with --by {command.by}")
+            needs = (
+                " without --histories"
+                if (name, command.by) == ("repeats", "last")
+                else ""
+            )
+            raise ValueError(f"--{name} does not go with --by {command.by}{needs}")
     if command.by == "time":
         if (command.at is None) == (command.fraction is None):
             raise ValueError("--by time needs the time, --at, or a share, --fraction")

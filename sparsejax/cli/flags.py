@@ -647,6 +647,9 @@ class Split:
       at: With time: the point in time, written as in the file; a date as 2024-12-31.
       fraction: With time, random and rows: share that stays in train.
       seed: With random and rows: seed of the random choice.
+      repeats: With time, or with last of histories: new holds out only items that a user did
+        not have before; all also holds out repeats. Without it, an item with interactions on
+        both sides is held out as if it were new, and histories hold out all.
       histories: Keep the order and all repeats, for models of histories. Without times
         the order in DATA is that of time.
       format: Format of DATA.
@@ -660,6 +663,7 @@ class Split:
     at: Annotated[str | None, _value("TIME", "")] = None
     fraction: Annotated[float | None, _value("FLOAT", "")] = None
     seed: Annotated[int | None, _value("INT", "0")] = None
+    repeats: Annotated[Literal["new", "all"] | None, _value("{new,all}", "")] = None
     histories: Flag = False
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()

@@ -17,11 +17,14 @@ from sparsejax.data.entries import Entries, Leaves, known
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import Names, RowNames
 from sparsejax.data.split import (
+    Repeats,
     Time,
+    check_repeats,
     cut_of,
     heldout_entries,
     heldout_from,
     heldout_last,
+    parts_of_events,
     warn_of_repeats,
 )
 from sparsejax.data.splits import Split, split_by_share, split_entries, split_rows
@@ -256,7 +259,11 @@ class SparseDataset:
         return split_entries(self, is_held, "no row has more than one entry")
 
     def split_at(
-        self, time: Time | None = None, *, fraction: float | None = None
+        self,
+        time: Time | None = None,
+        *,
+        fraction: float | None = None,
+        repeats: Repeats | None = None,
     ) -> Split[SparseDataset]:
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
@@ -276,15 +283,50 @@ class SparseDataset:
           fraction: given in place of `time`: the share of the entries to train on, in
             (0, 1). Entries of the same time stay together, so the share may differ a
             little.
+          repeats: how a row's feature counts that has events on both sides. "new": it is in
+            train, and only features that a row did not have before are held out. "all": it
+            is in both parts. By default it is held out, and is not in train, with a warning.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
-            empty.
+            empty. Or with `repeats` there are values, which were added over both sides.
         """
+        check_repeats(repeats)
         times, _ = self._known_times()
+        if repeats is not None:
+            return self._split_events(times, cut_of(times, time, fraction), repeats)
         is_held, span = heldout_from(times, time, fraction)
         self._warn_of_repeats(is_held, cut_of(times, time, fraction))
         return split_entries(self, is_held, span)
+
+    def _split_events(
+        self, times: np.ndarray, cut: Any, repeats: Repeats
+    ) -> Split[SparseDataset]:
+        """The parts at a cut, where each has the entries of its own events."""
+        if not times.size:
+            raise ValueError("nothing is held out: there are no entries")
+        first = times if self.first_times is None else self.first_times
+        stays, is_held = parts_of_events(times, first, cut, repeats)
+        both = (first < cut) & (times >= cut)
+        if both.any() and self.matrix.data is not None:
+            raise ValueError(
+                f"repeats={repeats!r}: {int(both.sum()):,} entries have events on both sides, "
+                "and their values were added when the data was read; read it with "
+                "indicator=True, or pass data.without_values()"
+            )
+        parts = split_entries(self, is_held, "", stays)
+        # Only one of several events on one side is known, so that it gives the time.
+        known = np.where(both, first, times)
+        return Split(
+            dataclasses.replace(
+                parts.train, times=known[stays], first_times=first[stays]
+            ),
+            dataclasses.replace(
+                parts.heldout,
+                times=times[is_held],
+                first_times=np.where(both, times, first)[is_held],
+            ),
+        )
 
     def split_rows(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
         """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.

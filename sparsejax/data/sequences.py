@@ -23,7 +23,14 @@ from sparsejax.data.dataset import (
 from sparsejax.data.entries import Entries, offsets
 from sparsejax.data.files import DataError, Path
 from sparsejax.data.names import FeatureNames, Names
-from sparsejax.data.split import Time, heldout_entries, heldout_from
+from sparsejax.data.split import (
+    Repeats,
+    Time,
+    are_known,
+    check_repeats,
+    heldout_entries,
+    heldout_from,
+)
 from sparsejax.data.splits import Split, split_by_share, split_entries, split_rows
 from sparsejax.sparse import CSR, as_int32
 
@@ -310,28 +317,44 @@ class SequenceDataset:
 
     # Splits
 
-    def split_last(self, n: int = 1) -> Split[SequenceDataset]:
+    def split_last(
+        self, n: int = 1, *, repeats: Repeats = "all"
+    ) -> Split[SequenceDataset]:
         """Holds out the last `n` entries of each row: `(train, heldout)`.
 
         One entry of each row always stays in train. So from a row of one entry nothing is
         held out. Both parts have all rows and features.
 
+        Args:
+          n: number of entries to hold out from each row.
+          repeats: see `split_at`. With "new" a row may have fewer than `n` held out.
+
         Raises:
-          ValueError: `n` is not positive, or no row has two entries.
+          ValueError: `n` is not positive, or no row has two entries, or "new" leaves none.
         """
         if n < 1:
             raise ValueError(f"n must be 1 or more, got {n}")
         lengths = np.diff(self.indptr)
         first_held = self.indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
         is_held = np.arange(self.num_entries) >= np.repeat(first_held, lengths)
-        return split_entries(self, is_held, "no row has more than one entry")
+        return self._split(is_held, "no row has more than one entry", repeats)
 
     def split_at(
-        self, time: Time | None = None, *, fraction: float | None = None
+        self,
+        time: Time | None = None,
+        *,
+        fraction: float | None = None,
+        repeats: Repeats = "all",
     ) -> Split[SequenceDataset]:
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
-        See `SparseDataset.split_at`. Rows that begin later have an empty history in train.
+        Rows that begin later have an empty history in train.
+
+        Args:
+          time: see `SparseDataset.split_at`.
+          fraction: see `SparseDataset.split_at`.
+          repeats: "all" holds out every entry; "new" leaves out those whose item the row has
+            in train, so that they are in neither part.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
@@ -339,7 +362,20 @@ class SequenceDataset:
         """
         if self.times is None:
             raise ValueError("the data set has no times; read it with time=COLUMN")
-        return split_entries(self, *heldout_from(self.times, time, fraction))
+        return self._split(*heldout_from(self.times, time, fraction), repeats)
+
+    def _split(
+        self, is_held: np.ndarray, why_nothing: str, repeats: Repeats
+    ) -> Split[SequenceDataset]:
+        check_repeats(repeats)
+        stays = ~is_held
+        if repeats == "new":
+            rows = self._entries.row_of
+            known = are_known(rows, self.indices, is_held, self.num_features)
+            if is_held.any() and not (is_held & ~known).any():
+                why_nothing = "all that was is a repeat"
+            is_held = is_held & ~known
+        return split_entries(self, is_held, why_nothing, stays)
 
     def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
         """Splits the entries of each row at random into `(train, heldout)`.

@@ -8,11 +8,13 @@ import hashlib
 import math
 import os
 import warnings
+from typing import Literal
 
 import numpy as np
 
 from sparsejax.data.names import Names
 
+Repeats = Literal["new", "all"]
 Time = float | str | datetime.date | np.datetime64 | np.number
 
 # A warning names the line that called the library: the first outside these files. Context
@@ -141,6 +143,48 @@ def heldout_from(
     if is_held.all():
         raise ValueError(f"everything is held out, nothing to train on: {span}")
     return is_held, span
+
+
+def check_repeats(repeats: str | None) -> None:
+    """Raises ValueError unless it is a choice of what is held out."""
+    if repeats not in (None, "new", "all"):
+        raise ValueError(f'repeats is "new" or "all", got {repeats!r}')
+
+
+def parts_of_events(
+    times: np.ndarray, first: np.ndarray, cut: object, repeats: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of both parts, where each has what its own events are.
+
+    Args:
+      times: `[entries]` the time of the latest event of each entry.
+      first: `[entries]` that of the earliest.
+      cut: events at or after it are held out.
+      repeats: "new" holds out entries without an earlier event; "all" holds out repeats, too.
+
+    Returns:
+      `(stays, is_held)`, each `[entries]` bool. An entry may be in both parts.
+
+    Raises:
+      ValueError: a part is empty.
+    """
+    stays = first < cut
+    is_held = ~stays if repeats == "new" else times >= cut
+    span = f"the times are from {first.min()} to {times.max()}, the cut is {cut}"
+    if not stays.any():
+        raise ValueError(f"everything is held out, nothing to train on: {span}")
+    if not is_held.any():
+        only = " but repeats" if repeats == "new" and (times >= cut).any() else ""
+        raise ValueError(f"nothing is held out{only}: {span}")
+    return stays, is_held
+
+
+def are_known(
+    rows: np.ndarray, items: np.ndarray, is_held: np.ndarray, num_items: int
+) -> np.ndarray:
+    """`[entries]` bool: whether an entry repeats one of its row that is not held out."""
+    pairs = rows.astype(np.int64) * num_items + items
+    return np.isin(pairs, pairs[~is_held])
 
 
 def cut_of(
@@ -277,9 +321,9 @@ def warn_of_repeats(repeated: int, heldout: int) -> None:
             f"{repeated:,} of {heldout:,} held-out entries also have earlier events, "
             "which are in neither part: a repeat of a row and a feature was merged with "
             "them when the data was read, and the latest event gives the time. So they "
-            "are held out as if they were new. To split the events themselves, use "
-            "read_sequences(...).split_at(...), of whose parts to_sparse() makes sets "
-            "(on the command line: split --histories)",
+            "are held out as if they were new. To split by events, pass split_at(..., "
+            'repeats="new") or "all", or use read_sequences(...).split_at(...), of whose '
+            "parts to_sparse() makes sets (on the command line: split --histories)",
             skip_file_prefixes=INSIDE,
         )
 

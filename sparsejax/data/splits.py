@@ -72,18 +72,30 @@ def _features(part: Any) -> list[np.ndarray]:
     return [part._entries.indices]
 
 
-def split_entries[T](data: T, is_held: np.ndarray, why_nothing: str) -> Split[T]:
+def split_entries[T](
+    data: T,
+    is_held: np.ndarray,
+    why_nothing: str,
+    stays: np.ndarray | None = None,
+) -> Split[T]:
     """The two parts of entries. Both have all rows and features.
+
+    Args:
+      data: the whole.
+      is_held: `[entries]` bool: the entries that are held out.
+      why_nothing: what to say if nothing is.
+      stays: `[entries]` bool: those to train on; by default all others.
 
     Raises:
       ValueError: nothing is held out.
     """
     if not is_held.any():
         raise ValueError(f"nothing is held out: {why_nothing}")
+    stays = ~is_held if stays is None else stays
     whole: Any = data
     # Neither part has what was left out before.
     entries = dataclasses.replace(whole._entries, of_rows={})
-    return Split(*(whole._with(entries.keep(part)) for part in (~is_held, is_held)))
+    return Split(*(whole._with(entries.keep(part)) for part in (stays, is_held)))
 
 
 def split_by_share[T](data: T, is_held: np.ndarray, fraction: float) -> Split[T]:
