@@ -13,7 +13,7 @@ from typing import Any
 
 import uvicorn
 
-from sparsejax.serving.app import app
+from sparsejax.serving.connections import configured
 from sparsejax.serving.service import Service
 
 NAMES = [*(f"item {n}" for n in range(8)), "jalapeño"]  # of the items
@@ -24,9 +24,7 @@ def listening(
     service: Service, *, beside: Callable[[], Coroutine] | None = None
 ) -> Iterator[int]:
     """Within it a service answers on a port, in a thread; and `beside` runs in its loop."""
-    server = uvicorn.Server(
-        uvicorn.Config(app(service), port=0, lifespan="off", log_config=None)
-    )
+    server = uvicorn.Server(configured(service))
 
     async def serve() -> None:
         other = asyncio.ensure_future(beside()) if beside is not None else None

@@ -19,7 +19,7 @@ import uvicorn
 import uvloop
 
 from sparsejax.serving import grpc as over_grpc
-from sparsejax.serving.app import app
+from sparsejax.serving.connections import configured
 from sparsejax.serving.logs import log
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import Versions
@@ -95,14 +95,10 @@ async def _serve(
 ) -> None:
     begun = time.monotonic()
     service = Service(name, settings)
-    config = uvicorn.Config(
-        app(service),
+    config = configured(
+        service,
         ssl_certfile=at.tls_cert,
         ssl_keyfile=at.tls_key,
-        lifespan="off",
-        log_config=None,
-        access_log=False,
-        server_header=False,
         timeout_graceful_shutdown=max(1, int(grace / 2)),
     )
     server = _Server(config)

@@ -31,7 +31,7 @@ class Settings:
       max_rows: that may wait, see `Batcher`.
       at_once: requests that are in hand at a time.
       timeout: seconds for a request, in which it is answered or refused.
-      body_seconds: for a client to send a request.
+      body_seconds: for a client to send the head of a request, and for its body.
       limits: of a request.
     """
 

@@ -422,6 +422,18 @@ def test_slow_senders_are_not_waited_for(port):
     assert answer.startswith(b"HTTP/1.1 408") and b"within 0.5 seconds" in answer
 
 
+def test_connections_without_a_request_are_closed(client, port):
+    for sent in (b"", b"POST /v2", head(0)[:-2], b"GET /v2 HTTP/1.1\r\n\r\nGET "):
+        answer = raw(port, sent)
+        assert answer.count(b"HTTP/1.1") == sent.count(b"GET /")
+    many = [socket.create_connection(("127.0.0.1", port)) for _ in range(200)]
+    assert client.infer(ITEMS)[0] == 200
+    for connection in many:
+        connection.settimeout(60)
+        assert connection.recv(1) == b""
+        connection.close()
+
+
 def test_large_bodies_are_not_read(port):
     answer = raw(port, head(10**12))
     assert answer.startswith(b"HTTP/1.1 413") and b"at most 8,388,608 bytes" in answer
@@ -435,7 +447,8 @@ def test_large_bodies_are_not_read(port):
 
 
 def test_broken_http(client, port):
-    assert raw(port, b"\x16\x03\x01 not HTTP\r\n\r\n").startswith(b"HTTP/1.1 400")
+    answer = raw(port, b"\x16\x03\x01 not HTTP\r\n\r\n")
+    assert answer.startswith(b"HTTP/1.1 400") and answer.endswith(b'of HTTP/1.1"}')
     for sent in (b"", b"POST", head(5) + b"ab"):  # and then the client leaves
         socket.create_connection(("127.0.0.1", port)).close()
         with socket.create_connection(("127.0.0.1", port)) as connection:
