@@ -165,7 +165,7 @@ def test_streamed_clicks(tmp_path):
         trained(sj.data.scan_clicks(tmp_path / "none.parquet"))
 
 
-def test_ids_that_repeat_cross_a_mesh_once():
+def test_ids_that_repeat_cross_a_mesh_once(tmp_path):
     """`fit` counts them. With too few places the losses are the same, and it says so."""
     clicks, found = made(600), dict[str, Any]()
 
@@ -192,10 +192,16 @@ def test_ids_that_repeat_cross_a_mesh_once():
         got = history(exchange_room=0.3)
     assert len(w) == 1 and [entry["overflows"] for entry in got] == [3, 3]
     np.testing.assert_allclose(losses(got), losses(want), rtol=1e-5)
-    narrow = losses(history(wire_dtype="bfloat16"))
+    narrow = losses(history(wire_dtype="bfloat16", checkpoint_dir=tmp_path))
     assert found["wire"] == jnp.bfloat16
     np.testing.assert_allclose(narrow, losses(want), rtol=1e-3)
     assert narrow != losses(got)
+    again: dict[str, Any] = {"checkpoint_dir": tmp_path, "resume": True}
+    with pytest.raises(ValueError, match="resume with wire_dtype None: .* 'bfloat16'"):
+        history(**again)
+    with pytest.raises(ValueError, match=r"resume with exchange_room 2\.0: .* None"):
+        history(wire_dtype="bfloat16", exchange_room=2.0, **again)
+    assert losses(history(None, **again)) == narrow  # nothing crosses there
     for name, value in {"wire_dtype": "bfloat16", "exchange_room": 2.0}.items():
         options: dict[str, Any] = {name: value}
         with pytest.raises(ValueError, match=f"{name} is of no use here"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
@@ -32,12 +33,15 @@ class Job:
       prepare: makes the validation data ready for batches of some size; None without it.
       exchange: makes the model ready to exchange ids of batches of some size over a mesh. It
         gives what counts the lookups that had too little room for them, if any can have.
+      settings: further JSON values that a resume must repeat. A checkpoint without one takes
+        any value.
     """
 
     examples: Examples | Stream
     metric: str | None
     prepare: Callable[[int], Measure] | None
     exchange: Callable[[int], Callable[[], int] | None] | None = None
+    settings: Mapping[str, Any] = types.MappingProxyType({})
 
 
 def metric_of(

@@ -74,6 +74,7 @@ def train(
         "shuffle": how.shuffle,
         "fused": how.fused,
         "deterministic": how.deterministic,
+        **job.settings,
     }
     if job.metric is not None:  # it is the score of checkpoints
         settings["metric"] = job.metric

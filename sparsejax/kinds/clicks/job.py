@@ -142,7 +142,10 @@ def click_job(
     """The arguments of `fit`, checked."""
     check_columns(model, clicks)
     exchange = exchange_of(model, clicks, wire_dtype, exchange_room)
-    metric, prepare = None, None
+    metric, prepare, settings = None, None, {}
+    if exchange is not None:  # elsewhere they change nothing
+        narrow = None if wire_dtype is None else jnp.dtype(wire_dtype).name
+        settings = {"wire_dtype": narrow, "exchange_room": exchange_room}
     if validation is not None:
         metric = metric_of(stopping, METRICS[0], METRICS[:-1], "of clicks")
         if not isinstance(validation, ClickDataset | ScannedClicks):
@@ -161,8 +164,10 @@ def click_job(
             )
         prepare = functools.partial(_measure, validation)
     if isinstance(clicks, ClickDataset):
-        return Job(click_examples(clicks, weights), metric, prepare, exchange)
-    return Job(Stream(ScanOfClicks(clicks), weights), metric, prepare, exchange)
+        examples = click_examples(clicks, weights)
+    else:
+        examples = Stream(ScanOfClicks(clicks), weights)
+    return Job(examples, metric, prepare, exchange, settings)
 
 
 def _measure(validation: Clicks, batch_size: int) -> Measure:
