@@ -283,3 +283,10 @@ def test_very_many_columns_are_refused(tmp_path):
         file.write(",".join(["user"] * 70_000) + ",item\n")
     with pytest.raises(DataError, match=r"70,001 columns, but at most 65,536 are read"):
         read_pairs(path)
+
+
+@pytest.mark.parametrize("block_bytes", [1, 4, 100])
+def test_records_of_empty_quotes_are_blank(block_bytes, write):
+    text = 'user,item,rating\nann,tea,1\n""\n"   "\nbob,rye,2\n""\n'
+    data = read_in_blocks(write(text), block_bytes=block_bytes)
+    assert contents(data) == {"ann": {"tea": 1}, "bob": {"rye": 2}}

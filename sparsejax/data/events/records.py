@@ -199,6 +199,8 @@ def parse_columns(
         return _columns(data, delimiter, num_columns, types)
     except pa.ArrowInvalid:
         data = _without_white_space(lines, delimiter, num_columns)
+        if not data.strip():
+            return {at: pa.array([], type_) for at, type_ in types.items()}
         return _columns(data, delimiter, num_columns, types)
 
 
@@ -208,7 +210,7 @@ def _without_white_space(lines: Lines, delimiter: str, num_columns: int) -> byte
     kept = []
     for line, end, cells in read_records(lines, delimiter):
         record = data[line - lines.first : end - lines.first]
-        if len(cells) == num_columns or b"".join(record).strip():
+        if len(cells) == num_columns or delimiter.join(cells).strip():
             kept += record
     return b"\n".join([*kept, b""])
 
