@@ -289,7 +289,7 @@ class _Mover:
         ]
 
     def wide(self, old):
-        """What `read` gave, in float32."""
+        """The row that `read` gave, in float32."""
         return [row.astype(jnp.float32) for row in old]
 
     def caught_up(self, numbers_gmem, old, lag):

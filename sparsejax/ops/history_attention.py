@@ -200,9 +200,9 @@ def time_thresholds(buckets: int) -> np.ndarray:
 def scores_at_once(
     tokens: int, heads: int, dim: int, dtype: jax.typing.DTypeLike
 ) -> int:
-    """Numbers of scores of the blocks that are worked on together on a GPU.
+    """Scores of the blocks that are worked on together on a GPU.
 
-    They are none if GPU programs compute the attention here, which write no scores.
+    GPU programs write no scores: where these compute the attention, the number is 0.
     """
     if custom_call_can_run(HOPPER, divided=True):
         q = jax.ShapeDtypeStruct((mosaic.TILE, heads, dim), dtype)
