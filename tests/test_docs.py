@@ -494,6 +494,7 @@ def test_trackers(trained, monkeypatch, block, name):
 
 
 @pytest.mark.usefixtures("symbolic_sizes")
+@pytest.mark.filterwarnings("ignore:recommending the most popular")  # random data
 def test_tasks(tmp_path, monkeypatch, capsys):
     """The blocks run in their order, and so do the commands beside them."""
     monkeypatch.chdir(tmp_path)
@@ -521,7 +522,7 @@ def test_tasks(tmp_path, monkeypatch, capsys):
     for command in commands:
         words = shlex.split(command.replace("runs/", "again/"))[1:]
         assert cli.main(words) == 0, command
-    assert len(commands) == 3 and pathlib.Path("mail.tsv").is_file()
+    assert len(commands) == 4 and pathlib.Path("mail.tsv").is_file()
 
 
 @pytest.mark.usefixtures("symbolic_sizes")

@@ -510,6 +510,8 @@ class Predict(OfKinds):
       exclude_seen: Do not recommend it. This is the default.
       exclude: Also do not recommend a row's interactions in this file. Rows are matched by
         name; nothing is excluded for a row that is not in the file.
+      exclude_items: Recommend none of these items, such as those sold out: names separated by
+        commas, or a file with one name per line.
       format: Format of the files that are read.
       columns: Which columns of a table hold what. By default their names say it.
       devices: The devices to compute on.
@@ -528,6 +530,7 @@ class Predict(OfKinds):
     keep_seen: Flag = False
     exclude_seen: Flag = False
     exclude: Annotated[str | None, _OptionalFile] = None
+    exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     devices: Devices = Devices()

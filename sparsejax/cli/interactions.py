@@ -49,7 +49,9 @@ class Interactions(Commands):
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         keep_seen = keeps_seen(command)
-        users, hint = None, ""
+        users, hint, unwanted = None, "", []
+        if command.exclude_items is not None:
+            unwanted, _ = names_of(command.exclude_items)
         if command.users is not None:
             users, hint = names_of(command.users)
         recommending = Recommending(
@@ -59,6 +61,7 @@ class Interactions(Commands):
             k=command.k,
             keep_seen=keep_seen,
             exclude=command.exclude,
+            exclude_items=unwanted,
             reading=reading_of(command),
         )
         out = command.out

@@ -15,8 +15,10 @@ def predict(command: flags.Predict) -> None:
     """`sparsejax predict --parts`."""
     count = command.parts
     assert count is not None
-    if command.users is not None or command.exclude is not None:
-        raise ValueError("--users and --exclude do not go with --parts")
+    if command.given & {"users", "exclude", "exclude_items"}:
+        raise ValueError(
+            "--users, --exclude and --exclude-items do not go with --parts"
+        )
     no_value = command.columns.no_value
     if command.format is not None or command.columns != flags.Columns(
         no_value=no_value

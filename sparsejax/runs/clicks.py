@@ -52,7 +52,10 @@ class Clicks(Runs):
             *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
             *("baselines", "k", "format", *COLUMNS, *COUNTING),
         ),
-        "recommend": ("users", "k", "keep_seen", "exclude", "format", *COLUMNS),
+        "recommend": (
+            *("users", "k", "keep_seen", "exclude", "exclude_items", "format"),
+            *COLUMNS,
+        ),
         "export": ("k",),
         "report": ("inputs", "k", "format", *COLUMNS, *COUNTING),
     }

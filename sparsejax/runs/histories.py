@@ -128,7 +128,7 @@ class Histories(interactions.Interactions):
         train, candidates = shown(), None
         if (source := measuring.candidates) is not None:
             candidates = read_file(source, reading, features=run.known, indicator=True)
-        return evaluate(
+        measured = evaluate(
             model,
             train,
             self.heldout(measuring.heldout, reading, train, inputs),
@@ -136,6 +136,7 @@ class Histories(interactions.Interactions):
             keep_rows=measuring.keep_rows,
             **measuring.counted(),
         )
+        return interactions.warn_of_popularity(measured)
 
     def read_shown(self, source, reading: Reading, run: Opened) -> SequenceDataset:
         return read_histories(source, reading, features=run.known)

@@ -158,7 +158,7 @@ class Items(interactions.Interactions):
             rows = getattr(measured, "rows", None)
             measured = _of_baselines(prepared, given["popularity"], say) | measured
             measured = measured if rows is None else metrics.Measured(measured, rows)
-        return measured
+        return interactions.warn_of_popularity(measured)
 
     def read_shown(self, source, reading: Reading, run: Opened) -> SparseDataset:
         indicator = run.settings.indicator

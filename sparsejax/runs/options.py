@@ -137,4 +137,5 @@ class Recommending:
     k: int = 10
     keep_seen: bool = False
     exclude: Any = None
+    exclude_items: Collection[str] = ()
     reading: Reading = Reading()

@@ -372,6 +372,7 @@ class Run:
         inputs: Any = None,
         exclude_seen: bool = True,
         exclude: Any = None,
+        exclude_items: Collection[str] = (),
     ) -> Recommendations:
         """The best items for rows, with their names: see `Recommendations.names`.
 
@@ -386,6 +387,7 @@ class Run:
           inputs: the rows, also of new users; by default what the model was trained on.
           exclude_seen: do not recommend what a row has in `inputs`.
           exclude: a file, a table or data: do not recommend what a row has there.
+          exclude_items: names of items that nobody is recommended, such as those sold out.
 
         Raises:
           ValueError: there is no such row, or `inputs` are needed; the model is of clicks,
@@ -399,6 +401,7 @@ class Run:
             k=k,
             keep_seen=not exclude_seen,
             exclude=exclude,
+            exclude_items=exclude_items,
             reading=self._reading,
         )
         rows, found = self._runs.recommend(recommending, self._kept)

@@ -19,6 +19,7 @@ from run_folders import (
     write_lines,
 )
 
+import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.data import read
 
@@ -99,6 +100,35 @@ def test_predict_writes_what_the_name_says(board, tmp_path):
             predicted[ending] = frame[["user", "item"]].to_numpy().tolist()
     assert len(predicted[".csv"]) == 2 * USERS
     assert all(pairs == predicted[".csv"] for pairs in predicted.values())
+
+
+def test_sold_out_items_are_recommended_to_nobody(board, tmp_path, capsys):
+    out = tmp_path / "recs.tsv"
+    argv = ["predict", board.run, board.files[0], "--out", str(out), "--k", str(ITEMS)]
+    (tmp_path / "sold.txt").write_text("item3\nitem8\nitem3\n")
+    for seen, items in (([], "item3,item8"), (["--keep-seen"], "sold.txt")):
+        items = str(tmp_path / items) if items.endswith("txt") else items
+        assert main([*argv, *seen, "--exclude-items", items]) == 0
+        found = recommendations(out)
+        for u in range(USERS):
+            missing = set(board.train.feature_names) - set(found[f"user {u}"])
+            had = set() if seen else items_of(board.train, u)
+            assert missing == {"item3", "item8"} | had
+    # The best are as without, but for these items.
+    names = board.train.feature_names.tolist()
+    run = sj.Run.load(board.run)
+    every, some = (
+        run.recommend(k=ITEMS, inputs=board.files[0], exclude_items=left).names()
+        for left in ([], names[:3])
+    )
+    for whole, part in zip(every, some, strict=True):
+        assert part == [name for name in whole if name not in names[:3]]
+    capsys.readouterr()
+    assert main([*argv, "--exclude-items", "item3,nothing"]) == 1
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert (
+        "--exclude-items: 1 of 2 names are no items" in error and "'nothing'" in error
+    )
 
 
 def test_seen_items_are_left_out_or_not(board, tmp_path, capsys):
