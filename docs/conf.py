@@ -6,7 +6,7 @@ project = "sparsejax"
 release = importlib.metadata.version("sparsejax")
 
 extensions = [
-    "myst_parser",
+    "myst_nb",
     "sphinx.ext.autodoc",
     "sphinx.ext.napoleon",
     "sphinx_design",
@@ -17,6 +17,7 @@ highlight_language = "none"  # of blocks that do not say what they are
 html_theme = "furo"
 html_show_copyright = False
 html_title = "sparsejax"
+nb_execution_mode = "off"  # the tests run the notebooks; pages show what they printed
 myst_enable_extensions = ["colon_fence"]
 myst_fence_as_directive = ["mermaid"]  # GitHub draws it from the plain fence
 myst_heading_anchors = 3
