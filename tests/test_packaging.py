@@ -136,7 +136,7 @@ print(*sys.modules)
     # computed or a model of clicks needs them.
     late = {"jax.experimental.mosaic.gpu", "jax.experimental.sparse", "pandas"}
     late |= {"scipy.optimize", "scipy.linalg", "scipy.special"}
-    assert "flax" in then.split()
+    assert "pyarrow" in then.split()
     assert not late & set(then.split())
 
 
