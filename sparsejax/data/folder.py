@@ -277,7 +277,7 @@ class DataFolder:
             raise DataError.at(
                 self.place.path, f'"indicator" of {MANIFEST} does not fit the files'
             )
-        rows = Entries.joined([_NO_ROWS, *parts])
+        rows = Entries.joined([_no_rows(), *parts])
         values = rows.columns["values"] if "values" in stored else None
         names = as_names(rows.of_rows["names"])
         try:
@@ -287,11 +287,13 @@ class DataFolder:
             raise DataError.at(self.place.path, f"is damaged: {error}") from error
 
 
-_NO_ROWS = Entries(
-    np.zeros(1, np.int64),
-    {"indices": np.empty(0, np.int32), "values": np.empty(0, np.float32)},
-    {"names": pa.array([], pa.large_string()), "left_out": np.empty(0, np.int32)},
-)
+def _no_rows() -> Entries:
+    # No constant of the module: pyarrow imports pandas when it makes its first array.
+    return Entries(
+        np.zeros(1, np.int64),
+        {"indices": np.empty(0, np.int32), "values": np.empty(0, np.float32)},
+        {"names": pa.array([], pa.large_string()), "left_out": np.empty(0, np.int32)},
+    )
 
 
 def _check_bytes(file: ParquetPath) -> None:
