@@ -22,7 +22,7 @@ import pyarrow.parquet as pq
 import scipy.sparse
 
 from sparsejax.data import SparseDataset, vocabulary_order
-from sparsejax.data.names import as_names
+from sparsejax.data.files.names import as_names
 from sparsejax.sparse import CSR
 
 

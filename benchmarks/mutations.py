@@ -187,22 +187,22 @@ FAULTS = [
         "count = min(rows, max(1, BLOCK_NUMBERS // dim)) - 0 if rows < 2 else min(rows - 1, max(1, BLOCK_NUMBERS // dim))",
     ),
     (
-        "sparsejax/data/split.py",
+        "sparsejax/data/sets/split.py",
         "first_held = indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))",
         "first_held = indptr[1:] - np.minimum(n, lengths)",
     ),
     (
-        "sparsejax/data/split.py",
+        "sparsejax/data/sets/split.py",
         "return distinct[1 + np.argmin(np.abs(before - fraction * len(times)))]",
         "return distinct[np.argmin(np.abs(before - fraction * len(times)))]",
     ),
     (
-        "sparsejax/data/click_columns.py",
+        "sparsejax/data/sets/click_columns.py",
         'kept = np.flatnonzero((counts >= min_count) & (names != ""))',
         'kept = np.flatnonzero((counts > min_count) & (names != ""))',
     ),
     (
-        "sparsejax/data/sequences.py",
+        "sparsejax/data/sets/sequences.py",
         "first_held = self.indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))",
         "first_held = self.indptr[1:] - np.minimum(n, lengths)",
     ),

@@ -38,16 +38,16 @@ import pyarrow as pa
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.data import folder_files
-from sparsejax.data.entries import Entries
-from sparsejax.data.folder import (
+from sparsejax.data.files.entries import Entries
+from sparsejax.data.files.stores import Place
+from sparsejax.data.prepared import folder_files
+from sparsejax.data.prepared.folder import (
     DataFolder,
     Manifest,
     read_rows,
     vocabulary_file,
     vocabulary_hash,
 )
-from sparsejax.data.stores import Place
 from sparsejax.predictors import workers
 from sparsejax.predictors.parts import Parts
 

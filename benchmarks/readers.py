@@ -30,7 +30,7 @@ import scipy
 from report import peak_host_bytes
 
 import sparsejax as sj
-from sparsejax.data import writers
+from sparsejax.data.sets import writers
 from sparsejax.whole_files import whole_text_file
 
 _RESULTS = pathlib.Path(__file__).resolve().parent / "results" / "readers.json"

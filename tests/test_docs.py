@@ -26,7 +26,7 @@ import sparsejax as sj
 from sparsejax import losses
 from sparsejax.cli import flags
 from sparsejax.cli import main as cli
-from sparsejax.data import columns
+from sparsejax.data.files import columns
 from sparsejax.optimizers import rules
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"

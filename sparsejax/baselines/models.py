@@ -12,7 +12,7 @@ from flax import nnx
 from jax import lax
 from jaxtyping import Array, Float, Int
 
-from sparsejax.data.sources import NamedCSR, Source
+from sparsejax.data.reading.sources import NamedCSR, Source
 from sparsejax.engine.rank.popularity import Popularity, column_counts
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import padded_rows

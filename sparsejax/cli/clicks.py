@@ -12,9 +12,9 @@ from sparsejax import codec
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands, Range
 from sparsejax.cli.reading import reading_of
-from sparsejax.data import writers
-from sparsejax.data.click_schema import ClickSchema, DenseColumn, VocabularyColumn
-from sparsejax.data.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.data.sets import writers
+from sparsejax.data.sets.click_schema import ClickSchema, DenseColumn, VocabularyColumn
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.planner import plan_embeddings
 from sparsejax.mesh import processes

@@ -15,9 +15,11 @@ from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands, commands_of
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import read_features, reading_of
-from sparsejax.data import SequenceDataset, SparseDataset, preparation, writers
-from sparsejax.data.files import shown
-from sparsejax.data.names import as_names
+from sparsejax.data import SequenceDataset, SparseDataset
+from sparsejax.data.files.names import as_names
+from sparsejax.data.files.opening import shown
+from sparsejax.data.prepared import preparation
+from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
 from sparsejax.metrics import comparison

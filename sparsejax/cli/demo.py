@@ -13,7 +13,7 @@ from sparsejax import optimizers
 from sparsejax.cli import printing
 from sparsejax.cli.flags import Demo
 from sparsejax.data import SparseDataset, datasets
-from sparsejax.data.names import as_names
+from sparsejax.data.files.names import as_names
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.runs import report

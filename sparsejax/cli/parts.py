@@ -6,7 +6,7 @@ import sys
 
 from sparsejax.cli import flags
 from sparsejax.cli.reading import keeps_seen
-from sparsejax.data.files import shown
+from sparsejax.data.files.opening import shown
 from sparsejax.predictors.parts import Parts
 from sparsejax.predictors.workers import write_parts
 

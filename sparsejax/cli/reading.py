@@ -10,10 +10,10 @@ from sparsejax.cli.flags import Command, Predict
 from sparsejax.cli.flags import Reading as Flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.data import read
-from sparsejax.data.assemble import Features
-from sparsejax.data.columns import BY_NAME
-from sparsejax.data.files import lines_of
-from sparsejax.data.folder import DataFolder
+from sparsejax.data.files.columns import BY_NAME
+from sparsejax.data.files.opening import lines_of
+from sparsejax.data.prepared.folder import DataFolder
+from sparsejax.data.sets.assemble import Features
 from sparsejax.runs.options import Reading
 
 

@@ -30,7 +30,7 @@ from sparsejax import codec
 from sparsejax.cli import flags
 from sparsejax.cli import train as commands_of_train
 from sparsejax.cli.kind import Range, commands_for
-from sparsejax.data.files import shown
+from sparsejax.data.files.opening import shown
 from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
 from sparsejax.runs import training

@@ -7,7 +7,7 @@ import pathlib
 
 import pyarrow.parquet as pq
 
-from sparsejax.data.dataset import SparseDataset
+from sparsejax.data.sets.dataset import SparseDataset
 
 _FOLDER = pathlib.Path(__file__).parent / "msweb"
 

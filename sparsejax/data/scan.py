@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
-from sparsejax.data.parquet import ParquetPath
+from sparsejax.data.files.parquet import ParquetPath
 
 
 class Group(NamedTuple):

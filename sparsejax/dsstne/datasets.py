@@ -9,8 +9,8 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax.data import DenseDataset, SparseDataset
-from sparsejax.data.dense import dense_rows
-from sparsejax.data.names import Names
+from sparsejax.data.files.names import Names
+from sparsejax.data.sets.dense import dense_rows
 from sparsejax.dsstne.index_files import column_names, without_padding
 from sparsejax.mesh.layout import available_memory
 from sparsejax.sparse import CSR, MAX_ENTRIES

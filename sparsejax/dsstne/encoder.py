@@ -14,7 +14,7 @@ import numpy as np
 import scipy.sparse
 from flax import nnx
 
-from sparsejax.data.sources import Inputs
+from sparsejax.data.reading.sources import Inputs
 from sparsejax.dsstne import train
 from sparsejax.dsstne.examples import as_wide, inputs_of
 from sparsejax.dsstne.keys import Keys, parse

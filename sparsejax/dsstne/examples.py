@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import scipy.sparse
 
-from sparsejax.data.files import DataError
-from sparsejax.data.names import quoted
+from sparsejax.data.files.names import quoted
+from sparsejax.data.files.opening import DataError
 from sparsejax.dsstne.datasets import FileDataset
 from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.layer_definition import LayerDefinition

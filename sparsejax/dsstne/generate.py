@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 
-from sparsejax.data.files import DataError
+from sparsejax.data.files.opening import DataError
 from sparsejax.dsstne.index_files import index_text, read_index
 from sparsejax.dsstne.netcdf import file_image
 from sparsejax.dsstne.text import read_samples

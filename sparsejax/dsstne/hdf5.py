@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data.files import DataError, Path, check_regular
-from sparsejax.data.names import Names, as_names, check_unique
+from sparsejax.data.files.names import Names, as_names, check_unique
+from sparsejax.data.files.opening import DataError, Path, check_regular
 from sparsejax.dsstne.datasets import check_memory
 
 try:

@@ -7,9 +7,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from sparsejax.data.events.lines import strings
-from sparsejax.data.files import DataError, Path, line_blocks, open_data
-from sparsejax.data.names import Names, as_names, check_unique
-from sparsejax.data.writers import check_names
+from sparsejax.data.files.names import Names, as_names, check_unique
+from sparsejax.data.files.opening import DataError, Path, line_blocks, open_data
+from sparsejax.data.sets.writers import check_names
 
 _NEWLINE, _TAB = b"\n\t"
 _MAX_DIGITS = 10  # indices have 32 bits

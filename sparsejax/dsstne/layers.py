@@ -14,7 +14,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import losses
-from sparsejax.data.sources import check_columns
+from sparsejax.data.reading.sources import check_columns
 from sparsejax.dsstne.connections import (
     Dense,
     SharedWeights,

@@ -11,8 +11,8 @@ from typing import TextIO
 
 import numpy as np
 
-from sparsejax.data.files import ByteStream, DataError, line_blocks, open_data
-from sparsejax.data.names import Names, as_names
+from sparsejax.data.files.names import Names, as_names
+from sparsejax.data.files.opening import ByteStream, DataError, line_blocks, open_data
 from sparsejax.engine.rank.nearest import nearest
 from sparsejax.whole_files import check_writable, whole_text_file
 

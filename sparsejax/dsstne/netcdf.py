@@ -16,8 +16,8 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.data import DenseDataset, SparseDataset
-from sparsejax.data.files import DataError, Path
-from sparsejax.data.names import Names
+from sparsejax.data.files.names import Names
+from sparsejax.data.files.opening import DataError, Path
 from sparsejax.dsstne.datasets import (
     Classes,
     FileDataset,

@@ -15,8 +15,8 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from sparsejax import losses
-from sparsejax.data.files import Path
-from sparsejax.data.sources import (
+from sparsejax.data.files.opening import Path
+from sparsejax.data.reading.sources import (
     Features,
     Inputs,
     Source,

@@ -18,7 +18,7 @@ import h5netcdf
 import h5py
 import numpy as np
 
-from sparsejax.data.files import DataError, Path
+from sparsejax.data.files.opening import DataError, Path
 from sparsejax.dsstne.definition import (
     VERSION,
     Definition,

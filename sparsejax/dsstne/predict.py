@@ -13,8 +13,8 @@ import scipy.sparse
 from flax import nnx
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.files import DataError
-from sparsejax.data.names import Names
+from sparsejax.data.files.names import Names
+from sparsejax.data.files.opening import DataError
 from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.devices import setting_mesh
 from sparsejax.dsstne.index_files import read_index

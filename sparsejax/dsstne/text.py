@@ -32,9 +32,16 @@ import pyarrow as pa
 
 from sparsejax.data import UnknownFeaturesWarning
 from sparsejax.data.events.lines import strings
-from sparsejax.data.files import DataError, Lines, Path, line_blocks, open_data, shown
-from sparsejax.data.names import NameEncoder, Names, as_names, quoted, to_arrow
-from sparsejax.data.values import parse_values, value_problem
+from sparsejax.data.files.names import NameEncoder, Names, as_names, quoted, to_arrow
+from sparsejax.data.files.opening import (
+    DataError,
+    Lines,
+    Path,
+    line_blocks,
+    open_data,
+    shown,
+)
+from sparsejax.data.files.values import parse_values, value_problem
 from sparsejax.dsstne.datasets import FileDataset, SparseRows
 from sparsejax.dsstne.index_files import padded_width
 from sparsejax.sparse import MAX_ENTRIES
@@ -166,7 +173,7 @@ def read_samples(
 
 @dataclasses.dataclass(frozen=True)
 class _Block:
-    """A block of samples, like `sparsejax.data.assemble.Block`."""
+    """A block of samples, like `sparsejax.data.sets.assemble.Block`."""
 
     samples: pa.LargeStringArray
     lengths: np.ndarray

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.data.sources import Inputs
+from sparsejax.data.reading.sources import Inputs
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, padded_rows, put_rows
 from sparsejax.sparse import CSR, take_rows

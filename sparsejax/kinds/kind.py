@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from jax.typing import ArrayLike
 
-from sparsejax.data.sources import Inputs
+from sparsejax.data.reading.sources import Inputs
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job

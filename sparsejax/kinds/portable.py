@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparsejax.data.names import FeatureNames, as_names
-from sparsejax.data.sources import features_of
+from sparsejax.data.files.names import FeatureNames, as_names
+from sparsejax.data.reading.sources import features_of
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput

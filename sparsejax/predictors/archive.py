@@ -34,8 +34,8 @@ import platformdirs
 from jax import export
 
 from sparsejax import codec
-from sparsejax.data.files import is_address, shown
-from sparsejax.data.stores import Place
+from sparsejax.data.files.opening import is_address, shown
+from sparsejax.data.files.stores import Place
 from sparsejax.mesh import processes
 from sparsejax.predictors.signature import Array
 from sparsejax.whole_files import check_writable, whole_file

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 import scipy.special
 
-from sparsejax.data.click_records import examples_of
-from sparsejax.data.click_schema import ClickSchema, VocabularyColumn, num_ids
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.names import Names
+from sparsejax.data.files.names import Names
+from sparsejax.data.sets.click_records import examples_of
+from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import LABEL, ClickStack, Signature, of_clicks

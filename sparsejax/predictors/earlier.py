@@ -8,8 +8,8 @@ from typing import Any
 import jax
 
 from sparsejax import codec
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.sources import Features
+from sparsejax.data.reading.sources import Features
+from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.predictors.signature import (
     LABEL,
     PLATFORMS,

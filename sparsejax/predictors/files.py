@@ -20,7 +20,7 @@ from typing import Any
 
 from jax import export
 
-from sparsejax.data.names import Names, as_names
+from sparsejax.data.files.names import Names, as_names
 from sparsejax.predictors import archive, earlier, stablehlo
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.predictor import Predictor

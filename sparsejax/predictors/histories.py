@@ -9,22 +9,22 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 
-from sparsejax.data.histories import (
+from sparsejax.data.files.names import Names
+from sparsejax.data.reading.histories import (
     HISTORIES,
     TIMES,
     arrays_of,
     inputs_of,
     unordered,
 )
-from sparsejax.data.names import Names
-from sparsejax.data.sequences import Histories, SequenceDataset
-from sparsejax.data.sources import (
+from sparsejax.data.reading.sources import (
     Inputs,
     NamedArray,
     NamedCSR,
     check_columns,
     check_same_features,
 )
+from sparsejax.data.sets.sequences import Histories, SequenceDataset
 from sparsejax.predictors.ranking import NOTHING, Items
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.signature import (

@@ -25,14 +25,14 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax import codec
-from sparsejax.data import arrow
-from sparsejax.data.entries import Entries, offsets
-from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.folder import DataFolder, read_rows, vocabulary_hash
-from sparsejax.data.names import to_arrow
-from sparsejax.data.parquet import ParquetPath
+from sparsejax.data.files import arrow
+from sparsejax.data.files.entries import Entries, offsets
+from sparsejax.data.files.names import to_arrow
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.parquet import ParquetPath
+from sparsejax.data.files.stores import Place
+from sparsejax.data.prepared.folder import DataFolder, read_rows, vocabulary_hash
 from sparsejax.data.scan import Group
-from sparsejax.data.stores import Place
 from sparsejax.engine.rank.loop import one_late
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors.files import (

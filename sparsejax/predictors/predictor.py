@@ -10,10 +10,10 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.histories import Unordered
-from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import Sources
+from sparsejax.data.reading.histories import Unordered
+from sparsejax.data.reading.sources import Sources
+from sparsejax.data.sets.clicks import ClickDataset
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors import archive
 from sparsejax.predictors.signature import Signature

@@ -11,9 +11,8 @@ from typing import Any, ClassVar, Literal, Self, cast
 import jax
 import numpy as np
 
-from sparsejax.data.names import Names, quoted
-from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import (
+from sparsejax.data.files.names import Names, quoted
+from sparsejax.data.reading.sources import (
     Features,
     Inputs,
     NamedCSR,
@@ -21,6 +20,7 @@ from sparsejax.data.sources import (
     check_inputs,
     check_same_features,
 )
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors.runtime import Programs, Rows, room_for

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 
 from sparsejax import codec
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.histories import HISTORIES
-from sparsejax.data.sources import Features, dense_row
+from sparsejax.data.reading.histories import HISTORIES
+from sparsejax.data.reading.sources import Features, dense_row
+from sparsejax.data.sets.click_schema import ClickSchema
 
 VERSION = 3
 LABEL = "the signature"  # what messages call it

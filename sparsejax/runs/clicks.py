@@ -10,13 +10,13 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsejax import codec
-from sparsejax.data import stored
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.clicks import ClickDataset, read_clicks, read_unlabelled
 from sparsejax.data.events.sniff import is_parquet
-from sparsejax.data.names import Names, as_names
-from sparsejax.data.parquet import first_schema, parquet_files
-from sparsejax.data.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.data.files import stored
+from sparsejax.data.files.names import Names, as_names
+from sparsejax.data.files.parquet import first_schema, parquet_files
+from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.clicks import ClickDataset, read_clicks, read_unlabelled
 from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream

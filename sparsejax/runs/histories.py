@@ -9,7 +9,7 @@ from typing import ClassVar
 import numpy as np
 
 from sparsejax.data import SequenceDataset, SparseDataset, scan_sequences
-from sparsejax.data.names import Names
+from sparsejax.data.files.names import Names
 from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs import interactions

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from sparsejax.data import SequenceDataset, SparseDataset
-from sparsejax.data.names import Names, as_names, find_names, quoted
-from sparsejax.data.vocabulary import popularity_ranks
+from sparsejax.data.files.names import Names, as_names, find_names, quoted
+from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs.kind import Opened, Runs

@@ -11,8 +11,8 @@ import numpy as np
 from sparsejax import metrics
 from sparsejax.baselines.models import BASELINES
 from sparsejax.data import SparseDataset, scan_parquet
-from sparsejax.data.columns import BY_NAME
-from sparsejax.data.names import Names
+from sparsejax.data.files.columns import BY_NAME
+from sparsejax.data.files.names import Names
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream

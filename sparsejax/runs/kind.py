@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from sparsejax import codec
-from sparsejax.data.names import Names
+from sparsejax.data.files.names import Names
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training

@@ -7,8 +7,8 @@ import pathlib
 from collections.abc import Callable, Collection
 from typing import Any, Literal
 
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.columns import BY_NAME, Column, TimeColumn
+from sparsejax.data.files.columns import BY_NAME, Column, TimeColumn
+from sparsejax.data.sets.click_schema import ClickSchema
 
 
 def _nothing(text: str) -> None:

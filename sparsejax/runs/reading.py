@@ -13,11 +13,11 @@ from typing import Any, cast
 import numpy as np
 
 from sparsejax.data import DataError, SequenceDataset, SparseDataset, read
-from sparsejax.data.assemble import Features
-from sparsejax.data.columns import account_of, account_of_histories
-from sparsejax.data.files import shown
-from sparsejax.data.names import Names, as_names, find_names, quoted
-from sparsejax.data.read_sequences import read_sequences
+from sparsejax.data.files.columns import account_of, account_of_histories
+from sparsejax.data.files.names import Names, as_names, find_names, quoted
+from sparsejax.data.files.opening import shown
+from sparsejax.data.reading.read_sequences import read_sequences
+from sparsejax.data.sets.assemble import Features
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs.options import Reading
 

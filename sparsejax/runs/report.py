@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.data import SequenceDataset, SparseDataset
-from sparsejax.data.names import Names, find_names
+from sparsejax.data.files.names import Names, find_names
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.mesh import processes

@@ -17,8 +17,8 @@ import numpy as np
 
 from sparsejax.codec import ModelConfig
 from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.columns import BY_NAME, Column, TimeColumn
+from sparsejax.data.files.columns import BY_NAME, Column, TimeColumn
+from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.kind import kind_of, used

@@ -8,7 +8,7 @@ from typing import ClassVar
 import numpy as np
 
 from sparsejax.codec import ModelConfig
-from sparsejax.data.sequences import SequenceDataset
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.ops.implementations import HOPPER, custom_call_can_run
 
 # `suited_to`: lengths of histories to choose from, and the share of entries to cut off.

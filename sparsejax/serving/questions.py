@@ -19,8 +19,8 @@ from typing import Any, Protocol
 import numpy as np
 import scipy.special
 
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.files import DataError
+from sparsejax.data.files.opening import DataError
+from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.batcher import Answer

@@ -10,14 +10,14 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.types as pt
 
-from sparsejax.data import arrow
-from sparsejax.data.columns import Chosen, Columns
 from sparsejax.data.events.block import NO_ITEM, NO_TIME, NO_USER, NO_VALUE, is_list
 from sparsejax.data.events.source import check_times
 from sparsejax.data.events.tables import find_table_layout, inner_type
-from sparsejax.data.files import DataError
-from sparsejax.data.spelling import exact_bits, is_text
-from sparsejax.data.values import parse_times
+from sparsejax.data.files import arrow
+from sparsejax.data.files.columns import Chosen, Columns
+from sparsejax.data.files.opening import DataError
+from sparsejax.data.files.spelling import exact_bits, is_text
+from sparsejax.data.files.values import parse_times
 from sparsejax.spark.workers import spark_type
 
 PATH = "the frame"  # what messages name

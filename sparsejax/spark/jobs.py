@@ -6,7 +6,7 @@ import os
 import re
 from typing import Any
 
-from sparsejax.data.files import Path, is_address
+from sparsejax.data.files.opening import Path, is_address
 from sparsejax.spark import workers
 
 _TRACEBACK = "Traceback (most recent call last):"

@@ -9,8 +9,8 @@ from typing import Any
 import pyarrow as pa
 
 from sparsejax import codec
-from sparsejax.data.files import Path, shown
-from sparsejax.data.folder import DataFolder
+from sparsejax.data.files.opening import Path, shown
+from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.predictors.parts import Parts
 from sparsejax.spark import jobs, scoring, workers
 

@@ -15,21 +15,23 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow, queries, split
-from sparsejax.data.assemble import Features
-from sparsejax.data.columns import BY_NAME, Chosen, Column
-from sparsejax.data.files import DataError, Path, is_address, shown
-from sparsejax.data.folder import (
+from sparsejax.data.files import arrow
+from sparsejax.data.files.columns import BY_NAME, Chosen, Column
+from sparsejax.data.files.names import Names, as_names, to_arrow
+from sparsejax.data.files.opening import DataError, Path, is_address, shown
+from sparsejax.data.files.parquet import MANIFEST
+from sparsejax.data.files.spelling import has_only_digits
+from sparsejax.data.files.stores import Place
+from sparsejax.data.prepared import queries
+from sparsejax.data.prepared.folder import (
     VERSION,
     DataFolder,
     Manifest,
     vocabulary_file,
     vocabulary_hash,
 )
-from sparsejax.data.folder_files import finish
-from sparsejax.data.names import Names, as_names, to_arrow
-from sparsejax.data.parquet import MANIFEST
-from sparsejax.data.preparation import (
+from sparsejax.data.prepared.folder_files import finish
+from sparsejax.data.prepared.preparation import (
     Cut,
     all_held_out,
     all_unknown,
@@ -42,9 +44,9 @@ from sparsejax.data.preparation import (
     warn_of_merged,
     with_left_out,
 )
-from sparsejax.data.spelling import has_only_digits
-from sparsejax.data.stores import Place
-from sparsejax.data.vocabulary import hand_starts
+from sparsejax.data.sets import split
+from sparsejax.data.sets.assemble import Features
+from sparsejax.data.sets.vocabulary import hand_starts
 from sparsejax.spark.events import PATH, FrameEvents, count_wrong, frame_events
 from sparsejax.spark.row_writing import WRITTEN, Found, Write
 from sparsejax.spark.workers import check_workers, clear_errors, map_batches

@@ -10,10 +10,10 @@ from typing import Any, Literal
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow
-from sparsejax.data.entries import offsets
-from sparsejax.data.files import Path
-from sparsejax.data.names import to_arrow
+from sparsejax.data.files import arrow
+from sparsejax.data.files.entries import offsets
+from sparsejax.data.files.names import to_arrow
+from sparsejax.data.files.opening import Path
 from sparsejax.engine.rank.name_lists import matrix_of_histories
 from sparsejax.predictors.files import predictor_identity
 from sparsejax.predictors.predictor import Predictor

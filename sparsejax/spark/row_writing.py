@@ -11,12 +11,12 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparsejax import codec
-from sparsejax.data import arrow
-from sparsejax.data.entries import Entries, Leaves
-from sparsejax.data.folder import DataFile, Part
-from sparsejax.data.folder_files import leaves_of, whole_users, write_rows
-from sparsejax.data.preparation import Cut
-from sparsejax.data.stores import Place
+from sparsejax.data.files import arrow
+from sparsejax.data.files.entries import Entries, Leaves
+from sparsejax.data.files.stores import Place
+from sparsejax.data.prepared.folder import DataFile, Part
+from sparsejax.data.prepared.folder_files import leaves_of, whole_users, write_rows
+from sparsejax.data.prepared.preparation import Cut
 
 _BLOCK = 2**18  # entries that a task sorts into rows at a time
 

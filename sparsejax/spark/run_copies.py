@@ -22,8 +22,8 @@ import zlib
 from collections.abc import Generator
 
 from sparsejax import codec
-from sparsejax.data.files import DataError, Path, is_address
-from sparsejax.data.stores import Place, crc32
+from sparsejax.data.files.opening import DataError, Path, is_address
+from sparsejax.data.files.stores import Place, crc32
 from sparsejax.whole_files import whole_folder
 
 _CHECKPOINTS = "checkpoints"

@@ -18,8 +18,8 @@ from typing import Any
 import pyarrow as pa
 
 from sparsejax import codec
-from sparsejax.data.files import Path, is_address
-from sparsejax.data.stores import Place
+from sparsejax.data.files.opening import Path, is_address
+from sparsejax.data.files.stores import Place
 from sparsejax.mesh import locks
 from sparsejax.spark import jobs, workers
 from sparsejax.spark.child import Ended, run_command

@@ -12,7 +12,7 @@ from typing import Any
 import pyarrow as pa
 
 import sparsejax
-from sparsejax.data.files import DataError
+from sparsejax.data.files.opening import DataError
 
 # Python raises the error of a task again under a name of this form.
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)

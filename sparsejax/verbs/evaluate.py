@@ -8,8 +8,8 @@ from typing import Literal
 from jax.typing import ArrayLike
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.histories import Unordered
-from sparsejax.data.sources import Source, Sources
+from sparsejax.data.reading.histories import Unordered
+from sparsejax.data.reading.sources import Source, Sources
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.kinds.clicks.scores import ClickModel
 from sparsejax.kinds.histories.next_items import (

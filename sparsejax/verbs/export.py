@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.data.names import FeatureNames
+from sparsejax.data.files.names import FeatureNames
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender

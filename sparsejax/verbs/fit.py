@@ -10,7 +10,7 @@ import jax
 from jax.typing import ArrayLike
 
 from sparsejax.data import ScannedDataset
-from sparsejax.data.sources import Source, Sources
+from sparsejax.data.reading.sources import Source, Sources
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train import loop
 from sparsejax.engine.train.checkpoint import Checkpoints

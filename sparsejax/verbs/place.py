@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from jax.typing import ArrayLike
 
-from sparsejax.data.sources import Sources
+from sparsejax.data.reading.sources import Sources
 from sparsejax.engine.train.resident import Examples, Targets
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of

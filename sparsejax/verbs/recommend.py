@@ -6,8 +6,8 @@ from typing import cast
 
 import numpy as np
 
-from sparsejax.data.histories import Unordered
-from sparsejax.data.sources import (
+from sparsejax.data.reading.histories import Unordered
+from sparsejax.data.reading.sources import (
     NamedCSR,
     Source,
     Sources,

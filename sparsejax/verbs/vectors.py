@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from sparsejax.data.names import (
+from sparsejax.data.files.names import (
     FeatureNames,
     Names,
     as_names,
@@ -24,7 +24,13 @@ from sparsejax.data.names import (
     quoted,
     to_arrow,
 )
-from sparsejax.data.sources import Features, Inputs, Sources, check_inputs, features_of
+from sparsejax.data.reading.sources import (
+    Features,
+    Inputs,
+    Sources,
+    check_inputs,
+    features_of,
+)
 from sparsejax.engine.batching import (
     Shown,
     batches_of,

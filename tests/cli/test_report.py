@@ -13,7 +13,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.data.vocabulary import popularity_ranks, vocabulary_order
+from sparsejax.data.sets.vocabulary import popularity_ranks, vocabulary_order
 from sparsejax.runs import report
 
 _BROWSERS = ("chromium", "chromium-browser", "google-chrome")

@@ -11,8 +11,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
-from sparsejax.data.click_records import examples_of
-from sparsejax.data.xxh64 import xxh64
+from sparsejax.data.files.xxh64 import xxh64
+from sparsejax.data.sets.click_records import examples_of
 
 GOLDEN = pathlib.Path(__file__).parent / "golden"
 MEMBER = [True, False, True, False, None, True]

@@ -16,9 +16,9 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
-from sparsejax.data import click_files, clicks
 from sparsejax.data.events import tables
-from sparsejax.data.xxh64 import xxh64
+from sparsejax.data.files.xxh64 import xxh64
+from sparsejax.data.sets import click_files, clicks
 
 DENSE, IDS = ["I1", "I2"], ["C1", "C2"]
 NAMES = ("label", *DENSE, *IDS)

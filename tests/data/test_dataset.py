@@ -25,8 +25,8 @@ from sparsejax.data import (
     scan_parquet,
     vocabulary_order,
 )
-from sparsejax.data.names import as_names
-from sparsejax.data.vocabulary import imbalance
+from sparsejax.data.files.names import as_names
+from sparsejax.data.sets.vocabulary import imbalance
 from sparsejax.sparse import CSR
 
 ROWS = ["ann", "b\u00f6b", "eve", "\u3042"]

@@ -6,7 +6,7 @@ import numpy as np
 import pyarrow as pa
 import pytest
 
-from sparsejax.data.entries import Entries, joined, known, taken
+from sparsejax.data.files.entries import Entries, joined, known, taken
 
 
 def made(rows, *, timed=True, left_out=None):

@@ -14,7 +14,7 @@ import pytest
 from contents import contents
 
 import sparsejax as sj
-from sparsejax.data import folder_files
+from sparsejax.data.prepared import folder_files
 
 pytest.importorskip("duckdb")
 

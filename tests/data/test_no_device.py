@@ -23,7 +23,7 @@ else:
     raise SystemExit("arrays are made without a device")
 
 from sparsejax import data
-from sparsejax.data.sources import Inputs
+from sparsejax.data.reading.sources import Inputs
 
 lines = [f"u{n % 7},i{n % 5},{n % 3 + 1},{n}" for n in range(60)]
 open("events.csv", "w").write("user,item,rating,time\\n" + "\\n".join(lines) + "\\n")

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsejax.data import DataError, read_pairs
-from sparsejax.data.assemble import assemble
-from sparsejax.data.columns import Chosen
 from sparsejax.data.events.pair_layout import find_layout
 from sparsejax.data.events.pairs import pair_blocks
-from sparsejax.data.files import open_data
+from sparsejax.data.files.columns import Chosen
+from sparsejax.data.files.opening import open_data
+from sparsejax.data.sets.assemble import assemble
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from event_tables import entries, expected, frequent, repeats, tables
 from hypothesis import given
 
 import sparsejax as sj
-from sparsejax.data import preparation
-from sparsejax.data.folder import Part
+from sparsejax.data.prepared import preparation
+from sparsejax.data.prepared.folder import Part
 
 pytest.importorskip("duckdb")
 

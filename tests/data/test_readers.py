@@ -21,7 +21,6 @@ from sparsejax.data import (
     DataError,
     SparseDataset,
     UnknownFeaturesWarning,
-    files,
     guess_format,
     read,
     read_adjacency,
@@ -30,11 +29,12 @@ from sparsejax.data import (
     read_text,
     vocabulary_order,
 )
-from sparsejax.data.assemble import assemble
 from sparsejax.data.events import lines
 from sparsejax.data.events.block import Check
-from sparsejax.data.names import NameEncoder, as_names
-from sparsejax.data.values import parse_values, value_problem
+from sparsejax.data.files import opening
+from sparsejax.data.files.names import NameEncoder, as_names
+from sparsejax.data.files.values import parse_values, value_problem
+from sparsejax.data.sets.assemble import assemble
 
 
 def merged(rows: Sequence[tuple[str, Sequence[tuple[str, float | None]]]]) -> Contents:
@@ -225,7 +225,7 @@ def test_streams_of_xz_one_after_the_other(write):
 
 def test_a_line_has_an_end(write):
     """A few bytes of xz may be a line of many gigabytes."""
-    text = b"a\tx\nb\t" + b"x" * (files.MAX_LINE_BYTES + files.BLOCK_BYTES)
+    text = b"a\tx\nb\t" + b"x" * (opening.MAX_LINE_BYTES + opening.BLOCK_BYTES)
     path = write(lzma.compress(text, preset=0))
     for reader in (read, read_text, read_adjacency, read_pairs):
         with pytest.raises(DataError, match=":2: the line is longer than 67,108,864 b"):
@@ -253,7 +253,7 @@ def test_a_bar_follows_the_file(write, monkeypatch, pack):
             super().__init__(**options | {"disable": False, "file": io.StringIO()})
             bars.append(self)
 
-    monkeypatch.setattr(files, "tqdm", Bar)
+    monkeypatch.setattr(opening, "tqdm", Bar)
     read_text(path)
     read_pairs(path)
     for bar in (bars[0], bars[-1]):
@@ -362,7 +362,7 @@ def test_sum_beyond_float32(write):
 @pytest.mark.parametrize("size", [1, 7, 64, 10_000])
 def test_block_size_does_not_matter(write, size):
     def read_in_blocks(blocks_of, path):
-        with files.open_data(path) as stream:
+        with opening.open_data(path) as stream:
             blocks = blocks_of(stream, path, block_bytes=size)
             return assemble(blocks, path, features=None)
 

@@ -9,7 +9,7 @@ import pandas as pd
 import pytest
 
 import sparsejax as sj
-from sparsejax.data.names import as_names
+from sparsejax.data.files.names import as_names
 
 ROWS = [
     ("ann", "tea", 5),

@@ -7,7 +7,7 @@ import pytest
 import scipy.sparse
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.sources import Inputs, NamedCSR, aligned
+from sparsejax.data.reading.sources import Inputs, NamedCSR, aligned
 from sparsejax.sparse import CSR
 
 

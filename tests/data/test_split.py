@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 import sparsejax as sj
 from sparsejax.data import SparseDataset, Split, from_arrow
-from sparsejax.data.names import as_names
-from sparsejax.data.split import as_time, heldout_last, time_of_share
+from sparsejax.data.files.names import as_names
+from sparsejax.data.sets.split import as_time, heldout_last, time_of_share
 from sparsejax.sparse import CSR
 
 DTYPES = ("int64", "float64", "datetime64[us]")

@@ -15,10 +15,10 @@ import pytest
 from contents import contents
 
 import sparsejax as sj
-from sparsejax.data import folder_files
-from sparsejax.data.entries import Entries
-from sparsejax.data.folder import Manifest, vocabulary_hash
-from sparsejax.data.stores import Place
+from sparsejax.data.files.entries import Entries
+from sparsejax.data.files.stores import Place
+from sparsejax.data.prepared import folder_files
+from sparsejax.data.prepared.folder import Manifest, vocabulary_hash
 
 pytest.importorskip("duckdb")
 
@@ -158,7 +158,7 @@ PREPARES = """
 import os, sys
 import pyarrow.parquet
 import sparsejax as sj
-from sparsejax.data import folder_files, preparation
+from sparsejax.data.prepared import folder_files, preparation
 folder_files.GROUP_ENTRIES, folder_files.FILE_ENTRIES = 200, 600
 for out in sys.stdin:
     child = os.fork()

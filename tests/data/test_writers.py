@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsejax.data import SparseDataset, from_arrow, read, read_text
-from sparsejax.data.writers import write_adjacency, write_pairs, write_text
+from sparsejax.data.sets.writers import write_adjacency, write_pairs, write_text
 from sparsejax.whole_files import whole_text_file
 
 # Names full of what the text form gives a meaning; a zero byte it cannot hold.

@@ -10,7 +10,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.cli.main import main
-from sparsejax.data.vocabulary import imbalance
+from sparsejax.data.sets.vocabulary import imbalance
 from sparsejax.dsstne import order, rules
 from sparsejax.dsstne.datasets import Classes, FileDataset, SparseRows
 from sparsejax.dsstne.definition import Definition

@@ -18,7 +18,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.cli.main import main
-from sparsejax.data import folder_files
+from sparsejax.data.prepared import folder_files
 from sparsejax.predictors import parts as module
 from sparsejax.predictors import workers
 from sparsejax.predictors.parts import Parts

@@ -16,7 +16,7 @@ import scipy.sparse
 from contents import contents
 
 from sparsejax.data import SparseDataset, read_text
-from sparsejax.data.names import as_names
+from sparsejax.data.files.names import as_names
 from sparsejax.engine.rank.recommendation_files import save_recommendations
 from sparsejax.engine.rank.recommendations import Recommendations
 

@@ -158,7 +158,7 @@ def main(kills: int, seed: int) -> None:
 
     import sparsejax as sj
     from sparsejax.cli.main import main as sparsejax
-    from sparsejax.data import folder_files
+    from sparsejax.data.prepared import folder_files
 
     rng = random.Random(seed)
     with tempfile.TemporaryDirectory() as name, bucket() as (store, address, query):

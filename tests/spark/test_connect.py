@@ -12,7 +12,7 @@ from event_tables import entries, many_events
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.data.stores import Place
+from sparsejax.data.files.stores import Place
 
 
 @pytest.fixture(scope="module")

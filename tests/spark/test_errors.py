@@ -48,7 +48,7 @@ def test_errors_say_what_to_do():
         workers.clear_errors("preparing"),
     ):
         raise JavaError(
-            f"{ABORTED}{task}sparsejax.data.files.DataError: shop: is damaged"
+            f"{ABORTED}{task}sparsejax.data.files.opening.DataError: shop: is damaged"
         )
 
 

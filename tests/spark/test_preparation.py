@@ -23,7 +23,7 @@ from hypothesis import given
 from spark_processes import processes_below
 
 import sparsejax as sj
-from sparsejax.data.stores import Place
+from sparsejax.data.files.stores import Place
 from sparsejax.spark import preparation
 
 # Whatever pyspark and the garbage collector warn of is not ours.

@@ -5,7 +5,7 @@ import pathlib
 import pytest
 
 import sparsejax as sj
-from sparsejax.data.stores import Place
+from sparsejax.data.files.stores import Place
 from sparsejax.spark.run_copies import RunCopy
 
 

@@ -17,7 +17,7 @@ from flax import nnx
 from matrices import random_csr
 from orbax.checkpoint import v1 as ocp
 
-from sparsejax.data.names import as_names
+from sparsejax.data.files.names import as_names
 from sparsejax.engine.train import checkpoint
 from sparsejax.engine.train.checkpoint import (
     Checkpoints,

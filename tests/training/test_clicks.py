@@ -13,7 +13,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax import training
-from sparsejax.data.stored import id_lists
+from sparsejax.data.files.stored import id_lists
 
 ROWS = 300
 SCHEMA = sj.ClickSchema(

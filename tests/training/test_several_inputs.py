@@ -12,7 +12,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.data.sources import Inputs, features_of
+from sparsejax.data.reading.sources import Inputs, features_of
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.dispatch import epoch_order
 

@@ -13,11 +13,15 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
-from sparsejax.data import arrow
-from sparsejax.data.columns import Columns, about_times, about_values
-from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.spelling import are_missing, as_integers_or_text, without_views
-from sparsejax.data.values import (
+from sparsejax.data.files import arrow
+from sparsejax.data.files.columns import Columns, about_times, about_values
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.spelling import (
+    are_missing,
+    as_integers_or_text,
+    without_views,
+)
+from sparsejax.data.files.values import (
     are_no_times,
     find_time_problem,
     lengths,

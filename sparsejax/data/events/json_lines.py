@@ -11,7 +11,14 @@ import pyarrow.json
 import pyarrow.types as pt
 
 from sparsejax.data.events.block import Cells, is_list
-from sparsejax.data.files import DataError, Lines, Path, head, line_blocks, open_data
+from sparsejax.data.files.opening import (
+    DataError,
+    Lines,
+    Path,
+    head,
+    line_blocks,
+    open_data,
+)
 
 
 def first_rows(path: Path) -> pa.Table:

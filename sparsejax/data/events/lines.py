@@ -14,7 +14,13 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.events.block import Cells, lists
-from sparsejax.data.files import BLOCK_BYTES, ByteStream, Lines, Path, line_blocks
+from sparsejax.data.files.opening import (
+    BLOCK_BYTES,
+    ByteStream,
+    Lines,
+    Path,
+    line_blocks,
+)
 
 _NEWLINE, _TAB, _COLON, _COMMA = b"\n\t:,"
 

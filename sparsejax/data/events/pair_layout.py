@@ -6,7 +6,8 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
-from sparsejax.data.columns import (
+from sparsejax.data.events.records import TextLayout, has_quotes, read_records
+from sparsejax.data.files.columns import (
     BY_NAME,
     SYNONYMS,
     Chosen,
@@ -17,9 +18,8 @@ from sparsejax.data.columns import (
     role_of,
     unclear,
 )
-from sparsejax.data.events.records import TextLayout, has_quotes, read_records
-from sparsejax.data.files import DataError, Lines, Path, head
-from sparsejax.data.values import is_number, time_problem
+from sparsejax.data.files.opening import DataError, Lines, Path, head
+from sparsejax.data.files.values import is_number, time_problem
 
 DELIMITERS = ("\t", "::", ",", ";", "|")
 

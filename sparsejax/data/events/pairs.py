@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from sparsejax.data.events.block import Block, Check
 from sparsejax.data.events.pair_layout import Layout
 from sparsejax.data.events.records import MAX_RECORD_BYTES, record_cells
-from sparsejax.data.files import BLOCK_BYTES, ByteStream, Path
+from sparsejax.data.files.opening import BLOCK_BYTES, ByteStream, Path
 
 
 def pair_blocks(

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow, parquet
 from sparsejax.data.events.block import Cells
-from sparsejax.data.files import DataError, Path, is_address
+from sparsejax.data.files import arrow, parquet
+from sparsejax.data.files.opening import DataError, Path, is_address
 
 _ROWS = 2**16  # dicts that become a table at a time
 _HIVE = re.compile(r"([^=]+)=(.*)")

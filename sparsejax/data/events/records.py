@@ -15,9 +15,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
-from sparsejax.data import arrow
 from sparsejax.data.events.block import Cells, lists
-from sparsejax.data.files import (
+from sparsejax.data.files import arrow
+from sparsejax.data.files.opening import (
     BLOCK_BYTES,
     ByteStream,
     DataError,
@@ -26,7 +26,7 @@ from sparsejax.data.files import (
     line_blocks,
     shown,
 )
-from sparsejax.data.values import lengths, trim
+from sparsejax.data.files.values import lengths, trim
 
 # A quoted field may have several lines. A record may not be longer than this, so that a
 # quote that is not closed is found.

@@ -9,12 +9,12 @@ import os
 import re
 from typing import Literal
 
-from sparsejax.data.columns import role_of
 from sparsejax.data.events.pair_layout import DELIMITERS, typed_header
 from sparsejax.data.events.pieces import find_pieces
-from sparsejax.data.files import DataError, Path, head, is_address
-from sparsejax.data.parquet import files_below
-from sparsejax.data.values import is_number
+from sparsejax.data.files.columns import role_of
+from sparsejax.data.files.opening import DataError, Path, head, is_address
+from sparsejax.data.files.parquet import files_below
+from sparsejax.data.files.values import is_number
 
 Format = Literal["text", "pairs", "jsonl", "adjacency", "parquet"]
 

@@ -12,14 +12,14 @@ import pyarrow as pa
 import pyarrow.compute as pc
 from tqdm import tqdm
 
-from sparsejax.data import parquet
-from sparsejax.data.columns import SYNONYMS, Chosen, Columns
 from sparsejax.data.events import json_lines, lines, sniff, tables
 from sparsejax.data.events.block import Block, Cells, Check, Wrong, lists
 from sparsejax.data.events.pair_layout import find_layout
 from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.records import record_cells, split_lists
-from sparsejax.data.files import (
+from sparsejax.data.files import parquet
+from sparsejax.data.files.columns import SYNONYMS, Chosen, Columns
+from sparsejax.data.files.opening import (
     ByteStream,
     DataError,
     Path,
@@ -28,8 +28,8 @@ from sparsejax.data.files import (
     progress_bar,
     shown,
 )
-from sparsejax.data.spelling import is_text
-from sparsejax.data.values import parse_times, plain_text
+from sparsejax.data.files.spelling import is_text
+from sparsejax.data.files.values import parse_times, plain_text
 
 # Formats of lines of text, whose events are not left out one by one.
 LINES = ("text", "pairs", "adjacency")

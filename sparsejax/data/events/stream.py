@@ -10,8 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow, parquet, spelling, stored
-from sparsejax.data.columns import Chosen, Columns
 from sparsejax.data.events.block import Block, Wrong
 from sparsejax.data.events.pieces import find_pieces
 from sparsejax.data.events.source import (
@@ -22,8 +20,10 @@ from sparsejax.data.events.source import (
     name_of,
     open_source,
 )
-from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.names import Names, to_arrow
+from sparsejax.data.files import arrow, parquet, spelling, stored
+from sparsejax.data.files.columns import Chosen, Columns
+from sparsejax.data.files.names import Names, to_arrow
+from sparsejax.data.files.opening import DataError, Path, shown
 
 
 class Events:

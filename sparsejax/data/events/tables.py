@@ -12,14 +12,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pyarrow.types as pt
 
-from sparsejax.data.columns import (
-    BY_NAME,
-    SYNONYMS,
-    Chosen,
-    Columns,
-    SourceColumn,
-    find_columns,
-)
 from sparsejax.data.events.block import (
     NO_NAME,
     Block,
@@ -29,15 +21,23 @@ from sparsejax.data.events.block import (
     is_list,
     row_error,
 )
-from sparsejax.data.files import DataError, Path, shown
-from sparsejax.data.spelling import (
+from sparsejax.data.files.columns import (
+    BY_NAME,
+    SYNONYMS,
+    Chosen,
+    Columns,
+    SourceColumn,
+    find_columns,
+)
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.spelling import (
     are_missing,
     as_integers_or_text,
     is_name,
     is_number,
     is_text,
 )
-from sparsejax.data.values import plain_text, time_problem
+from sparsejax.data.files.values import plain_text, time_problem
 
 # Rows among which the first time is looked for.
 _PROBED = 100

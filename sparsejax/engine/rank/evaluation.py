@@ -12,8 +12,8 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax import metrics
-from sparsejax.data.histories import HISTORIES
-from sparsejax.data.sources import (
+from sparsejax.data.reading.histories import HISTORIES
+from sparsejax.data.reading.sources import (
     Inputs,
     NamedArray,
     NamedCSR,
@@ -25,7 +25,7 @@ from sparsejax.data.sources import (
     features_of,
     find_rows,
 )
-from sparsejax.data.split import INSIDE
+from sparsejax.data.sets.split import INSIDE
 from sparsejax.engine.batching import (
     Batches,
     batches_of,

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Sequence
 import jax
 import numpy as np
 
-from sparsejax.data.sources import Inputs, Named, NamedCSR, find_rows
+from sparsejax.data.reading.sources import Inputs, Named, NamedCSR, find_rows
 from sparsejax.engine.batching import (
     Batches,
     Held,

@@ -7,9 +7,9 @@ from typing import Literal
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import arrow
-from sparsejax.data.entries import offsets
-from sparsejax.data.names import find_texts, quoted
+from sparsejax.data.files import arrow
+from sparsejax.data.files.entries import offsets
+from sparsejax.data.files.names import find_texts, quoted
 from sparsejax.sparse import CSR
 
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparsejax.data.sources import Features
+from sparsejax.data.reading.sources import Features
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.ops.top_k import top_k

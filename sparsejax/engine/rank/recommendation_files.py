@@ -16,9 +16,9 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from sparsejax.data import arrow
-from sparsejax.data.names import Names, as_names, to_arrow
-from sparsejax.data.writers import check_names, escaped
+from sparsejax.data.files import arrow
+from sparsejax.data.files.names import Names, as_names, to_arrow
+from sparsejax.data.sets.writers import check_names, escaped
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.whole_files import (
     COMPRESSED,

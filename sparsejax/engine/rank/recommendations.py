@@ -8,9 +8,10 @@ from collections.abc import Iterable
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data import SequenceDataset, SparseDataset, arrow
-from sparsejax.data.entries import offsets
-from sparsejax.data.names import Names, as_names, to_arrow
+from sparsejax.data import SequenceDataset, SparseDataset
+from sparsejax.data.files import arrow
+from sparsejax.data.files.entries import offsets
+from sparsejax.data.files.names import Names, as_names, to_arrow
 
 _Data = SparseDataset | SequenceDataset
 

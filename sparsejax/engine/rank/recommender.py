@@ -13,7 +13,7 @@ from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.data.sources import Features
+from sparsejax.data.reading.sources import Features
 from sparsejax.engine.batching import Batch, Shown, taken
 from sparsejax.mesh.layout import put_on_mesh, replicated
 from sparsejax.mesh.xla_options import Programs

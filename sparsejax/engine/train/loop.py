@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from sparsejax.data.split import INSIDE
+from sparsejax.data.sets.split import INSIDE
 from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.dispatch import Epochs, Program

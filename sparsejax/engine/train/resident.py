@@ -28,8 +28,8 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from sparsejax.data import vocabulary
-from sparsejax.data.sources import Inputs, Source, Sources, aligned
+from sparsejax.data.reading.sources import Inputs, Source, Sources, aligned
+from sparsejax.data.sets import vocabulary
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.losses import LossRule
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows

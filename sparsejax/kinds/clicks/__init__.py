@@ -6,7 +6,7 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from sparsejax.data.sources import Inputs
+from sparsejax.data.reading.sources import Inputs
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job

@@ -9,8 +9,8 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set

@@ -13,8 +13,8 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, checked_weights

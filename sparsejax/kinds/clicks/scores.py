@@ -13,10 +13,10 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from sparsejax import metrics
-from sparsejax.data.click_schema import ClickSchema
-from sparsejax.data.clicks import ClickDataset
-from sparsejax.data.names import quoted
-from sparsejax.data.scan_clicks import ScannedClicks
+from sparsejax.data.files.names import quoted
+from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender, merged, split

@@ -6,8 +6,8 @@ import functools
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
-from sparsejax.data.histories import unordered
-from sparsejax.data.sources import Inputs, num_columns
+from sparsejax.data.reading.histories import unordered
+from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job

@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data.histories import Unordered, unordered
-from sparsejax.data.names import RowNames, find_names
-from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import Source
+from sparsejax.data.files.names import RowNames, find_names
+from sparsejax.data.reading.histories import Unordered, unordered
+from sparsejax.data.reading.sources import Source
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.kinds.histories.next_items import shown_of
 

@@ -11,11 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from sparsejax.data.histories import arrays_of
+from sparsejax.data.reading.histories import arrays_of
+from sparsejax.data.reading.sources import check_columns
 from sparsejax.data.scan import chunk_ends
-from sparsejax.data.scan_sequences import ScannedSequences
-from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import check_columns
+from sparsejax.data.scans.scan_sequences import ScannedSequences
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import metric_names
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping

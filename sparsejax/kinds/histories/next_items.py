@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.data.histories import HISTORIES, TIMES, inputs_of
-from sparsejax.data.sequences import SequenceDataset
-from sparsejax.data.sources import Inputs, check_columns
+from sparsejax.data.reading.histories import HISTORIES, TIMES, inputs_of
+from sparsejax.data.reading.sources import Inputs, check_columns
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.mesh.blocks import SparseRows
 
 

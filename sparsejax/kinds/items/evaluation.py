@@ -7,8 +7,8 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from sparsejax.data import SparseDataset
-from sparsejax.data.sources import Inputs, Source, Sources
-from sparsejax.data.split import INSIDE
+from sparsejax.data.reading.sources import Inputs, Source, Sources
+from sparsejax.data.sets.split import INSIDE
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 
 

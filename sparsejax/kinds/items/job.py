@@ -10,8 +10,14 @@ from typing import Any, cast
 from jax.typing import ArrayLike
 
 from sparsejax.data import ScannedDataset
+from sparsejax.data.reading.sources import (
+    Inputs,
+    Source,
+    Sources,
+    check_inputs,
+    features_of,
+)
 from sparsejax.data.scan import chunk_ends
-from sparsejax.data.sources import Inputs, Source, Sources, check_inputs, features_of
 from sparsejax.engine.rank.evaluation import Setup, metric_names, prepared_evaluation
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping

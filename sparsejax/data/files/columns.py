@@ -1,0 +1,428 @@
+"""Which column of a table holds the users, the items, the values and the times."""
+
+from __future__ import annotations
+
+import dataclasses
+import enum
+import re
+from collections.abc import Mapping, Sequence
+from typing import NoReturn
+
+import numpy as np
+
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.sparse import CSR
+
+Column = int | str | None
+
+
+class ByName(enum.Enum):
+    """A choice that is left to the names of the columns."""
+
+    BY_NAME = enum.auto()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+BY_NAME = ByName.BY_NAME
+
+# The column of times. None leaves times out: then the order of the file is meant.
+TimeColumn = Column | ByName
+
+# The names by which a column is known. Each belongs to one role. They are compared without
+# case, white space, "_", "-" and ".", in the singular or the plural. Those of users and
+# items may also have a word for a key before or after them: `id_user`, `ItemID`,
+# `product_code`.
+SYNONYMS: Mapping[str, tuple[str, ...]] = {
+    "user": (
+        *("user", "uid", "customer", "account", "visitor", "client", "buyer"),
+        *("session", "member", "subscriber", "shopper", "consumer", "reviewer"),
+        *("reader", "listener", "viewer", "player", "person", "profile"),
+    ),
+    "item": (
+        *("item", "iid", "product", "sku", "stockcode", "article", "asin", "isbn"),
+        *("movie", "film", "video", "show", "anime", "track", "song", "artist"),
+        *("album", "podcast", "book", "game", "app", "news", "page", "recipe"),
+        *("restaurant", "business", "venue", "hotel", "listing"),
+    ),
+    "value": (
+        *("value", "rating", "score", "star", "weight", "count", "quantity", "qty"),
+        *("play", "playcount", "click", "view", "listen", "overall", "preference"),
+        *("frequency", "strength"),
+    ),
+    "time": (
+        *("time", "timestamp", "ts", "date", "datetime", "createdat", "createdon"),
+        *("eventtime", "eventdate", "eventtimestamp", "orderdate", "ordertime"),
+        *("orderedat", "purchasedate", "purchasetime", "purchasedat", "invoicedate"),
+        *("transactiondate", "reviewtime", "unixreviewtime", "unixtime", "dt"),
+    ),
+}
+_KEYS = ("id", "key", "code", "no", "number")
+_ROLE_OF = {word: role for role, words in SYNONYMS.items() for word in words}
+
+# Names of times that are made of two words, like `order_timestamp` and `clicked_at`. They
+# count where no column has a name of `SYNONYMS`.
+_DONE = (
+    *("order", "event", "purchase", "buy", "click", "view", "visit", "watch", "listen"),
+    *(
+        "play",
+        "rating",
+        "rate",
+        "review",
+        "transaction",
+        "session",
+        "create",
+        "invoice",
+    ),
+    *("interaction", "action", "request", "log", "checkout", "payment", "add", "read"),
+)
+_PAST = ("ed", "d", "")
+_TIMES = {
+    done + past + time
+    for done in _DONE
+    for past in _PAST
+    for time in ("time", "timestamp", "date", "datetime", "ts", "at", "on", "dt")
+}
+
+# Values of columns with these names often express a dislike where they are low.
+_OPINIONS = {"rating", "score", "star", "overall", "preference"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen:
+    """The columns that the caller chooses, by number or by name.
+
+    A column that is None is found in the table, if its name there is known. For that of the
+    times this is said by `BY_NAME`, and with None they are left out.
+
+    Attributes:
+      user: the column with the rows' names.
+      item: the column with the items.
+      value: the column with the values.
+      time: the column with the times.
+    """
+
+    user: Column = None
+    item: Column = None
+    value: Column = None
+    time: TimeColumn = BY_NAME
+
+    def __bool__(self) -> bool:
+        return any(self.of(role) is not None for role in SYNONYMS)
+
+    def of(self, role: str) -> Column:
+        """The column of a role, or None."""
+        column = getattr(self, role)
+        return None if column is BY_NAME else column
+
+    def roles(self, *, indicator: bool = False) -> list[str]:
+        """The roles for which columns are wanted."""
+        left_out = {"value"} if indicator else set()
+        left_out |= {"time"} if self.time is None else set()
+        return [role for role in SYNONYMS if role not in left_out]
+
+
+_SHOWN = 100  # columns that a message has
+# So that the header of a small compressed file does not take minutes.
+_MAX_COLUMNS = 2**16
+
+
+@dataclasses.dataclass(frozen=True)
+class SourceColumn:
+    """A column of a table.
+
+    Attributes:
+      name: as the table has it; None where its columns have no names.
+      position: counted from 0.
+      type: what it holds, in a word or two.
+      sample: one of its cells, for messages; "" if no cell was read.
+    """
+
+    name: str | None
+    position: int
+    type: str
+    sample: str = dataclasses.field(default="", compare=False)
+
+    def __str__(self) -> str:
+        called = f"column {self.position}" if self.name is None else self.name
+        return f"{called} ({self.type})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Columns:
+    """Which columns of a table were read, and the role of each.
+
+    >>> _ = pathlib.Path("bought.csv").write_text("customer,sku,price\\nann,tea,3\\n")
+    >>> print(read("bought.csv").columns)
+    user = customer (text), item = sku (text); not read: price; 1 rows, 1 items, 1 \
+entries; every entry counts 1
+
+    Commands print the text of this object when they read a file.
+
+    Attributes:
+      user: the column with the rows' names; None if it is not needed.
+      item: the column with the items, or with lists of items.
+      value: the column with the values, or None.
+      time: the column with the times, or None.
+      unread: names of the other columns, some with the reason why they are not read.
+      account: numbers of rows, items and entries, and how values will be used.
+      no_times: why there are no times, although a column is chosen or known for them;
+        "" if there is none.
+    """
+
+    user: SourceColumn | None
+    item: SourceColumn
+    value: SourceColumn | None = None
+    time: SourceColumn | None = None
+    unread: tuple[str, ...] = ()
+    account: str = ""
+    no_times: str = ""
+
+    def __str__(self) -> str:
+        roles = [
+            f"{role} = {column}"
+            for role in SYNONYMS
+            if (column := getattr(self, role)) is not None
+        ]
+        parts = [", ".join(roles)]
+        if self.unread:
+            parts.append(f"not read: {', '.join(self.unread)}")
+        return "; ".join([*parts, self.account] if self.account else parts)
+
+    def without_times(self, column: SourceColumn, problem: str) -> Columns:
+        """The same without the column of times, which has a problem."""
+        called = column.name or f"column {column.position}"
+        return dataclasses.replace(
+            self,
+            time=None,
+            unread=(*self.unread, f"{called} ({problem})"),
+            no_times=f"{called!r} is the column of times, but {problem}",
+        )
+
+    def without_empty_times(self) -> Columns:
+        """The same without a column of times that turned out to have none."""
+        if self.time is None:
+            return self
+        return self.without_times(self.time, "none of its cells has a time")
+
+    def check_order(self, path: Path) -> None:
+        """Raises DataError if the order of events was not read, but should have been."""
+        if self.no_times:
+            raise DataError.at(
+                path,
+                f"the order was not read: {self.no_times}; convert it, name another column: "
+                "time=COLUMN, or say that the order of the file is meant: time=None",
+            )
+
+    def accounted(self, matrix: CSR) -> Columns:
+        """The same with an account of what was read."""
+        name = "" if self.value is None else self.value.name or ""
+        is_opinion = not _forms(name).isdisjoint(_OPINIONS)
+        account = account_of(matrix, is_opinion=is_opinion)
+        return dataclasses.replace(self, account=account)
+
+
+def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
+    """Counts rows, items and entries of data, and says how values will be used.
+
+    Args:
+      matrix: on the host, without padding.
+      is_opinion: whether a low value may be a dislike.
+    """
+    use = "every entry counts 1"
+    if matrix.data is not None and len(matrix.data):
+        low, high = np.min(matrix.data), np.max(matrix.data)
+        spread = f"{low:g}" if low == high else f"{low:g} to {high:g}"
+        use = f"values of {spread} are weights"
+        if is_opinion and low != high:
+            use += ", so that the lowest is a weak like and not a dislike"
+        use += " (with indicator=True every entry counts 1)"
+    rows, items = matrix.shape
+    return f"{rows:,} rows, {items:,} items, {matrix.nse:,} entries; {use}"
+
+
+def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) -> str:
+    """Counts what was read, and says what decides the order."""
+    return (
+        f"{rows:,} histories of {items:,} items, {entries:,} entries in the order of "
+        f"{'time' if timed else 'the file'}"
+    )
+
+
+def about_times(columns: Columns) -> str:
+    """Advice about a time that is wrong, for the end of a message."""
+    return (
+        f"({columns.time} is read as the time; choose another with time=COLUMN, or leave "
+        "times out: time=None)"
+    )
+
+
+def about_values(columns: Columns) -> str:
+    """Advice about a value that is wrong, for the end of a message."""
+    return (
+        f"({columns.value} is read as the value; choose another with value=COLUMN, or "
+        "ignore values with indicator=True)"
+    )
+
+
+def role_of(name: str) -> str | None:
+    """The role that a column of this name has, if it is known."""
+    if (role := _known_role(name)) is None and _TIMES & _forms(_bare_name(name)):
+        return "time"
+    return role
+
+
+def _known_role(name: str) -> str | None:
+    """The role of a name of `SYNONYMS`, also with its table before it: `orders.user_id`."""
+    for each in (name, _bare_name(name)):
+        for word in _forms(each):
+            if word in _ROLE_OF:
+                return _ROLE_OF[word]
+    return None
+
+
+def _bare_name(name: str) -> str:
+    """The name without that of its table, as exports of Hive and of databases have it."""
+    return re.sub(r"^\w+\.(?=\w+$)", "", name.strip())
+
+
+def _forms(name: str) -> set[str]:
+    """The words that a name may stand for."""
+    word = "".join(c for c in name.lower() if c not in "_-." and not c.isspace())
+    forms = {word, word.removesuffix("s")}
+    for key in _KEYS:
+        for end in (key, f"{key}s"):
+            bare = {word.removesuffix(end)} | {word.removeprefix(key)}
+            bare |= {form.removesuffix("s") for form in bare}
+            forms |= {form for form in bare if _ROLE_OF.get(form) in ("user", "item")}
+    return forms
+
+
+def find_columns(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    chosen: Chosen,
+    *,
+    roles: Sequence[str] = tuple(SYNONYMS),
+    item_by_type: Sequence[int] = (),
+    line: int | None = None,
+) -> dict[str, int]:
+    """The position of the column of each role, by role.
+
+    A role has the column that the caller chose for it, otherwise the one whose name is
+    known for it. Two columns with known names are an error. User and item must have a
+    column if they are among the roles; other roles without a column are left out.
+
+    Args:
+      path: the file that messages name.
+      columns: of the table.
+      chosen: the caller's choice.
+      roles: the roles to find columns for.
+      item_by_type: columns whose type allows only items. One of them holds the items if
+        no name is known.
+      line: the line that messages name.
+
+    Raises:
+      DataError: there is no such column, or it is not clear which one it is.
+      ValueError: a column is chosen by name but the table has no names, or a column has
+        two roles.
+    """
+    check_width(path, len(columns), line)
+    at = {
+        role: _position(path, columns, role, column, line)
+        for role in roles
+        if (column := chosen.of(role)) is not None
+    }
+    taken = list(at.values())
+    if len(set(taken)) < len(taken):
+        described = ", ".join(f"{role} is {place}" for role, place in at.items())
+        raise ValueError(
+            f"{path}: each role needs a column of its own, but {described}"
+        )
+    known = [None if c.name is None else role_of(c.name) for c in columns]
+    surely = [None if c.name is None else _known_role(c.name) for c in columns]
+    for role in roles:
+        if role in at:
+            continue
+        found = [i for i, r in enumerate(known) if r == role and i not in taken]
+        if sure := [i for i in found if surely[i] == role]:
+            found = sure
+        if not found and role == "item":
+            found = [i for i in item_by_type if known[i] is None and i not in taken]
+        if len(found) == 1:
+            at[role] = found[0]
+        elif found:
+            names = " or ".join(repr(columns[i].name) for i in found[:_SHOWN])
+            remedy = f"name it: {role}=COLUMN"
+            remedy += ", or ignore values: indicator=True" * (role == "value")
+            remedy += ", or leave times out: time=None" * (role == "time")
+            problem = f"which column is the {role}, {names}"
+            unclear(path, columns, problem, remedy, line)
+        elif role in ("user", "item"):
+            problem = f"no column has a name that is known for the {role}"
+            remedy = f"name it: {role}=COLUMN, by its name or its number from 0"
+            unclear(path, columns, problem, remedy, line)
+    return at
+
+
+def check_width(path: Path, count: int, line: int | None = None) -> None:
+    """Raises DataError if a table has too many columns."""
+    if count > _MAX_COLUMNS:
+        raise DataError.at(
+            path,
+            f"has {count:,} columns, but at most {_MAX_COLUMNS:,} are read; write only "
+            "those that are needed",
+            line=line,
+        )
+
+
+def unclear(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    problem: str,
+    remedy: str,
+    line: int | None = None,
+) -> NoReturn:
+    """Raises a DataError that states a problem, what to do, and the columns."""
+    listed = ", ".join(map(_described, columns[:_SHOWN]))
+    if (more := len(columns) - _SHOWN) > 0:
+        listed += f" and {more:,} more"
+    message = f"{problem}; {remedy}. The columns are: {listed}"
+    raise DataError.at(path, message, line=line)
+
+
+def _described(column: SourceColumn) -> str:
+    name = "" if column.name is None else f" {column.name!r}"
+    sample = f", like {column.sample[:30]!r}" if column.sample else ""
+    return f"{column.position}{name} ({column.type}{sample})"
+
+
+def _position(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    role: str,
+    column: int | str,
+    line: int | None,
+) -> int:
+    """The position of a column that the caller chose by number or by name."""
+    if isinstance(column, int):
+        if 0 <= column < len(columns):
+            return column
+        problem = f"there is no column {column}"
+    else:
+        names = [known.name for known in columns]
+        if all(name is None for name in names):
+            raise ValueError(
+                f"{role}={column!r} is a name, but with header=False columns have none; "
+                "give its number from 0"
+            )
+        match names.count(column):
+            case 1:
+                return names.index(column)
+            case 0:
+                problem = f"there is no column {column!r}"
+            case _:
+                problem = f"there are several columns {column!r}"
+    remedy = f"name another: {role}=COLUMN, by its name or its number from 0"
+    unclear(path, columns, problem, remedy, line)

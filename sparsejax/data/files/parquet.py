@@ -1,0 +1,230 @@
+"""Parquet files of any content: finding, opening and writing them."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import os
+import threading
+from collections.abc import Generator, Iterable
+
+import pyarrow as pa
+import pyarrow.fs
+import pyarrow.parquet as pq
+
+from sparsejax.data.files import stores
+from sparsejax.data.files.opening import (
+    DataError,
+    Path,
+    check_regular,
+    is_address,
+    shown,
+)
+from sparsejax.whole_files import whole_file
+
+_FEW = 100
+
+# The file of a prepared folder that lists its parts, and the key of each part's schema,
+# with the identity of its folder.
+MANIFEST = "manifest.json"
+PART_KEY = b"sparsejax.folder"
+
+
+def write_whole(path: Path, table: pa.Table, *, group_rows: int) -> None:
+    """Writes a table to a file with checksums, whole or not at all."""
+    with whole_file(path) as file:
+        pq.write_table(
+            table,
+            file,
+            row_group_size=group_rows,
+            compression="zstd",
+            write_page_checksum=True,
+        )
+        file.flush()
+        os.fsync(file.fileno())
+
+
+@dataclasses.dataclass(frozen=True)
+class ParquetPath:
+    """The place of a Parquet file.
+
+    Attributes:
+      path: the path that messages name.
+      filesystem: the file system with the file.
+      inner: the path of the file in that file system.
+      size: in bytes.
+      crc32: checksum of its bytes, if a manifest has it.
+    """
+
+    path: Path
+    filesystem: pa.fs.FileSystem
+    inner: str
+    size: int
+    crc32: int | None = None
+
+    @contextlib.contextmanager
+    def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
+        """Opens the file. Errors of reading within the block become `DataError`.
+
+        With `one_group` only one row group is read, and its columns are asked for together.
+        If the file is of a manifest, its footer is kept for its other groups.
+        """
+        facts = os.fspath(self.path), self.size, self.crc32
+        keeps = one_group and self.crc32 is not None
+        footer = _footer(*facts) if keeps else _Footer()
+        with (
+            stores.naming(self.path, "is not a Parquet file, or is damaged"),
+            self.filesystem.open_input_file(self.inner) as stream,
+        ):
+            if stream.size() != self.size:
+                raise self.changed()
+            with footer.lock:  # one of several threads reads it
+                if keeps and footer.metadata is None:
+                    with opened(self.path, stream) as file:
+                        footer.metadata = file.metadata
+            with opened(
+                self.path, stream, pre_buffer=one_group, metadata=footer.metadata
+            ) as file:
+                yield file
+
+    def changed(self) -> DataError:
+        """The error for a file that is not what it was, or was said to be."""
+        return DataError.at(
+            self.path, "is damaged, or was changed since it was scanned"
+        )
+
+
+@dataclasses.dataclass
+class _Footer:
+    """The metadata of a file, once it was read."""
+
+    metadata: pq.FileMetaData | None = None
+    lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+
+
+@functools.lru_cache(maxsize=256)
+def _footer(path: str, size: int, crc32: int) -> _Footer:
+    return _Footer()
+
+
+@contextlib.contextmanager
+def opened(
+    path: Path,
+    stream: pa.NativeFile,
+    *,
+    pre_buffer: bool = False,
+    metadata: pq.FileMetaData | None = None,
+) -> Generator[pq.ParquetFile]:
+    """Opens a stream. Errors of reading within the block become `DataError`.
+
+    With the metadata of the file its footer is not read.
+    """
+    try:
+        with pq.ParquetFile(
+            stream,
+            metadata=metadata,
+            page_checksum_verification=True,
+            pre_buffer=pre_buffer,
+            # As nanoseconds, times before 1677 and after 2262 would wrap.
+            coerce_int96_timestamp_unit="us",
+        ) as file:
+            yield file
+    except MemoryError as error:
+        raise MemoryError(
+            f"{shown(path)}: a part of it takes more memory than there is ({error}). Equal "
+            "cells take hardly any room in Parquet: write smaller row groups, or shorter "
+            "texts and lists"
+        ) from error
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        first = str(error).partition("\n")[0]
+        message = f"is not a Parquet file, or is damaged: {first}"
+        raise DataError.at(path, message) from error
+
+
+def parquet_files(path: Path) -> list[ParquetPath]:
+    """A Parquet file, or those in a folder and its subfolders; see `files_below`.
+
+    Raises:
+      DataError: there is no such file, or the store cannot be reached.
+    """
+    files = files_below(path)
+    if len(files) == 1 and files[0].path == path:
+        return files
+    files = [file for file in files if file.inner.endswith(".parquet")]
+    if not files:
+        raise DataError.at(path, "is a directory without a .parquet file")
+    return files
+
+
+def files_below(path: Path) -> list[ParquetPath]:
+    """A file, or those in a folder and its subfolders, in the order of their names.
+
+    Files and folders whose names start with `_` or `.` are skipped, as in Spark.
+
+    Args:
+      path: a local path, or an address that pyarrow knows, like `s3://bucket/folder`.
+
+    Raises:
+      DataError: there is no such file, or the store cannot be reached.
+    """
+    if not is_address(path) and not os.path.isdir(path):
+        check_regular(path)
+    place = stores.Place.of(path)
+    filesystem, inner = place.filesystem, place.inner
+    with stores.naming(path):
+        info = filesystem.get_file_info(inner)
+        if info.type == pa.fs.FileType.File:
+            return [ParquetPath(path, filesystem, inner, info.size)]
+        if info.type == pa.fs.FileType.NotFound:
+            raise DataError.at(path, "no such file")
+        selector = pa.fs.FileSelector(inner, recursive=True)
+        found = filesystem.get_file_info(selector)
+    folder = os.fspath(path)
+    if is_address(path):
+        folder = folder.partition("?")[0]
+    files = []
+    for info in sorted(found, key=lambda info: info.path):
+        below = os.path.relpath(info.path, inner)
+        hidden = any(part[0] in "_." for part in below.split("/"))
+        if info.type == pa.fs.FileType.File and not hidden:
+            files.append(
+                ParquetPath(
+                    os.path.join(folder, below), filesystem, info.path, info.size
+                )
+            )
+    return files
+
+
+def first_schema(files: Iterable[ParquetPath]) -> tuple[Path, pa.Schema]:
+    """The first file with rows (or if there is none, the first one), and its columns.
+
+    Where there are no rows, a column of lists or of text may have no type, as from pandas.
+    """
+    found = None
+    for file in files:
+        with file.open() as opened:
+            if opened.metadata.num_rows:
+                return file.path, opened.schema_arrow
+            found = found or (file.path, opened.schema_arrow)
+    assert found is not None  # `parquet_files` finds one or more
+    return found
+
+
+def first_rows(
+    files: Iterable[ParquetPath], columns: list[str]
+) -> Generator[pa.RecordBatch]:
+    """The rows of files, a few at a time, for who needs only the first of them."""
+    for file in files:
+        with file.open() as opened:
+            yield from opened.iter_batches(_FEW, columns=columns)
+
+
+def check_no_part(path: Path, schema: pa.Schema) -> None:
+    """Raises DataError if a file of this schema is a part of a prepared folder."""
+    if PART_KEY in (schema.metadata or {}):
+        raise DataError.at(
+            path,
+            f"is a part of a prepared data set, which is read as a whole: name its folder. "
+            f"If that has no {MANIFEST}, preparing it was not finished; do it again",
+        )

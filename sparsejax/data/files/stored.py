@@ -1,0 +1,304 @@
+"""The saved form of data sets: one Parquet file with columns, a kind and a checksum.
+
+The metadata of its schema has a key for the kind of the data, with the version of the form.
+Columns differ in their lengths: the shorter ones end in nulls, which take no room. The
+checksum is of the whole content. `click_storage` has the columns of clicks.
+
+`SparseDataset.save` writes this form. Row `i` of the table holds the `i`-th row of the
+data set and, beside it, the name of the `i`-th feature. The shorter of the two is filled
+up with nulls, which take no room::
+
+    row     indices  values       feature
+    ann     [0, 2]   [1.0, 5.0]   milk
+    bob     []       []           tea
+    null    null     null         wine
+
+An indicator data set has no `values` (list<float32>). If the data set has times, there are
+`times` (list<int64>, list<double> or list<timestamp[us]>) and `order` (list<int64>), and
+`first_times` if an entry has several events. If
+entries were left out, `left_out` (int32) has their number for each row. The schema's
+metadata has the version of this form, and a checksum of the whole content.
+
+`SequenceDataset.save` writes the same with another key of the version. There indices are
+the items in the order of time, and there is neither `values` nor `order`.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax.data.files import arrow, parquet
+from sparsejax.data.files.entries import Entries, known
+from sparsejax.data.files.names import Names, as_names, to_arrow
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.sparse import CSR, as_int32
+
+VERSION = 1
+
+# Rows of a row group, which can be read without the others: some 30 MB.
+_GROUP_ROWS = 2**16
+Kind = Literal["items", "histories", "clicks"]
+_KEYS: dict[Kind, bytes] = {
+    "items": b"sparsejax.dataset.version",
+    "histories": b"sparsejax.sequences.version",
+    "clicks": b"sparsejax.clicks",
+}
+_CHECKSUM_KEY = b"sparsejax.dataset.crc32"
+
+# The file of a prepared folder that lists its parts, and the key of each part's schema,
+# with the identity of its folder.
+MANIFEST = "manifest.json"
+PART_KEY = b"sparsejax.folder"
+_COLUMNS = {
+    "row": pa.large_string(),
+    "indices": pa.list_(pa.int32()),
+    "values": pa.list_(pa.float32()),
+    "times": pa.list_(pa.int64()),  # or a list of another type in `_TIMES`
+    "order": pa.list_(pa.int64()),
+    "first_times": pa.list_(pa.int64()),  # or as `times`
+    "left_out": pa.int32(),
+    "feature": pa.large_string(),
+}
+_TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
+
+
+# Columns of entries, in the order in which they are in a file.
+_ENTRIES = ("indices", "values", "times", "order", "first_times")
+
+
+class StoredRows(NamedTuple):
+    """The content of a saved data set of items or histories."""
+
+    entries: Entries
+    row_names: Names
+    feature_names: Names
+
+
+def kind_of(schema: pa.Schema) -> Kind | None:
+    """The kind of the saved data of a file of this schema; None if it is another file."""
+    metadata = schema.metadata or {}
+    return next((kind for kind, key in _KEYS.items() if key in metadata), None)
+
+
+def stated(schema: pa.Schema, kind: Kind) -> bytes:
+    """The value of the key of a kind: its version, or a document."""
+    return (schema.metadata or {}).get(_KEYS[kind], b"")
+
+
+def write(
+    path: Path,
+    kind: Kind,
+    columns: Mapping[str, pa.Array],
+    facts: bytes,
+    metadata: Mapping[bytes, bytes],
+    *,
+    group_rows: int,
+) -> None:
+    """Writes a data set, whole or not at all.
+
+    Args:
+      path: the file.
+      kind: of the data.
+      columns: of any lengths.
+      facts: what the key of the kind states.
+      metadata: further metadata.
+      group_rows: rows of a row group.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    length = max(map(len, columns.values()))
+    table = pa.table(
+        {
+            name: pa.chunked_array([c, pa.nulls(length - len(c), c.type)])
+            for name, c in columns.items()
+        }
+    )
+    table = table.replace_schema_metadata({_KEYS[kind]: facts, **metadata})
+    parquet.write_whole(path, table, group_rows=group_rows)
+
+
+def one_file(path: Path) -> parquet.ParquetPath:
+    """The file at a path.
+
+    Raises:
+      DataError: there is none, or a folder.
+    """
+    [source, *others] = parquet.parquet_files(path)
+    if others or source.path != path:
+        raise DataError.at(path, "is a directory; expected a file")
+    return source
+
+
+def checksum(leaves: Sequence[bytes]) -> int:
+    """A checksum of the content of a file and of the list of its parts."""
+    found = zlib.crc32(repr([len(leaf) for leaf in leaves]).encode())
+    for leaf in leaves:
+        found = zlib.crc32(leaf, found)
+    return found
+
+
+def names_as_bytes(names: Names) -> bytes:
+    """Names for a checksum."""
+    return "\0".join(names.tolist()).encode()
+
+
+def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
+    """Lists of ids, `[examples]`, that keep their order.
+
+    Args:
+      flat: `[entries]` int32.
+      indptr: `[examples + 1]` where each list begins.
+      size: number of ids that there are.
+    """
+    # Not the constructor, which wants ascending columns.
+    leaves = (None, flat, as_int32("indptr", indptr), None)
+    return CSR.tree_unflatten(size, leaves)
+
+
+def write_rows(path: Path, kind: Kind, rows: StoredRows) -> None:
+    """Writes a data set of items or histories, whole or not at all.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    entries = rows.entries
+    ends = arrow.from_numbers(as_int32("indptr", entries.indptr))
+    columns = {"row": to_arrow(rows.row_names)}
+    for name in _ENTRIES:
+        if name in entries.columns:
+            flat = arrow.from_numbers(entries.columns[name])
+            columns[name] = pa.ListArray.from_arrays(ends, flat)
+    for name, leaf in entries.of_rows.items():
+        columns[name] = arrow.from_numbers(leaf)
+    columns["feature"] = to_arrow(rows.feature_names)
+    metadata = {_CHECKSUM_KEY: _checksum(rows)}
+    facts = str(VERSION).encode()
+    write(path, kind, columns, facts, metadata, group_rows=_GROUP_ROWS)
+
+
+def read_rows(path: Path, kind: Kind) -> StoredRows:
+    """Reads a file that `write_rows` wrote of this kind.
+
+    Raises:
+      DataError: the file is missing, is not such a file, or is damaged.
+    """
+    with one_file(path).open() as file:
+        check_schema(path, file.schema_arrow, kind)
+        rows = _read_table(path, file)
+        try:
+            # Pages have checksums of their own, but the records of their places do not.
+            if file.schema_arrow.metadata.get(_CHECKSUM_KEY) == _checksum(rows):
+                return rows
+            if kind == "items":
+                rows.entries.csr(len(rows.feature_names))  # which says more
+        except ValueError as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+        raise DataError.at(path, "is damaged: its checksum does not fit its content")
+
+
+def _checksum(rows: StoredRows) -> bytes:
+    entries = rows.entries
+    arrays = {**entries.columns, **entries.of_rows}
+    arrays["indptr"] = as_int32("indptr", entries.indptr)
+    names = ["indptr", "indices", "values", "left_out", "times", "order"]
+    names += ["first_times"] * ("first_times" in arrays)
+    leaves = [names_as_bytes(each) for each in rows[1:]]
+    leaves += [arrays[n].tobytes() if n in arrays else b"" for n in names]
+    return f"{checksum(leaves):08x}".encode()
+
+
+def check_schema(path: Path, schema: pa.Schema, kind: Kind) -> None:
+    """Raises DataError unless a file of this schema was made by `write_rows`, of this kind."""
+    version = stated(schema, kind).decode(errors="replace")
+    if stated(schema, "histories") and kind == "items":
+        raise DataError.at(
+            path,
+            "holds saved sequences: read it with read_sequences, or scan it with "
+            "scan_sequences; to_sparse() makes a SparseDataset of them",
+        )
+    if kind == "histories" and not version:
+        raise DataError.at(
+            path,
+            "holds no saved sequences; read other files with read_sequences, and save "
+            "them with SequenceDataset.save",
+        )
+    if not version or not {"row", "indices", "feature"} <= set(schema.names):
+        raise DataError.at(
+            path,
+            "is Parquet, but not a saved data set: expected the columns row, indices, "
+            f"values (optional) and feature, got {', '.join(schema.names)}; "
+            "make one with SparseDataset.save",
+        )
+    if version != str(VERSION):
+        raise DataError.at(
+            path,
+            f"is a saved data set of version {version}, but this release reads version "
+            f"{VERSION}; install a newer release",
+        )
+
+
+def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
+    types = _types(path, file.schema_arrow)
+    found: dict[str, list[pa.Array]] = {name: [] for name in types}
+    lengths = [np.empty(0, np.int64)]
+    for batch in file.iter_batches(columns=list(types)):
+        columns = {
+            name: batch.column(name).cast(type_).drop_null()
+            for name, type_ in types.items()
+        }
+        lengths.append(arrow.numbers(columns["indices"].value_lengths()))
+        for name, column in columns.items():
+            if name != "feature" and len(column) != len(columns["row"]):
+                raise _disagree(path, types)
+            if pa.types.is_list(column.type):
+                if not np.array_equal(
+                    arrow.numbers(column.value_lengths()), lengths[-1]
+                ):
+                    raise _disagree(path, types)
+                column = column.flatten()
+            found[name].append(column)
+    row_names, feature_names = (
+        as_names(pa.chunked_array(found.pop(name), types[name]))
+        for name in ("row", "feature")
+    )
+    leaves = {
+        name: np.concatenate(
+            [_empty(types[name]), *(arrow.numbers(each) for each in parts)]
+        )
+        for name, parts in found.items()
+    }
+    of_rows = known(left_out=leaves.pop("left_out", None))
+    entries = Entries.of_lengths(np.concatenate(lengths), leaves, of_rows)
+    return StoredRows(entries, row_names, feature_names)
+
+
+def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
+    """The columns that a saved data set has, and the type as which each is read."""
+    types = {name: type_ for name, type_ in _COLUMNS.items() if name in schema.names}
+    for name in types.keys() & {"times", "first_times"}:
+        found = schema.field(name).type
+        inner = getattr(found, "value_type", found)
+        if inner not in _TIMES:
+            raise DataError.at(path, f"is damaged: {name} are {found}")
+        types[name] = pa.list_(inner)
+    return types
+
+
+def _empty(type_: pa.DataType) -> np.ndarray:
+    """An empty array of the type of an entry."""
+    inner = type_.value_type if pa.types.is_list(type_) else type_
+    return arrow.numbers(pa.nulls(0, inner))
+
+
+def _disagree(path: Path, types: Iterable[str]) -> DataError:
+    columns = [name for name in types if name != "feature"]
+    return DataError.at(
+        path, f"is damaged: {', '.join(columns[:-1])} and {columns[-1]} do not agree"
+    )

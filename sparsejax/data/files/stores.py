@@ -1,0 +1,183 @@
+"""Files and folders, on this machine or in an object store."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import os
+import pathlib
+import re
+import shutil
+import tempfile
+import zlib
+from collections.abc import Generator
+from typing import IO
+
+import pyarrow as pa
+import pyarrow.fs
+
+from sparsejax.data.files.opening import DataError, Path, is_address
+from sparsejax.whole_files import whole_file
+
+_PIECE = 2**22  # bytes that are copied at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The place of a file or a folder.
+
+    Attributes:
+      path: a local path or an address, as messages name it.
+      filesystem: the file system.
+      inner: the path in that file system.
+    """
+
+    path: Path
+    filesystem: pa.fs.FileSystem
+    inner: str
+
+    @classmethod
+    def of(cls, path: Path) -> Place:
+        """The place of a local path, or of an address like `s3://bucket/folder`.
+
+        Raises:
+          DataError: there is no such kind of store.
+        """
+        if not is_address(path):
+            return cls(path, pa.fs.LocalFileSystem(), os.fspath(path))
+        with naming(path):
+            filesystem, inner = pa.fs.FileSystem.from_uri(os.fspath(path))
+        return cls(path, filesystem, inner)
+
+    def below(self, name: str) -> Place:
+        """A file or folder within this folder."""
+        folder = os.fspath(self.path)
+        if is_address(folder):  # its options are known to the file system
+            folder = folder.partition("?")[0]
+        inner = f"{self.inner.rstrip('/')}/{name}"
+        return dataclasses.replace(self, path=os.path.join(folder, name), inner=inner)
+
+    @property
+    def parent(self) -> tuple[Place, str]:
+        """The folder that this is in, and the name of this in it."""
+        path, _, query = os.fspath(self.path).partition("?" if self.is_remote else "\0")
+        path = re.sub(r"(?<=[^/])/[^/]*$", "", path.rstrip("/")) if "/" in path else "."
+        inner, _, name = self.inner.rstrip("/").rpartition("/")
+        path = f"{path}?{query}" if query else path
+        return dataclasses.replace(self, path=path, inner=inner or "."), name
+
+    @property
+    def is_remote(self) -> bool:
+        return not isinstance(self.filesystem, pa.fs.LocalFileSystem)
+
+    def size(self) -> int | None:
+        """The size of the file in bytes, or None if there is no such file.
+
+        Raises:
+          DataError: the store does not answer.
+        """
+        with naming(self.path):
+            info = self.filesystem.get_file_info(self.inner)
+        return info.size if info.type == pa.fs.FileType.File else None
+
+    def version(self) -> str | None:
+        """Size and time of the last change, in one word; None if there is no such file.
+
+        Raises:
+          DataError: the store does not answer.
+        """
+        with naming(self.path):
+            info = self.filesystem.get_file_info(self.inner)
+        if info.type != pa.fs.FileType.File:
+            return None
+        return f"{info.size}-{info.mtime_ns}"
+
+    def names(self) -> list[str]:
+        """The names of what is in the folder; none if there is no such folder.
+
+        Raises:
+          DataError: the store does not answer.
+        """
+        selector = pa.fs.FileSelector(self.inner, allow_not_found=True)
+        with naming(self.path):
+            return [info.base_name for info in self.filesystem.get_file_info(selector)]
+
+    def read(self) -> bytes | None:
+        """The content of the file, or None if there is no such file.
+
+        Raises:
+          DataError: it cannot be read.
+        """
+        with naming(self.path):
+            try:
+                # A stream would be read by many small requests.
+                with self.filesystem.open_input_file(self.inner) as file:
+                    return file.read()
+            except (FileNotFoundError, NotADirectoryError):
+                return None
+
+    @contextlib.contextmanager
+    def writing(self) -> Generator[IO[bytes]]:
+        """Opens the file for writing. It appears when the block is done, or not at all.
+
+        What goes to a store is written to a temporary file first: a store would take a
+        part of a file for the whole, if the block failed.
+
+        Raises:
+          OSError: it cannot be written.
+        """
+        if not self.is_remote:
+            path = pathlib.Path(self.inner)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with whole_file(path) as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            return
+        with tempfile.TemporaryFile() as file:  # nothing stays if the process is killed
+            yield file
+            file.flush()
+            # In one call: if a signal raised within it, what was sent would become the file.
+            pa.fs.copy_files(
+                path_of(file),
+                self.inner,
+                source_filesystem=pa.fs.LocalFileSystem(),
+                destination_filesystem=self.filesystem,
+            )
+
+    def fetch(self, path: Path) -> None:
+        """Copies the file to a local path, whole or not at all.
+
+        Raises:
+          DataError: it cannot be read.
+        """
+        with (
+            naming(self.path),
+            whole_file(path) as file,
+            self.filesystem.open_input_stream(self.inner) as stream,
+        ):
+            shutil.copyfileobj(stream, file, _PIECE)
+
+
+@contextlib.contextmanager
+def naming(path: Path, problem: str = "cannot be read") -> Generator[None]:
+    """Within it, errors of reading become a `DataError` that names the path."""
+    try:
+        yield
+    except (pa.ArrowException, OSError) as error:
+        first = str(error).partition("\n")[0]
+        raise DataError.at(path, f"{problem}: {first}") from error
+
+
+def path_of(file: IO[bytes]) -> str:
+    """The path of an open file, in this process; also of one that has no name."""
+    return f"/proc/self/fd/{file.fileno()}"
+
+
+def crc32(path: str) -> int:
+    """The checksum of a local file."""
+    checksum = 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            checksum = zlib.crc32(piece, checksum)
+    return checksum

@@ -1,0 +1,4 @@
+"""Folders that `prepare` writes, and how.
+
+Above `sets` and `events`.
+"""

@@ -1,0 +1,701 @@
+"""From events to a folder of sorted rows, on one machine, by DuckDB."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import glob
+import hashlib
+import json
+import os
+import shutil
+import tempfile
+from collections.abc import Generator, Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax import codec
+from sparsejax.data.events.stream import Events, events_of
+from sparsejax.data.files import arrow
+from sparsejax.data.files.columns import BY_NAME, Chosen, Column
+from sparsejax.data.files.entries import Entries
+from sparsejax.data.files.names import (
+    Names,
+    as_names,
+    find_names,
+    of_features,
+    quoted,
+    to_arrow,
+)
+from sparsejax.data.files.opening import DataError, Path, is_address, shown
+from sparsejax.data.files.parquet import MANIFEST
+from sparsejax.data.files.stores import Place
+from sparsejax.data.prepared import queries
+from sparsejax.data.prepared.folder import (
+    VERSION,
+    DataFolder,
+    Manifest,
+    Part,
+    vocabulary_file,
+    vocabulary_hash,
+)
+from sparsejax.data.prepared.folder_files import (
+    finish,
+    leaves_of,
+    whole_users,
+    write_rows,
+)
+from sparsejax.data.sets import split
+from sparsejax.data.sets.assemble import Features
+from sparsejax.data.sets.vocabulary import popularity_ranks
+from sparsejax.whole_files import temporary_folder, whole_folder
+
+_BATCH = 2**18  # sorted entries that come from the engine at a time
+# Memory of the engine for each event that it groups at once. DuckDB 2.0 keeps up to 8
+# bytes of notes, which it cannot spill (github.com/duckdb/duckdb/issues/22578).
+BYTES_PER_EVENT = 32
+_BUCKET_BITS = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Cut:
+    """How entries are split into train and test; at most one field is given.
+
+    Attributes:
+      time: entries at or after it are held out.
+      last: how many of the last entries of each row are held out.
+      fraction: share of the entries of each row that stays in train.
+      seed: of the choice by `fraction`.
+    """
+
+    time: split.Time | None = None
+    last: int | None = None
+    fraction: float | None = None
+    seed: int = 0
+
+    def check(self) -> None:
+        """Raises ValueError for wrong values, or for several splits."""
+        given = [
+            f"split_{name}"
+            for name in ("time", "last", "fraction")
+            if getattr(self, name) is not None
+        ]
+        if len(given) > 1:
+            raise ValueError(f"there is one split, but {' and '.join(given)} are given")
+        if self.last is not None and self.last < 1:
+            raise ValueError(f"split_last must be 1 or more, got {self.last}")
+        if self.fraction is not None:
+            split.check_fraction(self.fraction)
+
+    def __bool__(self) -> bool:
+        return not self.time is self.last is self.fraction is None
+
+    def before(self, times: np.ndarray | None) -> Any:
+        """The time of the split, as entries have it.
+
+        Args:
+          times: some times of the events, or None.
+        """
+        if self.time is None or times is None:
+            return None
+        time = split.as_time(self.time, times)
+        # Times beyond all integers are before or after all of them.
+        return int(time.astype(np.int64)) if isinstance(time, np.datetime64) else time
+
+    def keys(self, items: Names) -> np.ndarray | None:
+        """`[items]` what the choice needs to know of each item, if anything."""
+        if self.last is not None:
+            # If times are equal, the item that comes later in the order of text is later.
+            rank = np.empty(len(items), np.int64)
+            rank[np.argsort(items, stable=True)] = np.arange(len(items))
+            return rank
+        return None if self.fraction is None else split.hashes(items, self.seed)
+
+    def held_out(
+        self,
+        entries: Entries,
+        names: pa.Array,
+        keys: np.ndarray | None,
+        before: Any,
+    ) -> np.ndarray:
+        """`[entries]` bool: the entries that are held out.
+
+        Args:
+          entries: of whole users.
+          names: of these users.
+          keys: `[entries]` the `keys` of their items.
+          before: the time, as the entries have it.
+        """
+        if self.time is not None:
+            return entries.columns["times"] >= before
+        if keys is None:
+            return np.zeros(len(entries.indices), bool)
+        indptr = entries.indptr
+        if self.last is not None:
+            return split.heldout_last(indptr, entries.columns["times"], keys, self.last)
+        assert self.fraction is not None
+        users = split.hashes(as_names(names), self.seed)
+        at = np.arange(len(keys))
+        return split.heldout_by_hash(indptr, at, users, keys, self.fraction)
+
+
+def prepare(
+    events: Any,
+    out: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: Column = None,
+    format: str | None = None,
+    delimiter: str | None = None,
+    separator: str | None = None,
+    time_format: str | None = None,
+    duplicates: Literal["add", "last", "max"] = "add",
+    min_user: int = 1,
+    min_item: int = 1,
+    features: Features = None,
+    indicator: bool = False,
+    split_time: split.Time | None = None,
+    split_last: int | None = None,
+    split_fraction: float | None = None,
+    seed: int = 0,
+    skip_bad: bool = False,
+    memory: str | None = None,
+) -> Manifest:
+    """Turns events into a data set in a folder, which need not fit in memory.
+
+    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+    >>> print(prepare(pandas.DataFrame(table), "prepared"))
+    train: 2 rows, 3 entries; 2 items
+    >>> read("prepared").feature_names.tolist()
+    ['tea', 'rye']
+    >>> scan_parquet("prepared").num_rows
+    2
+
+    The folder has the vocabulary, `train/`, `test/` if there is a split, and a manifest.
+    `read`, `scan_parquet` and all commands take it: its path is that of the part `train`,
+    and `test` in it has what is held out. Vocabulary, columns and values are those of
+    `read` of the same events. Rows have a pseudo-random order, and rows without entries
+    are left out.
+
+    DuckDB does the work; it needs `pip install 'sparsejax[prepare]'`. What exceeds the
+    memory is written to a temporary folder beside `out`, or if `out` is an address, to
+    that of the system. The vocabulary must fit in memory. A local folder appears whole or
+    not at all. In a store the manifest is written last, and a folder without it is
+    unfinished: repeat the call.
+
+    Args:
+      events: files, or a table in memory; see `read`. Tables may have a list of items on
+        each row.
+      out: the folder to make, or an address in a store.
+      user: the column with the users; see `read`.
+      item: the column with the items.
+      value: the column with the values.
+      time: the column with the times. It is read only if `split_time`, `split_last` or
+        `duplicates="last"` needs it.
+      format: see `read`.
+      delimiter: see `read`.
+      separator: see `read`.
+      time_format: see `read`.
+      duplicates: the value of an entry that has several events: their sum ("add"), that
+        of the latest (of equally late ones the largest), or the largest ("max").
+      min_user: leave out users with fewer entries, before the split. As this may make
+        items rare, and the other way round, both are repeated until nothing changes.
+      min_item: leave out items with fewer users.
+      features: vocabulary to prepare against: names or a data set. By default it is the
+        items, in the order of `vocabulary_order`.
+      indicator: ignore values.
+      split_time: hold out entries whose latest event is at or after this time, as
+        `SparseDataset.split_at`. The vocabulary is then that of the earlier entries.
+        Later entries of other items are left out and counted.
+      split_last: hold out so many of the last entries of each row, as
+        `SparseDataset.split_last`. At equal times the greater name is later.
+      split_fraction: hold out a random share: the same entries as
+        `SparseDataset.split(fraction, seed=seed)`. It is the share that stays in train.
+      seed: of `split_fraction`.
+      skip_bad: leave out events without a user or an item, with a value that is not finite
+        as float32, or without a time where it is needed. The manifest has their number.
+      memory: how much memory the engine may take, like "4GB"; by default 80 % of all.
+
+    Raises:
+      DataError: the events cannot be read, or some are wrong: the message counts them and
+        has one. Nothing is left, or nothing is held out.
+      FileExistsError: `out` exists. If it is the whole folder of the same events and
+        settings, nothing is done, and its manifest is returned.
+      ImportError: DuckDB is not installed.
+      OSError: `out` cannot be written.
+      ValueError: an argument is wrong.
+    """
+    cut = Cut(time=split_time, last=split_last, fraction=split_fraction, seed=seed)
+    settings, known = settings_of(
+        cut,
+        columns=[user, item, value, time],
+        duplicates=duplicates,
+        min_user=min_user,
+        min_item=min_item,
+        features=features,
+        indicator=indicator,
+        skip_bad=skip_bad,
+    )
+    before = prepared_before(out, settings)
+    with _writing(out, before) as folder, _engine(folder, memory) as engine:
+        found = events_of(
+            events,
+            chosen=Chosen(user, item, value, BY_NAME if time is None else time),
+            format=format,
+            delimiter=delimiter,
+            indicator=indicator,
+            with_time=needs_time(cut, duplicates),
+            skip_bad=skip_bad,
+            separator=separator,
+            time_format=time_format,
+        )
+        found.vocabulary = known
+        preparation = _Preparation(engine, found, cut, settings)
+        return preparation.run(folder, known, before)
+
+
+def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None:
+    """The whole folder at `out`, if it was prepared by these settings; None if it is new.
+
+    A process may be killed after its folder has appeared. Repeating the call is then no error.
+
+    Raises:
+      FileExistsError: `out` holds something else.
+    """
+    place = Place.of(out)
+    text = place.below(MANIFEST).read()
+    if text is None and (is_address(out) or not os.path.lexists(out)):
+        return None
+    other = FileExistsError(f"{shown(out)}: already exists; name another folder")
+    try:
+        folder = DataFolder.find(out)
+        if folder is None:
+            raise other
+        manifest = folder.manifest
+        if manifest.settings != codec.plain(settings):
+            raise FileExistsError(
+                f"{shown(out)}: already exists, prepared with other settings; name another "
+                "folder"
+            )
+        folder.vocabulary()
+    except DataError as error:
+        raise other from error
+    for file in (*manifest.train, *manifest.test):
+        if place.below(file.path).size() != file.size:
+            raise other
+    return folder
+
+
+def check_same(before: DataFolder, identity: str) -> Manifest:
+    """The manifest of a folder, if it was prepared from the same events, too.
+
+    Raises:
+      FileExistsError: from other events.
+    """
+    if before.manifest.id != identity:
+        raise FileExistsError(
+            f"{shown(before.place.path)}: already exists, prepared from other events; name "
+            "another folder"
+        )
+    return before.manifest
+
+
+def needs_time(cut: Cut, duplicates: str) -> bool:
+    """Whether events must have times."""
+    return cut.time is not None or cut.last is not None or duplicates == "last"
+
+
+def settings_of(
+    cut: Cut,
+    *,
+    columns: list[Column],
+    duplicates: str,
+    min_user: int,
+    min_item: int,
+    features: Features,
+    indicator: bool,
+    skip_bad: bool,
+) -> tuple[dict[str, Any], Names | None]:
+    """The settings as the manifest has them, and the given vocabulary; see `prepare`.
+
+    Raises:
+      ValueError: an argument is wrong.
+    """
+    cut.check()
+    if duplicates not in ("add", "last", "max"):
+        raise ValueError(f'duplicates is "add", "last" or "max", got {duplicates!r}')
+    for name, least in (("min_user", min_user), ("min_item", min_item)):
+        if least < 1:
+            raise ValueError(f"{name} must be 1 or more, got {least}")
+    known = None if features is None else of_features(features)
+    settings = {
+        "columns": columns,
+        "duplicates": duplicates,
+        "min_user": min_user,
+        "min_item": min_item,
+        "features": None if known is None else vocabulary_hash(known),
+        "indicator": indicator,
+        "split_time": None if cut.time is None else str(cut.time),
+        "split_last": cut.last,
+        "split_fraction": cut.fraction,
+        "seed": cut.seed,
+        "skip_bad": skip_bad,
+    }
+    return settings, known
+
+
+@contextlib.contextmanager
+def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
+    """The folder to write to. A local one appears when the block is done."""
+    if is_address(out) or before is not None:
+        yield Place.of(out)
+        return
+    with whole_folder(out) as folder:
+        yield Place.of(folder)
+
+
+@contextlib.contextmanager
+def _engine(folder: Place, memory: str | None) -> Generator[Any]:
+    """A database that writes what exceeds the memory to a temporary folder."""
+    try:
+        import duckdb
+    except ImportError:
+        raise ImportError(
+            "preparing data needs DuckDB: pip install 'sparsejax[prepare]'"
+        ) from None
+
+    beside = (
+        tempfile.gettempdir()
+        if folder.is_remote
+        else os.path.dirname(os.path.abspath(folder.inner))
+    )
+    with temporary_folder(beside) as spill, duckdb.connect() as engine:
+        engine.execute("SET temp_directory = $1", [os.fspath(spill)])
+        # By itself it takes a thread for each core of the machine, also under `taskset`.
+        [[threads]] = engine.execute("SELECT current_setting('threads')").fetchall()
+        cores = len(os.sched_getaffinity(0))
+        engine.execute("SET threads = $1", [min(threads, cores)])
+        engine.execute("SET preserve_insertion_order = false")
+        if memory is not None:
+            try:
+                engine.execute("SET memory_limit = $1", [memory])
+            except duckdb.Error as error:
+                raise ValueError(
+                    f"memory={memory!r} is no amount of memory, like '4GB'"
+                ) from error
+        try:
+            yield engine
+        except duckdb.OutOfMemoryException as error:
+            raise MemoryError(
+                "the engine needs more memory, or more room in its temporary folder: "
+                f"{str(error).partition(chr(10))[0]}"
+            ) from error
+
+
+@dataclasses.dataclass
+class _Preparation:
+    """The steps from events to files."""
+
+    engine: Any
+    events: Events
+    cut: Cut
+    settings: dict[str, Any]
+
+    def run(
+        self, folder: Place, known: Names | None, done: DataFolder | None
+    ) -> Manifest:
+        """Writes the folder, or compares the events with those of one that is done."""
+        events = self.events
+        before = self.cut.before(events.times)
+        pairs = self._frequent(self._pairs())
+        timed = self.cut.time is not None or self.cut.last is not None
+        identity = self._identity(pairs, timed)
+        if done is not None:
+            return check_same(done, identity)
+        names, counts, size = self._vocabulary(pairs, known, before)
+        codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
+        given = pa.table({"item": to_arrow(names), "code": codes})
+        self.engine.register("given", given)  # only for this connection
+        self._make("codes", "SELECT item, code FROM given")
+        self._make("people", queries.people(queries.DUCKDB, pairs))
+        query = queries.entries(pairs, valued=events.valued, timed=timed, before=before)
+        keys_of_items = self.cut.keys(names)
+
+        def users() -> Iterator[tuple[Entries, pa.Array, np.ndarray]]:
+            people = _Names(self._stream(queries.names()))
+            for entries in whole_users(map(leaves_of, self._stream(query))):
+                users = people.take(entries.of_rows["users"])
+                self._check_values(entries, users, names)
+                codes = entries.indices
+                keys = None if keys_of_items is None else keys_of_items[codes]
+                is_held = self.cut.held_out(entries, users, keys, before)
+                # Items that the vocabulary lacks have the codes behind it.
+                columns = np.where(codes < size, codes, -1)
+                yield entries.replaced(indices=columns), users, is_held
+
+        counted = with_left_out(self.cut, known, len(names) > size)
+        writers = write_rows(users(), folder, identity, counted)
+        manifest = Manifest(
+            id=identity,
+            indicator=not events.valued,
+            num_items=size,
+            vocabulary=vocabulary_hash(names[:size]),
+            train=tuple(writers["train"].files),
+            test=tuple(writers["test"].files) if self.cut else (),
+            left_out={part: w.left_out for part, w in writers.items() if w.left_out},
+            skipped=dict(events.wrong.counts),
+            settings=self.settings,
+            vocabulary_file=vocabulary_file(identity if folder.is_remote else None),
+        )
+        check_prepared(self.events.path, manifest, self.cut)
+        finish(folder, manifest, names[:size], counts)
+        warn_of_merged(manifest, writers["test"].repeated if self.cut else 0)
+        return manifest
+
+    def _pairs(self) -> str:
+        events = self.events
+        timed = events.times is not None
+        duplicates = self.settings["duplicates"]
+        grouped = queries.pairs(
+            queries.DUCKDB, "{}", duplicates, valued=events.valued, timed=timed
+        )
+        single = queries.with_first("events") if timed else "events"
+        most = self._most()
+        self._consume(f"CREATE TABLE pairs AS {grouped.format(single)}", most)
+        if events.are_left():
+            self._group_in_buckets(grouped, single, most)
+        if events.wrong.counts and not self.settings["skip_bad"]:
+            raise DataError.at(
+                events.path,
+                f"{events.wrong}; correct them, or leave them out by skip_bad=True",
+            )
+        if not self._count("pairs"):
+            raise DataError.at(
+                events.path, f"holds no data: there are no events{self._skipped()}"
+            )
+        return "pairs"
+
+    def _most(self) -> int:
+        """How many events the engine can group at once."""
+        limit = "parse_formatted_bytes(current_setting('memory_limit'))"
+        [[limit]] = self._run(f"SELECT {limit}")
+        return max(limit // BYTES_PER_EVENT, 1)
+
+    def _group_in_buckets(self, grouped: str, single: str, most: int) -> None:
+        """Groups the table `pairs` and the events that are left, some users at a time.
+
+        Args:
+          grouped: the query that groups the table `{}`.
+          single: the events as pairs.
+          most: how many events to read at once.
+        """
+        [[spill]] = self._run("SELECT current_setting('temp_directory')")
+        folder = os.path.join(spill, "buckets")
+        write = (
+            f"COPY ({queries.in_buckets('{}', _BUCKET_BITS)}) TO {_literal(folder)} "
+            "(FORMAT parquet, COMPRESSION lz4, PARTITION_BY (bucket), APPEND)"
+        )
+        self._run(write.format("pairs"))
+        self._run("CREATE OR REPLACE TABLE pairs AS FROM pairs LIMIT 0")
+        while self.events.are_left():
+            self._consume(write.format(single), most)
+        for bucket in os.listdir(folder):
+            files = os.path.join(glob.escape(folder), bucket, "*.parquet")
+            source = f"read_parquet({_literal(files)})"
+            self._run(f"INSERT INTO pairs {grouped.format(source)}")
+            shutil.rmtree(os.path.join(folder, bucket))
+
+    def _consume(self, query: str, most: int) -> None:
+        """Runs a query of the next `events`."""
+        self.engine.register("events", self.events.reader(most))
+        try:
+            self._run(query)
+        except Exception:
+            self.events.check()  # this says more, if the events are the cause
+            raise
+        finally:
+            self.engine.unregister("events")
+
+    def _skipped(self) -> str:
+        counts = self.events.wrong.counts
+        return f" but wrong ones: {self.events.wrong}" if counts else ""
+
+    def _frequent(self, table: str) -> str:
+        """The pairs of users and items that are frequent enough."""
+        steps = [
+            (column, self.settings[which])
+            for column, which in (("item", "min_item"), ("name", "min_user"))
+            if self.settings[which] > 1
+        ]
+        count = self._count(table)
+        unchanged, turn = 0, 0
+        while steps and unchanged < len(steps):
+            column, least = steps[turn % len(steps)]
+            turn += 1
+            following = f"pairs{turn}"
+            self._make(following, queries.frequent(table, column, least))
+            self._run(f"DROP TABLE {table}")
+            table = following
+            left = self._count(table)
+            unchanged, count = (unchanged + 1 if left == count else 0), left
+            if len(steps) == 1:
+                break
+        if not count:
+            raise nothing_left(self.events.path, self.settings)
+        return table
+
+    def _vocabulary(
+        self, pairs: str, known: Names | None, before: Any
+    ) -> tuple[Names, np.ndarray, int]:
+        """All items, those of the vocabulary first; its counts, and its size."""
+        found = self._table(queries.items(pairs, before))
+        names, counts = (
+            as_names(found["item"]),
+            arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
+        )
+        if known is None:
+            size = int(np.count_nonzero(counts))
+            if not size:
+                raise all_held_out(self.events.path, self.cut)
+            order = popularity_ranks(size)
+            order = np.append(order, np.arange(size, len(names)))
+            return names[order], counts[order[:size]], size
+        place = find_names(known, names)
+        if (place < 0).all():
+            raise all_unknown(self.events.path, names, known)
+        rest = names[find_names(names, known) < 0]
+        counts = np.where(place < 0, 0, counts[place])
+        return np.concatenate([known, rest]), counts, len(known)
+
+    def _check_values(self, entries: Entries, users: pa.Array, items: Names) -> None:
+        if "values" not in entries.columns:
+            return
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(entries.columns["values"].astype(np.float32))
+        if not finite.all():
+            at = int(np.argmin(finite))
+            row = int(np.searchsorted(entries.indptr, at, side="right")) - 1
+            raise DataError.at(
+                self.events.path,
+                f"the values of {users[row].as_py()!r} and "
+                f"{items[entries.indices[at]]!r} have too large a sum",
+            )
+
+    def _identity(self, pairs: str, timed: bool) -> str:
+        """A hash of the entries and the settings."""
+        query = queries.content(
+            queries.DUCKDB, pairs, valued=self.events.valued, timed=timed
+        )
+        facts = [VERSION, self.settings, self._run(query)]
+        text = json.dumps(facts, sort_keys=True).encode()
+        return hashlib.blake2b(text, digest_size=8).hexdigest()
+
+    def _run(self, query: str) -> list[tuple]:
+        return self.engine.execute(query).fetchall()
+
+    def _make(self, table: str, query: str) -> None:
+        self._run(f"CREATE TABLE {table} AS {query}")
+
+    def _count(self, table: str) -> int:
+        [[count]] = self._run(f"SELECT count(*) FROM {table}")
+        return count
+
+    def _table(self, query: str) -> pa.Table:
+        return self.engine.sql(query).to_arrow_table()
+
+    def _stream(self, query: str) -> Iterator[pa.RecordBatch]:
+        """The rows of a result, while other queries run."""
+        yield from self.engine.cursor().sql(query).to_arrow_reader(_BATCH)
+
+
+class _Names:
+    """The names of users, which are asked for in ascending order."""
+
+    def __init__(self, batches: Iterator[pa.RecordBatch]):
+        self._batches = batches
+        self._waiting: list[pa.Array] = []
+        self._first = 0  # the number of the first user that waits
+        self._num_waiting = 0
+
+    def take(self, users: np.ndarray) -> pa.Array:
+        """The names of all users from the first that is left to the last of `users`."""
+        count = int(users[-1]) + 1 - self._first
+        while self._num_waiting < count:
+            names = next(self._batches).column("name").cast(pa.large_string())
+            self._waiting.append(names)
+            self._num_waiting += len(names)
+        names = pa.concat_arrays(self._waiting)
+        self._waiting = [names[count:]]
+        self._first += count
+        self._num_waiting -= count
+        return names[:count]
+
+
+def with_left_out(
+    cut: Cut, known: Names | None, some_unknown: bool
+) -> dict[Part, bool]:
+    """The parts to write, and whether each counts entries that the vocabulary lacks.
+
+    Args:
+      cut: how entries are split.
+      known: the given vocabulary, or None if it is that of the part train.
+      some_unknown: whether events have items that the vocabulary lacks.
+    """
+    parts: dict[Part, bool] = {"train": known is not None and some_unknown}
+    return parts | {"test": some_unknown} if cut else parts
+
+
+def nothing_left(path: Path, settings: Mapping[str, Any]) -> DataError:
+    """The error if no user and item is frequent enough."""
+    return DataError.at(
+        path,
+        f"nothing is left: no users have min_user={settings['min_user']:,} items that "
+        f"have min_item={settings['min_item']:,} such users",
+    )
+
+
+def all_held_out(path: Path, cut: Cut) -> DataError:
+    """The error if a vocabulary is empty."""
+    return DataError.at(
+        path,
+        "everything is held out, nothing to train on: no event is before "
+        f"split_time={cut.time}",
+    )
+
+
+def all_unknown(path: Path, names: Names, known: Names) -> DataError:
+    """The error if a vocabulary has none of the items."""
+    return DataError.at(
+        path,
+        f"all entries are of items that the vocabulary lacks: {quoted(names)}; it has "
+        f"{quoted(known)}",
+    )
+
+
+def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
+    """Raises DataError if a part has nothing."""
+    if not manifest.num_entries():
+        raise DataError.at(
+            path,
+            "there is nothing to train on: all entries are held out, or are of items that "
+            "the vocabulary lacks",
+        )
+    if cut and not manifest.num_rows("test"):
+        raise DataError.at(
+            path, "nothing is held out: rows are too short, or the time is too late"
+        )
+
+
+def warn_of_merged(manifest: Manifest, repeated: int) -> None:
+    """Warns of held-out entries that have events before the split; `repeated` counts them."""
+    heldout = manifest.num_entries("test") + manifest.left_out.get("test", 0)
+    split.warn_of_repeats(repeated, heldout)
+
+
+def _literal(text: str) -> str:
+    quoted = text.replace("'", "''")
+    return f"'{quoted}'"

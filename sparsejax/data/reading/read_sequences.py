@@ -1,0 +1,174 @@
+"""Reading histories from files and tables, in memory or a part at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable
+from typing import Any
+
+import numpy as np
+import scipy.sparse
+
+from sparsejax.data.events.pieces import is_path
+from sparsejax.data.events.source import Asked, find_format, name_of, open_source
+from sparsejax.data.files import parquet, stored
+from sparsejax.data.files.columns import (
+    BY_NAME,
+    Chosen,
+    Column,
+    TimeColumn,
+    account_of_histories,
+)
+from sparsejax.data.files.entries import offsets
+from sparsejax.data.files.names import FeatureNames
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.sets.assemble import encode
+from sparsejax.data.sets.dataset import SparseDataset, UnknownFeaturesWarning
+from sparsejax.data.sets.sequences import SequenceDataset, align_sequences
+from sparsejax.data.sets.vocabulary import vocabulary_order
+
+Vocabulary = FeatureNames | Iterable[object] | None
+
+
+def read_sequences(
+    source: Path | Any,
+    *,
+    format: str | None = None,
+    user: Column = None,
+    item: Column = None,
+    time: TimeColumn = BY_NAME,
+    delimiter: str | None = None,
+    separator: str | None = None,
+    time_format: str | None = None,
+    features: Vocabulary = None,
+) -> SequenceDataset:
+    """Reads the events of each user in the order of time, with every repeat.
+
+    >>> table = {"user": ["ann", "ann", "ann"], "item": ["tea", "rye", "tea"]}
+    >>> frame = pandas.DataFrame(table | {"date": ["2024-03-01", "2024-01-01", "2024-02-01"]})
+    >>> read_sequences(frame).times.astype("datetime64[D]").astype(str).tolist()
+    ['2024-01-01', '2024-02-01', '2024-03-01']
+
+    It takes the forms of `read`. Users come in
+    order of first appearance, and items have the numbers that `read` gives them. Events of
+    the same time keep their order in the file. If there are no times, that order is the
+    history: of pairs, of a list on each row, or of the items on a line. Values are ignored.
+    If there is a column of times that cannot be read, that is an error; `time=None` says
+    that the order of the file is meant.
+
+    What `SparseDataset.save` wrote is read if it has times, see
+    `SequenceDataset.from_sparse`.
+
+    Args:
+      source: files, or a table in memory; see `read`.
+      format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`; see `read`.
+      user: the column with the row's name, for a table.
+      item: the column with the feature's name, or with a list of names.
+      time: the column with the time, or with a list of times; None means the order of the
+        file.
+      delimiter: what separates the columns of pairs.
+      separator: what separates the items in a cell; see `read`.
+      time_format: of times that are text; see `read`.
+      features: vocabulary to read against: names, or a data set. Entries of other items are
+        left out, with a warning.
+
+    Raises:
+      DataError: the file cannot be read, a time is missing or no time, or times are of
+        several kinds.
+      ValueError: there is no such format, or columns are chosen but it has none.
+    """
+    chosen = Chosen(user, item, None, time)
+    asked = Asked(
+        chosen,
+        format,
+        delimiter,
+        indicator=True,
+        separator=separator,
+        time_format=time_format,
+    )
+    data = None
+    if is_path(source) and find_format(source, asked) == "parquet":
+        data = _saved(source, chosen)
+    if data is None:
+        data = _read(source, asked)
+    path = name_of(source)
+    if features is None:
+        return _accounted(data)
+    try:
+        data, unknown = align_sequences(data, features)
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+    if unknown:
+        warnings.warn(
+            f"{shown(path)}: {unknown}",
+            UnknownFeaturesWarning,
+            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
+        )
+    return _accounted(data)
+
+
+def _accounted(data: SequenceDataset) -> SequenceDataset:
+    if data.columns is None:
+        return data
+    sizes = data.num_rows, data.num_features, data.num_entries
+    account = account_of_histories(*sizes, timed=data.times is not None)
+    columns = dataclasses.replace(data.columns, account=account)
+    return dataclasses.replace(data, columns=columns)
+
+
+def _saved(path: Path, chosen: Chosen) -> SequenceDataset | None:
+    """A saved data set; None if the path is of something else."""
+    files = parquet.parquet_files(path)
+    _, schema = parquet.first_schema(files)
+    time_is_read = chosen.time is not None
+    is_ours = stored.kind_of(schema) in ("items", "histories")
+    if is_ours and len(files) == 1:
+        if chosen:
+            raise ValueError(
+                f"{shown(path)}: is a saved data set, so it has no columns to name"
+            )
+        if stored.kind_of(schema) == "histories":
+            data = SequenceDataset.load(path)
+            return data if time_is_read else dataclasses.replace(data, times=None)
+        if not time_is_read:
+            raise ValueError(
+                f"{shown(path)}: is a saved SparseDataset, which has no order but that of "
+                "its times; leave out time=None"
+            )
+        try:
+            return SequenceDataset.from_sparse(SparseDataset.load(path))
+        except DataError:
+            raise
+        except ValueError as error:
+            raise DataError.at(path, str(error)) from error
+    return None
+
+
+def _read(source: Any, asked: Asked) -> SequenceDataset:
+    opened = open_source(source, asked)
+    path, columns = opened.path, opened.columns
+    if columns is not None:
+        columns.check_order(path)
+    found = encode(opened.blocks(), path)
+    if columns is not None and found.times is None:
+        columns = columns.without_empty_times()
+        columns.check_order(path)
+    shape = (found.row_names.size, found.feature_names.size)
+    ones = np.ones(len(found.features), bool)
+    once = scipy.sparse.coo_array((ones, (found.rows, found.features)), shape=shape)
+    counts = np.bincount(once.tocsr().indices, minlength=shape[1])
+    order = vocabulary_order(counts, found.feature_names)
+    column = np.empty(len(order), np.int32)
+    column[order] = np.arange(len(order))
+    keys = (found.rows,) if found.times is None else (found.times, found.rows)
+    in_order = np.lexsort(keys)  # stable: equal ones keep their order
+    return SequenceDataset(
+        offsets(np.bincount(found.rows, minlength=shape[0])),
+        column[found.features[in_order]],
+        found.row_names,
+        found.feature_names[order],
+        None if found.times is None else found.times[in_order],
+        columns=columns,
+    )

@@ -1,0 +1,348 @@
+"""Reading data sets from files.
+
+Every reader takes `features`: a data set or names. The file is read against this
+vocabulary. Read a second file, for example targets, a test set or a filter, like this::
+
+    train = read("train.txt")
+    test = read("test.txt", features=train)
+
+Then both have the same columns. Features that the vocabulary lacks are left out, and a
+warning counts them. If all features are unknown, that is an error. Without `features` the
+vocabulary is the features of the file, in the order of `vocabulary_order`.
+
+In every format rows come in order of first appearance, and lines of the same row are
+merged. A (row, feature) that occurs several times becomes one entry, and its values are
+added. If no entry of a file has a value, the result is an indicator data set
+(`matrix.data` is None). If only some entries have one, that is an error. A value of 0 is
+an entry like any other. Names are kept byte for byte, with their spaces. Files are UTF-8.
+Lines end in LF or CR LF and have at most 64 MiB. Blank lines are skipped. gzip, xz, bzip2,
+zstd and a zip of one file are read directly. A wrong file raises `DataError`, with the number of the line.
+
+Tables are pairs, JSON Lines, Parquet, frames and dicts. Each of their columns has a role if the caller names
+it for one, or if its own name is known for one (`columns.SYNONYMS`). Names are compared
+without case, spaces, `_`, `-` and `.`, in singular or plural. Those of users and items may
+have id, key, code, no or number before or after them. Nothing is guessed from what is left
+over: if it is not clear which column is what, an error lists the columns.
+`SparseDataset.columns` has the columns that were read.
+
+Names of users and items are text, which stays as it is, or integers. Whole floats are read as
+integers, decimals by their digits, and 16 bytes as a UUID. Where a given vocabulary has only
+integers, `7.0` is its `7`. Times are integers, floats, dates of Arrow or text of ISO 8601
+(in UTC if it has a zone), all of one kind. If a (row, feature) has several events, the
+latest gives the time; of equally late ones the last in the file counts. A column whose name
+is known for times is left out if its first cell is not a time; of histories
+(`read_sequences`) that is an error. `time=None` leaves times out.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+from sparsejax.data.events.pieces import is_path
+from sparsejax.data.events.source import Asked, find_format, open_source
+from sparsejax.data.files import parquet, stored
+from sparsejax.data.files.columns import BY_NAME, Chosen, Column, TimeColumn
+from sparsejax.data.files.opening import Path, shown
+from sparsejax.data.prepared.folder import DataFolder
+from sparsejax.data.sets.assemble import Features, align_to, assemble
+from sparsejax.data.sets.dataset import SparseDataset
+
+
+def read(
+    source: Path | Any,
+    *,
+    format: str | None = None,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: TimeColumn = BY_NAME,
+    delimiter: str | None = None,
+    separator: str | None = None,
+    time_format: str | None = None,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Reads a file, several files or a table in memory, in any of the formats.
+
+    >>> read("purchases.tsv").row_names.tolist()
+    ['ann', 'bob', 'eve']
+    >>> read([{"user": "ann", "genres": "Drama|War"}], item="genres", separator="|").num_features
+    2
+
+    Args:
+      source: a file; a folder, whose files of one format are read in the order of their
+        names; a list of files; an address of Parquet files; a table as of `from_arrow`; or
+        dicts or Arrow's batches, in a list or one after the other. Folders may be named
+        like `dt=2024-01-01`, as by Hive: then `dt` is a column.
+      format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`. By default the
+        file's name or its first lines decide, see `guess_format`.
+      user: the column with the row's name, for a table (pairs, jsonl and parquet).
+      item: the column with the feature's name.
+      value: the column with the value.
+      time: the column with the time; None leaves times out.
+      delimiter: what separates the columns of pairs, one or two characters.
+      separator: what separates the items in a cell, like "|" in `Drama|War`, and the values
+        if there are several. By default a cell is one item.
+      time_format: of times that are text, as of `strptime`: "%d.%m.%Y %H:%M". By default
+        they are ISO 8601.
+      features: vocabulary to read against.
+      indicator: ignore values.
+
+    Raises:
+      DataError: the file cannot be read, or its format is not clear.
+      ValueError: there is no such format, or columns are chosen but it has none.
+    """
+    asked = Asked(
+        Chosen(user, item, value, time),
+        format,
+        delimiter,
+        indicator=indicator,
+        separator=separator,
+        time_format=time_format,
+    )
+    if is_path(source) and find_format(source, asked) == "parquet":
+        return _parquet(source, asked, features)
+    return _read(source, asked, features)
+
+
+def _read(source: Any, asked: Asked, features: Features) -> SparseDataset:
+    found = open_source(source, asked)
+    return assemble(
+        found.blocks(), found.path, features=features, columns=found.columns
+    )
+
+
+def read_text(
+    path: Path, *, features: Features = None, indicator: bool = False
+) -> SparseDataset:
+    """Reads the text form of DSSTNE, with a line for each row.
+
+    >>> sorted(read_text("purchases.tsv").feature_names.tolist())
+    ['milk', 'rye', 'tea']
+
+    ::
+
+        line    := row TAB entry *( ":" entry ) [ ":" ]
+        entry   := feature [ "," value ]
+
+    In a name `\\,`, `\\:`, `\\t`, `\\n`, `\\r` and `\\\\` stand for comma, colon, TAB, line
+    feed, carriage return and backslash. Any other backslash stands for itself. A row
+    without entries is `row TAB`.
+
+    This differs from DSSTNE in three ways: lines of the same row are merged (in DSSTNE the
+    last one wins), a missing value does not mean 0, and text that does not fit the grammar
+    is an error.
+
+    Args:
+      path: the file.
+      features: vocabulary to read against.
+      indicator: ignore values, for example of files that hold `movie,timestamp`.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    return _read(path, Asked(format="text", indicator=indicator), features)
+
+
+def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
+    """Reads `row feature feature ...` lines, separated by spaces or TABs.
+
+    >>> _ = pathlib.Path("rows.txt").write_text("ann milk tea\\nbob\\n")
+    >>> read_adjacency("rows.txt").matrix.indptr.tolist()
+    [0, 2, 2]
+
+    A row without entries is a line with its name only.
+
+    Args:
+      path: the file.
+      features: vocabulary to read against.
+
+    Raises:
+      DataError: the file cannot be read.
+    """
+    return _read(path, Asked(format="adjacency"), features)
+
+
+def read_pairs(
+    path: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: TimeColumn = BY_NAME,
+    delimiter: str | None = None,
+    header: bool | None = None,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Reads CSV or TSV with a (user, item) pair on each line, perhaps with value and time.
+
+    >>> _ = pathlib.Path("pairs.csv").write_text("user,item,rating\\nann,tea,4\\n")
+    >>> read_pairs("pairs.csv").matrix.data.tolist()
+    [4.0]
+
+    Columns are given by number, from 0, or by their name in the header. By default:
+
+    * `delimiter` is TAB, '::', ',', ';' or '|': the one that gives all lines the same
+      number of columns.
+    * There is a header if a column is given by name, or if two cells of the first line
+      are known names of columns, or if all its cells are text and one column has only
+      numbers or dates below, or if all end in a type of RecBole, like `user_id:token`.
+    * Without a header, the first of two columns holds the users and the second the items;
+      columns that are given for another role do not count. `user::item::rating::time` of
+      MovieLens is known, too. Otherwise columns must be given.
+
+    Fields may be quoted as in RFC 4180. If TAB or two characters separate them, a quote is
+    an ordinary character. Quotes must be closed, and a record has at most 8 MiB.
+
+    Args:
+      path: the file.
+      user: the column with the row's name.
+      item: the column with the feature's name.
+      value: the column with the value.
+      time: the column with the time; None leaves times out.
+      delimiter: one or two characters.
+      header: whether the first line holds the columns' names.
+      features: vocabulary to read against.
+      indicator: ignore values.
+
+    Raises:
+      DataError: the file cannot be read.
+      ValueError: the delimiter is wrong, a column is chosen for two roles, or it is chosen
+        by name but there is no header.
+    """
+    asked = Asked(
+        Chosen(user, item, value, time),
+        "pairs",
+        delimiter,
+        header,
+        indicator=indicator,
+    )
+    return _read(path, asked, features)
+
+
+def read_parquet(
+    path: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: TimeColumn = BY_NAME,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Reads Parquet: a table like those of `from_arrow`, or what `SparseDataset.save` wrote.
+
+    >>> read("purchases.tsv").save("purchases")
+    >>> read_parquet("purchases").num_rows
+    3
+
+    Args:
+      path: a file or a folder. The `.parquet` files of a folder and its subfolders are
+        read in the order of their names; all have the same columns of values and of
+        times. A folder that `sparsejax.prepare` wrote stands for its part `train`; the path
+        of `test` in it reads what was held out. It may be an address that pyarrow's file
+        systems know, like `s3://bucket/purchases/`. Credentials and region come from the
+        environment, for example `AWS_ACCESS_KEY_ID`. `?region=` and, for a store other
+        than Amazon's, `?endpoint_override=` may be added to the address.
+      user: the column with the row's name.
+      item: the column with the feature's name, or with a list of names.
+      value: the column with the value, or with a list of values.
+      time: the column with the time, or with a list of times; None leaves times out.
+      features: vocabulary to read against. A saved data set has its own by default.
+      indicator: ignore values.
+
+    Raises:
+      DataError: the file cannot be read.
+      ValueError: a column is chosen for two roles, or columns are chosen but a saved data
+        set has none.
+    """
+    chosen = Chosen(user, item, value, time)
+    return _parquet(path, Asked(chosen, "parquet", indicator=indicator), features)
+
+
+def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
+    if (folder := DataFolder.find(path)) is not None:
+        return _saved(path, folder.read, asked, features)
+    files = parquet.parquet_files(path)
+    _, schema = parquet.first_schema(files)
+    if stored.kind_of(schema) == "histories":
+        stored.check_schema(path, schema, "items")  # says what to do
+    if len(files) == 1 and stored.kind_of(schema) == "items":
+        load = functools.partial(SparseDataset.load, path)
+        return _saved(path, load, asked, features)
+    return _read(path, asked, features)
+
+
+def _saved(
+    path: Path,
+    load: Callable[[], SparseDataset],
+    asked: Asked,
+    features: Features,
+) -> SparseDataset:
+    """A saved data set, read by `load`."""
+    if asked.chosen:
+        raise ValueError(
+            f"{shown(path)}: is a saved data set, so it has no columns to name"
+        )
+    dataset = load()
+    if asked.indicator:
+        dataset = dataset.without_values()
+    if asked.chosen.time is None:
+        dataset = dataclasses.replace(dataset, times=None, order=None)
+    return dataset if features is None else align_to(dataset, features, path)
+
+
+def from_arrow(
+    table: Any,
+    *,
+    user: Column = None,
+    item: Column = None,
+    value: Column = None,
+    time: TimeColumn = BY_NAME,
+    features: Features = None,
+    indicator: bool = False,
+) -> SparseDataset:
+    """Takes a table in memory, for example of polars, pandas, pyarrow or DuckDB.
+
+    The table needs Arrow's PyCapsule interface (`__arrow_c_stream__`). A row of it is one
+    of these:
+
+    * a pair of user and item, perhaps with a value and a time;
+    * a user with a list of items, perhaps with lists of values and times, or with one time
+      for all of them.
+
+    Columns are given by number, from 0, or by name, or their names are known. If no name is
+    known for the items, the only column with lists of text or integers holds them.
+
+    A null in place of a list is a row without entries. Other nulls are errors, unless all
+    values are null.
+
+    >>> frame = pandas.DataFrame({"user": ["ann", "ann"], "item": ["tea", "rye"]})
+    >>> from_arrow(frame).matrix.indptr.tolist()
+    [0, 2]
+
+    Args:
+      table: the table.
+      user: the column with the row's name.
+      item: the column with the feature's name, or with a list of names.
+      value: the column with the value, or with a list of values.
+      time: the column with the time, or with a list of times; None leaves times out.
+      features: vocabulary to read against.
+      indicator: ignore values.
+
+    Raises:
+      DataError: a row is wrong, or a column has the wrong type.
+      TypeError: `table` does not have the interface.
+      ValueError: a column is chosen for two roles.
+    """
+    if not hasattr(table, "__arrow_c_stream__"):
+        raise TypeError(
+            "expected a table with Arrow's PyCapsule interface, for example of polars, "
+            f"pandas or pyarrow, got {type(table).__name__}"
+        )
+    chosen = Chosen(user, item, value, time)
+    return _read(table, Asked(chosen, indicator=indicator), features)

@@ -1,0 +1,215 @@
+"""Rows of entries that stay on disk: of saved data sets, of tables, of prepared folders."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import hashlib
+import os
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax.data.events.tables import TableLayout
+from sparsejax.data.files import arrow, stored
+from sparsejax.data.files.entries import Entries
+from sparsejax.data.files.names import Names, as_names
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.parquet import ParquetPath
+from sparsejax.data.scan import Group, Scan
+from sparsejax.data.scans import scan_tables
+from sparsejax.data.sets.dataset import UnknownFeaturesWarning
+
+_TYPES = {"indices": pa.int32(), "values": pa.float32()}
+
+
+class ScannedEntries[Rows](Scan[Rows, Entries]):
+    """Rows of entries on disk. A subclass is a dataclass, which has these fields."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def path(self) -> Path: ...
+        @property
+        def groups(self) -> tuple[Group, ...]: ...
+        @property
+        def layout(self) -> TableLayout | None: ...
+        @property
+        def feature_names(self) -> Names: ...
+
+    def __repr__(self) -> str:
+        return (
+            f"{type(self).__name__}({os.fspath(self.path)!r}, {self.num_rows:,} rows, "
+            f"{self.num_features:,} features)"
+        )
+
+    @property
+    def num_features(self) -> int:
+        return len(self.feature_names)
+
+    @property
+    def num_entries(self) -> int:
+        """Number of entries. In files without a manifest an empty row counts as one."""
+        return sum(group.entries for group in self._row_groups)
+
+    def fingerprint(self) -> str:
+        """A hash of the files' metadata, not of their content."""
+        digest = hashlib.blake2b(digest_size=16)
+        if self.layout is not None:
+            names = self.feature_names.tolist()
+            digest.update(repr((self.layout, names)).encode())
+        for group in self._row_groups:
+            file = group.file
+            facts = (file.size, group.number, group.rows, group.entries)
+            if file.crc32 is not None:
+                facts = (*facts, file.crc32)
+            digest.update(repr(facts).encode())
+        return digest.hexdigest()
+
+    @property
+    def _row_groups(self) -> Sequence[Group]:
+        return self.groups
+
+    @functools.cached_property
+    def _vocabulary(self) -> scan_tables.Vocabulary:
+        return scan_tables.Vocabulary(self.feature_names)
+
+    def _lists(self, names: Iterable[str]) -> list[str]:
+        """The columns of a saved file that are read, of all that it has."""
+        raise NotImplementedError
+
+    def _decode(self, group: Group, low: int, high: int) -> Entries:
+        if self.layout is not None:
+            return scan_tables.read_rows(
+                group, low, high, self.layout, self._vocabulary
+            )
+        with group.file.open(one_group=True) as file:
+            names = self._lists(file.schema_arrow.names)
+            if not set(names) <= set(file.schema_arrow.names):
+                raise group.file.changed()
+            table = file.read_row_group(group.number, columns=names)
+        lists = {
+            name: table.column(name).drop_null().slice(low, high - low)
+            for name in names
+        }
+        if not all(pa.types.is_list(column.type) for column in lists.values()):
+            raise group.file.changed()
+        lengths = [_list_lengths(column) for column in lists.values()]
+        if len(lengths[0]) != high - low or any(
+            not np.array_equal(lengths[0], other) for other in lengths[1:]
+        ):
+            raise group.file.changed()
+        columns = {name: _flat_list(name, column) for name, column in lists.items()}
+        return Entries.of_lengths(lengths[0], columns)
+
+    def _known(self, entries: Entries) -> Entries:
+        """The entries of features that the vocabulary has; warns if there are others."""
+        is_known = entries.indices >= 0
+        if is_known.all():
+            return entries
+        warnings.warn(
+            f"{shown(self.path)}: entries of features that are not among the "
+            f"{self.num_features:,} known ones are left out",
+            UnknownFeaturesWarning,
+            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
+        )
+        return entries.keep(is_known)
+
+
+def _list_lengths(column: pa.ChunkedArray) -> np.ndarray:
+    parts = [arrow.numbers(chunk.value_lengths()) for chunk in column.chunks]
+    return np.concatenate([np.empty(0, np.int64), *parts])
+
+
+def _flat_list(name: str, column: pa.ChunkedArray) -> np.ndarray:
+    type_ = _TYPES.get(name, column.type.value_type)
+    parts = [chunk.flatten().cast(type_).to_numpy() for chunk in column.chunks]
+    return np.concatenate([pa.nulls(0, type_).to_numpy(False), *parts])
+
+
+@dataclasses.dataclass(frozen=True)
+class SavedFiles:
+    """Files of saved data sets that are read as one.
+
+    Attributes:
+      features: the vocabulary that all have.
+      kind: what is said of the values or the times of all.
+      groups: those with rows, in order.
+    """
+
+    features: Names
+    kind: Any
+    groups: tuple[Group, ...]
+
+    @classmethod
+    def of(
+        cls,
+        files: Iterable[ParquetPath],
+        what: str,
+        typed: Callable[[pa.Schema], Any],
+        kind: stored.Kind,
+    ) -> SavedFiles:
+        """The files, of which only the vocabularies are read.
+
+        Args:
+          files: of one data set or of several.
+          what: "values" or "times", for messages.
+          typed: what a file's schema says of these.
+          kind: of the data.
+
+        Raises:
+          DataError: a file is something else, or differs from the first one.
+        """
+        groups: list[Group] = []
+        first: tuple[pa.Array, Any] | None = None
+        for file in files:
+            with file.open() as opened:
+                schema = opened.schema_arrow
+                stored.check_schema(file.path, schema, kind)
+                features, type_ = _features(opened), typed(schema)
+                found = [_group(file, opened, n) for n in range(opened.num_row_groups)]
+            first = first or (features, type_)
+            if not features.equals(first[0]):
+                raise DataError.at(
+                    file.path,
+                    "has another vocabulary than the first file; read all with one "
+                    "(features=, or sparsejax convert --features), and save them again",
+                )
+            if type_ != first[1]:
+                raise DataError.at(
+                    file.path,
+                    f"has {what} of another kind than the first file, or only one of the "
+                    f"two has {what}; save all with the same",
+                )
+            groups += [group for group in found if group.rows]
+        assert first is not None  # there is a file
+        return cls(as_names(first[0]), first[1], tuple(groups))
+
+
+def _features(file: pq.ParquetFile) -> pa.Array:
+    names = file.read(columns=["feature"]).column("feature")
+    return names.cast(pa.large_string()).drop_null().combine_chunks()
+
+
+def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
+    """A row group, from the metadata if it has the numbers.
+
+    Behind the last row, the names of rows are null.
+    """
+    group = opened.metadata.row_group(number)
+    columns = {
+        group.column(i).path_in_schema.partition(".")[0]: group.column(i)
+        for i in range(group.num_columns)
+    }
+    statistics = columns["row"].statistics
+    if statistics is not None and statistics.has_null_count:
+        missing = statistics.null_count
+    else:
+        missing = opened.read_row_group(number, columns=["row"]).column(0).null_count
+    # The lists that are null behind the last row count, too.
+    entries = columns["indices"].num_values - missing
+    return Group(file, number, group.num_rows - missing, entries)

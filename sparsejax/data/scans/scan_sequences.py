@@ -1,0 +1,175 @@
+"""Histories that stay on disk and are read a part at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable
+from typing import ClassVar
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data.events import tables
+from sparsejax.data.events.tables import TableLayout
+from sparsejax.data.files import parquet, stored
+from sparsejax.data.files.columns import BY_NAME, Chosen, Column, TimeColumn
+from sparsejax.data.files.entries import Entries
+from sparsejax.data.files.names import FeatureNames, Names, of_features
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.parquet import ParquetPath
+from sparsejax.data.scan import Group
+from sparsejax.data.scans import scan_tables
+from sparsejax.data.scans.scan_entries import SavedFiles, ScannedEntries
+from sparsejax.data.sets.sequences import Histories
+from sparsejax.sparse import as_int32
+
+
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class ScannedSequences(ScannedEntries[Histories]):
+    """Histories on disk, of which parts are read.
+
+    >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+    >>> read_sequences(pandas.DataFrame(table)).save("histories")
+    >>> scanned = scan_sequences("histories")
+    >>> scanned
+    ScannedSequences('histories', 2 rows, 2 features)
+    >>> scanned.read(0, 1).indptr.tolist()
+    [0, 2]
+
+    `scan_sequences` makes it.
+
+    Attributes:
+      path: the file, folder or address.
+      feature_names: `[features]` text.
+      groups: the pieces that are read as a whole, in order.
+      layout: the columns of a table; None for saved sequences.
+      chunk_rows: about the number of rows that `fit` has on the devices at a time; None for
+        as many as fit.
+    """
+
+    kind: ClassVar[str] = "histories"
+
+    path: Path
+    feature_names: Names
+    groups: tuple[Group, ...]
+    layout: TableLayout | None = None
+    chunk_rows: int | None = None
+
+    def _lists(self, names: Iterable[str]) -> list[str]:
+        return ["indices", *({"times"} & set(names))]
+
+    def _joined(self, parts: list[Entries]) -> Histories:
+        nothing = Entries.of(np.zeros(1, np.int64), indices=np.empty(0, np.int32))
+        times = [part.columns["times"] for part in parts if "times" in part.columns]
+        size, count = sum(map(len, times)), sum(len(part.indices) for part in parts)
+        if (
+            size not in (0, count)
+            or len({part.dtype.kind == "M" for part in times}) > 1
+        ):
+            raise DataError.at(
+                self.path,
+                "some entries have times and others have none, or times of another "
+                "kind; give all the same",
+            )
+        rows = Entries.joined([nothing, *parts])
+        if self.layout is not None:
+            if not times and count and self.layout.source is not None:
+                self.layout.source.without_empty_times().check_order(self.path)
+            rows = self._known(rows.sorted("times") if times else rows)
+        elif (rows.indices < 0).any() or (rows.indices >= self.num_features).any():
+            raise DataError.at(self.path, "is damaged: an index is no feature")
+        indptr = as_int32("indptr", rows.indptr)
+        return Histories(indptr, rows.indices, rows.columns.get("times"))
+
+
+def scan_sequences(
+    path: Path,
+    *,
+    user: Column = None,
+    item: Column = None,
+    time: TimeColumn = BY_NAME,
+    features: FeatureNames | Iterable[object] | None = None,
+    chunk_rows: int | None = None,
+) -> ScannedSequences:
+    """Scans Parquet files of histories without keeping their rows.
+
+    >>> pandas.DataFrame({"items": [["tea", "rye", "tea"], []]}).to_parquet("lists.parquet")
+    >>> scan_sequences("lists.parquet").read(0, 2).padded(3).tolist()
+    [[0, 1, 0], [-1, -1, -1]]
+
+    The files hold one of these:
+
+    * what `SequenceDataset.save` wrote: the quickest to read;
+    * a table with a list of items on each row, perhaps with a list of times. Each row is
+      a history, and a user column is not needed;
+    * a table of pairs, sorted by its user column, as `scan_parquet` describes.
+
+    Entries are sorted by time when they are read. Without times they keep the order that
+    they have in the file. If there is a column of times that cannot be read, that is an
+    error; `time=None` says that the order of the file is meant.
+
+    Args:
+      path: a file or a folder of files of one kind, or an address, see `read_parquet`.
+      user: for a table, the column with the row's name; see `from_arrow`.
+      item: the column with the feature's name, or with a list of names.
+      time: the column with the time, or with a list of times; None means the order of the
+        file.
+      features: vocabulary to read a table against: names, or a data set. Without it the
+        item column is read once more, as by `scan_parquet`.
+      chunk_rows: about the number of rows that `fit` has on the devices at a time, in whole
+        row groups; see `scan_parquet`.
+
+    Raises:
+      DataError: a file is of another kind, is damaged, or differs from the first one.
+        Pairs are not sorted.
+      ValueError: columns or `features` are given for saved sequences, or `chunk_rows` is
+        not positive.
+    """
+    if chunk_rows is not None and chunk_rows < 1:
+        raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
+    files = parquet.parquet_files(path)
+    first, schema = parquet.first_schema(files)
+    chosen = Chosen(user, item, None, time)
+    if stored.kind_of(schema) == "histories":
+        if chosen or chosen.time is None or features is not None:
+            raise ValueError(
+                f"{shown(path)}: holds saved sequences, so it has no columns to name and "
+                "has its own vocabulary; leave out user, item, time and features"
+            )
+        return _saved(path, files, chunk_rows)
+    if stored.kind_of(schema) == "items":
+        raise DataError.at(
+            path,
+            "is a saved SparseDataset, whose rows are not in the order of time; read it "
+            "with read_sequences, and save the result",
+        )
+    layout = tables.find_table_layout(
+        first, schema, chosen, indicator=True, with_user=False
+    )
+    rows = parquet.first_rows(files, layout.columns)
+    layout, _ = tables.settle_time(layout, chosen, rows)
+    assert layout.source is not None
+    layout.source.check_order(path)
+    groups = scan_tables.find_groups(files, layout)
+    if not groups:
+        raise DataError.at(path, "holds no data: there are no rows")
+    if features is None:
+        names = scan_tables.find_vocabulary(files, layout)
+        if not names.size:
+            raise DataError.at(path, "none of the rows has a feature")
+    else:
+        names = of_features(features)
+    return ScannedSequences(path, names, tuple(groups), layout, chunk_rows)
+
+
+def _times_in(schema: pa.Schema) -> pa.DataType | None:
+    """The type of the times of saved sequences; None if they have no times."""
+    return schema.field("times").type if "times" in schema.names else None
+
+
+def _saved(
+    path: Path, files: list[ParquetPath], chunk_rows: int | None
+) -> ScannedSequences:
+    """Scans what `SequenceDataset.save` wrote."""
+    found = SavedFiles.of(files, "times", _times_in, kind="histories")
+    return ScannedSequences(path, found.features, found.groups, None, chunk_rows)

@@ -1,0 +1,199 @@
+"""Joins the parsed blocks of a file to a data set."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Iterable
+from typing import NamedTuple
+
+import numpy as np
+import scipy.sparse
+
+from sparsejax.data.events.block import Block
+from sparsejax.data.files.columns import Columns
+from sparsejax.data.files.names import NameEncoder, Names
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.sets.dataset import (
+    SparseDataset,
+    UnknownFeaturesWarning,
+    align_features,
+    events_of_pairs,
+)
+from sparsejax.data.sets.vocabulary import vocabulary_order
+from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
+
+Features = SparseDataset | Iterable[object] | None
+
+
+def assemble(
+    blocks: Iterable[Block],
+    path: Path,
+    *,
+    features: Features,
+    columns: Columns | None = None,
+) -> SparseDataset:
+    """Joins the blocks of one file to a data set.
+
+    Rows come in order of first appearance, and lines of the same row are merged. Several
+    entries of one (row, feature) become one entry. Its value is the sum of their values,
+    added in float64. Its time is that of the latest; of equally late ones the last in the
+    file counts. The features are those of `features` in its order. Without `features`
+    they are those that the file has, in the order of `vocabulary_order`.
+
+    Args:
+      blocks: of the file. Either all or none have values, and the same holds for times.
+      path: the file that messages name.
+      features: vocabulary to read against.
+      columns: of the table, without the account.
+
+    Raises:
+      DataError: there are no rows, no features, too many entries, or only unknown
+        features.
+    """
+    row_names, rows, feature_names, codes, found, times = encode(
+        blocks, path, has_vocabulary=features is not None
+    )
+    data = np.ones(len(codes), bool) if found is None else found
+    del found
+    shape = (row_names.size, feature_names.size)
+    matrix = scipy.sparse.coo_array((data, (rows, codes)), shape=shape).tocsr()
+    del data
+    if features is None:
+        counts = np.bincount(matrix.indices, minlength=feature_names.size)
+        order = vocabulary_order(counts, feature_names)
+        column = np.empty_like(order)
+        column[order] = np.arange(order.size)
+        matrix.indices = column[matrix.indices].astype(np.int32)
+        matrix.has_sorted_indices = False
+        feature_names = feature_names[order]
+        if times is not None:
+            codes = column[codes]
+    order = first = None
+    if times is not None:
+        order, first = events_of_pairs(rows, codes, times)
+        times = times[order]
+    del rows, codes  # the larger part of what is held
+    try:
+        dataset = SparseDataset(
+            CSR.from_scipy(matrix),
+            row_names,
+            feature_names,
+            times=times,
+            order=order,
+            first_times=first,
+        )
+    except ValueError as error:  # a sum of finite values need not be finite
+        with np.errstate(over="ignore"):
+            finite = np.isfinite(matrix.data.astype(np.float32))
+        if finite.all():
+            raise DataError.at(path, str(error)) from error
+        at = np.argmin(finite)
+        row = row_names[np.searchsorted(matrix.indptr, at, side="right") - 1]
+        feature = feature_names[matrix.indices[at]]
+        problem = (
+            f"the values of {str(row)!r} and {str(feature)!r} have too large a sum"
+        )
+        raise DataError.at(path, problem) from error
+    if features is not None:
+        dataset = align_to(dataset, features, path)
+    if columns is not None:
+        if times is None:
+            columns = columns.without_empty_times()
+        dataset = dataclasses.replace(
+            dataset, columns=columns.accounted(dataset.matrix)
+        )
+    return dataset
+
+
+class Encoded(NamedTuple):
+    """The entries of a file, in its order.
+
+    Attributes:
+      row_names: `[rows]`, in order of first appearance.
+      rows: `[entries]` the row of each entry.
+      feature_names: `[features]`, in order of first appearance.
+      features: `[entries]` the feature of each entry.
+      values: `[entries]` float64, or None.
+      times: `[entries]`, or None.
+    """
+
+    row_names: Names
+    rows: np.ndarray
+    feature_names: Names
+    features: np.ndarray
+    values: np.ndarray | None
+    times: np.ndarray | None
+
+
+def encode(
+    blocks: Iterable[Block],
+    path: Path,
+    *,
+    has_vocabulary: bool = False,
+) -> Encoded:
+    """Joins the blocks of one file, and numbers its names. See `assemble`.
+
+    Raises:
+      DataError: there are no rows, too many entries, or no features and no vocabulary.
+    """
+    row_encoder, feature_encoder = NameEncoder(), NameEncoder()
+    lengths: list[np.ndarray] = []
+    values: list[np.ndarray] = []
+    dates: list[np.ndarray] = []
+    num_entries = 0
+    for block in blocks:
+        row_encoder.add(block.rows)
+        feature_encoder.add(block.features)
+        num_entries += len(block.features)
+        if num_entries > MAX_ENTRIES:
+            raise DataError.at(
+                path,
+                f"more than {MAX_ENTRIES:,} entries; split the file by rows",
+            )
+        if block.lengths is not None:
+            lengths.append(as_int32("a list", block.lengths))
+        if block.values is not None:
+            values.append(block.values)
+        if block.times is not None:
+            dates.append(block.times)
+    row_names, rows = row_encoder.finish()
+    feature_names, codes = feature_encoder.finish()
+    if not row_names.size:
+        raise DataError.at(path, "holds no data: the file is empty")
+    if not feature_names.size and not has_vocabulary:
+        raise DataError.at(path, "none of the rows has a feature")
+    if lengths:
+        rows = np.repeat(rows, np.concatenate(lengths))
+    return Encoded(
+        row_names,
+        rows,
+        feature_names,
+        codes,
+        np.concatenate(values) if values else None,
+        np.concatenate(dates) if dates else None,
+    )
+
+
+def align_to(
+    dataset: SparseDataset, features: SparseDataset | Iterable[object], path: Path
+) -> SparseDataset:
+    """`SparseDataset.align_features`, with a warning and an error that name the file.
+
+    Raises:
+      DataError: there are entries, and all are of unknown features.
+    """
+    try:
+        aligned, unknown = align_features(dataset, features)
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+    if unknown:
+        warnings.warn(
+            f"{shown(path)}: {unknown}",
+            UnknownFeaturesWarning,
+            skip_file_prefixes=(
+                os.path.dirname(os.path.dirname(__file__)),
+            ),  # blame the reader's caller
+        )
+    return aligned

@@ -1,0 +1,265 @@
+"""From the columns of a block of clicks to labels, numbers and ids."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.types as pt
+
+from sparsejax.data.events.block import Cells, encoded_names, is_list, list_lengths
+from sparsejax.data.files import spelling
+from sparsejax.data.files.names import (
+    NameEncoder,
+    Names,
+    as_names,
+    find_texts,
+    to_arrow,
+)
+from sparsejax.data.files.opening import DataError
+from sparsejax.data.files.values import lengths, plain_text, trim, value_problem
+from sparsejax.data.files.xxh64 import xxh64
+from sparsejax.data.sets.click_schema import (
+    FIRST_KNOWN,
+    MISSING,
+    RARE,
+    DenseColumn,
+    HashedColumn,
+    IdColumn,
+)
+
+# Counts that wait until they are added up.
+_FOLD = 2**20
+
+
+class Categories(NamedTuple):
+    """A column of categories.
+
+    Attributes:
+      texts: `[entries]` in a dictionary, which may have a text twice. Empty if missing;
+        text is as it is written.
+      lengths: `[examples]` number of entries of each example; None if each has one.
+    """
+
+    texts: pa.DictionaryArray
+    lengths: np.ndarray | None
+
+
+def labels_of(block: Cells, name: str) -> np.ndarray:
+    """`[examples]` float32, 0 or 1.
+
+    Raises:
+      DataError: a label is missing, or is another number.
+    """
+    found, missing = _numbers(block, name)
+    wrong = missing | ((found != 0) & (found != 1))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        given = "missing" if missing[row] else f"{found[row]:g}"
+        raise block.error(row, f"the label {name!r} is {given}; expected 0 or 1")
+    return found.astype(np.float32)
+
+
+def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
+    """`[examples, columns]` float32.
+
+    Raises:
+      DataError: a value is not a finite number, or is missing and must not be.
+    """
+    parts = []
+    for name, column in columns.items():
+        values, missing = _numbers(block, name)
+        if missing.any() and column.missing is None:
+            raise block.error(
+                int(np.argmax(missing)),
+                f"column {name!r} is empty; fill it in, or say what the model gets: "
+                "DenseColumn(missing=0.0)",
+            )
+        if column.log1p:
+            values = np.log1p(np.maximum(values, 0))
+        parts.append(np.where(missing, column.missing or 0, values).astype(np.float32))
+    rows = len(next(iter(block.columns.values())))
+    return np.stack(parts, axis=1) if parts else np.empty((rows, 0), np.float32)
+
+
+def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
+    """`[examples]` float64, 0 where missing, and bool: whether a value is missing."""
+    column = plain_text(block.columns[name])
+    type_ = column.type
+    if spelling.is_text(type_):
+        texts = trim(column.cast(pa.large_string()).fill_null(""))
+        missing = lengths(texts) == 0
+        zero = pa.scalar("0", texts.type)
+        filled = pc.call_function("if_else", [pa.array(missing), zero, texts])
+        try:
+            values = filled.cast(pa.float64())
+        except pa.ArrowInvalid as error:
+            for row, text in enumerate(texts.to_pylist()):
+                if text and (problem := value_problem(text)):
+                    raise block.error(row, f"column {name!r}: {problem}") from error
+            raise
+    elif spelling.is_number(type_) or pt.is_boolean(type_):
+        missing = column.is_null().to_numpy(zero_copy_only=False)
+        if pt.is_boolean(type_):
+            column = column.cast(pa.int8())
+        values = column.cast(pa.float64(), safe=False).fill_null(0)
+    else:
+        raise DataError.at(
+            block.path, f"column {name!r} must hold numbers, but it is {type_}"
+        )
+    found = values.to_numpy()
+    with np.errstate(over="ignore"):
+        wrong = ~np.isfinite(found.astype(np.float32))
+    if wrong.any():
+        row = int(np.argmax(wrong))
+        problem = value_problem(str(found[row]))
+        raise block.error(row, f"column {name!r}: {problem}")
+    return found, missing
+
+
+def categories_of(block: Cells, name: str) -> Categories:
+    """The categories of a column of text, integers, or lists of these.
+
+    Raises:
+      DataError: it holds something else.
+    """
+    column, sizes = block.columns[name], None
+    if is_list(column.type):
+        sizes, column = list_lengths(column), column.flatten()
+    if not (spelling.is_name(column.type) or pt.is_boolean(column.type)):
+        raise DataError.at(
+            block.path,
+            f"column {name!r} must hold text, integers, or lists of these, but it is "
+            f"{block.columns[name].type}",
+        )
+    column = spelling.without_views(_with_nulls(column))
+    present = column.is_valid().to_numpy(zero_copy_only=False)
+    if pt.is_null(column.type):
+        column = column.cast(pa.large_string())
+    found, wrong, problem = spelling.as_integers_or_text(column.drop_null())
+    if wrong.any():
+        row = entry = int(np.flatnonzero(present)[np.argmax(wrong)])
+        if sizes is not None:
+            row = int(np.searchsorted(np.cumsum(sizes), entry, side="right"))
+        raise block.error(row, f"column {name!r} {problem}")
+    texts = encoded_names(found, block.path)
+    # A dictionary of the file may have a null itself.
+    known = texts.dictionary.fill_null("")
+    if present.all():
+        return Categories(pa.DictionaryArray.from_arrays(texts.indices, known), sizes)
+    codes = np.full(len(present), len(known), np.int32)
+    codes[present] = texts.indices.to_numpy()
+    known = pa.concat_arrays([known, pa.array([""], known.type)])
+    return Categories(pa.DictionaryArray.from_arrays(codes, known), sizes)
+
+
+def _with_nulls(column: pa.Array) -> pa.Array:
+    """The column with nulls in place of NaN; a dictionary of numbers is decoded."""
+    type_ = column.type
+    if pt.is_dictionary(type_) and not spelling.is_text(type_.value_type):
+        return _with_nulls(column.dictionary_decode())
+    if not pt.is_floating(type_):
+        return column
+    missing = column.is_null(nan_is_null=True)
+    null = pa.nulls(len(column), type_)
+    return pc.call_function("if_else", [missing, null, column])
+
+
+def _spelled(texts: pa.DictionaryArray) -> pa.DictionaryArray:
+    """The categories in their one spelling."""
+    known = spelling.as_categories(texts.dictionary)
+    return pa.DictionaryArray.from_arrays(texts.indices, known)
+
+
+class Numbering:
+    """Gives categories their ids: by a hash, or by a vocabulary that is known."""
+
+    def __init__(self, column: IdColumn, vocabulary: Names | None):
+        self._column = column
+        self._known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
+        self._spelled = spelling.as_categories(self._known)
+
+    def ids(self, texts: pa.DictionaryArray) -> np.ndarray:
+        """`[entries]` int32."""
+        known = texts.dictionary
+        spelled = spelling.as_categories(known)
+        if isinstance(self._column, HashedColumn):
+            hashed = known if self._column.as_written else spelled
+            rest = xxh64(hashed) % np.uint64(self._column.size - 1)
+            found = 1 + rest.astype(np.int32)
+            found[lengths(hashed) == 0] = MISSING
+        else:
+            # As it is written, as vocabularies have it that were made before there was one
+            # spelling; otherwise in the one spelling.
+            found = find_texts(known, self._known)
+            again = find_texts(spelled, self._spelled)
+            found = np.where(found < 0, again, found)
+            is_missing = (lengths(spelled) == 0) & (found < 0) | (lengths(known) == 0)
+            found = np.where(found < 0, RARE, found + FIRST_KNOWN)
+            found[is_missing] = MISSING
+        return found.astype(np.int32)[texts.indices.to_numpy()]
+
+
+class Learner:
+    """Numbers categories while they are read, and ranks them at the end."""
+
+    def __init__(self) -> None:
+        self._encoder = NameEncoder()
+
+    def add(self, texts: pa.DictionaryArray) -> None:
+        """Takes the categories of the next block."""
+        self._encoder.add(_spelled(texts))
+
+    def finish(self, min_count: int) -> tuple[Names, np.ndarray]:
+        """The vocabulary, and `[entries]` int32 ids of all blocks."""
+        names, codes = self._encoder.finish()
+        counts = np.bincount(codes, minlength=len(names))
+        order = _ranked(names, counts, min_count)
+        ids = np.full(len(names), RARE, np.int32)
+        ids[names == ""] = MISSING
+        ids[order] = FIRST_KNOWN + np.arange(len(order), dtype=np.int32)
+        return names[order], ids[codes]
+
+
+class Counter:
+    """Counts categories block by block, and keeps only distinct ones."""
+
+    def __init__(self) -> None:
+        self._waiting: list[pa.Table] = []
+        self._size = self._known = 0
+
+    def add(self, texts: pa.DictionaryArray) -> None:
+        """Takes the categories of the next block."""
+        texts = _spelled(texts)
+        names = texts.dictionary
+        counts = np.bincount(texts.indices.to_numpy(), minlength=len(names))
+        self._waiting.append(pa.table([names, counts], ["name", "count"]))
+        self._size += len(names)
+        if self._size > max(_FOLD, 2 * self._known):
+            self._fold()
+
+    def finish(self, min_count: int) -> Names:
+        """The vocabulary."""
+        if not self._waiting:
+            return as_names([])
+        self._fold()
+        table = self._waiting[0]
+        names = as_names(table["name"])
+        return names[_ranked(names, table["count"].to_numpy(), min_count)]
+
+    def _fold(self) -> None:
+        table = pa.concat_tables(self._waiting)
+        table = table.group_by("name").aggregate([("count", "sum")])
+        self._waiting = [table.rename_columns(["name", "count"])]
+        self._size = self._known = len(table)
+
+
+def _ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:
+    """Positions of the names that have an id of their own, the most frequent one first."""
+    kept = np.flatnonzero((counts >= min_count) & (names != ""))
+    by_name = np.argsort(names[kept], kind="stable")  # by code points, as bytes are
+    kept = kept[by_name]
+    return kept[np.argsort(-counts[kept], kind="stable")]

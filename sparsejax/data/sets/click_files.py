@@ -1,0 +1,208 @@
+"""Blocks of the columns of click files and of tables in memory."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+from tqdm import tqdm
+
+from sparsejax.data.events import json_lines, tables
+from sparsejax.data.events.block import Cells, row_error
+from sparsejax.data.events.pair_layout import typed_header
+from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
+from sparsejax.data.events.records import TextLayout, read_records, record_cells
+from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.files import parquet
+from sparsejax.data.files.columns import SourceColumn, unclear
+from sparsejax.data.files.opening import Path, head, open_data, progress_bar
+from sparsejax.data.scan import Group
+from sparsejax.data.sets.click_schema import ClickSchema
+
+# Large, so that a large vocabulary is not searched for few examples at a time.
+BLOCK_BYTES = 32 * 2**20
+
+Paths = Path | Sequence[Path] | Any
+
+
+def click_blocks(
+    paths: Paths,
+    schema: ClickSchema,
+    names: Sequence[str] | None = None,
+    *,
+    labelled: bool = True,
+) -> Iterator[Cells]:
+    """The columns of the schema, or only some of them, file by file.
+
+    Args:
+      paths: the files.
+      schema: what the columns are.
+      names: of the columns that are read; by default all that the schema uses.
+      labelled: whether the files have labels, which are not read otherwise.
+
+    Raises:
+      DataError: a file cannot be read, lacks a column, or a line has another number of
+        columns.
+    """
+    used = schema.used if labelled else schema.used[1:]
+    names = used if names is None else names
+    as_paths(paths)  # are there some?
+    for piece in find_pieces(paths):
+        own = piece.own(names)
+        needed = piece.own(used)
+        if piece.table is not None:
+            _check_columns(piece.path, piece.table.schema, own)
+            found = tables.table_cells([(piece.path, piece.table)], {n: n for n in own})
+        elif piece.file is not None or is_parquet(piece.path):
+            found = _parquet_blocks(piece, own)
+        elif guess_clicks(piece.path) == "jsonl":
+            schema_ = json_lines.first_rows(piece.path).schema
+            _check_columns(piece.path, schema_, own)
+            found = json_lines.json_cells(piece.path, schema_, {n: n for n in own})
+        else:
+            found = _text_blocks(piece.path, schema, own, needed)
+        yield from piece.with_constants(found, {name: name for name in names})
+
+
+def guess_clicks(path: Path) -> str:
+    """The format of a file of clicks that is not Parquet: "jsonl", or "pairs" of columns."""
+    is_json = head(path).data.lstrip().startswith(b"{")
+    return "jsonl" if is_json else "pairs"
+
+
+def _check_columns(path: Path, schema: pa.Schema, names: Sequence[str]) -> None:
+    columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(schema)]
+    _check_names(path, columns, names)
+
+
+def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Cells:
+    """Columns of the rows `start .. stop - 1` of a row group.
+
+    Raises:
+      DataError: the file is damaged, or was changed.
+    """
+    with group.file.open() as file:
+        if group.number >= file.metadata.num_row_groups or not set(names) <= set(
+            file.schema_arrow.names
+        ):
+            raise group.file.changed()
+        table = file.read_row_group(group.number, columns=list(names))
+    if len(table) < stop:
+        raise group.file.changed()
+    part = table.slice(start, stop - start)
+    columns = {name: _one_array(part.column(name)) for name in names}
+    error = row_error(group.file.path, group.first + start)
+    return Cells(columns, error, group.file.path)
+
+
+def click_groups(source: parquet.ParquetPath) -> list[Group]:
+    """The row groups of a Parquet file."""
+    with source.open() as file:
+        metadata = file.metadata
+    sizes = [metadata.row_group(i).num_rows for i in range(metadata.num_row_groups)]
+    ends = itertools.accumulate(sizes)
+    each = zip(range(len(sizes)), ends, sizes, strict=True)
+    return [Group(source, i, size, size, end - size) for i, end, size in each]
+
+
+def as_paths(paths: Paths) -> list[Path]:
+    """One path or several as a list; of a table in memory what messages name.
+
+    Raises:
+      ValueError: there is none.
+    """
+    if isinstance(paths, str | os.PathLike):
+        return [paths]
+    if isinstance(paths, list | tuple):
+        if not paths:
+            raise ValueError("expected at least one file, got none")
+        if is_path(paths[0]):
+            return list(paths)
+    return [TABLE]
+
+
+def _parquet_blocks(piece: Piece, names: Sequence[str]) -> Iterator[Cells]:
+    for source in [piece.file] if piece.file else parquet.parquet_files(piece.path):
+        with progress_bar(source.path, source.size) as bar, source.open() as file:
+            _check_columns(source.path, file.schema_arrow, names)
+            rows = max(file.metadata.num_rows, 1)
+
+            def batches(
+                file: pq.ParquetFile = file,
+                bar: tqdm = bar,
+                part: float = source.size / rows,
+            ) -> Iterator[pa.RecordBatch]:
+                for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
+                    yield batch
+                    bar.update(part * len(batch))
+
+            columns = {name: name for name in names}
+            yield from tables.table_cells([(source.path, batches())], columns)
+
+
+def _one_array(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    return pa.array([], column.type) if isinstance(found, pa.ChunkedArray) else found
+
+
+def _text_blocks(
+    path: Path, schema: ClickSchema, names: Sequence[str], used: Sequence[str]
+) -> Iterator[Cells]:
+    layout = _layout(path, schema, used)
+    places = {name: layout.names.index(name) for name in names}
+    with open_data(path) as stream:
+        yield from record_cells(
+            stream, path, layout, places, schema.ids, block_bytes=BLOCK_BYTES
+        )
+
+
+def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
+    """How a file is written, which has the columns `used`."""
+    lines = head(path)
+    first_line = lines.data.decode().lstrip("\n").partition("\n")[0]
+    delimiter = schema.delimiter or ("\t" if "\t" in first_line else ",")
+    records = read_records(lines, delimiter)
+    line, end, cells = next(records)
+    cells = [cell.strip() for cell in cells]
+    lists: frozenset[int] = frozenset()
+    if (typed := typed_header(cells)) and not set(used) <= set(cells):
+        cells = [name for name, _ in typed]
+        lists = frozenset(n for n, (_, kind) in enumerate(typed) if kind == "token_seq")
+    if schema.columns is not None:
+        names = schema.columns
+        if schema.label not in used and len(cells) == len(names) - 1:
+            names = tuple(name for name in names if name != schema.label)
+        is_header = tuple(cells) == names
+    else:
+        names, is_header = tuple(cells), True
+        columns = [SourceColumn(name, i, "text") for i, name in enumerate(names)]
+        _check_names(path, columns, used, line=line)
+    return TextLayout(
+        delimiter=delimiter,
+        first_line=end if is_header else line,
+        num_columns=len(names),
+        names=names,
+        header=lines.text(line, end) if is_header else None,
+        lists=lists if is_header else frozenset(),
+    )
+
+
+def _check_names(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    names: Sequence[str],
+    line: int | None = None,
+) -> None:
+    known = [column.name for column in columns]
+    for name in names:
+        if known.count(name) != 1:
+            problem = "there is no column" if name not in known else "there are several"
+            remedy = (
+                "the schema needs it; for a text file without a header, give "
+                "ClickSchema(columns=...)"
+            )
+            unclear(path, columns, f"{problem} {name!r}", remedy, line)

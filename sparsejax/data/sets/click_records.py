@@ -1,0 +1,103 @@
+"""Examples of clicks that are in no file: tables and dicts of columns, without labels."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data.events.block import Cells
+from sparsejax.data.files.names import Names
+from sparsejax.data.files.opening import DataError
+from sparsejax.data.files.stored import id_lists
+from sparsejax.data.sets.click_columns import Numbering, categories_of, dense_of
+from sparsejax.data.sets.click_schema import ClickSchema, num_ids
+from sparsejax.data.sets.click_storage import Ids
+
+# The word for them in messages.
+_RECORDS = "records"
+
+
+def examples_of(
+    records: pa.Table | pa.RecordBatch | Mapping[str, Any],
+    schema: ClickSchema,
+    vocabularies: Mapping[str, Names],
+) -> tuple[np.ndarray, dict[str, Ids]]:
+    """Numbers and ids of records, by the rules of `read_clicks`.
+
+    Args:
+      records: columns by name: arrays, lists, or a table. Labels are not needed. None is a
+        missing value.
+      schema: what the columns are.
+      vocabularies: of the training data; other categories have the id of rare ones.
+
+    Returns:
+      Dense columns `[n, d]` float32, and the ids of each feature as in a `ClickDataset`.
+
+    Raises:
+      DataError: a column cannot have such a value.
+      ValueError: a column is missing, or columns differ in their lengths.
+      TypeError: the records are no columns.
+    """
+    block = _block(records, list(schema.dense), list(schema.ids))
+    sizes = num_ids(schema, vocabularies)
+    ids: dict[str, Ids] = {}
+    for name, column in schema.ids.items():
+        found = categories_of(block, name)
+        flat = Numbering(column, vocabularies.get(name)).ids(found.texts)
+        if found.lengths is None:
+            ids[name] = flat
+        else:
+            indptr = np.append(0, np.cumsum(found.lengths))
+            ids[name] = id_lists(flat, indptr, sizes[name])
+    return dense_of(block, schema.dense), ids
+
+
+def _block(records: Any, dense: list[str], ids: list[str]) -> Cells:
+    names = [*dense, *ids]
+    if isinstance(records, pa.Table | pa.RecordBatch):
+        known = records.column_names
+    elif isinstance(records, Mapping):
+        known = list(records)
+    else:
+        raise TypeError(
+            "records are columns: an Arrow table, or a dict of lists or arrays; got "
+            f"{type(records).__name__}"
+        )
+    if missing := [name for name in names if name not in known]:
+        raise ValueError(
+            f"the records lack the columns {missing}; they have {list(known)}"
+        )
+    columns = {name: _array(name, records[name], name in ids) for name in names}
+    sizes = {name: len(column) for name, column in columns.items()}
+    if len(set(sizes.values())) != 1:
+        raise ValueError(f"columns of the records differ in their lengths: {sizes}")
+
+    def error(row: int, message: str) -> DataError:
+        return DataError.at(_RECORDS, f"row {row:,}: {message}")
+
+    return Cells(columns, error, _RECORDS)
+
+
+def _array(name: str, values: Any, nan_is_missing: bool) -> pa.Array:
+    if isinstance(values, pa.ChunkedArray):
+        found = values.combine_chunks()
+        return (
+            pa.array([], values.type) if isinstance(found, pa.ChunkedArray) else found
+        )
+    if isinstance(values, pa.Array):
+        return values
+    try:
+        try:
+            found = pa.array(values, from_pandas=nan_is_missing)
+        except (
+            OverflowError
+        ):  # of integers beyond int64, which Arrow takes by their type
+            found = pa.array(values, pa.uint64())
+    except (pa.ArrowInvalid, pa.ArrowTypeError, TypeError, OverflowError) as error:
+        problem = " ".join(str(error).split())
+        raise DataError.at(_RECORDS, f"column {name!r}: {problem}") from error
+    assert isinstance(found, pa.Array)
+    return found

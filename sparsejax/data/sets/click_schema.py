@@ -1,0 +1,225 @@
+"""The columns of a file of clicks: a label, numbers, and categories."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from collections.abc import Mapping
+from typing import Any
+
+from sparsejax import codec
+from sparsejax.data.files.names import Names
+
+# Ids of a vocabulary: of a missing value, and of one that is rare or unknown.
+MISSING, RARE, FIRST_KNOWN = 0, 1, 2
+
+
+def _check_integer(name: str, value: object, *, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, numbers.Integral):
+        raise TypeError(f"{name} must be an integer, got {value!r}")
+    if not least <= int(value) < 2**31:
+        raise ValueError(f"{name} must be in [{least}, 2^31), got {value}")
+
+
+@dataclasses.dataclass(frozen=True)
+class DenseColumn:
+    """A column of numbers.
+
+    >>> DenseColumn(log1p=True, missing=0.0)
+    DenseColumn(log1p=True, missing=0.0)
+
+    Attributes:
+      log1p: take `log(1 + max(x, 0))`, for counts.
+      missing: what the model gets for an empty value (not transformed). By default an
+        empty value is an error.
+    """
+
+    log1p: bool = False
+    missing: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.missing is not None and not math.isfinite(self.missing):
+            raise ValueError(f"missing must be finite, got {self.missing}")
+
+
+@dataclasses.dataclass(frozen=True)
+class HashedColumn:
+    """A column of categories, each of which a hash gives one of `size` ids.
+
+    >>> HashedColumn(100_000).size
+    100000
+
+    The id is `1 + XXH64(UTF-8 bytes, seed 0) mod (size - 1)`, on every machine and in every
+    version. It is 0 for a missing value. Numbers are hashed as decimal text, `2.0` as `2`,
+    and booleans as `true` and `false`, whatever the file calls them.
+
+    Attributes:
+      size: number of ids, at least 2.
+      as_written: whether text is hashed as it is in the file. Schemas that were saved
+        before there was one spelling have it, so that their models find the same ids.
+    """
+
+    size: int
+    as_written: bool = dataclasses.field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        _check_integer("size", self.size, least=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class VocabularyColumn:
+    """A column of categories, numbered by how often the training data has them.
+
+    >>> VocabularyColumn(min_count=10).min_count
+    10
+
+    Id 0 is a missing value: empty, null or NaN. Id 1 is a category that occurs less than `min_count` times in
+    the training data, or not at all. The others have ids from 2, the most frequent one
+    first. Among equally frequent ones the first in the order of their bytes comes first.
+
+    Attributes:
+      min_count: how often a category must occur to have an id of its own.
+    """
+
+    min_count: int = 1
+
+    def __post_init__(self) -> None:
+        _check_integer("min_count", self.min_count, least=1)
+
+
+IdColumn = HashedColumn | VocabularyColumn
+_KINDS = {"hashed": HashedColumn, "vocabulary": VocabularyColumn}
+
+
+@dataclasses.dataclass(frozen=True)
+class ClickSchema:
+    """The columns of a file of clicks.
+
+    >>> schema = ClickSchema(
+    ...     "click",
+    ...     dense={"price": DenseColumn(log1p=True, missing=0.0)},
+    ...     ids={"user": HashedColumn(1_000_000), "item": VocabularyColumn(min_count=5)},
+    ... )
+    >>> list(schema.ids)
+    ['user', 'item']
+
+    Columns of the file that the schema does not name are not read.
+
+    Attributes:
+      label: the column with 1 for a click and 0 for none.
+      dense: columns of numbers, in the order in which the model gets them.
+      ids: columns of categories: the features of an `EmbeddingCollection`.
+      columns: for a text file without a header, the names of all its columns in order.
+      delimiter: for a text file, what separates columns; by default a TAB if the first
+        line has one, else a comma.
+
+    Raises:
+      ValueError: a column has two roles, or is not among `columns`; there is nothing but
+        labels.
+      TypeError: a column is of no known kind.
+    """
+
+    label: str
+    dense: Mapping[str, DenseColumn] = dataclasses.field(default_factory=dict)
+    ids: Mapping[str, IdColumn] = dataclasses.field(default_factory=dict)
+    columns: tuple[str, ...] | None = None
+    delimiter: str | None = None
+
+    def __post_init__(self) -> None:
+        for what, given, kinds in (
+            ("dense", self.dense, (DenseColumn,)),
+            ("ids", self.ids, tuple(_KINDS.values())),
+        ):
+            for name, column in given.items():
+                if not isinstance(column, kinds):
+                    known = " or ".join(kind.__name__ for kind in kinds)
+                    raise TypeError(f"{what}[{name!r}] must be {known}, got {column!r}")
+        used = self.used
+        if twice := sorted({name for name in used if used.count(name) > 1}):
+            raise ValueError(f"each column has one role, but {twice} have two")
+        if len(used) == 1:
+            raise ValueError("expected at least one column in dense or ids")
+        if self.columns is not None:
+            object.__setattr__(self, "columns", tuple(self.columns))
+            if len(set(self.columns)) < len(self.columns):
+                raise ValueError("columns has a name twice")
+            if unknown := [name for name in used if name not in self.columns]:
+                raise ValueError(f"columns lacks {unknown}, which the schema names")
+
+    @classmethod
+    def criteo(
+        cls, ids: IdColumn | Mapping[str, IdColumn] = VocabularyColumn(min_count=10)
+    ) -> ClickSchema:
+        """Criteo's TSV: label, 13 numbers I1 to I13, and 26 categories C1 to C26.
+
+        >>> ClickSchema.criteo(HashedColumn(100_000)).columns[:3]
+        ('label', 'I1', 'I2')
+
+        Numbers are counts: `log1p`, and 0 if they are missing.
+
+        Args:
+          ids: how categories get ids: for all columns, or for each by name.
+        """
+        numbers_ = [f"I{i}" for i in range(1, 14)]
+        names = [f"C{i}" for i in range(1, 27)]
+        return cls(
+            "label",
+            dense=dict.fromkeys(numbers_, DenseColumn(log1p=True, missing=0.0)),
+            ids=dict(ids) if isinstance(ids, Mapping) else dict.fromkeys(names, ids),
+            columns=("label", *numbers_, *names),
+        )
+
+    @property
+    def used(self) -> list[str]:
+        """The columns that are read: label, dense, ids."""
+        return [self.label, *self.dense, *self.ids]
+
+    def to_json(self) -> dict[str, Any]:
+        """The schema as a JSON object, for `from_json`."""
+        kind_of = {kind: name for name, kind in _KINDS.items()}
+        return {
+            "label": self.label,
+            "dense": {n: codec.document(c) for n, c in self.dense.items()},
+            "ids": {
+                name: {"kind": kind_of[type(column)], **codec.document(column)}
+                for name, column in self.ids.items()
+            },
+            "columns": None if self.columns is None else list(self.columns),
+            "delimiter": self.delimiter,
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> ClickSchema:
+        """Reads what `to_json` made.
+
+        Raises:
+          ValueError: it is not such an object.
+        """
+        label = "not a schema of clicks"
+        document = codec.value(dict[str, Any], document, label)
+        ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
+        return codec.read(
+            cls,
+            {**document, "ids": {n: _id_column(n, c) for n, c in ids.items()}},
+            label,
+        )
+
+
+def _id_column(name: str, document: object) -> IdColumn:
+    """The column of a JSON object with its "kind"."""
+    label = f'not a schema of clicks: column "{name}"'
+    options = codec.value(dict[str, Any], document, label)
+    if options.get("kind") == "hashed":  # saved before there was one spelling
+        options = {"as_written": True} | options
+    return codec.read_tagged(_KINDS, "kind", options, label)
+
+
+def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
+    """Number of ids of each feature."""
+    return {
+        name: column.size
+        if isinstance(column, HashedColumn)
+        else FIRST_KNOWN + len(vocabularies[name])
+        for name, column in schema.ids.items()
+    }

@@ -1,0 +1,245 @@
+"""The Parquet form of a saved data set of clicks.
+
+A row of the table is an example, with the columns `label`, `dense/NAME` and `ids/NAME`
+(int32, or a list of int32). Beside them are the vocabularies, `vocabulary/NAME`. The shorter
+columns end in nulls, which take no room. The schema's metadata is a JSON object with the
+`ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from sparsejax import codec
+from sparsejax.data.files import arrow, stored
+from sparsejax.data.files.names import Names, as_names, to_arrow
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.files.stored import id_lists
+from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.sparse import CSR
+
+_VERSION = 1
+# Rows of a row group, which can be read without the others.
+_GROUP_ROWS = 2**18
+
+Ids = np.ndarray | CSR
+
+
+class ClickParts(NamedTuple):
+    """The parts of a `ClickDataset`."""
+
+    labels: np.ndarray
+    dense: np.ndarray
+    ids: Mapping[str, Ids]
+    schema: ClickSchema
+    vocabularies: Mapping[str, Names]
+
+
+class Facts(NamedTuple):
+    """Facts that a saved file states of itself.
+
+    Attributes:
+      schema: what the columns were.
+      rows: number of examples.
+      sizes: number of categories of each vocabulary.
+      checksum: of the whole content.
+    """
+
+    schema: ClickSchema
+    rows: int
+    sizes: Mapping[str, int]
+    checksum: int
+
+
+def write_clicks(path: Path, parts: ClickParts) -> None:
+    """Writes a data set, whole or not at all.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    columns: dict[str, pa.Array] = {"label": pa.array(parts.labels)}
+    for i, name in enumerate(parts.schema.dense):
+        columns[f"dense/{name}"] = pa.array(np.ascontiguousarray(parts.dense[:, i]))
+    for name, ids in parts.ids.items():
+        columns[f"ids/{name}"] = (
+            pa.ListArray.from_arrays(pa.array(ids.indptr), pa.array(ids.indices))
+            if isinstance(ids, CSR)
+            else pa.array(ids)
+        )
+    for name, names in parts.vocabularies.items():
+        columns[f"vocabulary/{name}"] = to_arrow(names)
+    facts = _Stated(
+        schema=parts.schema.to_json(),
+        rows=len(parts.labels),
+        vocabularies={name: len(v) for name, v in parts.vocabularies.items()},
+        crc32=_checksum(parts),
+    )
+    text = codec.text({"version": _VERSION, **codec.document(facts)})
+    stored.write(path, "clicks", columns, text.encode(), {}, group_rows=_GROUP_ROWS)
+
+
+def read_saved(path: Path) -> ClickParts:
+    """Reads a file that `write_clicks` wrote.
+
+    Raises:
+      DataError: the file is missing, is not such a file, or is damaged.
+    """
+    with stored.one_file(path).open() as file:
+        facts = facts_of(path, file.schema_arrow)
+        table = file.read()
+    try:
+        vocabularies = {
+            name: _names_of(name, size, table[_vocabulary(name)])
+            for name, size in facts.sizes.items()
+        }
+        columns = {
+            name: table[name].slice(0, facts.rows).combine_chunks()
+            for name in stored_columns(facts.schema)
+        }
+        parts = stored_examples(columns, facts.schema, vocabularies)
+        if len(parts.labels) != facts.rows:
+            raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
+    except (ValueError, KeyError, pa.ArrowException) as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
+    if _checksum(parts) != facts.checksum:
+        raise DataError.at(path, "is damaged: its checksum does not fit its content")
+    return parts
+
+
+def facts_of(path: Path, schema: pa.Schema) -> Facts:
+    """The facts that a saved file states of itself.
+
+    Raises:
+      DataError: `write_clicks` did not write it, or another version did.
+    """
+    if stored.kind_of(schema) != "clicks":
+        raise DataError.at(
+            path,
+            "is no saved data set of clicks; for other tables, give their ClickSchema to "
+            "read_clicks or scan_clicks",
+        )
+    try:
+        facts = codec.parse(stored.stated(schema, "clicks"))
+        facts = codec.without_version(facts, _VERSION, "its metadata")
+        read = codec.read(_Stated, facts, "its metadata")
+        click_schema = ClickSchema.from_json(read.schema)
+        _check_facts(read, click_schema, schema)
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+    return Facts(click_schema, read.rows, read.vocabularies, read.crc32)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Stated:
+    """The JSON of a file, without its version."""
+
+    schema: Any
+    rows: int
+    vocabularies: Mapping[str, int]
+    crc32: int
+
+
+def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> None:
+    """Raises ValueError unless a file's metadata, schema and columns fit together."""
+    if not 0 <= stated.rows < 2**63 or not 0 <= stated.crc32 < 2**32:
+        raise ValueError('its metadata: "rows" or "crc32" is wrong')
+    numbered = {n for n, c in clicks.ids.items() if isinstance(c, VocabularyColumn)}
+    if numbered != stated.vocabularies.keys():
+        raise ValueError('its metadata: "vocabularies" are not those of its "schema"')
+    for name, size in stated.vocabularies.items():
+        if not 0 <= size < 2**31:
+            raise ValueError(f'its metadata: "vocabularies.{name}" is {size}')
+    types = {field.name: field.type for field in schema}
+    for name in [*stored_columns(clicks), *map(_vocabulary, numbered)]:
+        found, kind = types.get(name), name.partition("/")[0]
+        if kind == "ids" and found is not None and pa.types.is_list(found):
+            found = found.value_type
+        is_right = {
+            "label": pa.types.is_floating,
+            "dense": pa.types.is_floating,
+            "ids": pa.types.is_int32,
+            "vocabulary": lambda type_: arrow.is_text(pa.nulls(0, type_)),
+        }[kind]
+        if found is None or not is_right(found):
+            raise ValueError(f"is damaged: its column {name!r} is {found}")
+
+
+def _vocabulary(name: str) -> str:
+    """The column with the categories of a feature."""
+    return f"vocabulary/{name}"
+
+
+def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
+    """The categories of a feature, from their column."""
+    found = column.slice(0, size)
+    if len(found) != size or found.null_count:
+        raise ValueError(f"{_vocabulary(name)} does not have the {size:,} names stated")
+    return as_names(found)
+
+
+def stored_columns(schema: ClickSchema) -> list[str]:
+    """The columns of the examples."""
+    dense = [f"dense/{name}" for name in schema.dense]
+    return ["label", *dense, *[f"ids/{name}" for name in schema.ids]]
+
+
+def stored_vocabularies(
+    path: Path, file: pq.ParquetFile, facts: Facts
+) -> dict[str, Names]:
+    """The vocabularies of a file.
+
+    Raises:
+      DataError: it has others than it states, or fewer examples.
+    """
+    found = {}
+    try:
+        for name, size in facts.sizes.items():
+            column = file.read(columns=[_vocabulary(name)]).column(0)
+            found[name] = _names_of(name, size, column)
+        if file.metadata.num_rows < facts.rows:
+            raise ValueError(f"{file.metadata.num_rows:,} examples, not {facts.rows:,}")
+    except ValueError as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
+    return found
+
+
+def stored_examples(
+    columns: Mapping[str, pa.Array],
+    schema: ClickSchema,
+    vocabularies: Mapping[str, Names],
+) -> ClickParts:
+    """Examples of a file, from its columns. Behind the last one labels are null."""
+    label = columns["label"]
+    rows = len(label) - label.null_count
+
+    def numbers(name: str) -> np.ndarray:
+        return columns[name].slice(0, rows).to_numpy()
+
+    ids: dict[str, Ids] = {}
+    for name, size in num_ids(schema, vocabularies).items():
+        column = columns[f"ids/{name}"].slice(0, rows)
+        if not pa.types.is_list(column.type):
+            ids[name] = column.to_numpy()
+            continue
+        indptr = np.append(0, np.cumsum(column.value_lengths().to_numpy()))
+        ids[name] = id_lists(column.flatten().to_numpy(), indptr, size)
+    dense = [numbers(f"dense/{name}") for name in schema.dense]
+    empty = np.empty((rows, 0), np.float32)
+    labels = numbers("label")
+    dense = np.stack(dense, axis=1) if dense else empty
+    return ClickParts(labels, dense, ids, schema, vocabularies)
+
+
+def _checksum(parts: ClickParts) -> int:
+    leaves = [parts.labels.tobytes(), parts.dense.tobytes()]
+    for ids in parts.ids.values():
+        arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
+        leaves += [np.asarray(array).tobytes() for array in arrays]
+    leaves += map(stored.names_as_bytes, parts.vocabularies.values())
+    return stored.checksum(leaves)

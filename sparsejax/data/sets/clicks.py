@@ -1,0 +1,324 @@
+"""Examples of clicks in memory: labels, numbers and ids; read, saved and split."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import ClassVar
+
+import numpy as np
+
+from sparsejax.data.files.names import Names, as_names
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.files.stored import id_lists
+from sparsejax.data.sets import click_storage
+from sparsejax.data.sets.click_columns import (
+    Learner,
+    Numbering,
+    categories_of,
+    dense_of,
+    labels_of,
+)
+from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    HashedColumn,
+    VocabularyColumn,
+    num_ids,
+)
+from sparsejax.data.sets.click_storage import Ids
+from sparsejax.data.sets.split import heldout_positions
+from sparsejax.data.sets.splits import Split, check_rows
+from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
+
+ClickSplit = Split  # its older name
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ClickDataset:
+    """Examples of clicks, in host memory.
+
+    >>> _ = pathlib.Path("clicks.csv").write_text("click,user,age\\n1,ann,31\\n0,bob,\\n")
+    >>> age = DenseColumn(missing=0.0)
+    >>> schema = ClickSchema("click", {"age": age}, {"user": VocabularyColumn()})
+    >>> train = read_clicks("clicks.csv", schema)
+    >>> train
+    ClickDataset(2 examples, 50.0 % clicks, 1 dense, 1 features)
+    >>> train.ids["user"], train.num_ids
+    (array([2, 3], dtype=int32), {'user': 4})
+
+    Attributes:
+      labels: `[n]` float32, 1 for a click, else 0.
+      dense: `[n, d]` float32, in the order of `schema.dense`.
+      ids: for each feature `[n]` int32, or of a column of lists a CSR with NumPy leaves,
+        whose row `i` has the ids of example `i`. They keep the order of the lists, and
+        repetitions.
+      schema: what the columns are.
+      vocabularies: for each `VocabularyColumn` its categories: `[k]` text, the first of
+        which has the id 2.
+
+    Raises:
+      ValueError: shapes, features, labels or ids do not fit together.
+    """
+
+    kind: ClassVar[str] = "clicks"
+
+    labels: np.ndarray
+    dense: np.ndarray
+    ids: Mapping[str, Ids]
+    schema: ClickSchema
+    vocabularies: Mapping[str, Names]
+
+    def __post_init__(self) -> None:
+        rows = len(self.labels)
+        if self.dense.shape != (rows, len(self.schema.dense)):
+            raise ValueError(
+                f"dense must have shape {(rows, len(self.schema.dense))}, got "
+                f"{self.dense.shape}"
+            )
+        if list(self.ids) != list(self.schema.ids):
+            raise ValueError(
+                f"ids must have the features {list(self.schema.ids)}, got {list(self.ids)}"
+            )
+        if not np.isin(self.labels, (0, 1)).all():
+            raise ValueError("labels must be 0 or 1")
+        if not np.isfinite(self.dense).all():
+            raise ValueError("dense must be finite")
+        for name, ids in self.ids.items():
+            flat = ids.indices if isinstance(ids, CSR) else ids
+            if ids.shape[0] != rows:
+                raise ValueError(
+                    f"ids[{name!r}] has {ids.shape[0]:,} examples, but there are {rows:,} "
+                    "labels"
+                )
+            size = self.num_ids[name]
+            if len(flat) and not (0 <= np.min(flat) and np.max(flat) < size):
+                raise ValueError(f"ids[{name!r}] has an id outside [0, {size:,})")
+
+    def __repr__(self) -> str:
+        clicks = f"{np.mean(self.labels):.1%}" if self.num_rows else "no "
+        return (
+            f"ClickDataset({self.num_rows:,} examples, {clicks.replace('%', ' %')} clicks, "
+            f"{len(self.schema.dense)} dense, {len(self.ids)} features)"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        """Number of examples."""
+        return len(self.labels)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows that a model can learn from: all."""
+        return self.num_rows
+
+    @property
+    def num_ids(self) -> dict[str, int]:
+        """The number of ids of each feature, and so of the rows of its table."""
+        return num_ids(self.schema, self.vocabularies)
+
+    def rows(self, chosen: np.ndarray | slice) -> ClickDataset:
+        """These examples, in this order.
+
+        Args:
+          chosen: `[m]` positions, or a slice.
+        """
+        at = np.arange(self.num_rows)[chosen]
+        ids: dict[str, Ids] = {
+            name: _rows_of(each, at) if isinstance(each, CSR) else each[at]
+            for name, each in self.ids.items()
+        }
+        return dataclasses.replace(
+            self, labels=self.labels[at], dense=self.dense[at], ids=ids
+        )
+
+    def split_rows(self, fraction: float, *, seed: int) -> Split[ClickDataset]:
+        """Splits the examples at random into `(train, heldout)`.
+
+        `(1 - fraction) num_rows` examples are held out, rounded half up, but one stays in
+        train. Both parts keep the order. Which ones are held out depends on the seed and
+        on the positions alone.
+
+        Args:
+          fraction: share of the examples to train on, in (0, 1).
+          seed: any integer.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or nothing would be held out.
+        """
+        is_held = heldout_positions(self.num_rows, fraction, seed)
+        check_rows(is_held, "examples", fraction)
+        return Split(*(self.rows(np.flatnonzero(p)) for p in (~is_held, is_held)))
+
+    def save(self, path: Path) -> None:
+        """Writes the data set as one Parquet file, whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written; nothing is left behind.
+        """
+        parts = {name: getattr(self, name) for name in click_storage.ClickParts._fields}
+        click_storage.write_clicks(path, click_storage.ClickParts(**parts))
+
+    @classmethod
+    def load(cls, path: Path) -> ClickDataset:
+        """Reads what `save` wrote, exactly.
+
+        Raises:
+          DataError: the file is missing, is no saved data set of clicks, or is damaged.
+        """
+        parts = click_storage.read_saved(path)
+        try:
+            return cls(**parts._asdict())
+        except ValueError as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+
+
+def read_clicks(
+    path: Paths,
+    schema: ClickSchema,
+    *,
+    vocabulary: ClickDataset | Mapping[str, Names] | None = None,
+) -> ClickDataset:
+    """Reads examples of clicks from files or from a table in memory.
+
+    >>> line = "1\\t" + "\\t".join(["3"] * 13 + ["68fd1e64"] * 25) + "\\t\\n"
+    >>> _ = pathlib.Path("criteo.tsv").write_text(line)
+    >>> train = read_clicks("criteo.tsv", ClickSchema.criteo(HashedColumn(1000)))
+    >>> int(train.ids["C1"][0]), int(train.ids["C26"][0])
+    (289, 0)
+
+    Files are TSV, CSV, JSON Lines or Parquet. Columns hold numbers, text, or lists of
+    categories. Text files are UTF-8, also compressed as for `read`, and have a header unless `schema.columns` names the columns.
+    They may be quoted as in RFC 4180, unless a TAB separates columns. Spaces belong to
+    categories. An empty cell and a null are missing values.
+
+    Args:
+      path: a file, a list of files that follow each other, a folder, an address of Parquet
+        files, or a table in memory; see `read`.
+      schema: what the columns are.
+      vocabulary: the data set that was trained on, whose categories have their ids here
+        too; unknown ones have the id of rare ones. By default categories are numbered by
+        this file. Hashed columns need none.
+
+    Raises:
+      DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
+        other than 0 and 1, or a number that is NaN; the message has file and line.
+      ValueError: the vocabulary lacks a column, or there are more than 2^31 - 1 ids in a
+        column of lists.
+    """
+    return _read(path, schema, known_vocabularies(schema, vocabulary), labelled=True)
+
+
+def read_unlabelled(
+    path: Paths, schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names]
+) -> ClickDataset:
+    """`read_clicks` of files that need no labels: those of the data set are 0."""
+    return _read(path, schema, known_vocabularies(schema, vocabulary), labelled=False)
+
+
+def _read(
+    path: Paths,
+    schema: ClickSchema,
+    known: Mapping[str, Names] | None,
+    *,
+    labelled: bool,
+) -> ClickDataset:
+    numbering = {
+        name: Numbering(column, None if known is None else known.get(name))
+        for name, column in schema.ids.items()
+        if known is not None or isinstance(column, HashedColumn)
+    }
+    learners = {name: Learner() for name in schema.ids if name not in numbering}
+    labels, dense = [], []
+    ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
+    lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
+    for block in click_blocks(path, schema, labelled=labelled):
+        dense.append(dense_of(block, schema.dense))
+        none = np.zeros(len(dense[-1]), np.float32)
+        labels.append(labels_of(block, schema.label) if labelled else none)
+        for name in schema.ids:
+            found = categories_of(block, name)
+            lengths[name].append(found.lengths)
+            if name in numbering:
+                ids[name].append(numbering[name].ids(found.texts))
+            else:
+                learners[name].add(found.texts)
+    if not labels:
+        raise DataError.at(as_paths(path)[0], "holds no examples")
+    vocabularies = dict(known or {})
+    for name, learner in learners.items():
+        column = schema.ids[name]
+        assert isinstance(column, VocabularyColumn)
+        vocabularies[name], codes = learner.finish(column.min_count)
+        ids[name] = [codes]
+    sizes = num_ids(schema, vocabularies)
+    return ClickDataset(
+        np.concatenate(labels),
+        np.concatenate(dense),
+        {
+            name: join_ids(path, name, parts, lengths[name], sizes[name])
+            for name, parts in ids.items()
+        },
+        schema,
+        vocabularies,
+    )
+
+
+def known_vocabularies(
+    schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names] | None
+) -> dict[str, Names] | None:
+    """The vocabulary of each `VocabularyColumn`, or None if they are to be learned.
+
+    Raises:
+      ValueError: one is missing.
+    """
+    wanted = [n for n, c in schema.ids.items() if isinstance(c, VocabularyColumn)]
+    if not wanted:
+        return {}
+    if vocabulary is None:
+        return None
+    if not isinstance(vocabulary, Mapping):
+        vocabulary = vocabulary.vocabularies
+    if missing := [name for name in wanted if name not in vocabulary]:
+        raise ValueError(
+            f"vocabulary lacks {missing}; it has {list(vocabulary)}. Read the training "
+            "data by the same schema"
+        )
+    return {name: as_names(vocabulary[name]) for name in wanted}
+
+
+def join_ids(
+    path: Paths,
+    name: str,
+    parts: list[np.ndarray],
+    lengths: list[np.ndarray | None],
+    size: int,
+) -> Ids:
+    """The ids of all blocks.
+
+    Args:
+      path: the files, for messages.
+      name: the column.
+      parts: `[entries]` ids of each block.
+      lengths: `[examples]` lengths of the lists of each block; None without lists.
+      size: number of ids that there are.
+    """
+    flat = np.concatenate(parts)
+    known = [each for each in lengths if each is not None]
+    if not known:
+        return flat
+    if len(known) < len(lengths):
+        raise DataError.at(
+            as_paths(path)[0], f"column {name!r} holds lists in some files only"
+        )
+    if len(flat) > MAX_ENTRIES:
+        raise ValueError(
+            f"column {name!r} has {len(flat):,} ids, more than int32 can number (2^31 - 1);"
+            " read the data in parts: scan_clicks"
+        )
+    return id_lists(flat, np.append(0, np.cumsum(np.concatenate(known))), size)
+
+
+def _rows_of(ids: CSR, at: np.ndarray) -> CSR:
+    found = host_rows(ids, at)
+    return id_lists(np.asarray(found.indices), np.asarray(found.indptr), ids.num_cols)

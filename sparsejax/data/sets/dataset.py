@@ -1,0 +1,759 @@
+"""A data set: a sparse matrix, and the names of its rows and features."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable, Sequence
+from typing import Any, Literal
+
+import numpy as np
+import scipy.sparse
+
+from sparsejax.data.files import names as _names
+from sparsejax.data.files import stored
+from sparsejax.data.files.columns import Columns
+from sparsejax.data.files.entries import Entries, Leaves, known
+from sparsejax.data.files.names import Names, RowNames
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.sets import vocabulary
+from sparsejax.data.sets.split import (
+    Repeats,
+    Time,
+    check_repeats,
+    cut_of,
+    heldout_entries,
+    heldout_from,
+    heldout_last,
+    parts_of_events,
+    warn_of_repeats,
+)
+from sparsejax.data.sets.splits import Split, split_by_share, split_entries, split_rows
+from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
+
+# Columns of entries that a data set has beside its matrix, if times are known.
+_EVENTS = ("times", "order", "first_times")
+
+
+class UnknownFeaturesWarning(UserWarning):
+    """Some entries were left out because the vocabulary lacks their features."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SparseDataset:
+    """Rows of sparse features, in host memory, with names.
+
+    >>> matrix = scipy.sparse.csr_array([[1, 0, 1], [0, 0, 0], [0, 1, 0.0]])
+    >>> data = SparseDataset.from_scipy(
+    ...     matrix, row_names=["ann", "bob", "eve"], feature_names=["milk", "tea", "wine"]
+    ... )
+    >>> data.num_rows, data.num_features
+    (3, 3)
+
+    ::
+
+        SparseDataset        row_names          feature_names
+          matrix [ 1 . 1 ]     "ann"       "milk" "tea" "wine"
+                 [ . . . ]     "bob"
+                 [ . 1 . ]     "eve"
+
+    Wherever two data sets meet, rows and features are matched by their names, never by
+    position. Names are unique text, in arrays of NumPy's `StringDType`:
+    `feature_names[ids]` has the names for an array of ids, and `feature_names[i]` is a
+    `str`.
+
+    Attributes:
+      matrix: `[rows, features]`, NumPy leaves, no padding; `matrix.data` is None
+        (indicator: every entry is 1) or float32. In a row, indices ascend and are
+        unique.
+      row_names: `[rows]` text.
+      feature_names: `[features]` text.
+      left_out: `[rows]` int32, how many entries of each row were left out because
+        `feature_names` lacks their features (see `align_features`). None if there are no
+        such entries. `evaluate` counts those of held-out data as missed.
+      times: `[entries]` the time of the latest event of each entry, in the order of
+        `matrix.indices`: int64, float64 or datetime64[us] (in UTC if the source has a
+        zone). None if times were not read.
+      order: `[entries]` int64, the position of that event in its file, which decides
+        between equal times. None if `times` is None.
+      columns: the columns of the table that this was read from, and the role of each.
+        None if it was not read from a table.
+      first_times: `[entries]` the time of the earliest event of each entry; None if each
+        has one event. Splits by time warn of entries with events on both sides.
+
+    Raises:
+      ValueError: the sizes do not agree, a name or an index occurs twice, a time is not
+        finite, or only one of `times` and `order` is given.
+    """
+
+    matrix: CSR
+    row_names: Names
+    feature_names: Names
+    left_out: np.ndarray | None = None
+    times: np.ndarray | None = None
+    order: np.ndarray | None = None
+    columns: Columns | None = None
+    first_times: np.ndarray | None = None
+
+    def __post_init__(self) -> None:
+        matrix = _host(self.matrix)
+        object.__setattr__(self, "matrix", matrix)
+        for what, count in (("row", matrix.num_rows), ("feature", matrix.num_cols)):
+            given = _names.as_names(getattr(self, f"{what}_names"))
+            if len(given) != count:
+                raise ValueError(
+                    f"the matrix has {count:,} {what}s but {len(given):,} {what} names "
+                    "were given"
+                )
+            _names.check_unique(given, what)
+            object.__setattr__(self, f"{what}_names", given)
+        left_out = checked_left_out(self.left_out, matrix.num_rows)
+        object.__setattr__(self, "left_out", left_out)
+        _check_times(self.times, self.order, self.num_entries)
+        first = self.first_times
+        if first is not None:
+            if self.times is None:  # they were left out
+                object.__setattr__(self, "first_times", None)
+            elif first.shape != self.times.shape or (first > self.times).any():
+                raise ValueError(
+                    "first_times must be a time of each entry, up to times"
+                )
+
+    def __repr__(self) -> str:
+        kind = "indicator" if self.matrix.data is None else "valued"
+        return (
+            f"SparseDataset({self.num_rows:,} rows, {self.num_features:,} features, "
+            f"{self.num_entries:,} entries, {kind})"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return self.matrix.num_rows
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows that a model can learn from: all."""
+        return self.num_rows
+
+    @property
+    def num_features(self) -> int:
+        return self.matrix.num_cols
+
+    @property
+    def num_entries(self) -> int:
+        return self.matrix.nse
+
+    @classmethod
+    def from_scipy(
+        cls,
+        matrix,
+        *,
+        row_names: Iterable[object] | None = None,
+        feature_names: Iterable[object] | None = None,
+    ) -> SparseDataset:
+        """Takes any SciPy sparse matrix or array, `[rows, features]`.
+
+        Columns keep their numbers. Duplicates are summed, and stored zeros stay entries.
+        A boolean matrix becomes an indicator; other values become float32. Names are
+        decimal numbers by default, and given ones are spelled as `from_arrow` spells them.
+
+        Warns if entries are spread unevenly over the columns. This is so if 4 or 8 devices
+        have a contiguous part each, one of them would hold more than 1.3 times its share,
+        and `vocabulary_order` would reduce that.
+
+        Raises:
+          TypeError: `matrix` is not SciPy sparse.
+          ValueError: a value is NaN or infinite, or becomes infinite as float32; the
+            message names row and column. A name is missing, or is a fraction, a boolean or
+            a date.
+        """
+        csr = CSR.from_scipy(matrix)
+        rows, features = csr.shape
+        dataset = cls(
+            csr,
+            _names.given_names(range(rows) if row_names is None else row_names),
+            _names.given_names(
+                range(features) if feature_names is None else feature_names
+            ),
+        )
+        columns = np.asarray(dataset.matrix.indices)
+        vocabulary.warn_if_unbalanced(columns, dataset.feature_names)
+        return dataset
+
+    def to_scipy(self) -> scipy.sparse.csr_array:
+        """The matrix as a SciPy `csr_array` of float32."""
+        return self.matrix.to_scipy()
+
+    def save(self, path: Path) -> None:
+        """Writes the data set as one Parquet file, whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written; nothing is left behind.
+        """
+        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
+        stored.write_rows(path, "items", rows)
+
+    @classmethod
+    def load(cls, path: Path) -> SparseDataset:
+        """Reads what `save` wrote, exactly.
+
+        Raises:
+          DataError: the file is missing, is not a saved data set, or is damaged.
+        """
+        rows = stored.read_rows(path, "items")
+        try:
+            return cls._of(*rows)
+        except ValueError as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+
+    def without_values(self) -> SparseDataset:
+        """The same entries as an indicator data set. Entries of value 0 stay entries."""
+        return dataclasses.replace(
+            self, matrix=dataclasses.replace(self.matrix, data=None)
+        )
+
+    def split(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
+        """Splits the entries of each row at random into `(train, heldout)`.
+
+        From a row of n entries, `(1 - fraction) n` are held out, rounded half up, but one
+        entry always stays in train. Both parts have all rows and features of this data
+        set. The part of an entry depends on the seed, on the name of its row and on the
+        names of the row's features. It does not depend on the order of rows or columns,
+        nor on other rows. Entries that were left out before (`left_out`) are in neither
+        part: split first, then align.
+
+        Args:
+          fraction: share of the entries to train on, in (0, 1).
+          seed: any integer.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or every row is too short for an entry
+            to be held out.
+        """
+        is_held = heldout_entries(
+            np.asarray(self.matrix.indptr),
+            np.asarray(self.matrix.indices),
+            self.row_names,
+            self.feature_names,
+            fraction,
+            seed,
+        )
+        return split_by_share(self, is_held, fraction)
+
+    def split_last(self, n: int = 1) -> Split[SparseDataset]:
+        """Holds out the last `n` entries of each row by time: `(train, heldout)`.
+
+        One entry of each row always stays in train. So rows of up to `n` entries have
+        fewer than `n` held out. If times are equal, the entry that comes later in the file
+        counts as later. Both parts have all rows and features of this data set.
+
+        Args:
+          n: number of entries to hold out from each row.
+
+        Raises:
+          ValueError: there are no times, `n` is not positive, or no row has two entries.
+        """
+        indptr = np.asarray(self.matrix.indptr)
+        times, order = self._known_times()
+        is_held = heldout_last(indptr, times, order, n)
+        self._warn_of_repeats(is_held, times)
+        return split_entries(self, is_held, "no row has more than one entry")
+
+    def split_at(
+        self,
+        time: Time | None = None,
+        *,
+        fraction: float | None = None,
+        repeats: Repeats | None = None,
+    ) -> Split[SparseDataset]:
+        """Holds out all entries from a point in time on: `(train, heldout)`.
+
+        So a model is measured as it will be used: on entries that it could not have seen.
+        Rows and features that appear later have no entry in train; the result counts them.
+        Both parts have all rows and features of this data set.
+
+        >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+        >>> frame = pandas.DataFrame(table | {"time": [1, 5, 7]})
+        >>> print(from_arrow(frame, time="time").split_at(5))
+        held out 2 of 3 entries (66.7%), in 2 rows; new rows: 1, new features: 1
+
+        Args:
+          time: entries at or after it are held out. If times are numbers, it is a number.
+            If they are dates, it is a datetime, a date or text of ISO 8601, in UTC unless
+            it has a time zone.
+          fraction: given in place of `time`: the share of the entries to train on, in
+            (0, 1). Entries of the same time stay together, so the share may differ a
+            little.
+          repeats: how a row's feature counts that has events on both sides. "new": it is in
+            train, and only features that a row did not have before are held out. "all": it
+            is in both parts. By default it is held out, and is not in train, with a warning.
+
+        Raises:
+          ValueError: there are no times, `time` is of another kind, or one part would be
+            empty. Or with `repeats` there are values, which were added over both sides.
+        """
+        check_repeats(repeats)
+        times, _ = self._known_times()
+        if repeats is not None:
+            return self._split_events(times, cut_of(times, time, fraction), repeats)
+        is_held, span = heldout_from(times, time, fraction)
+        self._warn_of_repeats(is_held, cut_of(times, time, fraction))
+        return split_entries(self, is_held, span)
+
+    def _split_events(
+        self, times: np.ndarray, cut: Any, repeats: Repeats
+    ) -> Split[SparseDataset]:
+        """The parts at a cut, where each has the entries of its own events."""
+        if not times.size:
+            raise ValueError("nothing is held out: there are no entries")
+        first = times if self.first_times is None else self.first_times
+        stays, is_held = parts_of_events(times, first, cut, repeats)
+        both = (first < cut) & (times >= cut)
+        if both.any() and self.matrix.data is not None:
+            raise ValueError(
+                f"repeats={repeats!r}: {int(both.sum()):,} entries have events on both sides, "
+                "and their values were added when the data was read; read it with "
+                "indicator=True, or pass data.without_values()"
+            )
+        parts = split_entries(self, is_held, "", stays)
+        # Only one of several events on one side is known, so that it gives the time.
+        known = np.where(both, first, times)
+        return Split(
+            dataclasses.replace(
+                parts.train, times=known[stays], first_times=first[stays]
+            ),
+            dataclasses.replace(
+                parts.heldout,
+                times=times[is_held],
+                first_times=np.where(both, times, first)[is_held],
+            ),
+        )
+
+    def split_rows(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
+        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
+
+        `(1 - fraction) num_rows` rows are held out, rounded half up, but one row always
+        stays in train. Both parts keep the order of rows and have all features. Which
+        rows are held out depends on the seed and on their names. It does not depend on
+        their order or their entries.
+
+        Args:
+          fraction: share of the rows to train on, in (0, 1).
+          seed: any integer.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
+            be held out.
+        """
+        return split_rows(self, fraction, seed)
+
+    def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
+        """The rows that both data sets have, by name, in this one's order.
+
+        Returns:
+          `(self part, other part)`: row `i` of one has the name of row `i` of the other.
+
+        Raises:
+          ValueError: no name occurs in both.
+        """
+        found = _names.find_names(self.row_names, other.row_names)
+        rows = np.flatnonzero(found >= 0)
+        if not rows.size:
+            raise ValueError(
+                "the two data sets have no row name in common: one has "
+                f"{_names.quoted(self.row_names)}, the other "
+                f"{_names.quoted(other.row_names)}"
+            )
+        return self._rows(rows), other._rows(found[rows])
+
+    def align_rows(
+        self,
+        rows: RowNames | Iterable[object],
+        *,
+        missing: Literal["error", "empty"] = "error",
+    ) -> SparseDataset:
+        """The rows of the given names, in the given order.
+
+        Args:
+          rows: names, or a data set whose row names are used.
+          missing: what to do with a name that is not in this data set. "error" raises;
+            "empty" makes an empty row. (`match_rows` leaves such names out.)
+
+        Raises:
+          ValueError: a name is not in this data set and `missing` is "error".
+        """
+        if missing not in ("error", "empty"):
+            raise ValueError(f'missing is "error" or "empty", got {missing!r}')
+        wanted = _names.of_rows(rows)
+        found = _names.find_names(wanted, self.row_names)
+        absent = wanted[found < 0]
+        if not absent.size:
+            return self._rows(found)
+        if missing == "error":
+            raise ValueError(
+                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
+                f'{_names.quoted(absent)}; missing="empty" makes empty rows for them'
+            )
+        return self._rows(found, wanted)
+
+    def merge(self, *others: SparseDataset) -> SparseDataset:
+        """The rows of all these data sets: joins several histories to one.
+
+        The result is that of `read` on a file with the lines of all of them. Rows of the
+        same name become one, in order of first appearance. A (row, feature) that several
+        data sets have becomes one entry. Its value is the sum of their values; if only
+        some data sets have values, the entries of the others count 1.
+
+        Times are kept if all data sets have times of one type; otherwise the result has
+        no times. The time of an entry is the latest; of equally late ones that of the
+        last data set counts.
+
+        Args:
+          *others: data sets over the same features.
+
+        Raises:
+          ValueError: the features differ.
+        """
+        if not others:
+            return self
+        parts = (self, *others)
+        for other in others:
+            if not np.array_equal(self.feature_names, other.feature_names):
+                raise ValueError(
+                    "the data sets have different features; read them with the same "
+                    "vocabulary (features=...), or use align_features"
+                )
+        encoder = _names.NameEncoder()
+        for part in parts:
+            encoder.add(_names.to_arrow(part.row_names))
+        names, row = encoder.finish()
+        whole = Entries.joined(_comparable([part._entries for part in parts]))
+        rows = np.repeat(row, whole.lengths)
+        merged, events = _merged(rows, whole.columns, (len(names), self.num_features))
+        left_out = np.bincount(row, whole.of_rows["left_out"], len(names))
+        return SparseDataset(merged, names, self.feature_names, left_out, **events)
+
+    def align_features(
+        self, features: SparseDataset | Iterable[object]
+    ) -> SparseDataset:
+        """The same rows over another data set's features, in its order.
+
+        Entries of features that are not among the given ones are left out. A warning says
+        how many, and `left_out` has the number for each row.
+
+        Args:
+          features: names, or a data set whose feature names are used.
+
+        Raises:
+          ValueError: there are entries, and all are of unknown features.
+        """
+        aligned, unknown = align_features(self, features)
+        if unknown:
+            warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
+        return aligned
+
+    def append_features(
+        self, features: SparseDataset | Iterable[object]
+    ) -> SparseDataset:
+        """The same rows over other features, followed by those of its own that are new.
+
+        >>> data = SparseDataset.from_scipy(
+        ...     scipy.sparse.csr_array([[1, 1]]), feature_names=["new", "tea"]
+        ... )
+        >>> data.append_features(["milk", "tea"]).feature_names.tolist()
+        ['milk', 'tea', 'new']
+
+        So columns of a model that was trained on the given features keep their numbers:
+        see `FeedForward.add_items`. No entry is left out. A warning says if the new
+        features have so many entries that the work on a mesh would be unbalanced.
+
+        Args:
+          features: names, or a data set whose feature names are used.
+        """
+        names = _names.of_features(features)
+        spelled = _spelled_like(self, names)
+        longer = vocabulary.appended(names, spelled.feature_names)
+        appended, _ = align_features(spelled, longer)
+        vocabulary.warn_if_appended_unbalanced(
+            np.asarray(appended.matrix.indices), longer
+        )
+        return appended
+
+    @property
+    def _entries(self) -> Entries:
+        matrix = self.matrix
+        return Entries.of(
+            matrix.indptr,
+            {"left_out": self.left_out},
+            indices=matrix.indices,
+            values=matrix.data,
+            **{name: getattr(self, name) for name in _EVENTS},
+        )
+
+    def _with(
+        self,
+        entries: Entries,
+        row_names: Names | None = None,
+        feature_names: Names | None = None,
+    ) -> SparseDataset:
+        """A data set of these entries, with the names of this one by default."""
+        rows = self.row_names if row_names is None else row_names
+        features = self.feature_names if feature_names is None else feature_names
+        return self._of(entries, rows, features, self.columns)
+
+    @classmethod
+    def _of(
+        cls,
+        entries: Entries,
+        row_names: Names,
+        feature_names: Names,
+        columns: Columns | None = None,
+    ) -> SparseDataset:
+        return cls(
+            entries.csr(len(feature_names)),
+            row_names,
+            feature_names,
+            entries.of_rows.get("left_out"),
+            columns=columns,
+            **{name: entries.columns.get(name) for name in _EVENTS},
+        )
+
+    def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
+        """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
+        names = self.row_names[rows] if names is None else names
+        return self._with(self._entries.rows(rows), names)
+
+    def _known_times(self) -> tuple[np.ndarray, np.ndarray]:
+        if self.times is None or self.order is None:
+            raise ValueError("the data set has no times; read it with time=COLUMN")
+        return self.times, self.order
+
+    def _warn_of_repeats(self, is_held: np.ndarray, before: Any) -> None:
+        """Warns of held-out entries that also have events earlier than `before`."""
+        if self.first_times is None:
+            return
+        repeated = is_held & (self.first_times < before)
+        warn_of_repeats(int(repeated.sum()), int(is_held.sum()))
+
+
+def align_features(
+    dataset: SparseDataset, features: SparseDataset | Iterable[object]
+) -> tuple[SparseDataset, str | None]:
+    """Does `SparseDataset.align_features`, and returns the text of its warning."""
+    wanted = _names.of_features(features)
+    dataset = _spelled_like(dataset, wanted)
+    column = _names.find_names(dataset.feature_names, wanted)
+    entries = dataset._entries
+    columns = column[entries.indices]
+    is_known = columns >= 0
+    message = about_unknown(is_known, dataset.feature_names[column < 0], wanted)
+    aligned = entries.replaced(indices=columns).keep(is_known).sorted("indices")
+    counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
+    aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})
+    return dataset._with(aligned, feature_names=wanted), message
+
+
+def _spelled_like(dataset: SparseDataset, vocabulary: Names) -> SparseDataset:
+    """The data set with the names of features that `names.spelled_like` gives."""
+    names = _names.spelled_like(dataset.feature_names, vocabulary)
+    if names is dataset.feature_names:
+        return dataset
+    names, column = _names.numbered(names)
+    if len(names) == dataset.num_features:
+        return dataclasses.replace(dataset, feature_names=names)
+    entries = dataset._entries
+    columns = entries.replaced(indices=column[entries.indices]).columns
+    shape = (dataset.num_rows, len(names))
+    matrix, events = _merged(entries.row_of, columns, shape)
+    return dataclasses.replace(dataset, matrix=matrix, feature_names=names, **events)
+
+
+def _merged(
+    rows: np.ndarray, columns: Leaves, shape: tuple[int, int]
+) -> tuple[CSR, dict[str, Any]]:
+    """Several entries of a (row, feature) become one, with the sum of their values.
+
+    Args:
+      rows: `[entries]` the row of each.
+      columns: of the entries, see `Entries`.
+      shape: of the matrix.
+
+    Returns:
+      The matrix, and what is known of the entries' events: that of the latest. Of equally
+      late ones it is the last in the order of events.
+    """
+    features = columns["indices"]
+    values = columns.get("values", np.ones(len(features), bool))
+    matrix = scipy.sparse.coo_array((values, (rows, features)), shape=shape)
+    events: dict[str, Any] = {}
+    if "times" in columns:
+        times, order = columns["times"], columns["order"]
+        earliest = columns.get("first_times", times)
+        at = np.argsort(order, kind="stable")
+        at = at[latest_events(rows[at], features[at], times[at])]
+        _, first = events_of_pairs(rows, features, earliest)
+        if first is None and "first_times" in columns:
+            first = earliest[at]
+        events = known(times=times[at], order=order[at], first_times=first)
+    return CSR.from_scipy(matrix), events
+
+
+def about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:
+    """The text of a warning of entries whose features a vocabulary lacks; None if none.
+
+    Args:
+      known: `[entries]` bool: whether the vocabulary has the entry's feature.
+      unknown: the features that it lacks.
+      wanted: the vocabulary.
+
+    Raises:
+      ValueError: there are entries, and all are of unknown features.
+    """
+    left_out = len(known) - int(known.sum())
+    if not left_out:
+        return None
+    if left_out == len(known):
+        raise ValueError(
+            f"all {left_out:,} entries are of features that the vocabulary lacks: "
+            f"{_names.quoted(unknown)}; it has {_names.quoted(wanted)}"
+        )
+    return (
+        f"{left_out:,} of {len(known):,} entries are left out: "
+        f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
+        f"{_names.quoted(unknown)}"
+    )
+
+
+def latest_events(
+    rows: np.ndarray, columns: np.ndarray, times: np.ndarray
+) -> np.ndarray:
+    """`[entries]` int64: the position of each (row, column)'s latest event, in order.
+
+    If several events are equally late, it is the last one.
+
+    Args:
+      rows: `[events]`.
+      columns: `[events]`.
+      times: `[events]`.
+    """
+    return events_of_pairs(rows, columns, times)[0]
+
+
+def events_of_pairs(
+    rows: np.ndarray, columns: np.ndarray, times: np.ndarray
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """The `latest_events`, and `[entries]` the earliest time of each (row, column).
+
+    It is None if no (row, column) has several events.
+    """
+    order = np.lexsort((times, columns, rows))  # stable: equal times keep their order
+    rows, columns = rows[order], columns[order]
+    is_last = np.ones(len(order), bool)
+    is_last[:-1] = (np.diff(rows) != 0) | (np.diff(columns) != 0)
+    latest = order[is_last]
+    if is_last.all():
+        return latest, None
+    return latest, times[order[np.append(True, is_last[:-1])]]
+
+
+def _comparable(parts: Sequence[Entries]) -> list[Entries]:
+    """The entries of several data sets with the same columns, as if one followed the other.
+
+    If only some have values, the entries of the others count 1. There are times if all have
+    times of one type.
+    """
+    have = [set(part.columns) for part in parts]
+    types = {part.columns["times"].dtype for part in parts if "times" in part.columns}
+    is_timed = all("times" in names for names in have) and len(types) == 1
+    start, found = 0, []
+    for part in parts:
+        columns = {"indices": part.indices}
+        if any("values" in names for names in have):
+            ones = np.ones(len(part.indices), np.float32)
+            columns["values"] = part.columns.get("values", ones).astype(np.float64)
+        if is_timed:
+            times, order = part.columns["times"], part.columns["order"]
+            columns |= {"times": times, "order": order + start}
+            start += int(order.max(initial=-1)) + 1
+            if any("first_times" in names for names in have):
+                columns["first_times"] = part.columns.get("first_times", times)
+        left_out = part.of_rows.get("left_out", np.zeros(part.num_rows))
+        found.append(Entries(part.indptr, columns, {"left_out": left_out}))
+    return found
+
+
+def _host(matrix: CSR) -> CSR:
+    """The matrix with NumPy leaves, float32 values and no padding.
+
+    Raises:
+      ValueError: a row has a column twice.
+    """
+    indptr = as_int32("indptr", np.asarray(matrix.indptr))
+    count = int(indptr[-1])
+    indices = as_int32("indices", np.asarray(matrix.indices)[:count])
+    data = None
+    if matrix.data is not None:
+        # Too large a value becomes inf, and CSR reports its place.
+        with np.errstate(over="ignore"):
+            data = np.asarray(matrix.data)[:count].astype(np.float32, copy=False)
+    host = CSR(data, indices, indptr, num_cols=matrix.num_cols)
+    same = np.diff(indices) == 0
+    starts = indptr[1:-1]
+    same[starts[(starts > 0) & (starts < count)] - 1] = False
+    if same.any():
+        entry = int(np.flatnonzero(same)[0])
+        row = int(np.searchsorted(indptr, entry, side="right")) - 1
+        raise ValueError(
+            f"row {row} has column {indices[entry]} twice; CSR.from_scipy sums them"
+        )
+    return host
+
+
+def _check_times(
+    times: np.ndarray | None, order: np.ndarray | None, count: int
+) -> None:
+    """Raises ValueError unless both are right for `count` entries, or both are None."""
+    if times is None and order is None:
+        return
+    if times is None or order is None:
+        raise ValueError("times and order belong together, but one of them is None")
+    if times.shape != (count,) or order.shape != (count,):
+        raise ValueError(
+            f"there are {count:,} entries, but times has the shape {times.shape} and "
+            f"order {order.shape}"
+        )
+    check_times(times)
+    if order.dtype != np.int64:
+        raise ValueError(f"order must be int64, got {order.dtype}")
+
+
+def checked_left_out(left_out: object, num_rows: int) -> np.ndarray | None:
+    """`[rows]` int32, or None if nothing was left out.
+
+    Raises:
+      ValueError: these are not a count for each row.
+    """
+    if left_out is None:
+        return None
+    given = np.asarray(left_out)
+    with np.errstate(invalid="ignore"):
+        whole = given.astype(np.int64)
+    wrong = (whole != given) | (whole < 0) | (whole > MAX_ENTRIES)
+    if given.shape != (num_rows,) or wrong.any():
+        raise ValueError(f"left_out must be a count for each of the {num_rows:,} rows")
+    return whole.astype(np.int32) if whole.any() else None
+
+
+def check_times(times: np.ndarray) -> None:
+    """Raises ValueError unless these are finite and of a type that times have."""
+    if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
+        raise ValueError(
+            f"times must be int64, float64 or datetime64[us], got {times.dtype}"
+        )
+    if not np.isfinite(times).all():
+        raise ValueError(f"entry {np.argmin(np.isfinite(times)):,} has no finite time")
+
+
+def _lengths(dataset: SparseDataset) -> np.ndarray:
+    """`[rows]` number of entries."""
+    return np.diff(dataset.matrix.indptr)

@@ -1,0 +1,523 @@
+"""Histories: the events of each row in the order of time, repeats kept."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterable
+from typing import ClassVar, NamedTuple
+
+import numpy as np
+
+from sparsejax.data.files import names as _names
+from sparsejax.data.files import stored
+from sparsejax.data.files.columns import Columns
+from sparsejax.data.files.entries import Entries, offsets
+from sparsejax.data.files.names import FeatureNames, Names
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.sets import vocabulary
+from sparsejax.data.sets.dataset import (
+    SparseDataset,
+    UnknownFeaturesWarning,
+    about_unknown,
+    check_times,
+    checked_left_out,
+    events_of_pairs,
+)
+from sparsejax.data.sets.split import (
+    Repeats,
+    Time,
+    are_known,
+    check_repeats,
+    heldout_entries,
+    heldout_from,
+)
+from sparsejax.data.sets.splits import Split, split_by_share, split_entries, split_rows
+from sparsejax.sparse import CSR, as_int32
+
+
+class Histories(NamedTuple):
+    """Some histories, one after the other, without names.
+
+    >>> Histories(np.array([0, 3, 3]), np.array([5, 2, 5])).padded(2).tolist()
+    [[2, 5], [-1, -1]]
+
+    Attributes:
+      indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
+      times: `[entries]`, or None.
+    """
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    times: np.ndarray | None = None
+
+    def padded(self, length: int) -> np.ndarray:
+        """`[rows, length]` int32: the last `length` entries of each row, then -1.
+
+        The oldest of them comes first, so that with causal attention nothing attends to
+        the padding.
+
+        Raises:
+          ValueError: `length` is not positive.
+        """
+        is_entry, entries = self._last(length)
+        rows = np.full(is_entry.shape, -1, np.int32)
+        rows[is_entry] = as_int32("indices", self.indices[entries])
+        return rows
+
+    def padded_times(self, length: int) -> np.ndarray:
+        """`[rows, length]` float32: the times of `padded`, since the last entry of its row.
+
+        They are 0 or less; of dates in seconds. Where there is no entry they are 0.
+
+        >>> times = np.array([3, 5, 4])
+        >>> Histories(np.array([0, 2, 3]), np.array([5, 2, 5]), times).padded_times(2).tolist()
+        [[-2.0, 0.0], [0.0, 0.0]]
+
+        Raises:
+          ValueError: `length` is not positive, or there are no times.
+        """
+        if self.times is None:
+            raise ValueError("there are no times; read the data with time=COLUMN")
+        is_entry, entries = self._last(length)
+        last = np.repeat(self.indptr[1:] - 1, is_entry.sum(axis=1))
+        since = self.times[entries] - self.times[last]
+        if since.dtype.kind == "m":
+            since = since / np.timedelta64(1, "s")
+        rows = np.zeros(is_entry.shape, np.float32)
+        rows[is_entry] = since
+        return rows
+
+    def _last(self, length: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where `padded` has entries, `[rows, length]`, and which entries these are."""
+        if length < 1:
+            raise ValueError(f"length must be 1 or more, got {length}")
+        kept = np.minimum(np.diff(self.indptr), length)
+        place = np.arange(length)
+        is_entry = place < kept[:, None]
+        entries = (self.indptr[1:] - kept)[:, None] + place
+        return is_entry, entries[is_entry]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class SequenceDataset:
+    """The events of each row, in order, in host memory, with names.
+
+    >>> table = {"user": ["ann", "bob", "ann", "ann"], "item": ["tea", "rye", "rye", "tea"]}
+    >>> data = read_sequences(pandas.DataFrame(table | {"time": [3, 5, 1, 9]}))
+    >>> data
+    SequenceDataset(2 rows, 2 features, 4 entries, times)
+    >>> data.feature_names[data.indices[data.indptr[0] : data.indptr[1]]].tolist()
+    ['rye', 'tea', 'tea']
+
+    `read_sequences` makes it from files and tables, and `from_sparse` from a
+    `SparseDataset` that has times. A row may have no entries. Rows and features have names
+    as in `SparseDataset`.
+
+    Attributes:
+      indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
+      indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
+      row_names: `[rows]` text.
+      feature_names: `[features]` text.
+      times: `[entries]` int64, float64 or datetime64[us] (in UTC if the source has a
+        zone). In a row they do not fall. None if they are not known.
+      left_out: `[rows]` int32, how many entries of each row were left out because
+        `feature_names` lacks their features. None if there are none.
+      columns: the columns of the table that this was read from, and the role of each.
+        None if it was not read from a table.
+
+    Raises:
+      ValueError: the sizes do not agree, an index is no feature, a name occurs twice, or a
+        time is not finite or earlier than the one before it.
+    """
+
+    kind: ClassVar[str] = "histories"
+
+    indptr: np.ndarray
+    indices: np.ndarray
+    row_names: Names
+    feature_names: Names
+    times: np.ndarray | None = None
+    left_out: np.ndarray | None = None
+    columns: Columns | None = None
+
+    def __post_init__(self) -> None:
+        def put(name: str, value) -> None:
+            object.__setattr__(self, name, value)
+
+        for name in ("indptr", "indices"):
+            given = np.asarray(getattr(self, name))
+            if given.ndim != 1 or given.dtype.kind not in "iu":
+                raise ValueError(
+                    f"{name} must be integers of one dimension, got "
+                    f"{given.dtype}{list(given.shape)}"
+                )
+            # Checked below before it becomes int32, in which it might wrap.
+            put(name, given if given.dtype == np.int32 else given.astype(np.int64))
+        for what in ("row", "feature"):
+            put(f"{what}_names", _names.as_names(getattr(self, f"{what}_names")))
+            _names.check_unique(getattr(self, f"{what}_names"), what)
+        ends = self.indptr
+        if len(ends) != len(self.row_names) + 1:
+            raise ValueError(
+                f"indptr must have one number more than there are row names, got "
+                f"{len(ends):,} and {len(self.row_names):,}"
+            )
+        if ends[0] != 0 or ends[-1] != len(self.indices) or (np.diff(ends) < 0).any():
+            raise ValueError(
+                f"indptr must rise from 0 to the {len(self.indices):,} entries"
+            )
+        wrong = (self.indices < 0) | (self.indices >= self.num_features)
+        if wrong.any():
+            entry = int(np.argmax(wrong))
+            raise ValueError(
+                f"entry {entry:,} is feature {self.indices[entry]}, but there are "
+                f"{self.num_features:,} features"
+            )
+        for name in ("indptr", "indices"):
+            put(name, as_int32(name, getattr(self, name)))
+        if self.times is not None:
+            self._check_times(self.times)
+        put("left_out", checked_left_out(self.left_out, self.num_rows))
+
+    def _check_times(self, times: np.ndarray) -> None:
+        if times.shape != self.indices.shape:
+            raise ValueError(
+                f"there are {self.num_entries:,} entries, but times has the shape "
+                f"{times.shape}"
+            )
+        check_times(times)
+        falls = times[1:] < times[:-1]
+        starts = self.indptr[1:-1]
+        falls[starts[(starts > 0) & (starts < len(times))] - 1] = False
+        if falls.any():
+            entry = int(np.argmax(falls)) + 1
+            row = int(np.searchsorted(self.indptr, entry, side="right")) - 1
+            raise ValueError(
+                f"row {row} has the time {times[entry]} after {times[entry - 1]}; sort "
+                "the entries of each row by time, as read_sequences does"
+            )
+
+    def __repr__(self) -> str:
+        known = "no times" if self.times is None else "times"
+        return (
+            f"SequenceDataset({self.num_rows:,} rows, {self.num_features:,} features, "
+            f"{self.num_entries:,} entries, {known})"
+        )
+
+    @property
+    def num_rows(self) -> int:
+        return len(self.row_names)
+
+    @property
+    def num_features(self) -> int:
+        return len(self.feature_names)
+
+    @property
+    def num_entries(self) -> int:
+        return len(self.indices)
+
+    @property
+    def num_examples(self) -> int:
+        """Number of rows that a model can learn from: those with two entries or more."""
+        return int(np.sum(np.diff(self.indptr) > 1))
+
+    @property
+    def histories(self) -> Histories:
+        """The same without names."""
+        return Histories(self.indptr, self.indices, self.times)
+
+    def padded(self, length: int) -> np.ndarray:
+        """`[rows, length]` int32: the last `length` entries of each row, then -1.
+
+        See `Histories.padded`.
+        """
+        return self.histories.padded(length)
+
+    def padded_times(self, length: int) -> np.ndarray:
+        """`[rows, length]` float32: the times of `padded`, see `Histories.padded_times`."""
+        return self.histories.padded_times(length)
+
+    # Other forms
+
+    @classmethod
+    def from_sparse(cls, data: SparseDataset) -> SequenceDataset:
+        """The entries of each row in the order of their times.
+
+        A `SparseDataset` has one entry for each (row, feature), at the time of its latest
+        event: earlier repeats are not known. Values are left out.
+
+        Raises:
+          ValueError: the data set has no times.
+        """
+        if data.times is None or data.order is None:
+            raise ValueError(
+                "the data set has no times, so the order is not known; read it with "
+                "time=COLUMN"
+            )
+        entries = data._entries.sorted("times", "order")
+        return cls(
+            entries.indptr,
+            entries.indices,
+            data.row_names,
+            data.feature_names,
+            entries.columns["times"],
+            data.left_out,
+            data.columns,
+        )
+
+    def to_sparse(self) -> SparseDataset:
+        """One entry of value 1 for each (row, feature), as `read` makes without values.
+
+        If there are times, an entry has that of its latest event.
+        """
+        # In a row entries have the order of time, so their places do for the times.
+        place = np.arange(self.num_entries)
+        rows = self._entries.row_of
+        latest, first = events_of_pairs(rows, self.indices, place)
+        counts = np.bincount(rows[latest], minlength=self.num_rows)
+        events = {}
+        if self.times is not None:
+            events = {"times": self.times[latest], "order": place[latest]}
+            if first is not None:
+                events["first_times"] = self.times[first]
+        return SparseDataset(
+            CSR(
+                None, self.indices[latest], offsets(counts), num_cols=self.num_features
+            ),
+            self.row_names,
+            self.feature_names,
+            self.left_out,
+            columns=self.columns,
+            **events,
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes the data set as one Parquet file, whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written; nothing is left behind.
+        """
+        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
+        stored.write_rows(path, "histories", rows)
+
+    @classmethod
+    def load(cls, path: Path) -> SequenceDataset:
+        """Reads what `save` wrote, exactly.
+
+        Raises:
+          DataError: the file is missing, holds no saved sequences, or is damaged.
+        """
+        entries, rows, features = stored.read_rows(path, "histories")
+        times, left_out = entries.columns.get("times"), entries.of_rows.get("left_out")
+        try:
+            return cls(entries.indptr, entries.indices, rows, features, times, left_out)
+        except ValueError as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
+
+    # Splits
+
+    def split_last(
+        self, n: int = 1, *, repeats: Repeats = "all"
+    ) -> Split[SequenceDataset]:
+        """Holds out the last `n` entries of each row: `(train, heldout)`.
+
+        One entry of each row always stays in train. So from a row of one entry nothing is
+        held out. Both parts have all rows and features.
+
+        Args:
+          n: number of entries to hold out from each row.
+          repeats: see `split_at`. With "new" a row may have fewer than `n` held out.
+
+        Raises:
+          ValueError: `n` is not positive, or no row has two entries, or "new" leaves none.
+        """
+        if n < 1:
+            raise ValueError(f"n must be 1 or more, got {n}")
+        lengths = np.diff(self.indptr)
+        first_held = self.indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
+        is_held = np.arange(self.num_entries) >= np.repeat(first_held, lengths)
+        return self._split(is_held, "no row has more than one entry", repeats)
+
+    def split_at(
+        self,
+        time: Time | None = None,
+        *,
+        fraction: float | None = None,
+        repeats: Repeats = "all",
+    ) -> Split[SequenceDataset]:
+        """Holds out all entries from a point in time on: `(train, heldout)`.
+
+        Rows that begin later have an empty history in train.
+
+        Args:
+          time: see `SparseDataset.split_at`.
+          fraction: see `SparseDataset.split_at`.
+          repeats: "all" holds out every entry; "new" leaves out those whose item the row has
+            in train, so that they are in neither part.
+
+        Raises:
+          ValueError: there are no times, `time` is of another kind, or one part would be
+            empty.
+        """
+        if self.times is None:
+            raise ValueError("the data set has no times; read it with time=COLUMN")
+        return self._split(*heldout_from(self.times, time, fraction), repeats)
+
+    def _split(
+        self, is_held: np.ndarray, why_nothing: str, repeats: Repeats
+    ) -> Split[SequenceDataset]:
+        check_repeats(repeats)
+        stays = ~is_held
+        if repeats == "new":
+            rows = self._entries.row_of
+            known = are_known(rows, self.indices, is_held, self.num_features)
+            if is_held.any() and not (is_held & ~known).any():
+                why_nothing = "all that was is a repeat"
+            is_held = is_held & ~known
+        return split_entries(self, is_held, why_nothing, stays)
+
+    def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
+        """Splits the entries of each row at random into `(train, heldout)`.
+
+        See `SparseDataset.split`. Each repeat of an item is drawn for itself. What stays in
+        train keeps its order. For the question what comes next, use `split_last` or
+        `split_at`.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or every row is too short for an entry
+            to be held out.
+        """
+        rows = self._entries.row_of
+        order = np.lexsort((self.indices, rows))  # equal ones stay in order
+        begins = np.ones(len(order), bool)
+        begins[1:] = (np.diff(rows[order]) != 0) | (np.diff(self.indices[order]) != 0)
+        place = np.arange(len(order))
+        occurrences = np.empty(len(order), np.int64)
+        occurrences[order] = place - np.maximum.accumulate(np.where(begins, place, 0))
+        is_held = heldout_entries(
+            self.indptr,
+            self.indices,
+            self.row_names,
+            self.feature_names,
+            fraction,
+            seed,
+            occurrences=occurrences,
+        )
+        return split_by_share(self, is_held, fraction)
+
+    def split_rows(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
+        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
+
+        The same rows are held out as by `SparseDataset.split_rows`.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
+            be held out.
+        """
+        return split_rows(self, fraction, seed)
+
+    def align_features(
+        self, features: FeatureNames | Iterable[object]
+    ) -> SequenceDataset:
+        """The same rows over another data set's features, in its order.
+
+        Entries of features that are not among the given ones are left out. A warning says
+        how many, and `left_out` has the number for each row.
+
+        Args:
+          features: names, or a data set whose feature names are used.
+
+        Raises:
+          ValueError: there are entries, and all are of unknown features.
+        """
+        aligned, unknown = align_sequences(self, features)
+        if unknown:
+            warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
+        return aligned
+
+    def append_features(
+        self, features: FeatureNames | Iterable[object]
+    ) -> SequenceDataset:
+        """The same histories over other features, followed by its own that are new.
+
+        See `SparseDataset.append_features`.
+        """
+        names = _names.of_features(features)
+        spelled = _spelled_like(self, names)
+        longer = vocabulary.appended(names, spelled.feature_names)
+        appended, _ = align_sequences(spelled, longer)
+        vocabulary.warn_if_appended_unbalanced(appended.indices, longer)
+        return appended
+
+    def align_rows(self, rows: _names.RowNames | Iterable[object]) -> SequenceDataset:
+        """The histories of the given names, in the given order.
+
+        Args:
+          rows: names, or a data set whose row names are used.
+
+        Raises:
+          ValueError: a name is not in this data set.
+        """
+        wanted = _names.of_rows(rows)
+        found = _names.find_names(wanted, self.row_names)
+        absent = wanted[found < 0]
+        if absent.size:
+            raise ValueError(
+                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
+                f"{_names.quoted(absent)}"
+            )
+        return self._rows(found)
+
+    @property
+    def _entries(self) -> Entries:
+        return Entries.of(
+            self.indptr,
+            {"left_out": self.left_out},
+            indices=self.indices,
+            times=self.times,
+        )
+
+    def _with(self, entries: Entries, **names: Names) -> SequenceDataset:
+        """The same with other entries, and perhaps other names."""
+        return dataclasses.replace(
+            self,
+            indptr=entries.indptr,
+            indices=entries.indices,
+            times=entries.columns.get("times"),
+            left_out=entries.of_rows.get("left_out"),
+            **names,
+        )
+
+    def _rows(self, rows: np.ndarray) -> SequenceDataset:
+        return self._with(self._entries.rows(rows), row_names=self.row_names[rows])
+
+
+SequenceSplit = Split  # its older name
+
+
+def align_sequences(
+    data: SequenceDataset, features: FeatureNames | Iterable[object]
+) -> tuple[SequenceDataset, str | None]:
+    """Does `SequenceDataset.align_features`, and returns the text of its warning."""
+    wanted = _names.of_features(features)
+    data = _spelled_like(data, wanted)
+    column = _names.find_names(data.feature_names, wanted)
+    indices = column[data.indices]
+    known = indices >= 0
+    message = about_unknown(known, data.feature_names[column < 0], wanted)
+    entries = data._entries.replaced(indices=indices)
+    aligned = entries.keep(known)
+    counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
+    aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})
+    return data._with(aligned, feature_names=wanted), message
+
+
+def _spelled_like(data: SequenceDataset, vocabulary_: Names) -> SequenceDataset:
+    """The data with the names of features that `names.spelled_like` gives."""
+    names = _names.spelled_like(data.feature_names, vocabulary_)
+    if names is data.feature_names:
+        return data
+    names, column = _names.numbered(names)
+    return dataclasses.replace(data, indices=column[data.indices], feature_names=names)

@@ -1,0 +1,352 @@
+"""Chooses the entries or rows to hold out: at random by hashes of names, or by time."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import math
+import os
+import warnings
+from typing import Literal
+
+import numpy as np
+
+from sparsejax.data.files.names import Names
+
+Repeats = Literal["new", "all"]
+Time = float | str | datetime.date | np.datetime64 | np.number
+
+# A warning names the line that called the library: the first outside these files. Context
+# managers that are decorators call from contextlib. A prefix must be shorter than the name.
+INSIDE = (
+    os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
+    os.path.splitext(contextlib.__file__)[0],
+)
+
+
+def heldout_entries(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    row_names: Names,
+    feature_names: Names,
+    fraction: float,
+    seed: int,
+    *,
+    occurrences: np.ndarray | None = None,
+) -> np.ndarray:
+    """`[entries]` bool: the entries that `SparseDataset.split` holds out.
+
+    Each entry gets a 64-bit key: a hash of seed, row name and feature name. In each row
+    the entries with the smallest keys are held out.
+
+    Args:
+      indptr: `[rows + 1]` the begin of each row.
+      indices: `[entries]` the feature of each entry.
+      row_names: `[rows]`.
+      feature_names: `[features]`.
+      fraction: share of each row that stays.
+      seed: any integer.
+      occurrences: `[entries]` how many entries of the row before it have the same
+        feature; None if there are none.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
+    return heldout_by_hash(
+        indptr,
+        indices,
+        hashes(row_names, seed),
+        hashes(feature_names, seed),
+        fraction,
+        occurrences,
+    )
+
+
+def heldout_by_hash(
+    indptr: np.ndarray,
+    indices: np.ndarray,
+    row_hashes: np.ndarray,
+    feature_hashes: np.ndarray,
+    fraction: float,
+    occurrences: np.ndarray | None = None,
+) -> np.ndarray:
+    """The `heldout_entries` of some rows, with the `hashes` of names.
+
+    Args:
+      indptr: `[rows + 1]` the begin of each row.
+      indices: `[entries]` positions in `feature_hashes`.
+      row_hashes: `[rows]`.
+      feature_hashes: `[features]`.
+      fraction: share of the entries that stays in train.
+      occurrences: see `heldout_entries`.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
+    lengths = np.diff(indptr)
+    counts = _num_held(lengths, fraction)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    of_features = feature_hashes[indices]
+    if occurrences is not None:
+        of_features += occurrences.astype(np.uint64)
+    keys = _mix(row_hashes[rows] ^ _mix(of_features))
+    # Sorted by key within each row: one sort of (row, high bits of the key).
+    row_bits = np.uint64(max(len(lengths).bit_length(), 1))
+    row_part = rows.astype(np.uint64) << (np.uint64(64) - row_bits)
+    order = np.argsort(row_part | (keys >> row_bits))
+    place = np.arange(len(indices)) - np.repeat(indptr[:-1], lengths)
+    is_held = np.zeros(len(indices), bool)
+    is_held[order] = place < counts[rows]
+    return is_held
+
+
+def heldout_last(
+    indptr: np.ndarray, times: np.ndarray, order: np.ndarray, n: int
+) -> np.ndarray:
+    """`[entries]` bool: the entries that `SparseDataset.split_last` holds out.
+
+    Args:
+      indptr: `[rows + 1]` the begin of each row.
+      times: `[entries]`, of any type that can be ordered.
+      order: `[entries]` integers that order entries of the same row and time.
+      n: number of entries to hold out from each row. One entry of a row always stays.
+
+    Raises:
+      ValueError: `n` is not positive.
+    """
+    if n < 1:
+        raise ValueError(f"n must be 1 or more, got {n}")
+    lengths = np.diff(indptr)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    # The entries of each row, the oldest first.
+    ascending = np.lexsort((order, times, rows))
+    first_held = indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
+    is_held = np.empty(len(times), bool)
+    is_held[ascending] = np.arange(len(times)) >= first_held[rows]
+    return is_held
+
+
+def heldout_from(
+    times: np.ndarray, time: Time | None, fraction: float | None
+) -> tuple[np.ndarray, str]:
+    """`[entries]` bool: the entries that `split_at` holds out; and the span of the times.
+
+    Raises:
+      ValueError: see `SparseDataset.split_at`.
+    """
+    if not times.size:
+        raise ValueError("nothing is held out: there are no entries")
+    cut = cut_of(times, time, fraction)
+    is_held = times >= cut
+    span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
+    if is_held.all():
+        raise ValueError(f"everything is held out, nothing to train on: {span}")
+    return is_held, span
+
+
+def check_repeats(repeats: str | None) -> None:
+    """Raises ValueError unless it is a choice of what is held out."""
+    if repeats not in (None, "new", "all"):
+        raise ValueError(f'repeats is "new" or "all", got {repeats!r}')
+
+
+def parts_of_events(
+    times: np.ndarray, first: np.ndarray, cut: object, repeats: str
+) -> tuple[np.ndarray, np.ndarray]:
+    """The entries of both parts, where each has what its own events are.
+
+    Args:
+      times: `[entries]` the time of the latest event of each entry.
+      first: `[entries]` that of the earliest.
+      cut: events at or after it are held out.
+      repeats: "new" holds out entries without an earlier event; "all" holds out repeats, too.
+
+    Returns:
+      `(stays, is_held)`, each `[entries]` bool. An entry may be in both parts.
+
+    Raises:
+      ValueError: a part is empty.
+    """
+    stays = first < cut
+    is_held = ~stays if repeats == "new" else times >= cut
+    span = f"the times are from {first.min()} to {times.max()}, the cut is {cut}"
+    if not stays.any():
+        raise ValueError(f"everything is held out, nothing to train on: {span}")
+    if not is_held.any():
+        only = " but repeats" if repeats == "new" and (times >= cut).any() else ""
+        raise ValueError(f"nothing is held out{only}: {span}")
+    return stays, is_held
+
+
+def are_known(
+    rows: np.ndarray, items: np.ndarray, is_held: np.ndarray, num_items: int
+) -> np.ndarray:
+    """`[entries]` bool: whether an entry repeats one of its row that is not held out."""
+    pairs = rows.astype(np.int64) * num_items + items
+    return np.isin(pairs, pairs[~is_held])
+
+
+def cut_of(
+    times: np.ndarray, time: Time | None, fraction: float | None
+) -> int | float | np.number | np.datetime64:
+    """The time from which on `split_at` holds out, as `times` has it.
+
+    Raises:
+      ValueError: see `SparseDataset.split_at`.
+    """
+    if time is not None and fraction is None:
+        return as_time(time, times)
+    if fraction is not None and time is None:
+        return time_of_share(times, fraction)
+    raise ValueError("pass either a time or a fraction")
+
+
+def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime64:
+    """The time before which about a `fraction` of the entries lie.
+
+    It is the time with the closest share, but never the first one. Of two equally close
+    times it is the earlier.
+
+    Args:
+      times: `[entries]`.
+      fraction: in (0, 1).
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1), or all times are the same.
+    """
+    check_fraction(fraction)
+    distinct, counts = np.unique(times, return_counts=True)
+    if len(distinct) < 2:
+        raise ValueError(f"all entries have the same time: {distinct[0]}")
+    before = np.cumsum(counts)[:-1]
+    return distinct[1 + np.argmin(np.abs(before - fraction * len(times)))]
+
+
+def as_time(time: Time, times: np.ndarray) -> int | float | np.datetime64:
+    """The time in the type of `times`: `times >= as_time(time, times)` are at or after it.
+
+    Integers are compared exactly, floats as float64, dates in microseconds of UTC.
+
+    Raises:
+      ValueError: `time` is of another kind than `times`, or is not a time.
+    """
+    if isinstance(time, bool | np.bool) or time != time:  # noqa: PLR0124 - as nan and NaT
+        raise ValueError(f"the time is {time}")
+    if np.issubdtype(times.dtype, np.datetime64):
+        if not isinstance(time, str | datetime.date | np.datetime64):
+            raise ValueError(
+                f"the times are dates, from {times.min()} to {times.max()}, so expected "
+                f"a datetime or text like '2024-01-31', got {time!r}"
+            )
+        return _datetime(time)
+    if not isinstance(time, int | float | np.number):
+        raise ValueError(
+            f"the times are numbers, from {times.min()} to {times.max()}, so expected "
+            f"a number, got {time!r}"
+        )
+    given = time.item() if isinstance(time, np.number) else time
+    if times.dtype.kind == "i" and math.isfinite(given):
+        return math.ceil(given)  # float64 does not hold large integers
+    return given
+
+
+def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
+    """The time in microseconds, rounded up, and in UTC if it has a zone."""
+    if isinstance(time, str):
+        try:
+            time = datetime.datetime.fromisoformat(time)
+        except ValueError as error:
+            raise ValueError(
+                f"expected a time like '2024-01-31' or '2024-01-31T12:00:00', got "
+                f"{time!r}"
+            ) from error
+    if isinstance(time, datetime.datetime) and time.tzinfo is not None:
+        time = time.astimezone(datetime.UTC).replace(tzinfo=None)
+    exact = np.datetime64(time)
+    found = exact.astype("datetime64[us]")
+    return found + np.timedelta64(int(found < exact), "us")
+
+
+def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
+    """`[rows]` bool: the rows that `SparseDataset.split_rows` holds out.
+
+    Each row gets a 64-bit key: a hash of seed and name. The rows with the smallest keys
+    are held out.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
+    count = int(_num_held(np.array([len(row_names)]), fraction)[0])
+    is_held = np.zeros(len(row_names), bool)
+    # Mixed, so that this choice differs from that of entries with the same seed.
+    is_held[np.argsort(_mix(hashes(row_names, seed)), kind="stable")[:count]] = True
+    return is_held
+
+
+def heldout_positions(count: int, fraction: float, seed: int) -> np.ndarray:
+    """`[count]` bool: the examples that `ClickDataset.split_rows` holds out.
+
+    Each position gets a 64-bit key, a hash of seed and position. The positions with the
+    smallest keys are held out.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1).
+    """
+    held = int(_num_held(np.array([count]), fraction)[0])
+    start = hashes(np.array([""], np.dtypes.StringDType()), seed)
+    is_held = np.zeros(count, bool)
+    keys = _mix(start ^ _mix(np.arange(count, dtype=np.uint64)))
+    is_held[np.argsort(keys, kind="stable")[:held]] = True
+    return is_held
+
+
+def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
+    """How many of each of `counts` are held out: rounded half up, but one stays."""
+    check_fraction(fraction)
+    # 1 - 0.9 is a little below 0.1, but 5 times it must be rounded up. Nine decimals do.
+    shares = np.round((1 - fraction) * counts, 9)
+    return np.minimum(np.floor(shares + 0.5), np.maximum(counts - 1, 0))
+
+
+def warn_of_repeats(repeated: int, heldout: int) -> None:
+    """Warns if held-out entries also have events from before the split.
+
+    Args:
+      repeated: number of such entries.
+      heldout: number of all held-out entries.
+    """
+    if repeated:
+        warnings.warn(
+            f"{repeated:,} of {heldout:,} held-out entries also have earlier events, "
+            "which are in neither part: a repeat of a row and a feature was merged with "
+            "them when the data was read, and the latest event gives the time. So they "
+            "are held out as if they were new. To split by events, pass split_at(..., "
+            'repeats="new") or "all", or use read_sequences(...).split_at(...), of whose '
+            "parts to_sparse() makes sets (on the command line: split --histories)",
+            skip_file_prefixes=INSIDE,
+        )
+
+
+def check_fraction(fraction: float) -> None:
+    """Raises ValueError unless it is between 0 and 1."""
+    if not 0 < fraction < 1:
+        raise ValueError(f"fraction must lie in (0, 1), got {fraction}")
+
+
+def hashes(names: Names, seed: int) -> np.ndarray:
+    """`[n]` uint64 from each name and the seed, the same on every machine and version."""
+    keyed = hashlib.blake2b(str(seed).encode() + b"\0", digest_size=8)
+    digests = bytearray()
+    for name in names:
+        one = keyed.copy()
+        one.update(name.encode())
+        digests += one.digest()
+    return np.frombuffer(bytes(digests), "<u8").astype(np.uint64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """The finalizer of SplitMix64 (Steele, Lea and Flood, 2014), modulo 2^64."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
