@@ -110,7 +110,7 @@ TRAIN = "train data --run new --format text "
             "predict run zeros.parquet --out out",
             r"row name 'user 0\x00x' contains '\x00'",
         ),
-        ("predict run user.parquet --out out --exclude board", "'user 1'"),
+        ("predict run user.parquet --out out --keep-seen --exclude board", "'user 1'"),
         ("report missing", "missing: is not a run folder"),
         ("report run --test board", "--test needs --train"),
         ("report run --train unknown --format text", "unknown: all 2 entries"),

@@ -51,7 +51,7 @@ def of_kind(clicks):
 
 
 # What each kind has a use for; `model` and `inputs` are given always.
-ANY = {"optimizer", "batch_size"}
+ANY = {"optimizer", "batch_size", "keep_rows"}
 RANKED = ANY | {"heldout", "k", "exclude", "unknown", "unknown_users", "popularity"}
 EVALUATE = {
     "clicks": ANY | {"groups"},
