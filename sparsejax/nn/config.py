@@ -9,7 +9,9 @@ import pathlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
+
+import numpy as np
 
 from sparsejax import codec, losses
 from sparsejax.nn.activations import activation
@@ -173,6 +175,33 @@ class LinearConfig:
         return None, f"no linear part: {items:,} items are too many for one"
 
 
+class HasSizes(Protocol):
+    """Data whose sizes are known, such as a `SparseDataset`."""
+
+    @property
+    def num_rows(self) -> int: ...
+
+    @property
+    def num_features(self) -> int: ...
+
+    @property
+    def num_entries(self) -> int: ...
+
+
+def _sizes(
+    data: HasSizes | int, items: int | None, entries: int | None
+) -> tuple[int, int, int]:
+    if not isinstance(data, int | np.integer):
+        if items is not None or entries is not None:
+            raise TypeError("data have their own sizes: give no items and no entries")
+        return data.num_rows, data.num_features, data.num_entries
+    if items is None or entries is None:
+        raise TypeError(
+            "for_data needs data, or three numbers: of rows, items and entries"
+        )
+    return int(data), items, entries
+
+
 def temperature_for(items: int) -> tuple[float, str]:
     """The temperature of cosine scores that suits so many items, and why.
 
@@ -309,9 +338,13 @@ class NetworkConfig:
 
     @classmethod
     def for_data(
-        cls, rows: int, items: int, entries: int, **options: Any
+        cls,
+        data: HasSizes | int,
+        items: int | None = None,
+        entries: int | None = None,
+        **options: Any,
     ) -> tuple[NetworkConfig, str]:
-        """The network that `sparsejax train` gives data of these sizes, and why.
+        """The network that `sparsejax train` gives these data, and why.
 
         >>> config, why = NetworkConfig.for_data(6_040, 3_706, 800_000)
         >>> config.output.temperature, config.linear.weight
@@ -324,11 +357,15 @@ class NetworkConfig:
         See `temperature_for` and `LinearConfig.for_data`.
 
         Args:
-          rows: examples of the training data.
-          items: its columns.
-          entries: all its entries.
+          data: the training data, such as a `SparseDataset`; or only its number of rows.
+          items: its columns, if only a number of rows is given.
+          entries: all its entries, likewise.
           **options: those of `autoencoder`, instead of what suits the data.
+
+        Raises:
+          TypeError: sizes are missing, or are given beside data.
         """
+        rows, items, entries = _sizes(data, items, entries)
         said = []
         if "temperature" not in options:
             options["temperature"], why = temperature_for(items)

@@ -171,6 +171,16 @@ def test_for_data():
     )
 
 
+def test_for_data_takes_data_or_its_sizes():
+    data, _ = sj.datasets.msweb().train.split(0.8, seed=0)
+    sizes = data.num_rows, data.num_features, data.num_entries
+    assert NetworkConfig.for_data(data) == NetworkConfig.for_data(*sizes)
+    with pytest.raises(TypeError, match="three numbers"):
+        NetworkConfig.for_data(5, 3)
+    with pytest.raises(TypeError, match="own sizes"):
+        NetworkConfig.for_data(data, items=3)
+
+
 @pytest.mark.parametrize(
     ("make", "message"),
     [
