@@ -46,10 +46,14 @@ def main() -> None:
 
 
 def _measure(part: str) -> Iterator[dict]:
+    import jax
+
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model.predictor"
         _export(path)
-        yield from _engine(path) if part == "engine" else _rest(path)
+        versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+        for result in _engine(path) if part == "engine" else _rest(path):
+            yield result | {"versions": versions}
 
 
 def _export(path: pathlib.Path) -> None:
