@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import pathlib
@@ -52,11 +53,15 @@ def train(
     stopping = _early_stopping(training, runs)
     source = source_of(training)
     config, chosen = runs.suited(training.config, training, source)
+    restored = training.resume and folders.has_checkpoints(directory)
+    if restored and training.suited:
+        begun = folders.load_run(directory)[0].network
+        if config != (kept := _with_dtype_of(begun, config)):
+            config, chosen = kept, ""
     if chosen:
         training.reading.say(chosen)
     check_seed(training.seed)
     settings = settings_of(training, config, source)
-    restored = training.resume and folders.has_checkpoints(directory)
     if training.origin is None or restored:
         linear_part = None
         if not restored:
@@ -92,6 +97,17 @@ def train(
             log=None if log is None else functools.partial(log, settings.num_epochs),
         )
     return source
+
+
+def _with_dtype_of(begun: Any, config: Any) -> Any:
+    """The configuration of a run that is resumed, if it differs in nothing but the dtype.
+
+    Nobody named the dtype: a device chose it, and another one may have begun the run.
+    """
+    if type(begun) is not type(config) or not hasattr(config, "dtype"):
+        return config
+    same = dataclasses.replace(config, dtype=begun.dtype)
+    return same if same == begun else config
 
 
 def source_of(training: Training) -> Source:

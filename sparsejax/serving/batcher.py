@@ -292,9 +292,8 @@ class Batcher:
             try:
                 found = self.engine.run(packed.shape, packed.arguments)
             except Exception as error:  # noqa: BLE001 - JAX raises many kinds
-                failed = DeviceError(
-                    f"the device failed: {str(error).splitlines()[:1]}"
-                )
+                reason = (str(error).splitlines() or [type(error).__name__])[0]
+                failed = DeviceError(f"the device failed: {reason}")
             device = time.monotonic() - begun
             with self._changed:  # the next batch begins before answers are given
                 self._working = False

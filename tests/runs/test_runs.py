@@ -259,3 +259,15 @@ def test_clicks_choose_the_dtype_of_the_device(folder, monkeypatch):
     for given, dtype in ((None, "bfloat16"), (config, "float32")):
         run = sj.Run.train(clicks, config=given, num_epochs=1, batch_size=200)
         assert run.model.config.dtype == dtype
+
+
+def test_a_run_is_resumed_with_the_dtype_that_it_was_begun_with(
+    folder, monkeypatch, tmp_path
+):
+    """It may have been begun on another device, or by a release that chose another one."""
+    clicks = sj.read_clicks(folder / "clicks.csv", SCHEMA)
+    how: Any = {"model": "dlrm", "decay": "none", "batch_size": 200}
+    sj.Run.train(clicks, tmp_path / "run", num_epochs=1, **how)
+    monkeypatch.setattr(of_clicks, "custom_call_can_run", lambda *_, **__: True)
+    more = sj.Run.train(clicks, tmp_path / "run", num_epochs=2, resume=True, **how)
+    assert more.model.config.dtype == "float32" and len(more.history) == 2
