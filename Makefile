@@ -72,7 +72,7 @@ test-spark: $(SPARK)/.installed
 	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(SPARK)/bin/pytest $(OPTIONS) --durations 10 -ra tests/spark
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(SPARK) dist docs/_build .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(SPARK) dist docs/_build docs/jupyter_execute .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment that still runs is kept: only what pyproject.toml asks for is new.

@@ -12,7 +12,7 @@ extensions = [
     "sphinx_design",
     "sphinxcontrib.mermaid",
 ]
-exclude_patterns = ["_build"]
+exclude_patterns = ["_build", "jupyter_execute"]
 highlight_language = "none"  # of blocks that do not say what they are
 html_theme = "furo"
 html_show_copyright = False

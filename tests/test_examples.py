@@ -230,9 +230,9 @@ def test_notebooks(name, tmp_path):
     assert printed(notebook) == shown
 
 
-def printed(notebook: Any) -> list[str]:
+def printed(notebook: Any) -> str:
     """What cells have printed, without digits and names of items."""
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert not [output for output in outputs if output.get("name") == "stderr"]
     texts = [output["text"] for output in outputs if output.get("name") == "stdout"]
-    return [re.sub(r"\d+|'/\w+'", "0", text) for text in texts]
+    return re.sub(r"\d+|'/\w+'", "0", "".join(texts))
