@@ -259,7 +259,7 @@ def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
       ValueError: this is not a run folder, or it is damaged.
     """
     directory = pathlib.Path(directory)
-    run = _load_settings(directory)
+    run = load_settings(directory)
     known = run.runs.load_known(directory / _VOCABULARY)
     if (count := run.runs.num_known(known)) != run.num_features:
         raise ValueError(
@@ -302,7 +302,8 @@ class Folder:
         return progress.get("history", [])
 
 
-def _load_settings(directory: pathlib.Path) -> Settings:
+def load_settings(directory: pathlib.Path) -> Settings:
+    """The settings of a run, without its vocabulary; raises what `load_run` does."""
     path = directory / _SETTINGS
     if not path.is_file():
         raise ValueError(
@@ -461,7 +462,7 @@ def begun(
         checkpoints = checkpoints_of(directory, run)
         steps, before = checkpoints.steps(), None
         if steps:
-            before = _load_settings(directory)
+            before = load_settings(directory)
             run.check_resumes(before)
 
         def write(settings: Settings):

@@ -55,7 +55,7 @@ def train(
     config, chosen = runs.suited(training.config, training, source)
     restored = training.resume and folders.has_checkpoints(directory)
     if restored and training.suited:
-        begun = folders.load_run(directory)[0].network
+        begun = folders.load_settings(directory).network
         if config != (kept := _with_dtype_of(begun, config)):
             config, chosen = kept, ""
     if chosen:

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import warnings
 from collections.abc import Iterable
 from typing import Any
 
@@ -24,8 +22,8 @@ from sparsejax.data.files.columns import (
 from sparsejax.data.files.entries import offsets
 from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.files.opening import DataError, Path, shown
-from sparsejax.data.sets.assemble import encode
-from sparsejax.data.sets.dataset import SparseDataset, UnknownFeaturesWarning
+from sparsejax.data.sets.assemble import align_to, encode
+from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.sequences import SequenceDataset, align_sequences
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
@@ -96,17 +94,7 @@ def read_sequences(
     path = name_of(source)
     if features is None:
         return _accounted(data)
-    try:
-        data, unknown = align_sequences(data, features)
-    except ValueError as error:
-        raise DataError.at(path, str(error)) from error
-    if unknown:
-        warnings.warn(
-            f"{shown(path)}: {unknown}",
-            UnknownFeaturesWarning,
-            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
-        )
-    return _accounted(data)
+    return _accounted(align_to(data, features, path, align_sequences))
 
 
 def _accounted(data: SequenceDataset) -> SequenceDataset:

@@ -48,7 +48,7 @@ from sparsejax.data.files.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.files.opening import Path, shown
 from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.sets.assemble import Features, align_to, assemble
-from sparsejax.data.sets.dataset import SparseDataset
+from sparsejax.data.sets.dataset import SparseDataset, align_features
 
 
 def read(
@@ -293,7 +293,11 @@ def _saved(
         dataset = dataset.without_values()
     if asked.chosen.time is None:
         dataset = dataclasses.replace(dataset, times=None, order=None)
-    return dataset if features is None else align_to(dataset, features, path)
+    return (
+        dataset
+        if features is None
+        else align_to(dataset, features, path, align_features)
+    )
 
 
 def from_arrow(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import os
 import warnings
-from collections.abc import Iterable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
@@ -97,7 +97,7 @@ def assemble(
         )
         raise DataError.at(path, problem) from error
     if features is not None:
-        dataset = align_to(dataset, features, path)
+        dataset = align_to(dataset, features, path, align_features)
     if columns is not None:
         if times is None:
             columns = columns.without_empty_times()
@@ -176,16 +176,26 @@ def encode(
     )
 
 
-def align_to(
-    dataset: SparseDataset, features: SparseDataset | Iterable[object], path: Path
-) -> SparseDataset:
-    """`SparseDataset.align_features`, with a warning and an error that name the file.
+def align_to[Data](
+    dataset: Data,
+    features: Any,
+    path: Path,
+    align: Callable[[Data, Any], tuple[Data, str | None]],
+) -> Data:
+    """A data set over other features, with a warning and an error that name the file.
+
+    Args:
+      dataset: what `align` takes.
+      features: names, or a data set whose feature names are used.
+      path: the file.
+      align: `align_features` or `align_sequences`: the data set over these features, and
+        what to warn of.
 
     Raises:
       DataError: there are entries, and all are of unknown features.
     """
     try:
-        aligned, unknown = align_features(dataset, features)
+        aligned, unknown = align(dataset, features)
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
     if unknown:
