@@ -184,7 +184,11 @@ def split(command: flags.Split) -> None:
             parts = data.split_at(at, fraction=share, repeats=command.repeats)
     else:
         assert command.fraction is not None  # as was checked
-        choose = data.split if command.by == "random" else data.split_rows
+        choose = {
+            "random": data.split,
+            "rows": data.split_rows,
+            "items": data.split_items,
+        }[command.by]
         parts = choose(command.fraction, seed=command.seed or 0)
     with whole_files.whole_folder(command.out, names=files.values()) as folder:
         parts.train.save(folder / files["train"])
@@ -254,6 +258,7 @@ def _check_split(command: flags.Split) -> None:
         "time": ("at", "fraction", "repeats"),
         "random": ("fraction", "seed"),
         "rows": ("fraction", "seed"),
+        "items": ("fraction", "seed"),
     }[command.by]
     for name in ("n", "at", "fraction", "seed", "repeats"):
         if getattr(command, name) is not None and name not in wanted:

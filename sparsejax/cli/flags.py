@@ -644,12 +644,13 @@ class Split:
       by: Interactions to hold out. last: the last ones of each row by time. time: all
         interactions from one point in time on, which is closest to how a model is used.
         random: a random share of each row. rows: a random share of the rows, whole.
+        items: all interactions of a random share of the items.
       out: Folder to make.
       n: With last: number of interactions to hold out of each row. At least one stays in
         train.
       at: With time: the point in time, written as in the file; a date as 2024-12-31.
-      fraction: With time, random and rows: share that stays in train.
-      seed: With random and rows: seed of the random choice.
+      fraction: With time, random, rows and items: share that stays in train.
+      seed: With random, rows and items: seed of the random choice.
       repeats: With time, or with last of histories: new holds out only items that a user did
         not have before; all also holds out repeats. Without it, an item with interactions on
         both sides is held out as if it were new, and histories hold out all.
@@ -660,7 +661,7 @@ class Split:
     """
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
-    by: Literal["last", "time", "random", "rows"]
+    by: Literal["last", "time", "random", "rows", "items"]
     out: Annotated[pathlib.Path, _Folder]
     n: Annotated[int | None, _value("INT", "1")] = None
     at: Annotated[str | None, _value("TIME", "")] = None

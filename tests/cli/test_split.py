@@ -49,6 +49,11 @@ def parts_of(folder: pathlib.Path) -> list[SparseDataset]:
             "in 3 rows; new rows: 3",
             lambda data: data.split_rows(0.7, seed=0),
         ),
+        (
+            "--by items --fraction .7 --seed 2",
+            "new features: [1-9]",
+            lambda data: data.split_items(0.7, seed=2),
+        ),
     ],
 )
 def test_split(events, tmp_path, capsys, argv, printed, expected):
@@ -75,6 +80,7 @@ def test_split(events, tmp_path, capsys, argv, printed, expected):
         ),
         ("--by random", "--by random needs --fraction"),
         ("--by rows", "--by rows needs --fraction"),
+        ("--by items --at 3", "--at does not go with --by items"),
         ("--by random --fraction 2", "fraction must lie in"),
         ("--by random --fraction .999", "nothing is held out"),
         ("--by last --n 0", "n must be 1 or more"),

@@ -349,6 +349,41 @@ def test_split_rows_of_few():
         dataset.split_rows(1, seed=0)
 
 
+def test_split_items():
+    dataset = random_dataset(11, 53)
+    parts = dataset.split_items(0.9, seed=0)
+    known, held = (
+        set(part.feature_names[np.unique(part.matrix.indices)].tolist())
+        for part in parts
+    )
+    assert not known & held and len(held) == parts.new_features == 5  # of 5.3
+    whole = dataset.to_scipy().toarray()
+    is_held = np.isin(dataset.feature_names, list(held))
+    np.testing.assert_array_equal(parts.train.to_scipy().toarray(), whole * ~is_held)
+    np.testing.assert_array_equal(parts.heldout.to_scipy().toarray(), whole * is_held)
+    # Whatever the order of the features and what is in them.
+    turned = dataset.align_features(dataset.feature_names[::-1]).without_values()
+    again = turned.split_items(0.9, seed=0).heldout
+    assert set(again.feature_names[again.matrix.indices].tolist()) == held
+    other = dataset.split_items(0.9, seed=1).heldout
+    assert set(other.feature_names[other.matrix.indices].tolist()) != held
+
+
+def test_split_items_of_few():
+    with pytest.raises(ValueError, match="1 features are too few to hold out 0.9 "):
+        random_dataset(4, 1).split_items(0.1, seed=0)
+    with pytest.raises(ValueError, match="fraction must lie in"):
+        random_dataset(4, 4).split_items(1, seed=0)
+    # One of two features has entries: it is held out, or the other is.
+    matrix = scipy.sparse.csr_array([[1, 0], [1, 0]])
+    dataset, found = SparseDataset.from_scipy(matrix), set()
+    for seed in range(9):
+        with pytest.raises(ValueError, match="the 1 features .*have no entries") as e:
+            dataset.split_items(0.5, seed=seed)
+        found.add(str(e.value).partition(" is held out")[0])
+    assert found == {"nothing", "everything"}
+
+
 def test_match_rows_by_name():
     left, right = make(), make(valued=False).align_rows(["\u3042", "eve"])
     extra = SparseDataset.from_scipy(

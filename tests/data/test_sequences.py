@@ -166,6 +166,12 @@ def test_splits():
     assert named(train) | named(heldout) == WANTED
     sparse = data.to_sparse().split_rows(0.7, seed=0).heldout
     assert heldout.row_names.tolist() == sparse.row_names.tolist()
+    train, heldout = data.split_items(0.5, seed=0)
+    sparse = data.to_sparse().split_items(0.5, seed=0).heldout
+    held = np.unique(sparse.matrix.indices).tolist()
+    assert 0 < len(held) == np.unique(heldout.indices).size
+    assert heldout.indices.tolist() == [i for i in data.indices if i in held]
+    assert train.indices.tolist() == [i for i in data.indices if i not in held]
     # Repeats of one item fall on both sides.
     many = pd.DataFrame({"user": ["ann"] * 40, "item": ["tea"] * 40, "time": range(40)})
     train, heldout = sj.read_sequences(many).split(0.5, seed=1)

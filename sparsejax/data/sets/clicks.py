@@ -28,7 +28,7 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.data.sets.click_storage import Ids
 from sparsejax.data.sets.split import heldout_positions
-from sparsejax.data.sets.splits import Split, check_rows
+from sparsejax.data.sets.splits import Split, check_held
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
 
 ClickSplit = Split  # its older name
@@ -147,7 +147,7 @@ class ClickDataset:
           ValueError: `fraction` is outside (0, 1), or nothing would be held out.
         """
         is_held = heldout_positions(self.num_rows, fraction, seed)
-        check_rows(is_held, "examples", fraction)
+        check_held(is_held, "examples", fraction)
         return Split(*(self.rows(np.flatnonzero(p)) for p in (~is_held, is_held)))
 
     def save(self, path: Path) -> None:

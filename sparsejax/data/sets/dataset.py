@@ -28,7 +28,13 @@ from sparsejax.data.sets.split import (
     parts_of_events,
     warn_of_repeats,
 )
-from sparsejax.data.sets.splits import Split, split_by_share, split_entries, split_rows
+from sparsejax.data.sets.splits import (
+    Split,
+    split_by_share,
+    split_entries,
+    split_items,
+    split_rows,
+)
 from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
 
 # Columns of entries that a data set has beside its matrix, if times are known.
@@ -346,6 +352,29 @@ class SparseDataset:
             be held out.
         """
         return split_rows(self, fraction, seed)
+
+    def split_items(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
+        """Splits the features at random into `(train, heldout)`, to measure on new items.
+
+        `(1 - fraction) num_features` features are held out with all their entries, rounded
+        half up, but one feature always stays in train. So a model that learns from `train`
+        knows of them only what is known of them beside the entries. Both parts have all
+        rows and features of this data set. Which features are held out depends on the seed
+        and on their names. It does not depend on their order or their entries.
+
+        >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
+        >>> print(from_arrow(pandas.DataFrame(table)).split_items(0.5, seed=0))
+        held out 1 of 3 entries (33.3%), in 1 rows; new rows: 0, new features: 1
+
+        Args:
+          fraction: share of the features to train on, in (0, 1).
+          seed: any integer.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), there are too few features for one to be
+            held out, or one part would be empty.
+        """
+        return split_items(self, fraction, seed)
 
     def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
         """The rows that both data sets have, by name, in this one's order.

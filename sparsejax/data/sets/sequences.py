@@ -32,7 +32,13 @@ from sparsejax.data.sets.split import (
     heldout_entries,
     heldout_from,
 )
-from sparsejax.data.sets.splits import Split, split_by_share, split_entries, split_rows
+from sparsejax.data.sets.splits import (
+    Split,
+    split_by_share,
+    split_entries,
+    split_items,
+    split_rows,
+)
 from sparsejax.sparse import CSR, as_int32
 
 
@@ -417,6 +423,17 @@ class SequenceDataset:
             be held out.
         """
         return split_rows(self, fraction, seed)
+
+    def split_items(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
+        """Splits the features at random into `(train, heldout)`, to measure on new items.
+
+        The same features are held out as by `SparseDataset.split_items`.
+
+        Raises:
+          ValueError: `fraction` is outside (0, 1), there are too few features for one to be
+            held out, or one part would be empty.
+        """
+        return split_items(self, fraction, seed)
 
     def align_features(
         self, features: FeatureNames | Iterable[object]

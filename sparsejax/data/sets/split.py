@@ -268,19 +268,19 @@ def _datetime(time: str | datetime.date | np.datetime64) -> np.datetime64:
     return found + np.timedelta64(int(found < exact), "us")
 
 
-def heldout_rows(row_names: Names, fraction: float, seed: int) -> np.ndarray:
-    """`[rows]` bool: the rows that `SparseDataset.split_rows` holds out.
+def heldout_names(names: Names, fraction: float, seed: int) -> np.ndarray:
+    """`[names]` bool: the rows or items that `split_rows` or `split_items` holds out.
 
-    Each row gets a 64-bit key: a hash of seed and name. The rows with the smallest keys
-    are held out.
+    Each gets a 64-bit key: a hash of seed and name. Those with the smallest keys are held
+    out.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
     """
-    count = int(_num_held(np.array([len(row_names)]), fraction)[0])
-    is_held = np.zeros(len(row_names), bool)
+    count = int(_num_held(np.array([len(names)]), fraction)[0])
+    is_held = np.zeros(len(names), bool)
     # Mixed, so that this choice differs from that of entries with the same seed.
-    is_held[np.argsort(_mix(hashes(row_names, seed)), kind="stable")[:count]] = True
+    is_held[np.argsort(_mix(hashes(names, seed)), kind="stable")[:count]] = True
     return is_held
 
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from sparsejax.data.files.names import find_names
-from sparsejax.data.sets.split import heldout_rows
+from sparsejax.data.sets.split import heldout_names
 
 
 class Split[T](NamedTuple):
@@ -117,13 +117,35 @@ def split_rows[T](data: T, fraction: float, seed: int) -> Split[T]:
       ValueError: `fraction` is outside (0, 1), or there are too few rows.
     """
     whole: Any = data
-    is_held = heldout_rows(whole.row_names, fraction, seed)
-    check_rows(is_held, "rows", fraction)
+    is_held = heldout_names(whole.row_names, fraction, seed)
+    check_held(is_held, "rows", fraction)
     return Split(*(whole._rows(np.flatnonzero(part)) for part in (~is_held, is_held)))
 
 
-def check_rows(is_held: np.ndarray, what: str, fraction: float) -> None:
-    """Raises ValueError if none of these rows is held out."""
+def split_items[T](data: T, fraction: float, seed: int) -> Split[T]:
+    """The entries of some items, and those of all others, over all rows and features.
+
+    Raises:
+      ValueError: `fraction` is outside (0, 1), or a part would have no entries.
+    """
+    whole: Any = data
+    item_is_held = heldout_names(whole.feature_names, fraction, seed)
+    check_held(item_is_held, "features", fraction)
+    is_held = item_is_held[whole._entries.indices]
+    if is_held.all():
+        raise ValueError(
+            "everything is held out, nothing to train on: the "
+            f"{int(np.sum(~item_is_held)):,} features that stay have no entries"
+        )
+    return split_entries(
+        data,
+        is_held,
+        f"the {int(np.sum(item_is_held)):,} features to hold out have no entries",
+    )
+
+
+def check_held(is_held: np.ndarray, what: str, fraction: float) -> None:
+    """Raises ValueError if none of these is held out."""
     if not is_held.any():
         raise ValueError(
             f"nothing is held out: {len(is_held):,} {what} are too few to hold out "
