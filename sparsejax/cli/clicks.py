@@ -43,7 +43,15 @@ class Clicks(Commands):
         super().check(command)
 
     def schema(self, command: flags.Train | flags.Plan) -> ClickSchema | None:
-        return _schema_of(command)
+        if getattr(command, "origin", None) is None:
+            return _schema_of(command)
+        assert isinstance(command, flags.Train)
+        if command.clicks != flags.Clicks() or command.columns.delimiter is not None:
+            raise ValueError(
+                "--from takes the columns of its run: leave out --schema, --label, --dense, "
+                "--categories and --delimiter, or --from"
+            )
+        return None
 
     def planned(
         self, config: Any, command: flags.Plan, **how: Any

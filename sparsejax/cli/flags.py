@@ -226,9 +226,9 @@ class Train(OfKinds):
       data: File of the interactions to train on, or of examples of clicks.
       run: Folder to write the run to: settings, vocabulary and checkpoints. It must be
         new or empty, except with --resume.
-      origin: Folder of a run whose model is trained on. Items of DATA that it does not know
-        are added behind those that it knows, and no known row moves before training. Its
-        network is taken over; so is the optimizer's state, if --optimizer is of the same
+      origin: Folder of a run whose model is trained on. Items and categories of DATA that it
+        does not know are added behind those that it knows, and no known row moves before
+        training. Its network and the columns of clicks are taken over; so is the optimizer's state, if --optimizer is of the same
         kind and the learning rate is constant. DATA should hold all interactions that
         count: what only the earlier data has is gradually forgotten.
       format: Format of the files.

@@ -12,5 +12,6 @@ from .models import DLRM as DLRM
 from .models import DeepFM as DeepFM
 from .models import WideDeep as WideDeep
 from .models import build_click_model as build_click_model
+from .new_ids import add_ids as add_ids
 from .plan import EmbeddingPlan as EmbeddingPlan
 from .planner import plan_embeddings as plan_embeddings

@@ -145,6 +145,8 @@ class EmbeddingCollection(nnx.Module):
                 f"as {{{next(iter(tables))!r}: 'rows'}}, got {plan!r}"
             )
         self.stacks = stack_tables(tables, configs, placements, hotness)
+        # For `add_ids`. Tuples, as a module's attributes are hashed.
+        self.asked = tuple(placements.items()), tuple(hotness.items())
         self.given = self.wire = _wire(wire_dtype, exchange_room, distinct)
         self.names = tuple(configs)
         key = rngs.params()
@@ -291,7 +293,7 @@ class EmbeddingCollection(nnx.Module):
                 f"shape {np.shape(array)}"
             )
         kernel = self.kernels[stack.name]
-        write = jit_sharded(_with_table, _spec(stack), static=(0, 1), donate=(2,))
+        write = jit_sharded(_with_table, spec_of(stack), static=(0, 1), donate=(2,))
         inplace.overwrite(
             [kernel], lambda: ([write(stack, pieces, kernel[...], array)], None)
         )
@@ -417,15 +419,21 @@ def _wire(
     return Wire(kind, room, distinct)
 
 
-def _spec(stack: Stack) -> P:
+def spec_of(stack: Stack) -> P:
+    """How the parameter of a stack is divided over a mesh."""
     return BY_ROWS if stack.divided else P()
 
 
 def _kernel(stack: Stack, key: jax.Array) -> RowParam:
     """The parameter of a stack."""
     # Compiled, so that only the result is allocated, on the devices where it belongs.
-    value = jit_sharded(first_rows, _spec(stack), static=(0,))(stack, key)
-    metadata: dict[str, Any] = out_sharding(_spec(stack))
+    value = jit_sharded(first_rows, spec_of(stack), static=(0,))(stack, key)
+    return kernel_of(stack, value)
+
+
+def kernel_of(stack: Stack, value: jax.Array) -> RowParam:
+    """The parameter of a stack, of its rows."""
+    metadata: dict[str, Any] = out_sharding(spec_of(stack))
     if stack.rule is not None:
         metadata["rule"] = stack.rule
     return RowParam(value, **metadata)
@@ -480,4 +488,4 @@ def _with_table(
             kernel = kernel.at[rows].set(mine, unique_indices=True)
         return kernel
 
-    return call_with_auto_axes(written, kernel, array, out_specs=_spec(stack))
+    return call_with_auto_axes(written, kernel, array, out_specs=spec_of(stack))

@@ -16,6 +16,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
 
+from sparsejax.embeddings import new_ids
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
@@ -27,6 +28,7 @@ from sparsejax.embeddings.model_config import (
     WideDeepConfig,
 )
 from sparsejax.embeddings.plan import EmbeddingPlan
+from sparsejax.optimizers.optimizer import Optimizer
 
 # The factors of second order start small: they are multiplied with each other.
 _factor_init = nnx.initializers.normal(0.01)
@@ -76,6 +78,12 @@ class _ClickModel(nnx.Module):
     def num_inputs(self) -> int:
         """Dense columns and all numbers of embeddings."""
         return self.num_dense + self.embeddings.num_outputs
+
+    def add_ids(
+        self, added: Mapping[str, int], *, optimizer: Optimizer | None = None
+    ) -> None:
+        """Adds ids behind the known ones of some features: see `sparsejax.embeddings.add_ids`."""
+        new_ids.add_ids(self, added, optimizer=optimizer)
 
     def _inputs(self, dense, ids) -> jax.Array:
         """`[batch, num_inputs]`."""

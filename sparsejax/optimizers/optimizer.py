@@ -48,6 +48,19 @@ from sparsejax.optimizers.rules import Rule
 _LARGE_PART = 8
 
 
+class Moved(NamedTuple):
+    """How the rows of a parameter come from those of others, see `Optimizer.move_rows`.
+
+    Attributes:
+      sources: the paths of the parameters before.
+      make: makes an array with a row for each row of the parameter, of one that says what new
+        rows are, and of one for each source.
+    """
+
+    sources: tuple[Path, ...]
+    make: Callable[..., jax.Array]
+
+
 class _Ahead(NamedTuple):
     """Steps within `Optimizer.ahead`.
 
@@ -272,9 +285,7 @@ class Optimizer(nnx.Pytree):
                 continue
             fresh = _init_rows(self.rule_of(kernel), kernel)
             for name, variable in self._rows_of(path).items():
-                value = fresh[name][...]
-                if name == "last_step":  # 0 would be steps that the row has missed
-                    value = jnp.where(value == 0, step, value)
+                value = _at_step(name, fresh[name][...], step)
                 growth.with_first_rows(variable, value, known[path])
         rows = {_key(path): count for path, count in known.items()}
         parameters = jax.tree.map(_wide, self._ordinary(model))
@@ -298,6 +309,34 @@ class Optimizer(nnx.Pytree):
 
         is_variable = lambda node: isinstance(node, nnx.Variable)
         jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
+
+    @promoting()
+    def move_rows(self, model: Any, moved: Mapping[Path, Moved]) -> None:
+        """Makes the state fit row parameters that were made of others.
+
+        The state of a row goes where the row went. New rows begin as in a new optimizer, at
+        this step.
+
+        Args:
+          model: has the new parameters.
+          moved: by the path of each of them.
+        """
+        step, kernels = self.step[...], gradients.row_params(model, self.wrt)
+        rows, rounding = dict(self.rows), dict(self.rounding)
+        gone = {_key(path) for move in moved.values() for path in move.sources}
+        before = {key: (rows.pop(key), rounding.pop(key, None)) for key in gone}
+        for path, move in moved.items():
+            kernel = kernels[path]
+            states, seeds = zip(*(before[_key(p)] for p in move.sources), strict=True)
+            fresh = _init_rows(self.rule_of(kernel), kernel)
+            for name, variable in fresh.items():
+                value = _at_step(name, variable[...], step)
+                arrays = [state[name][...] for state in states]
+                variable.set_value(move.make(value, *arrays))
+            rows[_key(path)] = fresh
+            if seeds[0] is not None:
+                rounding[_key(path)] = seeds[0]
+        self.rows, self.rounding = nnx.data(rows), nnx.data(rounding)
 
     @promoting()
     def flush(self, model: Any, *, deterministic: bool = False) -> None:
@@ -750,6 +789,15 @@ def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
     make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0,))
     arrays = make(rule, kernel[...])
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}
+
+
+def _at_step(name: str, fresh: jax.Array, step: jax.Array) -> jax.Array:
+    """An array of the state of rows that are new at this step."""
+    if name != "last_step":
+        return fresh
+    return jnp.where(
+        fresh == 0, step, fresh
+    )  # 0 would be steps that the row has missed
 
 
 def _first_state(rule: Rule, w: jax.Array) -> dict[str, jax.Array]:

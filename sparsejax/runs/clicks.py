@@ -16,7 +16,12 @@ from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets.click_schema import ClickSchema
-from sparsejax.data.sets.clicks import ClickDataset, read_clicks, read_unlabelled
+from sparsejax.data.sets.clicks import (
+    ClickDataset,
+    check_same_schema,
+    read_clicks,
+    read_unlabelled,
+)
 from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream
@@ -27,6 +32,7 @@ from sparsejax.kinds.clicks.scores import (
     predict_clicks,
 )
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.kind import COLUMNS, COUNTING, Opened, Runs, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
@@ -46,8 +52,9 @@ class Clicks(Runs):
     """The runs of a `ClickModelConfig`."""
 
     name = "clicks"
+    numbered = "ids"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("origin", "format", "k", "negatives", "fused", *COLUMNS),
+        "train": ("format", "k", "negatives", "fused", *COLUMNS),
         "evaluate": (
             *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
             *("baselines", "k", "format", *COLUMNS, *COUNTING),
@@ -80,7 +87,16 @@ class Clicks(Runs):
         return dataclasses.replace(config, dtype="bfloat16"), "dtype bfloat16"
 
     def source(self, training: Training, before: Any) -> Source:
-        data = everything = _read(training.data, training.schema, training.reading)
+        if before is None:
+            data = _read(training.data, training.schema, training.reading)
+        else:
+            if training.schema is not None:
+                raise ValueError(
+                    "schema=...: the columns are those of the run that is trained on; leave "
+                    "it out"
+                )
+            data = _read_like(training.data, before, training.reading, append=True)
+        everything = data
         heldout = validation = split = None
         if (asked := training.validation) is not None:
             if is_last(asked):
@@ -128,6 +144,17 @@ class Clicks(Runs):
             heldout=heldout,
             validation=validation,
         )
+
+    def add_new(
+        self,
+        model: Any,
+        known: ClickDataset,
+        data: ClickDataset,
+        optimizer: Optimizer | None,
+    ) -> None:
+        before = known.num_ids
+        added = {name: size - before[name] for name, size in data.num_ids.items()}
+        model.add_ids(added, optimizer=optimizer)
 
     def account(self, data: ClickDataset | ScannedClicks) -> str:
         return (
@@ -237,6 +264,7 @@ def _read_like(
     reading: Reading,
     *,
     labelled: bool = True,
+    append: bool = False,
 ) -> ClickDataset:
     """Reads examples of the same columns, with the same ids, and says what was read.
 
@@ -245,6 +273,7 @@ def _read_like(
       known: whose columns and ids they are.
       reading: is told what was read.
       labelled: whether labels are read.
+      append: whether new categories get ids behind the known ones.
 
     Raises:
       ValueError: a saved data set has other columns or other ids.
@@ -258,15 +287,21 @@ def _read_like(
     ):
         data = source if is_data else ClickDataset.load(source)
         try:
-            check_same_columns(known, data)
+            if append:
+                check_same_schema(known.schema, data.schema, "this data set")
+                data = data.append_vocabulary(known.vocabularies)
+            else:
+                check_same_columns(known, data)
         except ValueError as error:
             text = "has other columns or categories than the data of the model"
             raise ValueError(f"{name_of(source)}: {text}") from error
         if is_data:
             return data
+    elif labelled:
+        vocabulary = dict(known.vocabularies)
+        data = read_clicks(source, known.schema, vocabulary=vocabulary, append=append)
     else:
-        read = read_clicks if labelled else read_unlabelled
-        data = read(source, known.schema, vocabulary=dict(known.vocabularies))
+        data = read_unlabelled(source, known.schema, dict(known.vocabularies))
     said = repr(data) if labelled else f"{data.num_rows:,} examples"
     reading.say(f"{name_of(source)}: {said}")
     return data

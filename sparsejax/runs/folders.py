@@ -345,7 +345,7 @@ def continued(
     settings: Settings,
     data: Any,
 ) -> tuple[Any, Optimizer, bool]:
-    """The model of a run with items added, and its optimizer, for another run.
+    """The model of a run with new items or ids, and its optimizer, for another run.
 
     It is the model that `load_model` returns, as it is after training. A linear part is
     computed from the data.
@@ -377,8 +377,7 @@ def continued(
         negatives = settings.network.negatives
         kept &= negatives == model.config.negatives
         model.set_negatives(negatives)
-    added = settings.num_features - run.num_features
-    model.add_items(added, optimizer=before if kept else None)
+    settings.runs.add_new(model, known, data, before if kept else None)
     if kept:
         before.rule = rule
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)

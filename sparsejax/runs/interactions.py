@@ -15,6 +15,7 @@ from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.kind import Opened, Runs
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import check_heldout, meanwhile, some_rows
@@ -46,6 +47,11 @@ class Interactions(Runs):
     @abc.abstractmethod
     def counts(self, data: Any) -> np.ndarray:
         """`[items]` how often each occurs."""
+
+    def add_new(
+        self, model: Any, known: Names, data: Any, optimizer: Optimizer | None
+    ) -> None:
+        model.add_items(data.num_features - len(known), optimizer=optimizer)
 
     def like(self, known: Names) -> SparseDataset:
         none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
@@ -171,7 +177,3 @@ def check_scanned(training: Training) -> None:
     """Raises ValueError for what needs all of the data."""
     if training.validation is not None:
         raise ValueError("validation=... needs all of the data; leave out chunk_rows")
-    if training.origin is not None:
-        raise ValueError(
-            "a run that goes on from another one needs all of the data; leave out chunk_rows"
-        )

@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol
 from sparsejax import codec
 from sparsejax.data.files.names import Names
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 
@@ -60,10 +61,12 @@ class Runs(abc.ABC):
 
     Attributes:
       name: of the kind.
+      numbered: what the columns of the data are, in messages.
       unused: by method of `Run` the arguments that the kind has no use for.
     """
 
     name: ClassVar[str]
+    numbered: ClassVar[str] = "items"
     unused: ClassVar[Mapping[str, Collection[str]]] = {}
 
     @property
@@ -139,6 +142,19 @@ class Runs(abc.ABC):
     @abc.abstractmethod
     def fingerprint_of(self, known: Any) -> str:
         """The fingerprint of `Source.known` in a run's settings."""
+
+    @abc.abstractmethod
+    def add_new(
+        self, model: Any, known: Any, data: Any, optimizer: Optimizer | None
+    ) -> None:
+        """Makes a model of what is known fit data that begins with it, in place.
+
+        Args:
+          model: the model.
+          known: what it knows, see `Source.known`.
+          data: to train on.
+          optimizer: the model's, if it is kept.
+        """
 
     def like(self, known: Any) -> Any:
         """Data without rows, to which `Kind.maker` makes models fit."""

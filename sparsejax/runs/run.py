@@ -256,14 +256,15 @@ class Run:
     ) -> None:
         """Trains the model on: this run becomes that of the new training.
 
-        Items that the model does not know are added behind those that it knows, and no known
-        row moves before training. The optimizer goes on with its state if it is of the same
+        Items, and categories of clicks, that the model does not know are added behind those
+        that it knows, and no known row moves before training. A new category of clicks begins
+        as a copy of the unknown one. The optimizer goes on with its state if it is of the same
         kind and its learning rate is constant, else it begins anew. The folder of the run so
         far stays as it is.
 
         Args:
-          data: as for `train`. It should hold all interactions that count: what only earlier
-            data had is gradually forgotten.
+          data: as for `train`; columns of clicks are those of the run. It should hold all
+            interactions that count: what only earlier data had is gradually forgotten.
           directory: as for `train`.
           options: arguments of `train`, except `model`, `config` and `schema`. Files are read
             as before, unless columns are named.
@@ -275,10 +276,6 @@ class Run:
         for name in options:
             if name not in _defaults("train") or name in ("model", "config", "schema"):
                 raise TypeError(f"train_more() has no argument {name!r}")
-        if "origin" in self._runs.unused["train"]:
-            raise NotImplementedError(
-                f"a model of {self._runs.name} cannot be trained on: train another one"
-            )
         log = options.pop("log", None)
         given = {"directory": directory, **options}
         if is_file(data):

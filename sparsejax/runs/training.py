@@ -114,6 +114,11 @@ def source_of(training: Training) -> Source:
     """Reads or scans the data, and what is held out."""
     runs = runs_of(training.config)
     if training.chunk_rows is not None:
+        if training.origin is not None:
+            raise ValueError(
+                "a run that goes on from another one needs all of the data; leave out "
+                "chunk_rows"
+            )
         return runs.scanned(training)
     before = None if training.origin is None else folders.load_run(training.origin)[1]
     return runs.source(training, before)
@@ -244,8 +249,8 @@ def _continued(
     added = settings.num_features - before.num_features
     what = "goes on with its state" if kept else "begins anew"
     training.reading.say(
-        f"{training.origin}: {before.num_features:,} items are known, {added:,} are new; "
-        f"the optimizer {what}"
+        f"{training.origin}: {before.num_features:,} {before.runs.numbered} are known, "
+        f"{added:,} are new; the optimizer {what}"
     )
     return model, optimizer
 

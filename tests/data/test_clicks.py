@@ -525,3 +525,78 @@ def test_a_split_says_what_is_held_out():
     split = sj.data.Split(data.rows(slice(0, 2)), data.rows(slice(2, 4)))
     assert str(split) == "held out 2 of 4 examples (50.0%)"
     assert (split.new_rows, split.new_features) == (2, 1)
+
+
+def single(found: sj.ClickDataset, name: str) -> np.ndarray:
+    ids = found.ids[name]
+    assert isinstance(ids, np.ndarray)
+    return ids
+
+
+def lists(found: sj.ClickDataset, name: str) -> sj.CSR:
+    ids = found.ids[name]
+    assert isinstance(ids, sj.CSR)
+    return ids
+
+
+def test_new_categories_get_ids_behind_the_known_ones(tmp_path):
+    ids = {
+        "user": sj.data.VocabularyColumn(min_count=2),
+        "shop": sj.data.HashedColumn(9),
+    }
+    schema = sj.ClickSchema("click", ids=ids | {"tags": sj.data.VocabularyColumn()})
+
+    def day(users, tags):
+        return [
+            {"click": i % 2, "user": user, "shop": "x", "tags": list(tag)}
+            for i, (user, tag) in enumerate(zip(users, tags, strict=True))
+        ]
+
+    monday = sj.read_clicks(
+        day(["ann", "bob"] * 2 + ["eve"], ["ab", "", "a", "b", "a"]), schema
+    )
+    rows = day(
+        ["eve", "bob", "dan", "eve", None, "zoe", "dan"],
+        ["c", "a", "", "cb", "d", "", "c"],
+    )
+    tuesday = sj.read_clicks(rows, schema, vocabulary=monday, append=True)
+    # Known ids are found however rare they are; eve and dan are frequent enough by now.
+    assert tuesday.vocabularies["user"].tolist() == ["ann", "bob", "dan", "eve"]
+    assert single(tuesday, "user").tolist() == [5, 3, 4, 5, 0, 1, 4]
+    assert tuesday.vocabularies["tags"].tolist() == ["a", "b", "c", "d"]
+    assert lists(tuesday, "tags").indices.tolist() == [4, 2, 4, 3, 5, 4]
+    assert tuesday.num_ids == {"user": 6, "shop": 9, "tags": 6}
+
+    # In memory bob was too rare to keep his name.
+    own = sj.read_clicks(rows, schema)
+    longer = own.append_vocabulary(monday)
+    assert longer.vocabularies["user"].tolist() == ["ann", "bob", "dan", "eve"]
+    assert single(longer, "user").tolist() == [5, 1, 4, 5, 0, 1, 4]
+    for found in (tuesday, longer):
+        np.testing.assert_array_equal(found.ids["shop"], own.ids["shop"])
+        np.testing.assert_array_equal(found.labels, own.labels)
+    np.testing.assert_array_equal(
+        lists(longer, "tags").indptr, lists(own, "tags").indptr
+    )
+    assert longer.vocabularies["tags"].tolist() == ["a", "b", "c", "d"]
+    assert lists(longer, "tags").indices.tolist() == [4, 2, 4, 3, 5, 4]
+    longer.save(tmp_path / "longer.parquet")
+    assert sj.ClickDataset.load(tmp_path / "longer.parquet").num_ids == tuesday.num_ids
+
+    with pytest.raises(ValueError, match="append=True needs vocabulary"):
+        sj.read_clicks(rows, schema, append=True)
+    other = sj.ClickSchema("click", ids={"user": sj.data.VocabularyColumn()})
+    with pytest.raises(ValueError, match="this data set has other columns"):
+        longer.append_vocabulary(sj.read_clicks(rows, other))
+    with pytest.raises(ValueError, match=r"lacks \['tags'\]"):
+        longer.append_vocabulary({"user": np.array(["ann"])})
+
+
+def test_numbers_are_found_in_vocabularies_of_earlier_releases():
+    schema = sj.ClickSchema("click", ids={"user": sj.data.VocabularyColumn()})
+    rows = [{"click": 0, "user": user} for user in (7, 8)]
+    known = {"user": np.array(["7.0"])}
+    read = sj.read_clicks(rows, schema, vocabulary=known, append=True)
+    for found in (read, sj.read_clicks(rows, schema).append_vocabulary(known)):
+        assert found.vocabularies["user"].tolist() == ["7.0", "8"]
+        assert single(found, "user").tolist() == [2, 3]

@@ -1,5 +1,6 @@
 """`Run`: one call is one command."""
 
+import dataclasses
 import gc
 import json
 import pathlib
@@ -13,7 +14,7 @@ from run_folders import checkerboard, items_of, parameters, write_lines
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.runs import clicks as of_clicks
-from sparsejax.runs.folders import load_run
+from sparsejax.runs.folders import continued, load_run
 
 COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}
 
@@ -271,3 +272,47 @@ def test_a_run_is_resumed_with_the_dtype_that_it_was_begun_with(
     monkeypatch.setattr(of_clicks, "custom_call_can_run", lambda *_, **__: True)
     more = sj.Run.train(clicks, tmp_path / "run", num_epochs=2, resume=True, **how)
     assert more.model.config.dtype == "float32" and len(more.history) == 2
+
+
+def test_clicks_go_on_with_new_categories(folder, tmp_path, capsys):
+    """Monday, then Tuesday: users that are new, and the state of the optimizer."""
+    lines = (folder / "clicks-heldout.csv").read_text().replace("u3,", "v1,")
+    (tmp_path / "tuesday.csv").write_text(lines.replace("i2,", "j2,"))
+    how: dict[str, Any] = {"decay": "none", "batch_size": 100, "num_epochs": 2}
+    run = sj.Run.train(folder / "clicks.csv", tmp_path / "monday", schema=SCHEMA, **how)
+    before, steps = run.known, int(run.optimizer.step[...])
+    predicted = run.predict(tmp_path / "tuesday.csv")
+    data = sj.read_clicks(
+        tmp_path / "tuesday.csv", SCHEMA, vocabulary=before, append=True
+    )
+    now = dataclasses.replace(run.settings, num_features=20)
+    longer, _, kept = continued(run.directory, run.settings, before, now, data)
+    assert kept and longer.num_ids == data.num_ids
+    # To the bit, also of examples with new categories, until it is trained on.
+    np.testing.assert_array_equal(sj.predict_clicks(longer, data), predicted)
+
+    run.train_more(tmp_path / "tuesday.csv", tmp_path / "tuesday", **how)
+    assert int(run.optimizer.step[...]) == steps + 4
+    for name, new in (("user", "v1"), ("item", "j2")):
+        known = before.vocabularies[name]
+        assert run.known.vocabularies[name].tolist() == [*known, new]
+    assert run.evaluate(folder / "clicks-heldout.csv")["auc"] > 0.6
+    after = run.predict(tmp_path / "tuesday.csv")
+    assert np.abs(after - predicted).max() > 1e-3
+
+    # So does the command, to the bit; and a data set of its own vocabulary.
+    argv = ["train", str(tmp_path / "tuesday.csv"), "--from", str(tmp_path / "monday")]
+    argv += ["--decay", "none", "--batch-size", "100", "--epochs", "2", "--run"]
+    capsys.readouterr()
+    assert main([*argv, str(tmp_path / "command")]) == 0
+    said = capsys.readouterr().err
+    assert "18 ids are known, 2 are new; the optimizer goes on with its state" in said
+    assert parameters(tmp_path / "tuesday") == parameters(tmp_path / "command")
+    again = sj.Run.load(tmp_path / "monday")
+    again.train_more(sj.read_clicks(tmp_path / "tuesday.csv", SCHEMA), **how)
+    assert parameters(again.directory) == parameters(tmp_path / "command")
+
+    assert main([*argv, str(tmp_path / "no"), "--label", "click"]) == 1
+    assert "takes the columns of its run: leave out --schema" in capsys.readouterr().err
+    assert main([*argv, str(tmp_path / "no"), "--chunk-rows", "9"]) == 1
+    assert "leave out --chunk-rows" in capsys.readouterr().err

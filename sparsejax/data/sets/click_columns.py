@@ -203,11 +203,21 @@ class Numbering:
         return found.astype(np.int32)[texts.indices.to_numpy()]
 
 
-class Learner:
-    """Numbers categories while they are read, and ranks them at the end."""
+def find_categories(names: Names, known: Names) -> np.ndarray:
+    """`[names]` places among known categories, in their one spelling; -1 of new ones."""
+    return find_texts(to_arrow(names), spelling.as_categories(to_arrow(known)))
 
-    def __init__(self) -> None:
+
+class Learner:
+    """Numbers categories while they are read, and ranks new ones at the end.
+
+    Args:
+      known: a vocabulary whose categories keep their ids; new ones follow.
+    """
+
+    def __init__(self, known: Names | None = None) -> None:
         self._encoder = NameEncoder()
+        self._known = as_names([]) if known is None else known
 
     def add(self, texts: pa.DictionaryArray) -> None:
         """Takes the categories of the next block."""
@@ -216,12 +226,15 @@ class Learner:
     def finish(self, min_count: int) -> tuple[Names, np.ndarray]:
         """The vocabulary, and `[entries]` int32 ids of all blocks."""
         names, codes = self._encoder.finish()
+        place = find_categories(names, self._known)
         counts = np.bincount(codes, minlength=len(names))
+        counts[place >= 0] = -1  # not new
         order = _ranked(names, counts, min_count)
-        ids = np.full(len(names), RARE, np.int32)
+        ids = np.where(place < 0, RARE, FIRST_KNOWN + place).astype(np.int32)
         ids[names == ""] = MISSING
-        ids[order] = FIRST_KNOWN + np.arange(len(order), dtype=np.int32)
-        return names[order], ids[codes]
+        first = FIRST_KNOWN + len(self._known)
+        ids[order] = first + np.arange(len(order), dtype=np.int32)
+        return np.concatenate([self._known, names[order]]), ids[codes]
 
 
 class Counter:

@@ -17,10 +17,14 @@ from sparsejax.data.sets.click_columns import (
     Numbering,
     categories_of,
     dense_of,
+    find_categories,
     labels_of,
 )
 from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_schema import (
+    FIRST_KNOWN,
+    MISSING,
+    RARE,
     ClickSchema,
     HashedColumn,
     VocabularyColumn,
@@ -150,6 +154,46 @@ class ClickDataset:
         check_held(is_held, "examples", fraction)
         return Split(*(self.rows(np.flatnonzero(p)) for p in (~is_held, is_held)))
 
+    def append_vocabulary(
+        self, vocabulary: ClickDataset | Mapping[str, Names]
+    ) -> ClickDataset:
+        """The same examples by other vocabularies, followed by the categories of its own that are new.
+
+        >>> ids = {"user": VocabularyColumn()}
+        >>> monday = read_clicks([{"click": 1, "user": "ann"}], ClickSchema("click", {}, ids))
+        >>> tuesday = read_clicks([{"click": 0, "user": "eve"}], ClickSchema("click", {}, ids))
+        >>> longer = tuesday.append_vocabulary(monday)
+        >>> longer.vocabularies["user"].tolist(), longer.ids["user"].tolist()
+        (['ann', 'eve'], [3])
+
+        So ids of a model that was trained on the given data keep their numbers: see
+        `sparsejax.embeddings.add_ids`. A category that was rare in this data set has lost its
+        name, and stays rare; `read_clicks(..., vocabulary=monday, append=True)` still finds it.
+
+        Args:
+          vocabulary: a data set of the same columns, or the categories of each column.
+
+        Raises:
+          ValueError: a vocabulary is missing, or the columns are others.
+        """
+        if isinstance(vocabulary, ClickDataset):
+            check_same_schema(vocabulary.schema, self.schema, "this data set")
+        known = known_vocabularies(self.schema, vocabulary) or {}
+        longer, ids = dict(self.vocabularies), dict(self.ids)
+        for name, before in known.items():
+            own = self.vocabularies[name]
+            place = find_categories(own, before)
+            is_new = place < 0
+            place = np.where(is_new, len(before) + np.cumsum(is_new) - 1, place)
+            to = np.array([MISSING, RARE, *(FIRST_KNOWN + place)], np.int32)
+            longer[name] = np.concatenate([before, own[is_new]])
+            if isinstance(found := ids[name], CSR):
+                lists = to[np.asarray(found.indices)], np.asarray(found.indptr)
+                ids[name] = id_lists(*lists, FIRST_KNOWN + len(longer[name]))
+            else:
+                ids[name] = to[found]
+        return dataclasses.replace(self, ids=ids, vocabularies=longer)
+
     def save(self, path: Path) -> None:
         """Writes the data set as one Parquet file, whole or not at all.
 
@@ -178,6 +222,7 @@ def read_clicks(
     schema: ClickSchema,
     *,
     vocabulary: ClickDataset | Mapping[str, Names] | None = None,
+    append: bool = False,
 ) -> ClickDataset:
     """Reads examples of clicks from files or from a table in memory.
 
@@ -199,21 +244,27 @@ def read_clicks(
       vocabulary: the data set that was trained on, whose categories have their ids here
         too; unknown ones have the id of rare ones. By default categories are numbered by
         this file. Hashed columns need none.
+      append: number categories that the vocabulary lacks behind it, instead: for a model
+        that learns them, see `sparsejax.embeddings.add_ids`.
 
     Raises:
       DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
         other than 0 and 1, or a number that is NaN; the message has file and line.
-      ValueError: the vocabulary lacks a column, or there are more than 2^31 - 1 ids in a
-        column of lists.
+      ValueError: the vocabulary lacks a column, there is none to append to, or there are
+        more than 2^31 - 1 ids in a column of lists.
     """
-    return _read(path, schema, known_vocabularies(schema, vocabulary), labelled=True)
+    if append and vocabulary is None:
+        raise ValueError("append=True needs vocabulary=..., to which it appends")
+    known = known_vocabularies(schema, vocabulary)
+    return _read(path, schema, known, append=append)
 
 
 def read_unlabelled(
     path: Paths, schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names]
 ) -> ClickDataset:
     """`read_clicks` of files that need no labels: those of the data set are 0."""
-    return _read(path, schema, known_vocabularies(schema, vocabulary), labelled=False)
+    known = known_vocabularies(schema, vocabulary)
+    return _read(path, schema, known, labelled=False)
 
 
 def _read(
@@ -221,14 +272,19 @@ def _read(
     schema: ClickSchema,
     known: Mapping[str, Names] | None,
     *,
-    labelled: bool,
+    labelled: bool = True,
+    append: bool = False,
 ) -> ClickDataset:
     numbering = {
         name: Numbering(column, None if known is None else known.get(name))
         for name, column in schema.ids.items()
-        if known is not None or isinstance(column, HashedColumn)
+        if isinstance(column, HashedColumn) or not (known is None or append)
     }
-    learners = {name: Learner() for name in schema.ids if name not in numbering}
+    learners = {
+        name: Learner(None if known is None else known[name])
+        for name in schema.ids
+        if name not in numbering
+    }
     labels, dense = [], []
     ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
     lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
@@ -262,6 +318,24 @@ def _read(
         schema,
         vocabularies,
     )
+
+
+def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None:
+    """Raises ValueError if the columns of two schemas mean something else.
+
+    Args:
+      train: that of the training data.
+      other: that of other data.
+      what: the other data, for the message.
+    """
+
+    def facts(schema: ClickSchema):
+        return list(schema.dense.items()), list(schema.ids.items())
+
+    if facts(train) != facts(other):
+        raise ValueError(
+            f"{what} has other columns than the training data; read both with one schema"
+        )
 
 
 def known_vocabularies(

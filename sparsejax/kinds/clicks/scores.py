@@ -15,8 +15,7 @@ from jaxtyping import Float
 from sparsejax import metrics
 from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
-from sparsejax.data.sets.click_schema import ClickSchema
-from sparsejax.data.sets.clicks import ClickDataset
+from sparsejax.data.sets.clicks import ClickDataset, check_same_schema
 from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender, merged, split
@@ -184,14 +183,7 @@ def check_columns(model: Any, clicks: Clicks) -> None:
 
 def check_same_columns(train: Clicks, validation: Clicks) -> None:
     """Raises ValueError if ids of the two mean something else."""
-
-    def facts(schema: ClickSchema):
-        return list(schema.dense.items()), list(schema.ids.items())
-
-    if facts(train.schema) != facts(validation.schema):
-        raise ValueError(
-            "validation has other columns than the training data; read both with one schema"
-        )
+    check_same_schema(train.schema, validation.schema, "validation")
     for name, known in train.vocabularies.items():
         if not np.array_equal(known, validation.vocabularies[name]):
             raise ValueError(

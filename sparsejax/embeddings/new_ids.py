@@ -1,0 +1,174 @@
+"""More ids for the tables of a model that is in use."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Collection, Mapping
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.embeddings.collection import EmbeddingCollection, kernel_of, spec_of
+from sparsejax.embeddings.placement import Stack, stack_tables
+from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
+from sparsejax.mesh.promotion import promoting
+from sparsejax.optimizers.gradients import Path
+from sparsejax.optimizers.optimizer import Moved, Optimizer
+
+# The id of categories that are rare or unknown, see `sparsejax.data.VocabularyColumn`.
+UNKNOWN = 1
+
+
+@promoting()
+def add_ids(
+    model: nnx.Module,
+    added: Mapping[str, int],
+    *,
+    like: int = UNKNOWN,
+    optimizer: Optimizer | None = None,
+) -> None:
+    """Adds ids behind the known ones of some tables, in place.
+
+    >>> model = build_click_model(
+    ...     DLRMConfig(), num_dense=2, features={"user": 50, "item": 90}, rngs=nnx.Rngs(0)
+    ... )
+    >>> optimizer = Optimizer(model, optimizers.adagrad(0.01))
+    >>> add_ids(model, {"user": 3}, optimizer=optimizer)
+    >>> model.num_ids
+    {'user': 53, 'item': 90}
+
+    A known row and its state are as they were, to the bit. A new row is a copy of that of
+    unknown categories, with which the model has read the new category so far. So every
+    prediction is the same as before, until the model is trained on. The state of a new row
+    begins as in a new optimizer, at this step.
+
+    `data.append_vocabulary(known)` and `read_clicks(..., append=True)` give data the ids of
+    such a model. Tables have new shapes, for which programs are compiled anew, and may lie
+    elsewhere on a mesh: as those of a new model. Meanwhile there must be room for the tables
+    twice.
+
+    Args:
+      model: has one `EmbeddingCollection` or more.
+      added: numbers of new ids, by the names of tables. Collections with a table of the same
+        name all get them.
+      like: the id whose row is copied.
+      optimizer: the model's. Rows that drift are brought up to date first, as by its `flush`.
+
+    Raises:
+      ValueError: no collection has such a table, a number is negative, or a table does not
+        have the id `like`.
+    """
+    collections = {
+        tuple(path): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, EmbeddingCollection)
+    }
+    _check(collections.values(), added, like)
+    if optimizer is not None:
+        optimizer.flush(model)
+    moved: dict[Path, Moved] = {}
+    for path, collection in collections.items():
+        before, kernels = collection.stacks, collection.kernels
+        after = _with_more(collection, added)
+        found = {}
+        for stack in after:
+            held = {table.name for table in stack.tables}
+            sources = tuple(
+                s for s in before if not held.isdisjoint(t.name for t in s.tables)
+            )
+            move = functools.partial(_moved, sources, stack)
+            start = jnp.zeros((stack.num_rows, stack.dim), stack.dtype)
+            arrays = [kernels[source.name][...] for source in sources]
+            make = _compiled(functools.partial(move, like), spec_of(stack))
+            found[stack.name] = kernel_of(stack, make(start, *arrays))
+            moved[(*path, "kernels", stack.name)] = Moved(
+                tuple((*path, "kernels", source.name) for source in sources),
+                # The state of a row may be one number.
+                _compiled(
+                    functools.partial(move, None), P("model") if stack.divided else P()
+                ),
+            )
+        collection.stacks, collection.kernels = after, nnx.data(found)
+    if optimizer is not None:
+        optimizer.move_rows(model, moved)
+
+
+def _check(
+    collections: Collection[EmbeddingCollection], added: Mapping[str, int], like: int
+) -> None:
+    """Raises ValueError for what `add_ids` cannot do."""
+    tables = {
+        table.name: table.config.num_rows
+        for collection in collections
+        for stack in collection.stacks
+        for table in stack.tables
+    }
+    for name, count in added.items():
+        if name not in tables:
+            raise ValueError(
+                f"the model has no table {name!r}; it has {sorted(tables)}"
+            )
+        if count < 0:
+            raise ValueError(f"cannot add {count:,} ids to {name!r}: it is negative")
+        if not 0 <= like < tables[name]:
+            raise ValueError(
+                f"like={like} is no id of {name!r}, which has {tables[name]:,}"
+            )
+
+
+def _with_more(
+    collection: EmbeddingCollection, added: Mapping[str, int]
+) -> tuple[Stack, ...]:
+    """The stacks of a collection that is made with more ids."""
+    stacked = {t.number: t for stack in collection.stacks for t in stack.tables}
+    tables = {}
+    for _, table in sorted(stacked.items()):
+        more = table.config.num_rows + added.get(table.name, 0)
+        tables[table.name] = dataclasses.replace(table.config, num_rows=more)
+    readers = {f.name: f.config for s in collection.stacks for f in s.features}
+    features = {name: readers[name] for name in collection.names}
+    return stack_tables(tables, features, *map(dict, collection.asked))
+
+
+def _compiled(make: Callable[..., jax.Array], spec: P) -> Callable[..., jax.Array]:
+    return jit_sharded(
+        functools.partial(call_with_auto_axes, make, out_specs=spec), spec, static=()
+    )
+
+
+def _moved(
+    before: tuple[Stack, ...],
+    after: Stack,
+    like: int | None,
+    start: jax.Array,
+    *arrays: jax.Array,
+) -> jax.Array:
+    """An array with a row for each row of a stack, from those of the stacks before.
+
+    Args:
+      before: the stacks that had its tables.
+      after: the stack.
+      like: the id whose row is that of new ones, too; None leaves these as they are in `start`.
+      start: what other rows are.
+      arrays: one for each stack before.
+    """
+    pieces = {
+        (table.name, table.first_column): (stack, table, array)
+        for stack, array in zip(before, arrays, strict=True)
+        for table in stack.tables
+    }
+    found = start
+    for table in after.tables:
+        stack, known, array = pieces[table.name, table.first_column]
+        count, size = known.config.num_rows, table.config.num_rows
+        ids = jnp.arange(count, dtype=jnp.int32)
+        rows = array[stack.row_of(ids, known.place)]
+        found = found.at[after.row_of(ids, table.place)].set(rows, unique_indices=True)
+        if like is not None and size > count:
+            new = after.row_of(jnp.arange(count, size, dtype=jnp.int32), table.place)
+            copied = array[stack.row_of(jnp.int32(like), known.place)]
+            found = found.at[new].set(copied, unique_indices=True)
+    return found
