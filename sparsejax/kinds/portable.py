@@ -18,7 +18,8 @@ from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.ranking import ITEMS, unflattened
-from sparsejax.predictors.signature import of_ranking
+from sparsejax.predictors.signature import OutputLayer, of_ranking
+from sparsejax.predictors.stablehlo import inputs_like
 from sparsejax.sequence.tokens import Attention
 from sparsejax.sparse import CSR
 
@@ -72,6 +73,39 @@ def _on_this_process(state: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))
 
 
+def _ends_in_its_layer(model: Any) -> bool:
+    """Whether `top_k` is that of the output layer for what `queries` gives.
+
+    A class that has its own `top_k` says so by its own `queries`.
+    """
+    classes = type(getattr(model, "trained", model)).__mro__
+    return any("queries" in vars(each) for each in classes) and next(
+        "queries" in vars(each) for each in classes if "top_k" in vars(each)
+    )
+
+
+def _stated_layer(
+    layer: SparseOutput, dtype: jnp.dtype, weights: Sequence[jax.Array]
+) -> OutputLayer:
+    """A folded layer, whose arrays are among the weights."""
+
+    def place(variable: nnx.Variable | None) -> int | None:
+        if variable is None:
+            return None
+        value = variable.get_raw_value()
+        return next(i for i, weight in enumerate(weights) if weight is value)
+
+    kernel = place(layer.kernel)
+    assert kernel is not None
+    return OutputLayer(
+        dtype=jnp.dtype(dtype).name,  # pyrefly: ignore[bad-argument-type]
+        kernel=kernel,
+        bias=place(layer.bias),
+        scale=place(layer.folded_scale),
+        precision=layer.precision,
+    )
+
+
 def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
     """A `Recommender` that recommends up to `k` items.
 
@@ -97,6 +131,11 @@ def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
             node.fold()
     merged, state = split(model)
     weights, structure = jax.tree.flatten(state)
+    stated = of_ranking(features, model.num_items, k)
+
+    def queries(weights, inputs):
+        model = merged(jax.tree.unflatten(structure, weights))
+        return [model.queries(unflattened(features, inputs))]
 
     def top_k(weights, inputs):
         model = merged(jax.tree.unflatten(structure, weights))
@@ -104,9 +143,15 @@ def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
         seen = CSR(None, *exclude, num_cols=model.num_items)
         return model.top_k(unflattened(features, given), k, exclude=seen)
 
+    ends = _ends_in_its_layer(model)
+    if ends:
+        *given, _ = stated["inputs"]
+        with without_mesh():
+            like = jax.eval_shape(queries, weights, inputs_like(given, 1))
+        stated["layer"] = _stated_layer(model.output, like[0].dtype, weights)
     return Portable(
-        stated=of_ranking(features, model.num_items, k),
-        function=top_k,
+        stated=stated,
+        function=queries if ends else top_k,
         weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
         vocabularies=vocabularies,
     )

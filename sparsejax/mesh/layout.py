@@ -434,13 +434,24 @@ def rows_per_device(num_rows: int) -> int:
     return num_rows // model
 
 
+# Programs traced within it are found again only within it.
+_for_one_device = jax.make_user_context(default_value=False)
+
+
+def for_one_device() -> contextlib.AbstractContextManager[Any]:
+    """Within it, what is traced runs on one device, however many there are."""
+    return _for_one_device(True)
+
+
 def traced_for_one_device() -> bool:
     """Whether what is traced now runs on one device.
 
-    It does if there is only one device, or if `jax.shard_map` divides the work.
+    It does if there is only one device, if `jax.shard_map` divides the work, or within
+    `for_one_device`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    return jax.device_count() == 1 or bool(mesh.manual_axes)
+    alone = jax.device_count() == 1 or bool(_for_one_device.value)
+    return alone or bool(mesh.manual_axes)
 
 
 def device_memory() -> int | None:

@@ -419,6 +419,15 @@ class SparseOutput(nnx.Module):
         finer = stored if is_half else jnp.promote_types(h.dtype, stored)
         return h.astype(self.dtype or finer)
 
+    def queries(
+        self,
+        h: Float[Array, "batch hidden"],
+        u: Float[Array, "batch rank"] | None = None,
+    ) -> Float[Array, "batch width"]:
+        """The vectors that are multiplied with those of items: `hidden_operand`, then `u`."""
+        h = self.hidden_operand(h)
+        return h if u is None else jnp.concatenate([h, u.astype(h.dtype)], axis=1)
+
     def score_scale(
         self, kernel: Float[Array, "items hidden"]
     ) -> Float[Array, "items"]:
@@ -460,7 +469,7 @@ class SparseOutput(nnx.Module):
         )
 
     def _operands(self, h, u=None):
-        kernel, h = gradients.whole(self.kernel), self.hidden_operand(h)
+        kernel, h = gradients.whole(self.kernel), self.queries(h, u)
         bias = None if self.bias is None else self.bias[...]
         bias = None if bias is None else bias.astype(accumulator(bias.dtype))
         if self.folded_scale is not None:
@@ -468,10 +477,8 @@ class SparseOutput(nnx.Module):
         else:
             scale = None if self.temperature is None else self.score_scale(kernel)
         kernel = kernel.astype(h.dtype)
-        if u is not None:
-            if self.folded_scale is None:
-                kernel, scale = self._joined(kernel, scale), None
-            h = jnp.concatenate([h, u.astype(h.dtype)], axis=1)
+        if u is not None and self.folded_scale is None:
+            kernel, scale = self._joined(kernel, scale), None
         return h, kernel, bias, scale
 
 

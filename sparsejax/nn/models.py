@@ -215,6 +215,10 @@ class FeedForward(nnx.Module):
         h = self.encode(x, deterministic=deterministic)
         return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 
+    def queries(self, x: SparseRows) -> Float[Array, "batch width"]:
+        """The vectors that `top_k` multiplies with those of items, without noise."""
+        return self.output.queries(self.encode(x, deterministic=True), self._linear(x))
+
     def top_k(
         self,
         x: SparseRows,

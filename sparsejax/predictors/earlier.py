@@ -22,6 +22,18 @@ from sparsejax.predictors.signature import (
 )
 
 
+def signature_3(document: dict[str, Any]) -> Signature:
+    """Reads version 3, whose programs rank themselves.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    signature = Signature.from_json(document, version=3)
+    if signature.layer is not None:
+        raise ValueError(f"{LABEL} of version 3 has an output layer")
+    return signature
+
+
 def items_2(document: dict[str, Any]) -> Signature:
     """Reads version 2 of files that recommend.
 

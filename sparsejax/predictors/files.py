@@ -30,7 +30,8 @@ from sparsejax.predictors.signature import LABEL, Signature
 _SETTINGS, _CLICKS = "predictor.json", "clicks.json"
 # For each form what reads its settings, and the part with its names.
 _FORMS = {
-    (_SETTINGS, 3): (Signature.from_json, "names.json"),
+    (_SETTINGS, 4): (Signature.from_json, "names.json"),
+    (_SETTINGS, 3): (earlier.signature_3, "names.json"),
     (_SETTINGS, 2): (earlier.items_2, "items.json"),
     (_CLICKS, 1): (earlier.clicks_1, "vocabularies.json"),
 }
@@ -131,7 +132,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
         }
         weights = archive.read_weights(parts, signature.weights, length)
         again = archive.again(load_same_predictor, path, file)
-    runtime = Programs.of(signature.inputs, code, weights)
+    runtime = Programs.of(signature, code, weights)
     return Predictor(signature=signature, model=model(runtime), again=again)
 
 
@@ -170,7 +171,7 @@ def read_signature(
     # True is 1, and 3.0 is 3.
     form = _FORMS.get((name, version)) if type(version) is int else None
     if form is None:
-        known = " and ".join(str(v) for n, v in _FORMS if n == name)
+        known = ", ".join(str(v) for n, v in _FORMS if n == name)
         raise ValueError(
             f"{name} is of version {version!r}; this release reads version {known}"
         )

@@ -12,9 +12,11 @@ import jax
 import numpy as np
 from jax import export
 
-from sparsejax.mesh.layout import without_mesh
+from sparsejax.mesh.layout import for_one_device, without_mesh
 from sparsejax.mesh.xla_options import gpu_options
-from sparsejax.predictors.signature import Array
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.top_k import top_k
+from sparsejax.predictors.signature import Array, Signature
 from sparsejax.sparse import CSR
 
 # There are programs for 1, 8, 64, ... rows. So there are few to compile, and requests that
@@ -84,17 +86,17 @@ class Programs:
     @classmethod
     def of(
         cls,
-        inputs: tuple[Array, ...],
+        signature: Signature,
         programs: Mapping[int, export.Exported],
         weights: Iterable[np.ndarray],
     ) -> Programs:
         """Puts weights on the device."""
         options = dict(gpu_options()) or None
         compiled = {
-            rows: jax.jit(program.call, compiler_options=options)
+            rows: jax.jit(_whole(signature, program), compiler_options=options)
             for rows, program in programs.items()
         }
-        return cls(inputs, compiled, jax.device_put(list(weights)))
+        return cls(signature.inputs, compiled, jax.device_put(list(weights)))
 
     def batches(self, rows: int) -> list[tuple[int, slice]]:
         """The sizes of the programs for a number of rows, and the rows of each."""
@@ -143,6 +145,35 @@ class Programs:
             none if each.sparse else np.zeros((0, *each.shape), each.dtype)
             for each in self.inputs
         ]
+
+
+def _whole(signature: Signature, program: export.Exported) -> Callable[..., Any]:
+    """A program with the output layer behind it, if the file has that apart."""
+    layer = signature.layer
+    if layer is None:
+        return program.call
+    num_items, (k,) = signature.inputs[-1].shape[-1], signature.outputs[0].shape
+
+    def ranked(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
+        *shown, exclude = inputs
+        (h,) = program.call(weights, shown)
+        bias, scale = (
+            None if at is None else weights[at] for at in (layer.bias, layer.scale)
+        )
+        with for_one_device():
+            found = top_k(
+                h,
+                weights[layer.kernel].astype(h.dtype),
+                None if bias is None else bias.astype(accumulator(bias.dtype)),
+                k,
+                scale=scale,
+                exclude=CSR(None, *exclude, num_cols=num_items),
+                precision=layer.precision,
+            )
+        pairs = zip(found, signature.outputs, strict=True)
+        return [array.astype(output.dtype) for array, output in pairs]
+
+    return ranked
 
 
 def _argument(like: Array, given: Rows, rows: int, room: int) -> Any:

@@ -14,8 +14,9 @@ from sparsejax import codec
 from sparsejax.data.reading.histories import HISTORIES
 from sparsejax.data.reading.sources import Features, dense_row
 from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.ops.precision import Precision
 
-VERSION = 3
+VERSION = 4
 LABEL = "the signature"  # what messages call it
 Platform = Literal["cpu", "cuda"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")  # that programs are written for
@@ -78,6 +79,46 @@ class Array:
         return self.shape[0] if len(self.shape) == 2 else 1
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OutputLayer:
+    """The layer that ranks the items, of a predictor whose programs end before it.
+
+    Its arrays are among the weights. What scores and ranks by them is the code of the release
+    that reads the file: `sparsejax.top_k`, with its GPU programs where they run.
+
+    Attributes:
+      dtype: of the operands of the products; the programs give the rows' vectors in it.
+      kernel: the place of the items' vectors among the weights.
+      bias: the same of what is added to scores; None if nothing is.
+      scale: the same of the factors of scores; None if there are none.
+      precision: of the products, see `sparsejax.top_k`.
+    """
+
+    dtype: Literal["bfloat16", "float16", "float32", "float64"]
+    kernel: int
+    bias: int | None = None
+    scale: int | None = None
+    precision: Precision = None
+
+    def check(self, weights: Sequence[Array], num_items: int) -> None:
+        """Raises ValueError unless these weights have such arrays."""
+        places = [at for at in (self.kernel, self.bias, self.scale) if at is not None]
+        if not all(0 <= at < len(weights) for at in places):
+            raise ValueError(f"an output layer of the weights {places}")
+        kernel, *others = (weights[at] for at in places)
+        rows = kernel.shape[:1]
+        fits = len(kernel.shape) == 2 and num_items <= rows[0] and kernel.shape[1]
+        if not fits or any(each.shape != rows for each in others):
+            shapes = [weights[at].shape for at in places]
+            raise ValueError(f"an output layer of the shapes {shapes}")
+        if not all(_is_floating(weights[at]) for at in places):
+            raise ValueError("an output layer of numbers that are not floating")
+
+
+def _is_floating(array: Array) -> bool:
+    return array.dtype in ("bfloat16", "float16", "float32", "float64")
+
+
 @dataclasses.dataclass(frozen=True)
 class ClickFeature:
     """Ids that a stack of tables is read by.
@@ -132,15 +173,17 @@ class Signature:
 
     Attributes:
       kind: what a row of a request is.
-      inputs: the programs' second argument.
-      outputs: their results.
-      weights: their first argument.
+      inputs: what a request gives: the programs' second argument. If there is an output
+        layer, the last one, what is excluded, goes to that layer instead.
+      outputs: what a request gets: the results of the programs, or of the output layer.
+      weights: the programs' first argument.
       rows: for each program how many rows it takes.
       platforms: that the programs run on.
       calling_convention: of the programs, see `jax.export`.
       jax: the version that wrote them.
       stacks: of clicks, how the ids of features become rows of tables.
       schema: of clicks, what the columns of records are; None if the file does not say.
+      layer: the output layer; None if it is part of the programs.
     """
 
     kind: str
@@ -153,13 +196,32 @@ class Signature:
     jax: str
     stacks: tuple[ClickStack, ...] = ()
     schema: ClickSchema | None = None
+    layer: OutputLayer | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self.rows, 1)
+        if self.layer is not None:
+            excluded = self.inputs[-1] if self.inputs else None
+            if excluded is None or not excluded.sparse:
+                raise ValueError("an output layer without what is excluded from it")
+            self.layer.check(self.weights, excluded.shape[-1])
         if not 1 <= len(self.rows) <= _MOST_PROGRAMS:
             raise ValueError(f"{len(self.rows)} programs")
         if not self.platforms or len({*self.platforms}) < len(self.platforms):
             raise ValueError(f"the platforms {self.platforms}")
+
+    @property
+    def program_inputs(self) -> tuple[Array, ...]:
+        """The inputs that the programs take."""
+        return self.inputs if self.layer is None else self.inputs[:-1]
+
+    @property
+    def program_outputs(self) -> tuple[Array, ...]:
+        """The results of the programs: the outputs, or vectors for the output layer."""
+        if self.layer is None:
+            return self.outputs
+        width = self.weights[self.layer.kernel].shape[1:]
+        return (Array(name="vectors", dtype=self.layer.dtype, shape=width),)
 
     def to_json(self) -> dict[str, Any]:
         """The signature as a JSON object, for `from_json`."""
@@ -169,13 +231,13 @@ class Signature:
         return {"version": VERSION} | document
 
     @classmethod
-    def from_json(cls, document: object) -> Signature:
-        """Reads what `to_json` made.
+    def from_json(cls, document: object, version: int = VERSION) -> Signature:
+        """Reads what `to_json` made, in this release or in one that wrote a version.
 
         Raises:
           ValueError: it is not such an object.
         """
-        stated = codec.without_version(document, VERSION, LABEL)
+        stated = codec.without_version(document, version, LABEL)
         if stated.get("schema") is not None:
             stated["schema"] = ClickSchema.from_json(stated["schema"])
         return codec.read(cls, stated, LABEL)

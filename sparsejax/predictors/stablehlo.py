@@ -18,7 +18,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import jax
@@ -59,6 +59,12 @@ _EXCHANGES = {
 
 def arguments(signature: Signature, rows: int) -> tuple[list[Any], list[Any]]:
     """Weights and inputs of a program as shapes and dtypes; the number of entries is dynamic."""
+    weights = [weight.like for weight in signature.weights]
+    return weights, inputs_like(signature.program_inputs, rows)
+
+
+def inputs_like(inputs: Sequence[Array], rows: int) -> list[Any]:
+    """Inputs of a program, see `arguments`."""
     (entries,) = export.symbolic_shape("entries")
     indices = jax.ShapeDtypeStruct((entries,), jnp.int32)
 
@@ -71,8 +77,7 @@ def arguments(signature: Signature, rows: int) -> tuple[list[Any], list[Any]]:
         data = jax.ShapeDtypeStruct((entries,), jnp.dtype(given.dtype))
         return data, indices, indptr
 
-    weights = [weight.like for weight in signature.weights]
-    return weights, [argument(given) for given in signature.inputs]
+    return [argument(given) for given in inputs]
 
 
 def program(
@@ -83,7 +88,7 @@ def program(
     Args:
       signature: what the function takes and gives.
       rows: of a request.
-      function: returns as many arrays as there are outputs.
+      function: returns as many arrays as there are `program_outputs`.
 
     Raises:
       ValueError: the function does something that a program may not do.
@@ -115,7 +120,7 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
         )
 
     def nothing(*_: Any) -> list[jax.Array]:
-        shapes = [((rows, *o.shape), o.like.dtype) for o in signature.outputs]
+        shapes = [((rows, *o.shape), o.like.dtype) for o in signature.program_outputs]
         return [jnp.zeros(*each) for each in shapes]
 
     with without_mesh():
@@ -131,7 +136,7 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
 
 def _jitted(signature: Signature, function: Callable[..., Any]) -> Any:
     def typed(*given):
-        pairs = zip(function(*given), signature.outputs, strict=True)
+        pairs = zip(function(*given), signature.program_outputs, strict=True)
         return [found.astype(output.like.dtype) for found, output in pairs]
 
     return jax.jit(typed, keep_unused=True)

@@ -210,6 +210,12 @@ class SequenceModel(nnx.Module):
         h = self(histories, times)
         return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
 
+    def queries(
+        self, histories: Ids, times: Times = None
+    ) -> Float[Array, "batch width"]:
+        """The vectors that `top_k` multiplies with those of items."""
+        return self.output.queries(self.last(histories, times))
+
     def top_k(
         self,
         histories: Ids,

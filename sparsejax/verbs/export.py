@@ -39,8 +39,10 @@ def export_predictor(
     """Writes a model to a file, which `sparsejax.load_predictor` reads.
 
     A predictor recommends without Flax and without the model's code. The file holds the
-    weights, and programs for 1, 8, 64, ... rows as StableHLO for CPUs and CUDA. The
-    number of entries is dynamic. What depends on the weights alone, like the norms of
+    weights, and programs for 1, 8, 64, ... rows as StableHLO for CPUs and CUDA. They
+    compute the vectors of rows; `sparsejax.top_k` ranks the items when the file is used, on
+    Hopper GPUs by its program for them. A model with a `top_k` of its own has it in the file.
+    The number of entries is dynamic. What depends on the weights alone, like the norms of
     the items' vectors, is computed now. The file appears at `path` whole or not at all.
 
     A model on a mesh is written for one device. With several processes all call this

@@ -24,6 +24,7 @@ from jax.interpreters.mlir import make_ir_context
 import sparsejax as sj
 from sparsejax import CSR
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
+from sparsejax.ops import implementations
 from sparsejax.predictors import stablehlo
 from sparsejax.predictors.runtime import sizes_of_programs
 from sparsejax.predictors.signature import Array, Signature, of_ranking
@@ -167,6 +168,47 @@ def test_a_layer_is_folded(tmp_path):
     np.testing.assert_allclose(doubled, 2 * (found.scores - bias), rtol=1e-5)
     assert model.output.kernel.dtype == jnp.float32  # the model is as it was
     assert model.output.folded_scale is None
+
+
+class OwnRanking(sj.FeedForward):
+    """A model whose best items are not those of its output layer."""
+
+    def top_k(self, x, k, *, exclude=None):
+        ids, scores = super().top_k(x, k, exclude=exclude)
+        return ids, scores + 1
+
+
+def test_a_class_with_its_own_top_k_keeps_it(tmp_path):
+    config = NetworkConfig.autoencoder((8,))
+    model = OwnRanking(config, inputs=FEATURES, outputs=ITEMS, rngs=nnx.Rngs(0))
+    sj.export_predictor(model, tmp_path / "p", k=K, batch_size=8)
+    predictor = sj.load_predictor(tmp_path / "p")
+    assert predictor.signature.layer is None
+    x = random_rows(3, FEATURES, 3)
+    assert_same(predictor.recommend(x), sj.recommend(model, x, K))
+
+
+@pytest.fixture
+def for_hopper(monkeypatch) -> Iterator[None]:
+    """What is traced within the test is for a Hopper GPU."""
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_items_are_ranked_by_the_gpu_program(tmp_path, for_hopper, dtype):
+    """The file holds arithmetic alone; the program is that of this package."""
+    config = NetworkConfig.autoencoder((64,), temperature=0.1)
+    model = sj.FeedForward(config, inputs=FEATURES, outputs=ITEMS, rngs=nnx.Rngs(0))
+    model.output.dtype = jnp.dtype(dtype)
+    sj.export_predictor(model, tmp_path / "p", k=K, batch_size=1)
+    programs = sj.load_predictor(tmp_path / "p").model.programs
+    arguments = programs.arguments(1, programs.nothing, 256)
+    traced = programs.by_rows[1].trace(programs.weights, arguments)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert ("custom_call @mosaic_gpu" in text) == (dtype == "bfloat16")
 
 
 @pytest.fixture
@@ -431,7 +473,7 @@ def test_files_that_are_no_predictors(path, tmp_path):
     settings = json.dumps({"version": 99})
     newer = _changed(path, tmp_path / "newer", "predictor.json", settings)
     with pytest.raises(
-        ValueError, match="newer: .* version 99; this release reads version 3 and 2"
+        ValueError, match="newer: .* version 99; this release reads version 4, 3, 2"
     ):
         sj.load_predictor(newer)
 
@@ -497,7 +539,8 @@ def test_programs_that_do_more_than_arithmetic(path, tmp_path):
     callback = "xla_ffi_python_cpu_callback"
     with make_ir_context():
         infeed = mlir.serialize_portable_artifact(ir.Module.parse(_INFEED), "1.0.0")
-    fewer = dataclasses.replace(signature, **of_ranking(FEATURES, ITEMS, 1))
+    ranking = of_ranking(FEATURES, ITEMS, 1)
+    fewer = dataclasses.replace(signature, layer=None, **ranking)
     smaller = stablehlo.program(fewer, 1, lambda *_: jnp.zeros((2, 1, 1)))
     for code, message in (
         (_code(signature, callback), f"contains the custom call '{callback}'"),
@@ -565,6 +608,34 @@ def test_settings_edited_in_every_field(shop, shop_path):
             else:  # a size, which the parts have to agree with
                 assert edited == settings or changed != before
     assert refused > 200
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"kernel": 0},  # a bias
+        {"bias": 1},
+        {"scale": 9},
+        {"kernel": -1},
+        {"dtype": "int8"},
+        {"precision": "low"},
+        {"kernel": None},
+    ],
+    ids=str,
+)
+def test_output_layers_that_are_none(path, tmp_path, change):
+    with zipfile.ZipFile(path) as archive:
+        stated = json.loads(archive.read("predictor.json"))
+    assert sj.load_predictor(path).signature.layer is not None
+    stated["layer"] |= change
+    changed = json.dumps(stated)
+    with pytest.raises(ValueError, match="p: is not a predictor.*(layer|signature)"):
+        sj.load_predictor(_changed(path, tmp_path / "p", "predictor.json", changed))
+    if "kernel" in change:
+        stated["layer"] = None  # then the programs have another type
+        changed = json.dumps(stated)
+        with pytest.raises(ValueError, match="a program has the type"):
+            sj.load_predictor(_changed(path, tmp_path / "p", "predictor.json", changed))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Predictors of every kind: one class, one form of file, which reads the earlier ones."""
 
+import dataclasses
 import json
 import os
 import pathlib
@@ -14,6 +15,7 @@ import scipy.sparse
 from exported_kinds import export
 
 import sparsejax as sj
+from sparsejax.kinds import portable
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 
@@ -57,7 +59,7 @@ def test_the_signature_is_data(folder, shown):
             document = json.loads(parts.read("predictor.json"))
             assert {"predictor.json", "names.json"} < set(parts.namelist())
         assert document == json.loads(json.dumps(found[kind].to_json()))
-        assert document["version"] == 3
+        assert document["version"] == 4
 
 
 def test_two_exports_are_the_same_bytes(folder, shown, tmp_path):
@@ -109,11 +111,15 @@ def test_what_a_kind_has_no_use_for_is_an_error(kind, folder, shown):
     assert repr(predictor).startswith(f"Predictor({kind}, ")
 
 
-def earlier_form(path: pathlib.Path, to: pathlib.Path) -> None:
-    """Writes a predictor as the release did that had two forms."""
+def earlier_form(path: pathlib.Path, to: pathlib.Path, version: int) -> None:
+    """Writes a predictor as an earlier release did: version 2 had two forms."""
     with zipfile.ZipFile(path) as old:
         parts = {name: old.read(name) for name in old.namelist()}
     signature = json.loads(parts.pop("predictor.json"))
+    assert signature.pop("layer") is None
+    if version == 3:
+        parts["predictor.json"] = json.dumps(signature | {"version": 3}).encode()
+        return _write(parts, to)
     names = json.loads(parts.pop("names.json"))
     same = {key: signature[key] for key in ("calling_convention", "jax", "weights")}
     same["programs"] = signature["rows"]
@@ -132,18 +138,34 @@ def earlier_form(path: pathlib.Path, to: pathlib.Path) -> None:
         ]
         same |= {"version": 2, "k": k, "num_items": num_items, "inputs": stated}
         more = {"predictor.json": same, "items.json": names.get("items")}
+    return _write(parts | {n: json.dumps(d).encode() for n, d in more.items()}, to)
+
+
+def _write(parts: dict[str, bytes], to: pathlib.Path) -> None:
     with zipfile.ZipFile(to, "w") as new:
         for name, content in parts.items():
             new.writestr(name, content)
-        for name, document in more.items():
-            new.writestr(name, json.dumps(document))
 
 
+@pytest.fixture(scope="module")
+def ranking_programs(tmp_path_factory, symbolic_sizes):
+    """Predictors whose programs rank themselves, as all did."""
+    folder = tmp_path_factory.mktemp("earlier")
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(portable, "_ends_in_its_layer", lambda model: False)
+        export(folder)
+    return folder
+
+
+@pytest.mark.parametrize("version", [2, 3])
 @pytest.mark.parametrize("kind", KINDS)
-def test_files_of_earlier_releases_are_read(kind, folder, shown, tmp_path):
-    earlier_form(folder / kind, tmp_path / "earlier")
+def test_files_of_earlier_releases_are_read(
+    kind, version, folder, shown, ranking_programs, tmp_path
+):
+    earlier_form(ranking_programs / kind, tmp_path / "earlier", version)
     earlier, now = map(sj.load_predictor, (tmp_path / "earlier", folder / kind))
-    assert earlier.signature == now.signature
+    assert earlier.signature == dataclasses.replace(now.signature, layer=None)
+    assert (now.signature.layer is None) == (kind == "clicks")
     assert answer(earlier, shown[kind]) == answer(now, shown[kind])
     if kind != "clicks":
         assert earlier.items is not None and now.items is not None

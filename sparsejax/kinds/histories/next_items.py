@@ -99,6 +99,16 @@ class NextItems(nnx.Module):
     def num_items(self) -> int:
         return self.model.num_items
 
+    @property
+    def output(self) -> Any:
+        """The output layer of a `SequenceModel`."""
+        return self.model.output
+
+    def queries(self, x: Any) -> jax.Array:
+        """The vectors that `top_k` multiplies with those of items, of a `SequenceModel`."""
+        self.model.eval()
+        return self.model.queries(x[HISTORIES], **self._times(x))
+
     def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
         self.model.eval()
         return self.model.top_k(x[HISTORIES], k, exclude=exclude, **self._times(x))
