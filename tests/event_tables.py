@@ -4,7 +4,8 @@ import collections
 import contextlib
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
@@ -21,7 +22,7 @@ def entries(data: sj.SparseDataset) -> Contents:
 
 @contextlib.contextmanager
 def repeats() -> Iterator[list[str]]:
-    """The warnings within it of held-out entries that have earlier events."""
+    """The warnings within it of entries that `split_last` holds out with all their events."""
     told: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -90,8 +91,31 @@ def many_events() -> pa.Table:
     return pa.table(table)
 
 
-def expected(whole: sj.SparseDataset, kind: str):
-    """The options of a kind of preparation, and the parts that it should make."""
+def expected(table: dict[str, list], kind: str, *, indicator: bool) -> Any:
+    """The options of a kind of preparation, its parts, and the number of repeats."""
+
+    def read(keep: Callable[[tuple], bool], **options) -> sj.SparseDataset:
+        events = [e for e in zip(*table.values(), strict=True) if keep(e)]
+        columns = map(list, zip(*events, strict=True))
+        some = pa.table(dict(zip(table, columns, strict=False)))
+        return sj.data.from_arrow(some, indicator=indicator, **options)
+
+    whole = read(lambda event: True)
+    if kind not in ("new", "all"):
+        return *_expected(whole, kind), 0
+    # Each part is read by itself: it has the values of its own events.
+    events = list(zip(*table.values(), strict=True))
+    earlier, later = ({e[:2] for e in events if (e[3] < 3) == side} for side in (1, 0))
+    known = earlier if kind == "new" else set()
+    train = read(lambda event: event[3] < 3)
+    names = whole.feature_names
+    heldout = read(lambda e: e[3] >= 3 and e[:2] not in known, features=names)
+    options = {"split_time": 3} | ({"repeats": "all"} if kind == "all" else {})
+    heldout = heldout.align_features(train.feature_names)
+    return options, train, heldout, len(known & later)
+
+
+def _expected(whole: sj.SparseDataset, kind: str):
     match kind:
         case "fraction":
             return {"split_fraction": 0.5, "seed": 3}, *whole.split(0.5, seed=3)
@@ -101,14 +125,6 @@ def expected(whole: sj.SparseDataset, kind: str):
             order = rank[whole.matrix.indices].astype(np.int64)
             ranked = dataclasses.replace(whole, order=order)
             return {"split_last": 2}, *ranked.split_last(2)
-        case "time":
-            train, heldout = whole.split_at(3)
-            counts = np.bincount(train.matrix.indices, minlength=whole.num_features)
-            some = np.flatnonzero(counts)
-            order = sj.data.vocabulary_order(counts[some], whole.feature_names[some])
-            known = whole.feature_names[some][order]
-            parts = train.align_features(known), heldout.align_features(known)
-            return {"split_time": 3}, *parts
         case "features":
             known = [*whole.feature_names[::2].tolist(), "no such item"]
             return {"features": known}, whole.align_features(known), None

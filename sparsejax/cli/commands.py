@@ -143,6 +143,7 @@ def prepare(command: flags.Prepare) -> None:
         features=features,
         indicator=command.columns.no_value,
         split_time=time,
+        repeats=command.repeats,
         split_last=command.split_last,
         split_fraction=command.split_fraction,
         seed=command.seed,
@@ -170,18 +171,15 @@ def split(command: flags.Split) -> None:
     if command.by == "last":
         n = 1 if command.n is None else command.n
         if isinstance(data, SequenceDataset):
-            parts = data.split_last(n, repeats=command.repeats or "all")
+            repeats = {} if command.repeats is None else {"repeats": command.repeats}
+            parts = data.split_last(n, **repeats)
         else:
             parts = data.split_last(n)
         short = f", rows too short: {np.sum(np.diff(indptr) <= n):,}"
     elif command.by == "time":
         at = None if command.at is None else _time(command.at, data)
-        if isinstance(data, SequenceDataset):
-            repeats = command.repeats or "all"
-            parts = data.split_at(at, fraction=command.fraction, repeats=repeats)
-        else:
-            share = command.fraction
-            parts = data.split_at(at, fraction=share, repeats=command.repeats)
+        repeats = {} if command.repeats is None else {"repeats": command.repeats}
+        parts = data.split_at(at, fraction=command.fraction, **repeats)
     else:
         assert command.fraction is not None  # as was checked
         choose = {

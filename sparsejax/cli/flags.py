@@ -610,6 +610,8 @@ class Prepare:
         in the order of that file.
       split_time: Hold out all interactions from this point in time on, written as in the
         file; a date as 2024-12-31.
+      repeats: With --split-time: new, the default, holds out only items that a user did not
+        have before; all also holds out repeats.
       split_last: Hold out so many of the last interactions of each user.
       split_fraction: Hold out a random part; this is the share that stays in train.
       seed: Seed of the random choice.
@@ -626,6 +628,7 @@ class Prepare:
     min_item: int = 1
     features: Annotated[str | None, _value("FILE", "keep all")] = None
     split_time: Annotated[str | None, _value("TIME", "")] = None
+    repeats: Annotated[Literal["new", "all"] | None, _value("{new,all}", "")] = None
     split_last: Annotated[int | None, _value("INT", "")] = None
     split_fraction: Annotated[float | None, _value("FLOAT", "")] = None
     seed: int = 0
@@ -652,8 +655,8 @@ class Split:
       fraction: With time, random, rows and items: share that stays in train.
       seed: With random, rows and items: seed of the random choice.
       repeats: With time, or with last of histories: new holds out only items that a user did
-        not have before; all also holds out repeats. Without it, an item with interactions on
-        both sides is held out as if it were new, and histories hold out all.
+        not have before; all also holds out repeats. new is the default with time, all with
+        last.
       histories: Keep the order and all repeats, for models of histories. Without times
         the order in DATA is that of time.
       format: Format of DATA.

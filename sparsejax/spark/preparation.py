@@ -40,6 +40,7 @@ from sparsejax.data.prepared.preparation import (
     needs_time,
     nothing_left,
     prepared_before,
+    repeats_left_out,
     settings_of,
     warn_of_merged,
     with_left_out,
@@ -73,6 +74,7 @@ def prepare(
     features: Features = None,
     indicator: bool = False,
     split_time: split.Time | None = None,
+    repeats: split.Repeats | None = None,
     split_last: int | None = None,
     split_fraction: float | None = None,
     seed: int = 0,
@@ -110,7 +112,9 @@ def prepare(
       min_item: leave out items with fewer users.
       features: vocabulary to prepare against: names or a data set.
       indicator: ignore values.
-      split_time: hold out entries at or after this time.
+      split_time: hold out events at or after this time.
+      repeats: with `split_time`, whether entries with events on both sides are held out,
+        too.
       split_last: hold out so many of the last entries of each row.
       split_fraction: the share of the entries that stays in train.
       seed: of `split_fraction`.
@@ -132,7 +136,13 @@ def prepare(
         raise ImportError(
             "preparing data on Spark needs pyspark: pip install 'sparsejax[spark]'"
         ) from None
-    cut = Cut(time=split_time, last=split_last, fraction=split_fraction, seed=seed)
+    cut = Cut.of(
+        split_time=split_time,
+        repeats=repeats,
+        split_last=split_last,
+        split_fraction=split_fraction,
+        seed=seed,
+    )
     settings, known = settings_of(
         cut,
         columns=[user, item, value, time],
@@ -166,7 +176,6 @@ class _Facts:
     Attributes:
       entries: their number.
       wrong: whether some events are wrong; pairs without a name stand for them.
-      times: the first and the last time, or None.
       mixed: the hashes of all pairs in one number.
       checksum: the sum of the upper halves of the hashes.
       too_large: a pair whose values have too large a sum, or None.
@@ -174,7 +183,6 @@ class _Facts:
 
     entries: int
     wrong: bool
-    times: list[Any]
     mixed: int
     checksum: int
     too_large: tuple[str, str] | None
@@ -196,12 +204,13 @@ class _Preparation:
 
     def run(self, out: str, known: Names | None, done: DataFolder | None) -> Manifest:
         """Writes the folder, or compares the events with those of one that is done."""
-        pairs, facts, skipped = self._pairs(known)
+        before = self._before()
+        pairs, facts, skipped = self._pairs(known, before)
         chosen = self._frequent(pairs, facts.entries)
         if chosen is not pairs:
             pairs, facts = chosen, self._facts(chosen)
-        before = self.cut.before(self._times(facts))
-        codes, names, counts, some_unknown = self._codes(pairs, known, before)
+        sides = before is not None
+        codes, names, counts, some_unknown = self._codes(pairs, known, sides)
         num_tasks = max(
             min(math.ceil(facts.entries / TASK_ENTRIES), MANY_TASKS),
             math.ceil(facts.entries / MANY_ENTRIES),
@@ -210,8 +219,8 @@ class _Preparation:
         if done is not None:
             return check_same(done, identity)
         counted = with_left_out(self.cut, known, some_unknown)
-        write = Write(out, identity, self.cut, before, counted, num_tasks)
-        entries = self._entries(pairs, codes, len(names), num_tasks, before)
+        write = Write(out, identity, self.cut, counted, num_tasks)
+        entries = self._entries(pairs, codes, len(names), num_tasks, sides)
         found = Found.of(map_batches(entries, write, WRITTEN).collect())
         if (found.entries, found.checksum) != (facts.entries, facts.checksum):
             came = f"{found.entries:,} came"
@@ -234,13 +243,33 @@ class _Preparation:
             skipped=skipped,
             settings=self.settings,
             vocabulary_file=vocabulary_file(identity),
+            repeats=repeats_left_out(self.cut, found.repeated),
         )
         check_prepared(PATH, manifest, self.cut)
         _finish(Place.of(out), manifest, names, counts)
-        warn_of_merged(manifest, found.repeated)
+        if self.cut.last is not None:
+            warn_of_merged(manifest, found.repeated)
         return manifest
 
-    def _pairs(self, known: Names | None) -> tuple[Any, _Facts, dict[str, int]]:
+    def _before(self) -> Any:
+        """The time of the split, as events have it, or None."""
+        try:
+            return self.cut.before(self.events.times)
+        except ValueError:
+            pass
+        from pyspark.sql import functions as F
+
+        # The message has the first and the last time.
+        like = self.events.times
+        assert like is not None
+        [row] = self.events.frame.agg(F.min("time"), F.max("time")).collect()
+        found = [time for time in row if time is not None] or [0]
+        times = np.array(found, "f8" if like.dtype.kind == "f" else "i8")
+        return self.cut.before(times.view(like.dtype))
+
+    def _pairs(
+        self, known: Names | None, before: Any
+    ) -> tuple[Any, _Facts, dict[str, int]]:
         """The entries, what is known of them, and how many events were left out."""
         events, skip_bad = self.events, self.settings["skip_bad"]
         # Spark keeps one copy for all equal plans, and drops it when the first of them is
@@ -248,13 +277,13 @@ class _Preparation:
         own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
         if known is not None and has_only_digits(to_arrow(known)):
             own = own.withColumn("item", _without_point_zero("item"))
-        timed, table = events.times is not None, self._view(own)
+        which = {"valued": events.valued, "timed": events.times is not None}
         query = queries.pairs(
             queries.SPARK,
-            queries.with_first(table) if timed else table,
+            queries.single(self._view(own), **which, before=before),
             self.settings["duplicates"],
-            valued=events.valued,
-            timed=timed,
+            **which,
+            sides=before is not None,
         )
         pairs = self.session.sql(query)
         if self.session.conf.get("spark.checkpoint.dir", None):
@@ -287,29 +316,18 @@ class _Preparation:
             "mixed": F.bit_xor(hashed),
             "checksum": F.sum(_upper_half(hashed)),
         }
-        if self.events.times is not None:
-            facts |= {"first": F.min("time"), "last": F.max("time")}
         if self.events.valued:
-            large = F.abs("value") == float("inf")
+            values = [c for c in ("value", "later_value") if c in pairs.columns]
+            large = F.greatest(*map(F.abs, values), F.lit(0.0)) == float("inf")
             facts["large"] = F.min(F.when(large, F.struct("name", "item")))
         [row] = pairs.agg(*(f.alias(name) for name, f in facts.items())).collect()
         found = row.asDict()
         return _Facts(
             entries=found["entries"],
             wrong=found["wrong"] > 0,
-            times=[found["first"], found["last"]] if "first" in found else [],
             mixed=found["mixed"] or 0,
             checksum=found["checksum"] or 0,
             too_large=None if found.get("large") is None else tuple(found["large"]),
-        )
-
-    def _times(self, facts: _Facts) -> np.ndarray | None:
-        """The first and the last time, or None."""
-        like = self.events.times
-        if like is None:
-            return None
-        return np.array(facts.times, "f8" if like.dtype.kind == "f" else "i8").view(
-            like.dtype
         )
 
     def _frequent(self, pairs: Any, count: int) -> Any:
@@ -335,7 +353,7 @@ class _Preparation:
         return pairs
 
     def _codes(
-        self, pairs: Any, known: Names | None, before: Any
+        self, pairs: Any, known: Names | None, sides: bool
     ) -> tuple[Any, Names, np.ndarray, bool]:
         """A frame of all items with `code` and `key`, and the vocabulary.
 
@@ -347,7 +365,7 @@ class _Preparation:
         """
         from pyspark.sql import functions as F
 
-        query = queries.items(self._view(pairs), before)
+        query = queries.items(self._view(pairs), sides=sides)
         items, count, size = self._numbered(self.session.sql(query), "n > 0")
         if known is None:
             if not size:
@@ -416,7 +434,7 @@ class _Preparation:
         return rows, count, sum(row[2] for row in found)
 
     def _entries(
-        self, pairs: Any, codes: Any, num_items: int, num_tasks: int, before: Any
+        self, pairs: Any, codes: Any, num_items: int, num_tasks: int, sides: bool
     ) -> Any:
         """The entries of each user, sorted, in one partition of many."""
         from pyspark.sql import functions as F
@@ -428,13 +446,17 @@ class _Preparation:
         # shuffle; later the item's name, a part of the hash, is not there. `observe` would
         # cost none, but counts what Spark computes twice, as after the loss of an executor.
         hashed = pairs.withColumn("hash", _upper_half(_hash(pairs)))
-        joined = hashed.join(codes, "item").drop("item")
-        if self.cut.time is None and self.cut.last is None:
-            joined = joined.drop("time")
-        else:
-            repeated = F.expr(queries.is_repeated(before))
-            joined = joined.withColumn("repeated", repeated)
-        joined = joined.drop("first")
+        joined = hashed.join(codes, "item")
+        timed = sides or self.cut.last is not None
+        found = queries.facts(valued=self.events.valued, timed=timed, sides=sides)
+        keys = ["key"] * ("key" in codes.columns)
+        joined = joined.select(
+            "name",
+            "code",
+            "hash",
+            *keys,
+            *(F.expr(fact).alias(name) for name, fact in found.items()),
+        )
         order = F.expr(queries.SPARK.hash.format("name"))
         return joined.repartition(num_tasks, "name").sortWithinPartitions(
             order, "name", "code"

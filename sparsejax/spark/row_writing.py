@@ -20,7 +20,9 @@ from sparsejax.data.prepared.preparation import Cut
 
 _BLOCK = 2**18  # entries that a task sorts into rows at a time
 
-WRITTEN = pa.schema({"parts": pa.string(), "checksum": pa.int64()})
+WRITTEN = pa.schema(
+    {"parts": pa.string(), "entries": pa.int64(), "checksum": pa.int64()}
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +45,6 @@ class Write:
       out: the folder.
       identity: of the folder.
       cut: how entries are split.
-      before: the time of the split, as entries have it.
       counted: the parts to write; see `write_rows`.
       num_tasks: number of partitions.
     """
@@ -51,7 +52,6 @@ class Write:
     out: str
     identity: str
     cut: Cut
-    before: Any
     counted: Mapping[Part, bool]
     num_tasks: int
 
@@ -62,7 +62,7 @@ class Write:
         assert task is not None
         # The files of a user with very many entries have numbers of no other task.
         numbers = range(task.partitionId(), 2**31, self.num_tasks)
-        sums: list[int] = []
+        sums: list[tuple[int, int]] = []
         writers = write_rows(
             self._users(_summed(batches, sums)),
             Place.of(self.out),
@@ -74,11 +74,13 @@ class Write:
             part: _Written(tuple(writer.files), writer.left_out, writer.repeated)
             for part, writer in writers.items()
         }
-        yield pa.record_batch([[codec.text(parts)], [sum(sums)]], schema=WRITTEN)
+        count, checksum = (sum(each) for each in zip((0, 0), *sums, strict=True))
+        found = [[codec.text(parts)], [count], [checksum]]
+        yield pa.record_batch(found, schema=WRITTEN)
 
     def _users(
         self, batches: Iterator[pa.RecordBatch]
-    ) -> Iterator[tuple[Entries, pa.Array, np.ndarray]]:
+    ) -> Iterator[tuple[Entries, pa.Array, Mapping[Part, np.ndarray]]]:
         waiting: list[pa.Array] = []  # the names of users that were read
         first = 0  # the number of the first of them
         for entries in whole_users(_numbered_users(_blocks(batches), waiting)):
@@ -90,16 +92,16 @@ class Write:
             keys = entries.columns.get("keys")
             if keys is not None and self.cut.fraction is not None:
                 keys = keys.view(np.uint64)
-            yield entries, names, self.cut.held_out(entries, names, keys, self.before)
+            yield entries, names, self.cut.parts(entries, names, keys)
 
 
 def _summed(
-    batches: Iterator[pa.RecordBatch], sums: list[int]
+    batches: Iterator[pa.RecordBatch], sums: list[tuple[int, int]]
 ) -> Iterator[pa.RecordBatch]:
-    """The same rows. The sum of each batch's hashes is added to `sums`."""
+    """The same rows. The number and the sum of each batch's hashes are added to `sums`."""
     for batch in batches:
         hashes = arrow.numbers(batch.column("hash"))
-        sums.append(int(hashes.sum(dtype=np.int64)))
+        sums.append((len(hashes), int(hashes.sum(dtype=np.int64))))
         yield batch.drop_columns("hash")
 
 
@@ -140,12 +142,14 @@ class Found:
     Attributes:
       files: of each part, in order.
       left_out: number of entries of unknown items, of each part.
-      checksum: the sum of the hashes of all entries.
-      repeated: number of held-out entries that have other events before the split.
+      entries: number of all entries that came.
+      checksum: the sum of their hashes.
+      repeated: see `PartWriter`.
     """
 
     files: Mapping[Part, tuple[DataFile, ...]]
     left_out: Mapping[Part, int]
+    entries: int
     checksum: int
     repeated: int
 
@@ -155,7 +159,7 @@ class Found:
         files: dict[Part, list[DataFile]] = {"train": [], "test": []}
         left_out: dict[Part, int] = {"train": 0, "test": 0}
         repeated = 0
-        for text, _ in rows:
+        for text, *_ in rows:
             written = codec.value(_Parts, codec.parse(text), "what a task has written")
             for part, some in written.items():
                 left_out[part] += some.left_out
@@ -165,13 +169,5 @@ class Found:
             part: tuple(sorted(some, key=lambda file: file.path))
             for part, some in files.items()
         }
-        checksum = sum(checksum for _, checksum in rows)
-        return cls(in_order, left_out, checksum, repeated)
-
-    @property
-    def entries(self) -> int:
-        """Number of entries, with those that were left out."""
-        groups = [
-            g for some in self.files.values() for file in some for g in file.groups
-        ]
-        return sum(count for _, count in groups) + sum(self.left_out.values())
+        entries, checksum = (sum(row[place] for row in rows) for place in (1, 2))
+        return cls(in_order, left_out, entries, checksum, repeated)

@@ -19,7 +19,7 @@ pytest.importorskip("duckdb")
 
 
 @pytest.mark.filterwarnings("ignore::sparsejax.data.UnknownFeaturesWarning")
-@pytest.mark.parametrize("kind", ["all", "fraction", "last", "time", "features"])
+@pytest.mark.parametrize("kind", ["", "fraction", "last", "new", "all", "features"])
 # Of many small tables nothing is left or held out.
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])
 @given(
@@ -30,10 +30,11 @@ pytest.importorskip("duckdb")
 def test_the_same_as_read(kind, table, least, indicator):
     kept = frequent(table, *least)
     hypothesis.assume(kept["user"])
-    whole = sj.data.from_arrow(pa.table(kept), indicator=indicator)
     try:
         with repeats() as warned:
-            options, train, heldout = expected(whole, kind)
+            options, train, heldout, left_out = expected(
+                kept, kind, indicator=indicator
+            )
     except ValueError:  # nothing or everything is held out or unknown
         hypothesis.assume(False)
         raise
@@ -42,7 +43,7 @@ def test_the_same_as_read(kind, table, least, indicator):
         out = pathlib.Path(folder, "out")
         with repeats() as told:
             manifest = sj.prepare(pa.table(table), out, **options)
-        assert told == warned
+        assert told == warned and manifest.repeats == left_out
         found: dict[Part, sj.SparseDataset] = {"train": sj.read(out)}
         if heldout is not None:
             found["test"] = sj.read(out / "test")
@@ -57,8 +58,8 @@ def test_the_same_as_read(kind, table, least, indicator):
         if given_.left_out is None:
             assert data.left_out is None and part not in manifest.left_out
         else:
-            left_out = given_.align_rows(data.row_names).left_out
-            np.testing.assert_array_equal(data.left_out, left_out)
+            unknown = given_.align_rows(data.row_names).left_out
+            np.testing.assert_array_equal(data.left_out, unknown)
             assert manifest.left_out[part] == given_.left_out.sum()
     np.testing.assert_array_equal(rows.indices, found["train"].matrix.indices)
     np.testing.assert_array_equal(rows.indptr, found["train"].matrix.indptr)

@@ -303,14 +303,13 @@ def test_repeats_across_a_cut_are_counted(tmp_path):
     ]
     sets.append(parts[0].merge(parts[1]))
     for each in sets:
-        with pytest.warns(UserWarning, match=REPEATED):
-            each.split_at(5)
+        assert each.split_at(5).repeats == 1
         with pytest.warns(UserWarning, match=REPEATED):
             each.split_last()
         each.split_rows(0.5, seed=0)  # nothing to warn of
-    # What the warning says to do gives all that was known at the cut.
-    train, heldout = (part.to_sparse() for part in sequences.split_at(5))
-    assert train.num_entries == 3 and heldout.num_entries == 2
+        # All that was known at the cut is in train.
+        assert each.split_at(5).train.num_entries == 3
+        assert each.split_at(5, repeats="all").heldout.num_entries == 2
 
 
 def test_repeats_on_one_side_are_no_matter():

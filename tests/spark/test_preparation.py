@@ -28,7 +28,7 @@ from sparsejax.spark import preparation
 
 # Whatever pyspark and the garbage collector warn of is not ours.
 pytestmark = pytest.mark.filterwarnings("default")
-KINDS = ["all", "fraction", "last", "time", "features"]
+KINDS = ["", "fraction", "last", "new", "all", "features"]
 # Ann has tea before and after the split at 3, and as her last item.
 REPEATED = {
     "user": ["ann", "ann", "ann", "bob", "bob"],
@@ -49,15 +49,17 @@ REPEATED = {
     least=st.sampled_from([(1, 1), (1, 1), (2, 1), (2, 2)]),
     indicator=st.booleans(),
 )
-@hypothesis.example(kind="time", table=REPEATED, least=(1, 1), indicator=False)
+@hypothesis.example(kind="new", table=REPEATED, least=(1, 1), indicator=False)
+@hypothesis.example(kind="all", table=REPEATED, least=(1, 1), indicator=False)
 @hypothesis.example(kind="last", table=REPEATED, least=(1, 1), indicator=True)
 def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
     kept = frequent(table, *least)
     hypothesis.assume(kept["user"])
-    whole = sj.data.from_arrow(pa.table(kept), indicator=indicator)
     try:
         with repeats() as warned:
-            options, train, heldout = expected(whole, kind)
+            options, train, heldout, left_out = expected(
+                kept, kind, indicator=indicator
+            )
     except ValueError:  # nothing or everything is held out or unknown
         hypothesis.assume(False)
         raise
@@ -70,6 +72,7 @@ def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
         with repeats() as also:
             known = sj.prepare(pa.table(table), local, **options)
         assert told == also == warned
+        assert manifest.repeats == known.repeats == left_out
         found = [sj.read(out)]
         if heldout is not None:
             found.append(sj.read(out / "test"))
@@ -80,8 +83,8 @@ def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
         assert data.feature_names.tolist() == given_.feature_names.tolist()
         assert (data.matrix.data is None) == indicator
         if given_.left_out is not None:
-            left_out = given_.align_rows(data.row_names).left_out
-            np.testing.assert_array_equal(data.left_out, left_out)
+            unknown = given_.align_rows(data.row_names).left_out
+            np.testing.assert_array_equal(data.left_out, unknown)
 
 
 @contextlib.contextmanager

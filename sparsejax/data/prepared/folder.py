@@ -101,6 +101,8 @@ class Manifest:
       skipped: number of wrong events that were left out, by what was wrong.
       settings: how the folder was made.
       vocabulary_file: the file of the items; see `vocabulary_file`.
+      repeats: number of entries after `split_time` that are not held out, because their
+        rows have the items before it; see `repeats` of `prepare`.
     """
 
     id: str
@@ -113,6 +115,7 @@ class Manifest:
     skipped: Mapping[str, int]
     settings: Mapping[str, Any]
     vocabulary_file: str
+    repeats: int = 0
 
     def __post_init__(self) -> None:
         if not _VOCABULARIES.fullmatch(self.vocabulary_file):
@@ -124,6 +127,8 @@ class Manifest:
         for name in ("left_out", "skipped"):
             if min(getattr(self, name).values(), default=0) < 0:
                 raise ValueError(f'"{name}" has a negative number')
+        if self.repeats < 0:
+            raise ValueError(f'"repeats" must be 0 or more, got {self.repeats}')
 
     def num_rows(self, part: Part = "train") -> int:
         """Number of rows of a part."""
@@ -137,6 +142,8 @@ class Manifest:
         parts = [
             f"{part}: {self.num_rows(part):,} rows, {self.num_entries(part):,} entries"
             + f", {count:,} of unknown items left out" * bool(count)
+            + f", {self.repeats:,} repeats left out"
+            * (part == "test" and self.repeats > 0)
             for part in PARTS
             if getattr(self, part)
             for count in [self.left_out.get(part, 0)]

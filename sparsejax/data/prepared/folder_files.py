@@ -34,18 +34,20 @@ _COLUMNS = {
     "number": "users",
     "code": "indices",
     "value": "values",
+    "later_value": "later_values",
     "time": "times",
     "key": "keys",
     "repeated": "repeated",
+    "earlier": "earlier",
+    "later": "later",
 }
 
 
 def leaves_of(batch: pa.RecordBatch) -> Leaves:
     """The columns of a batch of entries, those of a user one after the other.
 
-    `users` are ascending numbers, and `indices` of a user ascend. There may be `values`,
-    `times`, `keys` (what a split needs to know of the items) and `repeated` (see
-    `queries.is_repeated`).
+    `users` are ascending numbers, and `indices` of a user ascend. There may be `keys` (what a
+    split needs to know of the items) and what `queries.facts` names.
     """
     return {
         name: arrow.numbers(batch.column(column))
@@ -118,7 +120,7 @@ def _table(rows: Entries) -> pa.Table:
 
 
 def write_rows(
-    users: Iterable[tuple[Entries, pa.Array, np.ndarray]],
+    users: Iterable[tuple[Entries, pa.Array, Mapping[Part, np.ndarray]]],
     folder: Place,
     identity: str,
     with_left_out: Mapping[Part, bool],
@@ -128,7 +130,8 @@ def write_rows(
     """Writes whole users to the parts of a folder.
 
     Args:
-      users: entries, the names of their users, and `[entries]` bool: those of test.
+      users: entries, the names of their users, and for each part `[entries]` bool: those
+        of the part. Some may be in both.
       folder: the folder.
       identity: of the folder.
       with_left_out: the parts to write; for each whether it counts entries that the
@@ -143,13 +146,19 @@ def write_rows(
             part: stack.enter_context(part_writer(folder, part, identity, numbers))
             for part in with_left_out
         }
-        for entries, names, is_held in users:
+        for entries, names, chosen in users:
             for part, writer in writers.items():
-                chosen = is_held if part == "test" else ~is_held
+                rows, columns = entries, entries.columns
+                if part == "test" and "later_values" in columns:
+                    rows = entries.replaced(values=columns["later_values"])
                 counted = with_left_out[part]
-                writer.add(rows_of(entries, chosen, names, with_left_out=counted))
-                if "repeated" in entries.columns:
-                    writer.repeated += int(entries.columns["repeated"][chosen].sum())
+                writer.add(rows_of(rows, chosen[part], names, with_left_out=counted))
+                if "repeated" in columns:
+                    writer.repeated += int(columns["repeated"][chosen[part]].sum())
+                elif "later" in columns:
+                    writer.repeated += int(
+                        (columns["earlier"] & columns["later"]).sum()
+                    )
     return writers
 
 
@@ -170,7 +179,8 @@ class PartWriter:
     Attributes:
       files: what was written.
       left_out: number of entries of items that the vocabulary lacks.
-      repeated: number of entries that have other events before the split; of test.
+      repeated: of test, the number of entries that have other events before the split,
+        also of those that are not held out for that.
     """
 
     def __init__(

@@ -64,16 +64,50 @@ class Cut:
     """How entries are split into train and test; at most one field is given.
 
     Attributes:
-      time: entries at or after it are held out.
+      time: events at or after it are held out.
+      repeats: with `time`, how an entry counts that has events on both sides; see
+        `SparseDataset.split_at`.
       last: how many of the last entries of each row are held out.
       fraction: share of the entries of each row that stays in train.
       seed: of the choice by `fraction`.
     """
 
     time: split.Time | None = None
+    repeats: split.Repeats = "new"
     last: int | None = None
     fraction: float | None = None
     seed: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        *,
+        split_time: split.Time | None,
+        repeats: split.Repeats | None,
+        split_last: int | None,
+        split_fraction: float | None,
+        seed: int,
+    ) -> Cut:
+        """The split that the arguments of `prepare` name.
+
+        Raises:
+          ValueError: they are wrong, or name several splits.
+        """
+        if repeats is not None:
+            split.check_repeats(repeats)
+            if split_time is None:
+                raise ValueError(
+                    f"repeats={repeats!r} goes with split_time=..., which is not given"
+                )
+        cut = cls(
+            time=split_time,
+            repeats=repeats or "new",
+            last=split_last,
+            fraction=split_fraction,
+            seed=seed,
+        )
+        cut.check()
+        return cut
 
     def check(self) -> None:
         """Raises ValueError for wrong values, or for several splits."""
@@ -113,23 +147,28 @@ class Cut:
             return rank
         return None if self.fraction is None else split.hashes(items, self.seed)
 
-    def held_out(
-        self,
-        entries: Entries,
-        names: pa.Array,
-        keys: np.ndarray | None,
-        before: Any,
-    ) -> np.ndarray:
-        """`[entries]` bool: the entries that are held out.
+    def parts(
+        self, entries: Entries, names: pa.Array, keys: np.ndarray | None
+    ) -> dict[Part, np.ndarray]:
+        """For each part `[entries]` bool: the entries that it has.
 
         Args:
           entries: of whole users.
           names: of these users.
           keys: `[entries]` the `keys` of their items.
-          before: the time, as the entries have it.
         """
         if self.time is not None:
-            return entries.columns["times"] >= before
+            stays, later = (entries.columns[n] != 0 for n in ("earlier", "later"))
+            return {
+                "train": stays,
+                "test": later & ~stays if self.repeats == "new" else later,
+            }
+        is_held = self._held_out(entries, names, keys)
+        return {"train": ~is_held, "test": is_held}
+
+    def _held_out(
+        self, entries: Entries, names: pa.Array, keys: np.ndarray | None
+    ) -> np.ndarray:
         if keys is None:
             return np.zeros(len(entries.indices), bool)
         indptr = entries.indptr
@@ -159,6 +198,7 @@ def prepare(
     features: Features = None,
     indicator: bool = False,
     split_time: split.Time | None = None,
+    repeats: split.Repeats | None = None,
     split_last: int | None = None,
     split_fraction: float | None = None,
     seed: int = 0,
@@ -208,9 +248,12 @@ def prepare(
       features: vocabulary to prepare against: names or a data set. By default it is the
         items, in the order of `vocabulary_order`.
       indicator: ignore values.
-      split_time: hold out entries whose latest event is at or after this time, as
-        `SparseDataset.split_at`. The vocabulary is then that of the earlier entries.
-        Later entries of other items are left out and counted.
+      split_time: hold out the events at or after this time, as `SparseDataset.split_at`.
+        Each part has the entries and the values of its own events. The vocabulary is then
+        that of the earlier ones. Later entries of other items are left out and counted.
+      repeats: with `split_time`, how an entry counts that has events on both sides. "new",
+        the default: it is not held out, and the manifest counts it. "all": it is in both
+        parts.
       split_last: hold out so many of the last entries of each row, as
         `SparseDataset.split_last`. At equal times the greater name is later.
       split_fraction: hold out a random share: the same entries as
@@ -229,7 +272,13 @@ def prepare(
       OSError: `out` cannot be written.
       ValueError: an argument is wrong.
     """
-    cut = Cut(time=split_time, last=split_last, fraction=split_fraction, seed=seed)
+    cut = Cut.of(
+        split_time=split_time,
+        repeats=repeats,
+        split_last=split_last,
+        split_fraction=split_fraction,
+        seed=seed,
+    )
     settings, known = settings_of(
         cut,
         columns=[user, item, value, time],
@@ -325,7 +374,6 @@ def settings_of(
     Raises:
       ValueError: an argument is wrong.
     """
-    cut.check()
     if duplicates not in ("add", "last", "max"):
         raise ValueError(f'duplicates is "add", "last" or "max", got {duplicates!r}')
     for name, least in (("min_user", min_user), ("min_item", min_item)):
@@ -340,6 +388,8 @@ def settings_of(
         "features": None if known is None else vocabulary_hash(known),
         "indicator": indicator,
         "split_time": None if cut.time is None else str(cut.time),
+        # Folders without a time are as earlier releases made them.
+        **({} if cut.time is None else {"repeats": cut.repeats}),
         "split_last": cut.last,
         "split_fraction": cut.fraction,
         "seed": cut.seed,
@@ -411,31 +461,36 @@ class _Preparation:
         """Writes the folder, or compares the events with those of one that is done."""
         events = self.events
         before = self.cut.before(events.times)
-        pairs = self._frequent(self._pairs())
-        timed = self.cut.time is not None or self.cut.last is not None
-        identity = self._identity(pairs, timed)
+        pairs = self._frequent(self._pairs(before))
+        which = {
+            "valued": events.valued,
+            "timed": before is not None or self.cut.last is not None,
+            "sides": before is not None,
+        }
+        content = self._run(queries.content(queries.DUCKDB, pairs, **which))
+        identity = self._identity(content)
         if done is not None:
             return check_same(done, identity)
-        names, counts, size = self._vocabulary(pairs, known, before)
+        names, counts, size = self._vocabulary(pairs, known, before is not None)
         codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
         given = pa.table({"item": to_arrow(names), "code": codes})
         self.engine.register("given", given)  # only for this connection
         self._make("codes", "SELECT item, code FROM given")
         self._make("people", queries.people(queries.DUCKDB, pairs))
-        query = queries.entries(pairs, valued=events.valued, timed=timed, before=before)
+        query = queries.entries(pairs, **which)
         keys_of_items = self.cut.keys(names)
 
-        def users() -> Iterator[tuple[Entries, pa.Array, np.ndarray]]:
+        def users() -> Iterator[tuple[Entries, pa.Array, dict[Part, np.ndarray]]]:
             people = _Names(self._stream(queries.names()))
             for entries in whole_users(map(leaves_of, self._stream(query))):
                 users = people.take(entries.of_rows["users"])
                 self._check_values(entries, users, names)
                 codes = entries.indices
                 keys = None if keys_of_items is None else keys_of_items[codes]
-                is_held = self.cut.held_out(entries, users, keys, before)
+                parts = self.cut.parts(entries, users, keys)
                 # Items that the vocabulary lacks have the codes behind it.
                 columns = np.where(codes < size, codes, -1)
-                yield entries.replaced(indices=columns), users, is_held
+                yield entries.replaced(indices=columns), users, parts
 
         counted = with_left_out(self.cut, known, len(names) > size)
         writers = write_rows(users(), folder, identity, counted)
@@ -450,20 +505,22 @@ class _Preparation:
             skipped=dict(events.wrong.counts),
             settings=self.settings,
             vocabulary_file=vocabulary_file(identity if folder.is_remote else None),
+            repeats=repeats_left_out(
+                self.cut, writers["test"].repeated if self.cut else 0
+            ),
         )
         check_prepared(self.events.path, manifest, self.cut)
         finish(folder, manifest, names[:size], counts)
-        warn_of_merged(manifest, writers["test"].repeated if self.cut else 0)
+        if self.cut.last is not None:
+            warn_of_merged(manifest, writers["test"].repeated)
         return manifest
 
-    def _pairs(self) -> str:
+    def _pairs(self, before: Any) -> str:
         events = self.events
-        timed = events.times is not None
-        duplicates = self.settings["duplicates"]
-        grouped = queries.pairs(
-            queries.DUCKDB, "{}", duplicates, valued=events.valued, timed=timed
-        )
-        single = queries.with_first("events") if timed else "events"
+        which = {"valued": events.valued, "timed": events.times is not None}
+        duplicates, sides = self.settings["duplicates"], before is not None
+        grouped = queries.pairs(queries.DUCKDB, "{}", duplicates, **which, sides=sides)
+        single = queries.single("events", **which, before=before)
         most = self._most()
         self._consume(f"CREATE TABLE pairs AS {grouped.format(single)}", most)
         if events.are_left():
@@ -549,10 +606,10 @@ class _Preparation:
         return table
 
     def _vocabulary(
-        self, pairs: str, known: Names | None, before: Any
+        self, pairs: str, known: Names | None, sides: bool
     ) -> tuple[Names, np.ndarray, int]:
         """All items, those of the vocabulary first; its counts, and its size."""
-        found = self._table(queries.items(pairs, before))
+        found = self._table(queries.items(pairs, sides=sides))
         names, counts = (
             as_names(found["item"]),
             arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
@@ -572,10 +629,11 @@ class _Preparation:
         return np.concatenate([known, rest]), counts, len(known)
 
     def _check_values(self, entries: Entries, users: pa.Array, items: Names) -> None:
-        if "values" not in entries.columns:
-            return
+        finite = np.ones(len(entries.indices), bool)
         with np.errstate(over="ignore"):
-            finite = np.isfinite(entries.columns["values"].astype(np.float32))
+            for name in ("values", "later_values"):
+                if name in entries.columns:
+                    finite &= np.isfinite(entries.columns[name].astype(np.float32))
         if not finite.all():
             at = int(np.argmin(finite))
             row = int(np.searchsorted(entries.indptr, at, side="right")) - 1
@@ -585,12 +643,9 @@ class _Preparation:
                 f"{items[entries.indices[at]]!r} have too large a sum",
             )
 
-    def _identity(self, pairs: str, timed: bool) -> str:
-        """A hash of the entries and the settings."""
-        query = queries.content(
-            queries.DUCKDB, pairs, valued=self.events.valued, timed=timed
-        )
-        facts = [VERSION, self.settings, self._run(query)]
+    def _identity(self, content: list[tuple]) -> str:
+        """A hash of the `queries.content` and the settings."""
+        facts = [VERSION, self.settings, content]
         text = json.dumps(facts, sort_keys=True).encode()
         return hashlib.blake2b(text, digest_size=8).hexdigest()
 
@@ -690,8 +745,13 @@ def check_prepared(path: Path, manifest: Manifest, cut: Cut) -> None:
         )
 
 
+def repeats_left_out(cut: Cut, repeated: int) -> int:
+    """How many of so many repeated entries were not held out."""
+    return repeated if cut.time is not None and cut.repeats == "new" else 0
+
+
 def warn_of_merged(manifest: Manifest, repeated: int) -> None:
-    """Warns of held-out entries that have events before the split; `repeated` counts them."""
+    """Warns of held-out entries that have other events; `repeated` counts them."""
     heldout = manifest.num_entries("test") + manifest.left_out.get("test", 0)
     split.warn_of_repeats(repeated, heldout)
 

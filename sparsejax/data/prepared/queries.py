@@ -4,12 +4,15 @@ Tables and their columns::
 
     events   name (of the user), item, value, time     one for each event
     pairs    name, item, value, time, first            one for each user and item
+             name, item, value, time, later_value, later_time     if a time splits them
     items    item, n                                   the most frequent first
     codes    item, code                                the column of each item
     people   name, number                              users in pseudo-random order
 
 The text is the same for all engines, except for what a `Dialect` has. `value`, `time` and
-`first` (the time of the earliest event) are there if they are needed.
+`first` (the time of the earliest event) are there if they are needed. Where a time splits the
+events, `value` and `time` are those of the events before it, and `later_value` and
+`later_time` those of the others: null where there are none.
 """
 
 from __future__ import annotations
@@ -22,9 +25,9 @@ class Dialect:
     """The phrases that engines spell differently.
 
     Attributes:
-      total: the sum of `{}` with as few rounding errors as the engine can.
-      latest: the `value` of the greatest pair of `time` and `value`.
-      largest: the greatest `value`.
+      total: the sum of `{value}` with as few rounding errors as the engine can.
+      latest: the `{value}` of the greatest pair of `{time}` and `{value}`.
+      largest: the greatest `{value}`.
       hash: a hash of `{}` for a pseudo-random order.
     """
 
@@ -37,39 +40,70 @@ class Dialect:
 # Sums are float32 as in the files: in float64 they would differ in the last bits from one
 # computation to the next, as Spark adds in no fixed order.
 SPARK = Dialect(
-    total="CAST(sum({}) AS FLOAT)",
-    latest="CAST(max_by(value, struct(time, value)) AS FLOAT)",
-    largest="CAST(max(value) AS FLOAT)",
+    total="CAST(sum({value}) AS FLOAT)",
+    latest="CAST(max_by({value}, struct({time}, {value})) AS FLOAT)",
+    largest="CAST(max({value}) AS FLOAT)",
     hash="xxhash64({})",
 )
 DUCKDB = Dialect(
-    total="fsum({})",
-    latest="arg_max(value, (time, value))",
-    largest="max(value)",
+    total="fsum({value})",
+    latest="arg_max({value}, ({time}, {value}))",
+    largest="max({value})",
     hash="hash({})",
 )
 
 
 def pairs(
-    dialect: Dialect, events: str, duplicates: str, *, valued: bool, timed: bool
+    dialect: Dialect,
+    events: str,
+    duplicates: str,
+    *,
+    valued: bool,
+    timed: bool,
+    sides: bool,
 ) -> str:
-    """The entries: one for each user and item of the table of events or of pairs."""
-    value = {
-        "add": dialect.total.format("value"),
+    """The entries: one for each user and item of the table of events or of pairs.
+
+    Args:
+      dialect: of the engine.
+      events: the table, as `single` makes it.
+      duplicates: see `sparsejax.prepare`.
+      valued: whether there are values.
+      timed: whether there are times.
+      sides: whether a time splits the events.
+    """
+    merge = {
+        "add": dialect.total,
         "last": dialect.latest,
         "max": dialect.largest,
     }[duplicates]
     columns = ["name", "item"]
-    columns += [f"{value} AS value"] * valued + [
-        "max(time) AS time",
-        "min(first) AS first",
-    ] * timed
+    for side in ["", "later_"] if sides else [""]:
+        value, time = f"{side}value", f"{side}time"
+        merged = merge.format(value=value, time=time)
+        columns += [f"{merged} AS {value}"] * valued
+        columns += [f"max({time}) AS {time}"] * timed
+    columns += ["min(first) AS first"] * (timed and not sides)
     return f"SELECT {', '.join(columns)} FROM {events} GROUP BY name, item"
 
 
-def with_first(events: str) -> str:
-    """The events with times as pairs of one event each."""
-    return f"(SELECT *, time AS first FROM {events})"
+def single(events: str, *, valued: bool, timed: bool, before: float | None) -> str:
+    """The events as pairs of one event each.
+
+    Args:
+      events: the table.
+      valued: whether there are values.
+      timed: whether there are times.
+      before: the time that splits the events, if one does.
+    """
+    if before is None:
+        return f"(SELECT *, time AS first FROM {events})" if timed else events
+    columns = ["name", "item"]
+    earlier = _is_before("time", before)
+    for side, here in (("", earlier), ("later_", f"NOT ({earlier})")):
+        for column in ["value"] * valued + ["time"]:
+            columns.append(f"CASE WHEN {here} THEN {column} END AS {side}{column}")
+    return f"(SELECT {', '.join(columns)} FROM {events})"
 
 
 def in_buckets(table: str, bits: int) -> str:
@@ -79,13 +113,17 @@ def in_buckets(table: str, bits: int) -> str:
     )
 
 
-def content(dialect: Dialect, table: str, *, valued: bool, timed: bool) -> str:
+def content(
+    dialect: Dialect, table: str, *, valued: bool, timed: bool, sides: bool
+) -> str:
     """The number of pairs and a hash of them.
 
     Values count as float32, because a sum's last bits may differ from time to time.
     """
     columns = ["name", "item"]
-    columns += ["TRY_CAST(value AS FLOAT)"] * valued + ["time"] * timed
+    for side in ["", "later_"] if sides else [""]:
+        columns += [f"TRY_CAST({side}value AS FLOAT)"] * valued
+        columns += [f"{side}time"] * timed
     hashed = dialect.hash.format(", ".join(columns))
     return f"SELECT count(*), bit_xor({hashed}) FROM {table}"
 
@@ -98,23 +136,30 @@ def frequent(table: str, column: str, least: int) -> str:
     )
 
 
-def items(table: str, before: float | None) -> str:
-    """All items. `n` counts the pairs, or those before a time."""
-    which = "" if before is None else f" FILTER (WHERE {_is_before('time', before)})"
+def items(table: str, *, sides: bool) -> str:
+    """All items. `n` counts the pairs, or those with events before the time of the split."""
+    which = "time" if sides else "*"
     return (
-        f"SELECT item, count(*){which} AS n FROM {table} GROUP BY item "
+        f"SELECT item, count({which}) AS n FROM {table} GROUP BY item "
         "ORDER BY n DESC, item"
     )
 
 
-def is_repeated(before: float | None) -> str:
-    """Whether an entry of the table `pairs`, if it is held out, has earlier events: 0 or 1.
+def facts(*, valued: bool, timed: bool, sides: bool) -> dict[str, str]:
+    """The columns of an entry of the table `pairs` that are written or decide on its part.
 
-    Args:
-      before: the time of the split; None if the last entries of rows are held out.
+    `repeated`, `earlier` and `later` are 0 or 1: whether it has earlier events than the
+    latest, and whether it has events before and after the time of the split.
     """
-    earlier = "first < time" if before is None else _is_before("first", before)
-    return f"CAST({earlier} AS TINYINT)"
+    if not sides:
+        found = {"value": "value"} if valued else {}
+        repeated = "CAST(first < time AS TINYINT)"
+        return found | ({"time": "time", "repeated": repeated} if timed else {})
+    values = ["value", "later_value"] * valued
+    found = {name: f"coalesce({name}, 0)" for name in values}
+    for side, time in (("earlier", "time"), ("later", "later_time")):
+        found[side] = f"CAST({time} IS NOT NULL AS TINYINT)"
+    return found
 
 
 def _is_before(column: str, time: float) -> str:
@@ -137,12 +182,10 @@ def names() -> str:
     return "SELECT name FROM people ORDER BY number"
 
 
-def entries(
-    table: str, *, valued: bool, timed: bool, before: float | None = None
-) -> str:
-    """The entries as numbers, sorted by user and column. `before` as of `is_repeated`."""
-    more = ", value" * valued
-    more += f", time, {is_repeated(before)} AS repeated" * timed
+def entries(table: str, *, valued: bool, timed: bool, sides: bool) -> str:
+    """The entries as numbers with their `facts`, sorted by user and column."""
+    found = facts(valued=valued, timed=timed, sides=sides)
+    more = "".join(f", {fact} AS {name}" for name, fact in found.items())
     return (
         f"SELECT number, code{more} FROM {table} JOIN people USING (name) "
         "JOIN codes USING (item) ORDER BY number, code"

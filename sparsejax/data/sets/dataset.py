@@ -23,9 +23,8 @@ from sparsejax.data.sets.split import (
     check_repeats,
     cut_of,
     heldout_entries,
-    heldout_from,
     heldout_last,
-    parts_of_events,
+    parts_at,
     warn_of_repeats,
 )
 from sparsejax.data.sets.splits import (
@@ -85,7 +84,7 @@ class SparseDataset:
       columns: the columns of the table that this was read from, and the role of each.
         None if it was not read from a table.
       first_times: `[entries]` the time of the earliest event of each entry; None if each
-        has one event. Splits by time warn of entries with events on both sides.
+        has one event. `split_at` tells by it which entries have events on both sides.
 
     Raises:
       ValueError: the sizes do not agree, a name or an index occurs twice, a time is not
@@ -253,6 +252,9 @@ class SparseDataset:
         fewer than `n` held out. If times are equal, the entry that comes later in the file
         counts as later. Both parts have all rows and features of this data set.
 
+        An entry whose row has the feature several times is held out as a whole, at the
+        time of its latest event, with a warning. `SequenceDataset.split_last` knows each.
+
         Args:
           n: number of entries to hold out from each row.
 
@@ -262,7 +264,9 @@ class SparseDataset:
         indptr = np.asarray(self.matrix.indptr)
         times, order = self._known_times()
         is_held = heldout_last(indptr, times, order, n)
-        self._warn_of_repeats(is_held, times)
+        if self.first_times is not None:
+            repeated = is_held & (self.first_times < times)
+            warn_of_repeats(int(repeated.sum()), int(is_held.sum()))
         return split_entries(self, is_held, "no row has more than one entry")
 
     def split_at(
@@ -270,13 +274,14 @@ class SparseDataset:
         time: Time | None = None,
         *,
         fraction: float | None = None,
-        repeats: Repeats | None = None,
+        repeats: Repeats = "new",
     ) -> Split[SparseDataset]:
-        """Holds out all entries from a point in time on: `(train, heldout)`.
+        """Holds out all events from a point in time on: `(train, heldout)`.
 
         So a model is measured as it will be used: on entries that it could not have seen.
         Rows and features that appear later have no entry in train; the result counts them.
-        Both parts have all rows and features of this data set.
+        Both parts have all rows and features of this data set. Each part has the entries of
+        its own events. So all that was known at that time is in train.
 
         >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
         >>> frame = pandas.DataFrame(table | {"time": [1, 5, 7]})
@@ -284,44 +289,38 @@ class SparseDataset:
         held out 2 of 3 entries (66.7%), in 2 rows; new rows: 1, new features: 1
 
         Args:
-          time: entries at or after it are held out. If times are numbers, it is a number.
+          time: events at or after it are held out. If times are numbers, it is a number.
             If they are dates, it is a datetime, a date or text of ISO 8601, in UTC unless
             it has a time zone.
           fraction: given in place of `time`: the share of the entries to train on, in
             (0, 1). Entries of the same time stay together, so the share may differ a
             little.
           repeats: how a row's feature counts that has events on both sides. "new": it is in
-            train, and only features that a row did not have before are held out. "all": it
-            is in both parts. By default it is held out, and is not in train, with a warning.
+            train, and only features that a row did not have before are held out; the
+            result counts the others. "all": it is in both parts.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
-            empty. Or with `repeats` there are values, which were added over both sides.
+            empty. Or entries with events on both sides have values, which were added over
+            both.
         """
         check_repeats(repeats)
         times, _ = self._known_times()
-        if repeats is not None:
-            return self._split_events(times, cut_of(times, time, fraction), repeats)
-        is_held, span = heldout_from(times, time, fraction)
-        self._warn_of_repeats(is_held, cut_of(times, time, fraction))
-        return split_entries(self, is_held, span)
-
-    def _split_events(
-        self, times: np.ndarray, cut: Any, repeats: Repeats
-    ) -> Split[SparseDataset]:
-        """The parts at a cut, where each has the entries of its own events."""
         if not times.size:
             raise ValueError("nothing is held out: there are no entries")
+        cut: Any = cut_of(times, time, fraction)
         first = times if self.first_times is None else self.first_times
-        stays, is_held = parts_of_events(times, first, cut, repeats)
+        stays, is_held = parts_at(times, first, cut, repeats)
         both = (first < cut) & (times >= cut)
         if both.any() and self.matrix.data is not None:
             raise ValueError(
-                f"repeats={repeats!r}: {int(both.sum()):,} entries have events on both sides, "
-                "and their values were added when the data was read; read it with "
-                "indicator=True, or pass data.without_values()"
+                f"{int(both.sum()):,} entries have events on both sides of {cut}, and their "
+                "values were added when the data was read. Read it with indicator=True "
+                "(--no-value), or split data.without_values(); or prepare the file with "
+                "split_time=..., which splits values, too"
             )
         parts = split_entries(self, is_held, "", stays)
+        left_out = int((both & ~is_held).sum())
         # Only one of several events on one side is known, so that it gives the time.
         known = np.where(both, first, times)
         return Split(
@@ -333,6 +332,7 @@ class SparseDataset:
                 times=times[is_held],
                 first_times=np.where(both, times, first)[is_held],
             ),
+            repeats=left_out,
         )
 
     def split_rows(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
@@ -556,13 +556,6 @@ class SparseDataset:
         if self.times is None or self.order is None:
             raise ValueError("the data set has no times; read it with time=COLUMN")
         return self.times, self.order
-
-    def _warn_of_repeats(self, is_held: np.ndarray, before: Any) -> None:
-        """Warns of held-out entries that also have events earlier than `before`."""
-        if self.first_times is None:
-            return
-        repeated = is_held & (self.first_times < before)
-        warn_of_repeats(int(repeated.sum()), int(is_held.sum()))
 
 
 def align_features(

@@ -29,8 +29,9 @@ from sparsejax.data.sets.split import (
     Time,
     are_known,
     check_repeats,
+    cut_of,
     heldout_entries,
-    heldout_from,
+    parts_at,
 )
 from sparsejax.data.sets.splits import (
     Split,
@@ -334,7 +335,8 @@ class SequenceDataset:
 
         Args:
           n: number of entries to hold out from each row.
-          repeats: see `split_at`. With "new" a row may have fewer than `n` held out.
+          repeats: see `split_at`. Here "all" is the default, as what a row takes next may be
+            a repeat. With "new" a row may have fewer than `n` held out.
 
         Raises:
           ValueError: `n` is not positive, or no row has two entries, or "new" leaves none.
@@ -344,24 +346,30 @@ class SequenceDataset:
         lengths = np.diff(self.indptr)
         first_held = self.indptr[1:] - np.minimum(n, np.maximum(lengths - 1, 0))
         is_held = np.arange(self.num_entries) >= np.repeat(first_held, lengths)
-        return self._split(is_held, "no row has more than one entry", repeats)
+        check_repeats(repeats)
+        stays, why_nothing = ~is_held, "no row has more than one entry"
+        if repeats == "new" and is_held.any():
+            is_held = is_held & ~self._are_known(is_held)
+            why_nothing = "the last entries of all rows are repeats"
+        return split_entries(self, is_held, why_nothing, stays)
 
     def split_at(
         self,
         time: Time | None = None,
         *,
         fraction: float | None = None,
-        repeats: Repeats = "all",
+        repeats: Repeats = "new",
     ) -> Split[SequenceDataset]:
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
-        Rows that begin later have an empty history in train.
+        Rows that begin later have an empty history in train. The parts have the same
+        features in each row as those of `SparseDataset.split_at`.
 
         Args:
           time: see `SparseDataset.split_at`.
           fraction: see `SparseDataset.split_at`.
-          repeats: "all" holds out every entry; "new" leaves out those whose item the row has
-            in train, so that they are in neither part.
+          repeats: "new" leaves out entries whose feature the row has in train, so that they
+            are in neither part; the result counts them. "all" holds out every entry.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
@@ -369,20 +377,17 @@ class SequenceDataset:
         """
         if self.times is None:
             raise ValueError("the data set has no times; read it with time=COLUMN")
-        return self._split(*heldout_from(self.times, time, fraction), repeats)
-
-    def _split(
-        self, is_held: np.ndarray, why_nothing: str, repeats: Repeats
-    ) -> Split[SequenceDataset]:
         check_repeats(repeats)
-        stays = ~is_held
-        if repeats == "new":
-            rows = self._entries.row_of
-            known = are_known(rows, self.indices, is_held, self.num_features)
-            if is_held.any() and not (is_held & ~known).any():
-                why_nothing = "all that was is a repeat"
-            is_held = is_held & ~known
-        return split_entries(self, is_held, why_nothing, stays)
+        if not self.times.size:
+            raise ValueError("nothing is held out: there are no entries")
+        times, cut = self.times, cut_of(self.times, time, fraction)
+        known = self._are_known(times >= cut)
+        stays, is_held = parts_at(times, times, cut, repeats, known)
+        return split_entries(self, is_held, "", stays)
+
+    def _are_known(self, is_held: np.ndarray) -> np.ndarray:
+        """`[entries]` bool: whether the row has the feature among those not held out."""
+        return are_known(self._entries.row_of, self.indices, is_held, self.num_features)
 
     def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
         """Splits the entries of each row at random into `(train, heldout)`.

@@ -127,40 +127,28 @@ def heldout_last(
     return is_held
 
 
-def heldout_from(
-    times: np.ndarray, time: Time | None, fraction: float | None
-) -> tuple[np.ndarray, str]:
-    """`[entries]` bool: the entries that `split_at` holds out; and the span of the times.
-
-    Raises:
-      ValueError: see `SparseDataset.split_at`.
-    """
-    if not times.size:
-        raise ValueError("nothing is held out: there are no entries")
-    cut = cut_of(times, time, fraction)
-    is_held = times >= cut
-    span = f"the times are from {times.min()} to {times.max()}, the cut is {cut}"
-    if is_held.all():
-        raise ValueError(f"everything is held out, nothing to train on: {span}")
-    return is_held, span
-
-
-def check_repeats(repeats: str | None) -> None:
+def check_repeats(repeats: str) -> None:
     """Raises ValueError unless it is a choice of what is held out."""
-    if repeats not in (None, "new", "all"):
+    if repeats not in ("new", "all"):
         raise ValueError(f'repeats is "new" or "all", got {repeats!r}')
 
 
-def parts_of_events(
-    times: np.ndarray, first: np.ndarray, cut: object, repeats: str
+def parts_at(
+    times: np.ndarray,
+    first: np.ndarray,
+    cut: object,
+    repeats: Repeats,
+    known: np.ndarray | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The entries of both parts, where each has what its own events are.
+    """The entries of both parts of `split_at`: each part has the entries of its own events.
 
     Args:
       times: `[entries]` the time of the latest event of each entry.
       first: `[entries]` that of the earliest.
       cut: events at or after it are held out.
-      repeats: "new" holds out entries without an earlier event; "all" holds out repeats, too.
+      repeats: "new" holds out entries that are not known; "all" holds out all later ones.
+      known: `[entries]` bool: whether the row has the feature before the cut; by default it
+        has that of an entry with an event before it.
 
     Returns:
       `(stays, is_held)`, each `[entries]` bool. An entry may be in both parts.
@@ -168,13 +156,14 @@ def parts_of_events(
     Raises:
       ValueError: a part is empty.
     """
-    stays = first < cut
-    is_held = ~stays if repeats == "new" else times >= cut
+    stays, later = first < cut, times >= cut
+    known = stays if known is None else known
+    is_held = later & ~known if repeats == "new" else later
     span = f"the times are from {first.min()} to {times.max()}, the cut is {cut}"
     if not stays.any():
         raise ValueError(f"everything is held out, nothing to train on: {span}")
     if not is_held.any():
-        only = " but repeats" if repeats == "new" and (times >= cut).any() else ""
+        only = " but repeats" if later.any() else ""
         raise ValueError(f"nothing is held out{only}: {span}")
     return stays, is_held
 
@@ -310,7 +299,7 @@ def _num_held(counts: np.ndarray, fraction: float) -> np.ndarray:
 
 
 def warn_of_repeats(repeated: int, heldout: int) -> None:
-    """Warns if held-out entries also have events from before the split.
+    """Warns if entries that `split_last` holds out also have other events.
 
     Args:
       repeated: number of such entries.
@@ -321,9 +310,9 @@ def warn_of_repeats(repeated: int, heldout: int) -> None:
             f"{repeated:,} of {heldout:,} held-out entries also have earlier events, "
             "which are in neither part: a repeat of a row and a feature was merged with "
             "them when the data was read, and the latest event gives the time. So they "
-            "are held out as if they were new. To split by events, pass split_at(..., "
-            'repeats="new") or "all", or use read_sequences(...).split_at(...), of whose '
-            "parts to_sparse() makes sets (on the command line: split --histories)",
+            "are held out as if they were new. To split by events, use split_at, or "
+            "read_sequences(...).split_last(...), of whose parts to_sparse() makes sets "
+            "(on the command line: split --by time, or split --histories)",
             skip_file_prefixes=INSIDE,
         )
 

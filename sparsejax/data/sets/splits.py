@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 
@@ -11,7 +11,12 @@ from sparsejax.data.files.names import find_names
 from sparsejax.data.sets.split import heldout_names
 
 
-class Split[T](NamedTuple):
+class _Parts[T](NamedTuple):
+    train: T
+    heldout: T
+
+
+class Split[T](_Parts[T]):
     """Two parts of a data set, made by its methods `split`, `split_last`, ...
 
     >>> split = read("purchases.tsv").split(0.5, seed=0)
@@ -26,10 +31,16 @@ class Split[T](NamedTuple):
     Attributes:
       train: to train on.
       heldout: all others, over the same features.
+      repeats: number of later entries that are in neither part, because their rows have
+        the features in `train`; see `split_at`.
     """
 
-    train: T
-    heldout: T
+    repeats: int
+
+    def __new__(cls, train: T, heldout: T, *, repeats: int = 0) -> Self:
+        self = super().__new__(cls, train, heldout)
+        self.repeats = repeats
+        return self
 
     @property
     def new_rows(self) -> int:
@@ -57,6 +68,8 @@ class Split[T](NamedTuple):
         return (
             f"held out {heldout:,} of {train + heldout:,} entries ({share}), in {rows:,} "
             f"rows; new rows: {self.new_rows:,}, new features: {self.new_features:,}"
+            + f"; repeats left out: {self.repeats:,}"
+            * bool(self.repeats)
         )
 
     def _sizes(self) -> list[int]:
@@ -84,7 +97,8 @@ def split_entries[T](
       data: the whole.
       is_held: `[entries]` bool: the entries that are held out.
       why_nothing: what to say if nothing is.
-      stays: `[entries]` bool: those to train on; by default all others.
+      stays: `[entries]` bool: those to train on; by default all others. Entries may be in
+        both parts, or in neither: repeats.
 
     Raises:
       ValueError: nothing is held out.
@@ -95,7 +109,9 @@ def split_entries[T](
     whole: Any = data
     # Neither part has what was left out before.
     entries = dataclasses.replace(whole._entries, of_rows={})
-    return Split(*(whole._with(entries.keep(part)) for part in (stays, is_held)))
+    repeats = int(np.sum(~(stays | is_held)))
+    train, heldout = (whole._with(entries.keep(part)) for part in (stays, is_held))
+    return Split(train, heldout, repeats=repeats)
 
 
 def split_by_share[T](data: T, is_held: np.ndarray, fraction: float) -> Split[T]:
