@@ -512,6 +512,8 @@ class Predict(OfKinds):
         name; nothing is excluded for a row that is not in the file.
       exclude_items: Recommend none of these items, such as those sold out: names separated by
         commas, or a file with one name per line.
+      only_items: Recommend only these items: names separated by commas, or a file with one
+        name per line.
       format: Format of the files that are read.
       columns: Which columns of a table hold what. By default their names say it.
       devices: The devices to compute on.
@@ -531,6 +533,7 @@ class Predict(OfKinds):
     exclude_seen: Flag = False
     exclude: Annotated[str | None, _OptionalFile] = None
     exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
+    only_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all")] = None
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     devices: Devices = Devices()

@@ -49,7 +49,9 @@ class Interactions(Commands):
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         keep_seen = keeps_seen(command)
-        users, hint, unwanted = None, "", []
+        users, hint, unwanted, only = None, "", [], None
+        if command.only_items is not None:
+            only, _ = names_of(command.only_items)
         if command.exclude_items is not None:
             unwanted, _ = names_of(command.exclude_items)
         if command.users is not None:
@@ -62,6 +64,7 @@ class Interactions(Commands):
             keep_seen=keep_seen,
             exclude=command.exclude,
             exclude_items=unwanted,
+            only_items=only,
             reading=reading_of(command),
         )
         out = command.out

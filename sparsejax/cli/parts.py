@@ -15,9 +15,9 @@ def predict(command: flags.Predict) -> None:
     """`sparsejax predict --parts`."""
     count = command.parts
     assert count is not None
-    if command.given & {"users", "exclude", "exclude_items"}:
+    if command.given & {"users", "exclude", "exclude_items", "only_items"}:
         raise ValueError(
-            "--users, --exclude and --exclude-items do not go with --parts"
+            "--users, --exclude, --exclude-items and --only-items do not go with --parts"
         )
     no_value = command.columns.no_value
     if command.format is not None or command.columns != flags.Columns(

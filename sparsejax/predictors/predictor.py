@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
 import jax
@@ -109,6 +109,8 @@ class Predictor:
         *,
         k: int | None = None,
         exclude: Unordered = None,
+        exclude_items: Iterable[str] | np.ndarray = (),
+        only_items: Iterable[str] | np.ndarray | None = None,
     ) -> Recommendations:
         """The `k` best of all items for each row, as `sparsejax.recommend` finds them.
 
@@ -123,6 +125,8 @@ class Predictor:
             exported with.
           exclude: `[rows, num_items]`, what not to recommend, or the name of an input;
             see `recommend`.
+          exclude_items: names or ids of items that nobody is recommended.
+          only_items: recommend only these.
 
         Raises:
           FloatingPointError: a score is NaN; the message names the row.
@@ -131,7 +135,8 @@ class Predictor:
           ValueError: `inputs` or `exclude` does not fit the model, or they do not fit
             each other; `k` is too large; the predictor is of clicks.
         """
-        return self._method("recommend")(inputs, k=k, exclude=exclude)
+        which = {"exclude_items": exclude_items, "only_items": only_items}
+        return self._method("recommend")(inputs, k=k, exclude=exclude, **which)
 
     @overload
     def recommend_names(
@@ -142,6 +147,8 @@ class Predictor:
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
+        exclude_items: Iterable[str] | np.ndarray = (),
+        only_items: Iterable[str] | np.ndarray | None = None,
     ) -> list[str]: ...
 
     @overload
@@ -153,6 +160,8 @@ class Predictor:
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
+        exclude_items: Iterable[str] | np.ndarray = (),
+        only_items: Iterable[str] | np.ndarray | None = None,
     ) -> list[list[str]]: ...
 
     def recommend_names(
@@ -163,6 +172,8 @@ class Predictor:
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
+        exclude_items: Iterable[str] | np.ndarray = (),
+        only_items: Iterable[str] | np.ndarray | None = None,
     ) -> list[str] | list[list[str]]:
         """The names of the `k` best items for a history of names, or for several.
 
@@ -188,6 +199,7 @@ class Predictor:
           k: as for `recommend`.
           exclude_seen: do not recommend what the history has.
           unknown: "skip" skips unknown names; "error" raises.
+          exclude_items: as for `recommend`; so is `only_items`.
 
         Returns:
           For each history the names of `k` items, best first; fewer if items run out.
@@ -202,6 +214,7 @@ class Predictor:
             they do not fit the names, fall, or are not finite.
         """
         options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen, "times": times}
+        options |= {"exclude_items": exclude_items, "only_items": only_items}
         return self._method("recommend_names")(histories, unknown=unknown, **options)
 
     def names(self, found: Recommendations) -> list[list[str]]:

@@ -21,6 +21,7 @@ from sparsejax.data.reading.sources import (
     check_same_features,
 )
 from sparsejax.data.sets.sequences import SequenceDataset
+from sparsejax.engine.rank.denied import denied_items, with_denied
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors.runtime import Programs, Rows, room_for
@@ -102,8 +103,11 @@ class Items:
             f"{names}"
         )
 
-    def recommend(self, inputs: Any, *, k: int | None, exclude: Any) -> Recommendations:
+    def recommend(
+        self, inputs: Any, *, k: int | None, exclude: Any, **which: Any
+    ) -> Recommendations:
         """The best items for each row."""
+        denied = denied_items(self.num_items, self.items, **which)
         if exclude is inputs:
             exclude = "inputs"  # its name where it is the only one
         exclude = self._excluded(exclude, inputs)
@@ -115,12 +119,12 @@ class Items:
             )
         check_inputs(shown, self.num_features)
         if exclude is None:
-            return self._recommend(shown, k, None, None)
+            return self._recommend(shown, k, None, None, denied)
         seen = _part_on_host(shown.named("exclude", exclude))
         check_columns("exclude", seen.matrix.num_cols, self.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
-        return self._recommend(shown, k, seen.matrix, rows_of(seen, x))
+        return self._recommend(shown, k, seen.matrix, rows_of(seen, x), denied)
 
     def recommend_names(
         self,
@@ -130,6 +134,7 @@ class Items:
         exclude_seen: bool,
         unknown: Literal["skip", "error"],
         times: Sequence[float] | Sequence[Sequence[float]] | None,
+        **which: Any,
     ) -> list[str] | list[list[str]]:
         """The names of the best items for histories of names."""
         if unknown not in ("skip", "error"):
@@ -150,7 +155,8 @@ class Items:
         else:
             shown = self._shown(known, matrix, None)
         seen = matrix if exclude_seen else None
-        found = self._recommend(shown, k, seen, rows)
+        denied = denied_items(self.num_items, self.items, **which)
+        found = self._recommend(shown, k, seen, rows, denied)
         names = self.names(found)
         return names[0] if one else names
 
@@ -355,6 +361,7 @@ class Items:
         k: int | None,
         seen: CSR | None,
         seen_rows: np.ndarray | None,
+        denied: np.ndarray,
     ) -> Recommendations:
         k = self.k if k is None else k
         check_positive(k=k)
@@ -376,6 +383,10 @@ class Items:
                 unwanted = NOTHING
                 if seen is not None and seen_rows is not None:
                     unwanted = host_rows(seen, seen_rows[rows])
+                if denied.size:
+                    if seen is None:
+                        unwanted = host_rows(NOTHING, np.full(len(rows), -1))
+                    unwanted = with_denied(unwanted, denied, self.num_items)
                 given.append(unwanted)
                 entries = max(each.nse for each in given if isinstance(each, CSR))
                 yield self.programs.run(size, given, self.room(size, entries))

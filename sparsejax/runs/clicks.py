@@ -60,8 +60,8 @@ class Clicks(Runs):
             *("baselines", "k", "format", *COLUMNS, *COUNTING),
         ),
         "recommend": (
-            *("users", "k", "keep_seen", "exclude", "exclude_items", "format"),
-            *COLUMNS,
+            *("users", "k", "keep_seen", "exclude", "exclude_items", "only_items"),
+            *("format", *COLUMNS),
         ),
         "export": ("k",),
         "report": ("inputs", "k", "format", *COLUMNS, *COUNTING),

@@ -5,13 +5,13 @@ from __future__ import annotations
 import abc
 import pathlib
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 
-from sparsejax.data import SequenceDataset, SparseDataset
-from sparsejax.data.files.names import Names, as_names, find_names, quoted
+from sparsejax.data import SparseDataset
+from sparsejax.data.files.names import Names
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -91,10 +91,14 @@ class Interactions(Runs):
         if check is not None:
             check(data.row_names)
         exclude = self.excluded(recommending, run, data)
-        if recommending.exclude_items:
-            more = _for_all(recommending.exclude_items, data.row_names, run.known)
-            exclude = _merged(exclude, more)
-        found = recommend(model, data, recommending.k, exclude=exclude)
+        found = recommend(
+            model,
+            data,
+            recommending.k,
+            exclude=exclude,
+            exclude_items=recommending.exclude_items,
+            only_items=recommending.only_items,
+        )
         return data.row_names, found
 
     def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
@@ -138,39 +142,6 @@ def warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
             )
             break
     return measured
-
-
-def _for_all(items: Collection[str], rows: Names, known: Names) -> SparseDataset:
-    """A data set in which each of the rows has these items.
-
-    Raises:
-      ValueError: there is no such item.
-    """
-    wanted = as_names(dict.fromkeys(items))
-    ids = np.sort(find_names(wanted, known))
-    if (unknown := wanted[find_names(wanted, known) < 0]).size:
-        raise ValueError(
-            f"exclude_items=...: {unknown.size:,} of {wanted.size:,} names are no items of "
-            f"the model: {quoted(unknown)}; leave them out"
-        )
-    if len(rows) * ids.size >= 2**31:
-        raise ValueError(
-            f"exclude_items=...: {ids.size:,} items for {len(rows):,} rows are too many at a "
-            "time; name fewer users"
-        )
-    indices = np.tile(ids.astype(np.int32), len(rows))
-    indptr = np.arange(len(rows) + 1, dtype=np.int32) * ids.size
-    matrix = CSR(None, indices, indptr.astype(np.int32), num_cols=len(known))
-    return SparseDataset(matrix, rows, known)
-
-
-def _merged(exclude: Any, more: SparseDataset) -> SparseDataset:
-    """Items that are excluded, with more of them."""
-    if exclude is None:
-        return more
-    if isinstance(exclude, SequenceDataset):
-        exclude = exclude.to_sparse()
-    return exclude.without_values().merge(more)
 
 
 def check_scanned(training: Training) -> None:

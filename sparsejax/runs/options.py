@@ -138,4 +138,5 @@ class Recommending:
     keep_seen: bool = False
     exclude: Any = None
     exclude_items: Collection[str] = ()
+    only_items: Collection[str] | None = None
     reading: Reading = Reading()

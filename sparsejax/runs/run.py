@@ -370,6 +370,7 @@ class Run:
         exclude_seen: bool = True,
         exclude: Any = None,
         exclude_items: Collection[str] = (),
+        only_items: Collection[str] | None = None,
     ) -> Recommendations:
         """The best items for rows, with their names: see `Recommendations.names`.
 
@@ -385,6 +386,7 @@ class Run:
           exclude_seen: do not recommend what a row has in `inputs`.
           exclude: a file, a table or data: do not recommend what a row has there.
           exclude_items: names of items that nobody is recommended, such as those sold out.
+          only_items: names of the only items that are recommended.
 
         Raises:
           ValueError: there is no such row, or `inputs` are needed; the model is of clicks,
@@ -399,6 +401,7 @@ class Run:
             keep_seen=not exclude_seen,
             exclude=exclude,
             exclude_items=exclude_items,
+            only_items=only_items,
             reading=self._reading,
         )
         rows, found = self._runs.recommend(recommending, self._kept)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -34,6 +34,8 @@ def recommend(
     exclude_seen: bool = True,
     unknown: Literal["skip", "error"] = "skip",
     indicator: bool = False,
+    exclude_items: Collection[str] = (),
+    only_items: Collection[str] | None = None,
 ) -> Any:
     """The best items for each row of a data frame, as a new data frame.
 
@@ -61,6 +63,8 @@ def recommend(
       exclude_seen: do not recommend what a row already has.
       unknown: "skip" skips names that are no items of the model; "error" raises.
       indicator: ignore the values of prepared rows, as in the training of the model.
+      exclude_items: names of items that nobody is recommended, such as those sold out.
+      only_items: names of the only items that are recommended.
 
     Raises:
       ImportError: pyspark is not installed.
@@ -85,6 +89,10 @@ def recommend(
         exclude_seen=exclude_seen,
         unknown=unknown,
         indicator=indicator,
+        which={
+            "exclude_items": list(exclude_items),
+            "only_items": None if only_items is None else list(only_items),
+        },
     )
     return columns.given(frame).mapInArrow(task, columns.schema(frame))
 
@@ -196,6 +204,7 @@ def _recommended(
     exclude_seen: bool,
     unknown: Literal["skip", "error"],
     indicator: bool,
+    which: Mapping[str, Any],
 ) -> Iterator[pa.RecordBatch]:
     """The function of `mapInArrow`."""
     model = scoring.predictor_here(predictor, identity)
@@ -211,7 +220,7 @@ def _recommended(
         else:
             matrix = matrix_of_histories(history, names, unknown=unknown)
         exclude = matrix if exclude_seen else None
-        found = model.recommend(matrix, k=k, exclude=exclude)
+        found = model.recommend(matrix, k=k, exclude=exclude, **which)
         items, scores = found.to_lists(model.items)
         kept = [batch.column(name) for name in columns.kept]
         yield pa.RecordBatch.from_arrays(

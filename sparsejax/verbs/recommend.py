@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from typing import cast
 
+import jax
 import numpy as np
 
 from sparsejax.data.reading.histories import Unordered
 from sparsejax.data.reading.sources import (
+    Named,
     NamedCSR,
     Source,
     Sources,
@@ -17,11 +20,22 @@ from sparsejax.data.reading.sources import (
     features_of,
 )
 from sparsejax.engine.batching import (
+    Batch,
+    Batches,
     batches_of,
+    for_batches,
     held_inputs,
     rows_in_a_batch,
 )
-from sparsejax.engine.rank.loop import check_positive, collect, each, exclusion
+from sparsejax.engine.rank.denied import denied_items, with_denied
+from sparsejax.engine.rank.loop import (
+    check_positive,
+    collect,
+    each,
+    exclusion,
+    indicator,
+    rows_of,
+)
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.rank.recommender import Recommender, recommended, split
 from sparsejax.kinds.histories.next_items import (
@@ -31,6 +45,7 @@ from sparsejax.kinds.kind import OfKind, kind_of
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR, host_rows
 
 
 @promoting()
@@ -41,6 +56,8 @@ def recommend(
     k: int = 10,
     *,
     exclude: Unordered = None,
+    exclude_items: Iterable[str] | np.ndarray = (),
+    only_items: Iterable[str] | np.ndarray | None = None,
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> Recommendations:
@@ -70,6 +87,9 @@ def recommend(
         row already has, or the name of one of several inputs. Two data sets are matched
         by row name, and a row that `exclude` lacks has nothing excluded. Otherwise row
         `i` belongs to row `i`.
+      exclude_items: names of items that nobody is recommended, such as those sold out; or
+        their ids.
+      only_items: recommend only these.
       optimizer: the model's optimizer. Pass it while rows of the weights may be behind
         (see `Optimizer.flush`): they are then read as if they were up to date.
       batch_size: rows scored at a time.
@@ -78,7 +98,7 @@ def recommend(
       FloatingPointError: a score is NaN; the message names the row.
       TypeError: `inputs` or `exclude` has a type that is not supported.
       ValueError: `inputs` or `exclude` does not fit the model, or they do not fit each
-        other.
+        other; there is no such item, or none is left.
     """
     check_positive(k=k, batch_size=batch_size)
     ranker, shown, exclude = kind_of(inputs).shown(model, inputs, exclude)
@@ -88,13 +108,22 @@ def recommend(
     held = held_inputs(shown)
     rows = np.arange(x.num_rows)
     batches = batches_of(shown, held, rows, batch_size)
-    unwanted = None
+    names = getattr(inputs, "feature_names", None)
+    if names is not None and len(names) != ranker.num_items:
+        names = None  # of the features, which are not the items
+    denied = denied_items(
+        ranker.num_items, names, exclude_items=exclude_items, only_items=only_items
+    )
+    unwanted = seen = None
     if exclude is not None:
         seen = shown.named("exclude", cast(Source | str, exclude))
         check_columns("exclude", seen.matrix.num_cols, ranker.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
-        unwanted = exclusion(shown, rows, held, seen, batch_size)
+        if not denied.size:
+            unwanted = exclusion(shown, rows, held, seen, batch_size)
+    if denied.size:
+        unwanted = _denied(x, seen, denied, ranker.num_items, batch_size)
     graphdef, state = split(ranker, optimizer)
     results = (
         recommended[False](graphdef, state, *step, k)
@@ -103,3 +132,21 @@ def recommend(
     starts = range(0, x.num_rows, batch_size)
     counts = [min(batch_size, x.num_rows - start) for start in starts]
     return collect(x, k, counts, results)
+
+
+def _denied(
+    x: Named, seen: NamedCSR | None, denied: np.ndarray, num_items: int, batch_size: int
+) -> Iterator[Batch]:
+    """The items that each batch of rows is not recommended, made for one batch at a time."""
+    if seen is None:
+        found = np.full(x.num_rows, -1)
+        matrix = CSR(
+            None, np.zeros(0, np.int32), np.zeros(1, np.int32), num_cols=num_items
+        )
+    else:
+        found = rows_of(seen, x)
+        matrix = jax.tree.map(np.asarray, indicator(seen.matrix))
+    for start in range(0, x.num_rows, batch_size):
+        some = host_rows(matrix, found[start : start + batch_size])
+        part = for_batches(with_denied(some, denied, num_items))
+        yield from Batches.of(part, np.arange(some.num_rows), batch_size)

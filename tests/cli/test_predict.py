@@ -114,6 +114,9 @@ def test_sold_out_items_are_recommended_to_nobody(board, tmp_path, capsys):
             missing = set(board.train.feature_names) - set(found[f"user {u}"])
             had = set() if seen else items_of(board.train, u)
             assert missing == {"item3", "item8"} | had
+    argv_ = [*argv, "--keep-seen", "--exclude-items", "item3"]
+    assert main([*argv_, "--only-items", str(tmp_path / "sold.txt")]) == 0
+    assert set(map(tuple, recommendations(out).values())) == {("item8",)}
     # The best are as without, but for these items.
     names = board.train.feature_names.tolist()
     run = sj.Run.load(board.run)

@@ -1,0 +1,110 @@
+"""Items that nobody is recommended, whatever a row has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import numpy as np
+
+from sparsejax.data.files.names import Names, as_names, find_names, quoted
+from sparsejax.sparse import CSR
+
+# Entries of a table of truth values that is made to find what a row is denied.
+_TABLE = 2**26
+
+
+def denied_items(
+    num_items: int,
+    names: Names | None,
+    *,
+    exclude_items: Iterable[str] | np.ndarray = (),
+    only_items: Iterable[str] | np.ndarray | None = None,
+) -> np.ndarray:
+    """The ids of all items that are not to be recommended, ascending, without duplicates.
+
+    Args:
+      num_items: number of items.
+      names: of the items, if they have names.
+      exclude_items: names of items, or their ids.
+      only_items: all other items are denied.
+
+    Raises:
+      ValueError: there is no such item, or no item is left.
+    """
+    unwanted = _ids_of("exclude_items", exclude_items, num_items, names)
+    denied = np.zeros(num_items, bool)
+    if only_items is not None:
+        denied[:] = True
+        denied[_ids_of("only_items", only_items, num_items, names)] = False
+    denied[unwanted] = True
+    if denied.all():
+        raise ValueError(
+            f"no item is left to recommend: all {num_items:,} are among exclude_items, or "
+            "are not among only_items"
+        )
+    return np.flatnonzero(denied).astype(np.int32)
+
+
+def with_denied(seen: CSR, denied: np.ndarray, num_items: int) -> CSR:
+    """Rows of what each has, in NumPy, with the denied items in each of them.
+
+    Args:
+      seen: `[rows, items]`.
+      denied: from `denied_items`.
+      num_items: number of items.
+    """
+    if not denied.size:
+        return seen
+    rows = seen.num_rows
+    step = max(1, _TABLE // num_items)
+    indptr, columns = np.asarray(seen.indptr), np.asarray(seen.indices)
+    found, counts = [], []
+    for start in range(0, rows, step):
+        ends = indptr[start : min(start + step, rows) + 1]
+        table = np.zeros((len(ends) - 1, num_items), bool)
+        table[:, denied] = True
+        row = np.repeat(np.arange(len(ends) - 1), np.diff(ends))
+        table[row, columns[ends[0] : ends[-1]]] = True
+        found.append(np.nonzero(table)[1].astype(np.int32))
+        counts.append(table.sum(axis=1))
+    ends = np.append(0, np.cumsum(np.concatenate(counts)))
+    if ends[-1] >= 2**31:
+        raise ValueError(
+            f"{rows:,} rows are too many at a time where {denied.size:,} items are denied; "
+            "lower batch_size"
+        )
+    matrix = np.concatenate(found), ends.astype(np.int32)
+    return CSR(None, *matrix, num_cols=num_items)
+
+
+def _ids_of(
+    what: str,
+    items: Iterable[str] | np.ndarray,
+    num_items: int,
+    names: Names | None,
+) -> np.ndarray:
+    if isinstance(items, str):
+        raise TypeError(f"{what} is a list of names, got the text {items!r}")
+    given = items if isinstance(items, np.ndarray) else list(items)
+    if not len(given):
+        return np.zeros(0, np.int32)
+    array = np.asarray(given)
+    if np.issubdtype(array.dtype, np.integer):
+        if array.min() < 0 or array.max() >= num_items:
+            raise ValueError(
+                f"{what} has the id {array.max() if array.max() >= num_items else array.min()}, "
+                f"but there are {num_items:,} items"
+            )
+        return array
+    if names is None:
+        raise ValueError(
+            f"{what} has names, and the items here have none: give their ids"
+        )
+    wanted = as_names(dict.fromkeys(given))
+    found = find_names(wanted, names)
+    if (unknown := wanted[found < 0]).size:
+        raise ValueError(
+            f"{what}: {unknown.size:,} of {wanted.size:,} names are no items of the model: "
+            f"{quoted(unknown)}; leave them out"
+        )
+    return found

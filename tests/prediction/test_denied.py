@@ -1,0 +1,137 @@
+"""Items that nobody is recommended, and the only ones that are."""
+
+import contextlib
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.engine.rank import denied as module
+
+ROWS, ITEMS = 23, 19
+ONLY, WITHOUT = ["item3", "item7", "item8", "item18"], ["item8", "item0"]
+
+
+@pytest.fixture(scope="module")
+def data() -> sj.SparseDataset:
+    """A row is empty, and one has everything."""
+    rng = np.random.default_rng(0)
+    dense = rng.random((ROWS, ITEMS)) < 0.3
+    dense[4], dense[9] = False, True
+    names = [f"item{i}" for i in range(ITEMS)]
+    matrix = scipy.sparse.csr_array(dense)
+    return sj.SparseDataset.from_scipy(
+        matrix, row_names=[f"row{r}" for r in range(ROWS)], feature_names=names
+    )
+
+
+def built(data):
+    config = sj.NetworkConfig.autoencoder((8,))
+    return sj.nn.FeedForward(
+        config, inputs=ITEMS, outputs=data.num_features, rngs=nnx.Rngs(0)
+    )
+
+
+def oracle(model, data, k, allowed, *, seen):
+    every = sj.recommend(model, data, ITEMS, batch_size=8)
+    scores = np.full((ROWS, ITEMS), -np.inf)
+    np.put_along_axis(scores, every.ids, every.scores, axis=1)
+    scores[:, [i for i in range(ITEMS) if i not in allowed]] = -np.inf
+    if seen:
+        scores[data.to_scipy().toarray() != 0] = -np.inf
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    best = np.take_along_axis(scores, order, axis=1)
+    return np.where(best == -np.inf, -1, order)
+
+
+@pytest.mark.parametrize(
+    ("shape", "seen"), [(None, True), ((2, 4), False), ((2, 4), True)]
+)
+def test_the_best_of_those_that_are_allowed(data, shape, seen, monkeypatch):
+    monkeypatch.setattr(module, "_TABLE", 3 * ITEMS)  # three rows at a time
+    mesh = contextlib.nullcontext()
+    if shape is not None:
+        mesh = jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
+    with mesh:
+        model = built(data)
+        exclude = data if seen else None
+        for only, ids in ((ONLY, {3, 7, 18}), (np.array([18, 2, 8]), {18, 2})):
+            found = sj.recommend(
+                model,
+                data,
+                5,
+                exclude=exclude,
+                only_items=only,
+                exclude_items=WITHOUT,
+                batch_size=8,
+            )
+            expected = oracle(model, data, 5, ids, seen=seen)
+            np.testing.assert_array_equal(found.ids, expected)
+
+
+def test_predictors_and_histories(data, tmp_path):
+    model = built(data)
+    sj.export_predictor(model, tmp_path / "a.predictor", k=5, names=data, batch_size=8)
+    predictor = sj.load_predictor(tmp_path / "a.predictor")
+    for exclude in (None, data):
+        ours, theirs = (
+            each(inputs=data, exclude=exclude, only_items=ONLY, exclude_items=WITHOUT)
+            for each in (
+                predictor.recommend,
+                lambda **how: sj.recommend(model, k=5, **how),
+            )
+        )
+        np.testing.assert_array_equal(ours.ids, theirs.ids)
+    some = predictor.recommend_names(
+        [["item3"], []], only_items=ONLY, exclude_items=["item7"]
+    )
+    assert [sorted(names) for names in some] == [
+        ["item18", "item8"],
+        ["item18", "item3", "item8"],
+    ]
+    assert set(predictor.recommend_names(["item3"], only_items=["item3", "item1"])) == {
+        "item1"
+    }
+
+
+def test_histories():
+    events = [
+        {"user": f"u{u}", "item": f"item{(u * i) % ITEMS}"}
+        for u in range(9)
+        for i in range(12)
+    ]
+    every = [{"user": "all", "item": f"item{i}"} for i in range(ITEMS)]
+    histories = sj.read_sequences(every + events)
+    rows, names = histories.to_sparse().to_scipy().toarray(), histories.feature_names
+    config = sj.SASRecConfig(max_length=4, width=8, blocks=1, heads=1)
+    next_items = sj.sequence.SASRec(config, items=ITEMS, rngs=nnx.Rngs(0))
+    found = sj.recommend(next_items, histories, 9, exclude=histories, only_items=ONLY)
+    for row, ids in enumerate(found.ids):
+        had = set(names[rows[row] != 0].tolist())
+        assert set(names[ids[ids >= 0]].tolist()) == set(ONLY) - had
+
+
+@pytest.mark.usefixtures("wrong_types")
+def test_what_is_wrong_is_said(data):
+    model = built(data)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        (
+            "only_items: 1 of 2 names are no items.*'nothing'",
+            {"only_items": ["item1", "nothing"]},
+        ),
+        ("exclude_items has the id 19, but there are 19", {"exclude_items": [3, 19]}),
+        ("exclude_items has the id -1", {"exclude_items": [-1]}),
+        ("no item is left", {"only_items": []}),
+        ("no item is left", {"only_items": ["item1"], "exclude_items": ["item1"]}),
+    ]
+    for message, options in wrong:
+        with pytest.raises(ValueError, match=message):
+            sj.recommend(model, data, **options)
+    with pytest.raises(ValueError, match="the items here have none: give their ids"):
+        sj.recommend(model, data.matrix, only_items=["item1"])
+    with pytest.raises(TypeError, match="only_items is a list of names, got the text"):
+        sj.recommend(model, data, only_items="item1")
