@@ -70,6 +70,7 @@ COMMANDS = {
     "compare": "cli/test_compare.py::test_a_better_run_is_told_from_a_worse_one",
     "predict": "cli/test_predict.py::test_predict_recommends_the_users_colour",
     "export": "cli/test_export.py::test_a_run_is_exported",
+    "exporttriton": "serving/test_triton.py::test_versions_of_one_model_are_asked_alike",
     "convert": "cli/test_convert.py::test_convert_keeps_everything",
     "prepare": "data/test_prepare.py",
     "split": "cli/test_split.py::test_split",

@@ -854,6 +854,29 @@ class Serve:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class ExportTriton:
+    """Writes a predictor into a model repository of NVIDIA's Triton, as the next version.
+
+    Needs pip install 'sparsejax[serve]', as does Triton's Python.
+
+    Attributes:
+      model: File that export wrote.
+      repository: Folder of the models of a Triton server. It is made if there is none.
+      name: The model's name in the repository.
+      shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
+    """
+
+    model: Annotated[Positional[pathlib.Path], _File]
+    repository: Annotated[Positional[pathlib.Path], _File]
+    name: Annotated[
+        str | None, _value("NAME", "that of the file, without its ending")
+    ] = None
+    shapes: Annotated[
+        tuple[str, ...], _value("INTxINT", "up to 64 rows, as the predictor has them")
+    ] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo:
     """Trains on the data that comes with the package and shows recommendations.
 
@@ -883,6 +906,7 @@ Command = (
     | Similar
     | Plan
     | Serve
+    | ExportTriton
     | Demo
 )
 

@@ -7,6 +7,7 @@ import dataclasses
 import gc
 import logging
 import os
+import re
 import sys
 import threading
 import time
@@ -121,7 +122,7 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
                 from sparsejax.cli import train as module
             case flags.Tune():
                 from sparsejax.cli import tune as module
-            case flags.Serve():
+            case flags.Serve() | flags.ExportTriton():
                 from sparsejax.cli import serve as module
             case flags.Demo():
                 from sparsejax.cli import demo as module
@@ -132,8 +133,13 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
     if isinstance(command, flags.Train | flags.Tune | flags.Plan):
         _check_network(command)
     with _programs(command, devices):
-        result = getattr(module, type(command).__name__.lower())(command)
+        result = getattr(module, _function_of(command))(command)
     return 1 if result is False else 0  # a plan that does not fit
+
+
+def _function_of(command: flags.Command) -> str:
+    """The name of the function that carries out a command: export_triton of ExportTriton."""
+    return re.sub(r"\B(?=[A-Z])", "_", type(command).__name__).lower()
 
 
 def _start_device() -> None:

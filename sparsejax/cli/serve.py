@@ -1,21 +1,48 @@
-"""The command `serve`."""
+"""The commands `serve` and `export-triton`."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
+from collections.abc import Generator
 
 from sparsejax.cli import flags
 
 
-def serve(command: flags.Serve) -> None:
-    """`sparsejax serve`."""
+@contextlib.contextmanager
+def _extra(command: str) -> Generator[None]:
+    """Says what to install if a package cannot be imported in the block."""
     try:
-        from sparsejax.serving import server
+        yield
     except ImportError as error:
         raise ValueError(
-            f"serve needs {error.name}: pip install 'sparsejax[serve]'"
+            f"{command} needs {error.name}: pip install 'sparsejax[serve]'"
         ) from None
+
+
+def export_triton(command: flags.ExportTriton) -> None:
+    """`sparsejax export-triton`."""
+    with _extra("export-triton"):
+        from sparsejax.serving import triton
+    from sparsejax.serving.engine import Shape
+
+    folder = triton.export(
+        command.model,
+        command.repository,
+        name=command.name or command.model.stem,
+        shapes=tuple(map(Shape.parse, command.shapes)),
+    )
+    print(
+        f"{folder}: version {folder.name} of {folder.parent.name}; start Triton with "
+        f"--model-repository={command.repository}"
+    )
+
+
+def serve(command: flags.Serve) -> None:
+    """`sparsejax serve`."""
+    with _extra("serve"):
+        from sparsejax.serving import server
     from sparsejax.serving.engine import Shape
     from sparsejax.serving.service import Settings
 

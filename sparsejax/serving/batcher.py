@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
@@ -175,6 +175,12 @@ class Batcher:
             self._queue += asked
             self._changed.notify_all()
         return future
+
+    @contextlib.contextmanager
+    def together(self) -> Generator[None]:
+        """Takes what this thread submits in the block when the block is done."""
+        with self._changed:
+            yield
 
     @property
     def waiting(self) -> int:

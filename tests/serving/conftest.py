@@ -3,6 +3,7 @@
 import pathlib
 from collections.abc import Iterator
 
+import exported_kinds
 import pytest
 from flax import nnx
 from served import NAMES, Client, listening
@@ -49,3 +50,11 @@ def port(service) -> Iterator[int]:
 @pytest.fixture(scope="session")
 def client(port) -> Client:
     return Client(port)
+
+
+@pytest.fixture(scope="session")
+def kinds(tmp_path_factory) -> pathlib.Path:
+    """The folder with a predictor of each kind."""
+    folder = tmp_path_factory.mktemp("kinds")
+    exported_kinds.export(folder)
+    return folder

@@ -2,7 +2,6 @@
 
 from typing import cast
 
-import exported_kinds
 import numpy as np
 import pytest
 import scipy.special
@@ -105,13 +104,6 @@ def test_nothing_is_compiled_after_the_start(engine):
     with pytest.raises(TypeError, match=r"(?s)differ|shape"):
         small = Engine.packed(engine, Shape(4, 64), [rows(engine, *HISTORIES)])
         engine.run(SHAPE, small)
-
-
-@pytest.fixture(scope="module")
-def kinds(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("kinds")
-    exported_kinds.export(folder)
-    return folder
 
 
 def answered(engine: Engine, given) -> list[np.ndarray]:
