@@ -221,6 +221,73 @@ def test_folders_of_hive_are_columns(what, suffix, tmp_path):
     assert what(tmp_path / "all", tmp_path) == same
 
 
+def _hive(folder, column, table):
+    """A folder of Parquet, with a folder in it for each cell of a column."""
+    for cell in dict.fromkeys(table[column].to_pylist()):
+        part = (
+            folder
+            / f"{column}={'__HIVE_DEFAULT_PARTITION__' if cell is None else cell}"
+        )
+        part.mkdir(parents=True)
+        cells = table[column].to_pylist()
+        rows = table.filter(pa.array([each == cell for each in cells]))
+        pq.write_table(
+            rows.drop_columns([column]), part / "a.parquet", row_group_size=2
+        )
+    return folder
+
+
+def test_scans_of_folders_of_hive(tmp_path):
+    # The user is a folder, so that pairs are sorted by it.
+    table = TABLE.take([0, 1, 5, 2, 3, 4])
+    by_user = _hive(tmp_path / "users", "user_id", table)
+    pq.write_table(table, tmp_path / "pairs.parquet")
+    for scan in (sj.data.scan_parquet, sj.data.scan_sequences):
+        found, same = scan(by_user), scan(tmp_path / "pairs.parquet")
+        assert found.feature_names.tolist() == same.feature_names.tolist()
+        one, other = found.read(0, 3), same.read(0, 3)
+        np.testing.assert_array_equal(one.indptr, other.indptr)
+        np.testing.assert_array_equal(one.indices, other.indices)
+    read = sj.read_sequences(by_user, features=found.feature_names)
+    np.testing.assert_array_equal(read.indices, one.indices)
+    # Each row has the time of its folder.
+    lists = pa.table(
+        {
+            "items": [["tea", "rye"], ["fig"], ["tea"]],
+            "dt": ["2024-01-02", "2024-01-01", "2024-01-02"],
+        }
+    )
+    by_day = _hive(tmp_path / "days", "dt", lists)
+    times = sj.data.scan_sequences(by_day, time="dt").read(0, 3).times
+    assert times is not None
+    assert times.astype("datetime64[D]").astype(str).tolist() == [
+        *["2024-01-01"] * 1,
+        *["2024-01-02"] * 3,
+    ]
+    before = sj.data.scan_sequences(by_day, time="dt").fingerprint()
+    (by_day / "dt=2024-01-01").rename(by_day / "dt=2023-01-01")
+    assert sj.data.scan_sequences(by_day, time="dt").fingerprint() != before
+
+
+def test_scans_of_clicks_in_folders_of_hive(tmp_path):
+    users = [*USERS[:4], None, "ann"]
+    table = TABLE.set_column(0, "user_id", pa.array(users, pa.string()))
+    folder = _hive(tmp_path / "clicks", "user_id", table)
+    scanned = sj.data.scan_clicks(folder, SCHEMA, chunk_rows=2)
+    same = sj.data.read_clicks(folder, SCHEMA)
+    assert scanned.num_rows == 6
+    [*chunks], whole = scanned.chunks(), scanned.read(0, 6)
+    for name in SCHEMA.ids:
+        wanted = _plain(same.ids[name])
+        assert _plain(whole.ids[name]) == wanted
+        parts = [_plain(chunk.ids[name]) for chunk in chunks]
+        assert [each for part in parts for each in part] == wanted
+    before = scanned.fingerprint()
+    (folder / "user_id=bob").rename(folder / "user_id=bo")
+    known = {"vocabulary": same}
+    assert sj.data.scan_clicks(folder, SCHEMA, **known).fingerprint() != before
+
+
 @pytest.mark.parametrize("separator", ["|", " ", ";;"])
 @pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
 def test_lists_in_cells(suffix, separator, tmp_path):

@@ -29,7 +29,8 @@ lines = [f"u{n % 7},i{n % 5},{n % 3 + 1},{n}" for n in range(60)]
 open("events.csv", "w").write("user,item,rating,time\\n" + "\\n".join(lines) + "\\n")
 items = data.read("events.csv")
 train, heldout = items.split_last()
-print(items.split(0.5, seed=0), items.split_rows(0.5, seed=0), items.split_at(30))
+print(items.split(0.5, seed=0), items.split_rows(0.5, seed=0))
+print(items.without_values().split_at(3))
 train.merge(heldout).align_features(["i3", "i1"]).align_rows(["u1"])
 items.save("items")
 assert data.scan_parquet("items").read(0, 7).nse == data.read("items").num_entries

@@ -19,7 +19,9 @@ pytest.importorskip("duckdb")
 
 
 @pytest.mark.filterwarnings("ignore::sparsejax.data.UnknownFeaturesWarning")
-@pytest.mark.parametrize("kind", ["", "fraction", "last", "new", "all", "features"])
+@pytest.mark.parametrize(
+    "kind", ["whole", "fraction", "last", "new", "all", "features"]
+)
 # Of many small tables nothing is left or held out.
 @hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.filter_too_much])
 @given(

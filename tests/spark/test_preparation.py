@@ -28,7 +28,7 @@ from sparsejax.spark import preparation
 
 # Whatever pyspark and the garbage collector warn of is not ours.
 pytestmark = pytest.mark.filterwarnings("default")
-KINDS = ["", "fraction", "last", "new", "all", "features"]
+KINDS = ["whole", "fraction", "last", "new", "all", "features"]
 # Ann has tea before and after the split at 3, and as her last item.
 REPEATED = {
     "user": ["ann", "ann", "ann", "bob", "bob"],

@@ -6,21 +6,17 @@ import contextlib
 import dataclasses
 import itertools
 import os
-import re
-import urllib.parse
-from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from typing import Any
 
-import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.events.block import Cells
-from sparsejax.data.files import arrow, parquet
+from sparsejax.data.files import parquet
+from sparsejax.data.files.hive import NO_CONSTANTS, Constants
 from sparsejax.data.files.opening import DataError, Path, is_address
 
 _ROWS = 2**16  # dicts that become a table at a time
-_HIVE = re.compile(r"([^=]+)=(.*)")
-_NULL = "__HIVE_DEFAULT_PARTITION__"
 TABLE = "the table"  # what messages name
 
 
@@ -32,14 +28,13 @@ class Piece:
       path: what messages name.
       table: a reader of the table, or None.
       file: the place of a Parquet file; None of other files.
-      constants: columns that all rows have alike: those in the names of Hive's folders,
-        like `dt=2024-01-01`.
+      constants: the columns that it has from the names of its folders.
     """
 
     path: Path
     table: pa.RecordBatchReader | None = None
     file: parquet.ParquetPath | None = None
-    constants: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+    constants: Constants = NO_CONSTANTS
 
     def with_constants(
         self, parts: Iterable[Cells], names: Mapping[str, str]
@@ -50,43 +45,13 @@ class Piece:
           parts: cells without them.
           names: the name of the column for each key of the cells.
         """
-        wanted = {key: n for key, n in names.items() if n in self.constants}
+        wanted = {k: name for k, name in names.items() if name in self.constants.texts}
         for cells in parts:
             rows = len(next(iter(cells.columns.values())))
             further = {
-                key: _repeated(self.constants[name], rows)
-                for key, name in wanted.items()
+                key: self.constants.column(name, rows) for key, name in wanted.items()
             }
             yield cells._replace(columns=cells.columns | further)
-
-    def beside(self, names: Collection[str]) -> Piece:
-        """The piece without constants of which a file has a column of its own."""
-        left = {n: text for n, text in self.constants.items() if n not in names}
-        return dataclasses.replace(self, constants=left)
-
-    def schema(self, own: pa.Schema) -> pa.Schema:
-        """The columns of the piece, from those of its file or table."""
-        for name in self.constants:
-            own = own.append(pa.field(name, _CONSTANT))
-        return own
-
-    def batch(self, own: pa.RecordBatch) -> pa.RecordBatch:
-        """Some rows of the piece, from those of its file or table."""
-        for name, text in self.constants.items():
-            own = own.append_column(name, _repeated(text, len(own)))
-        return own
-
-    def own(self, names: Iterable[str]) -> list[str]:
-        """The columns of these that the file or table has itself."""
-        return [name for name in names if name not in self.constants]
-
-
-_CONSTANT = pa.dictionary(pa.int32(), pa.string())
-
-
-def _repeated(text: str | None, rows: int) -> pa.Array:
-    codes = arrow.from_numbers(np.zeros(rows, np.int32))
-    return pa.DictionaryArray.from_arrays(codes, pa.array([text], pa.string()))
 
 
 def is_path(source: Any) -> bool:
@@ -137,31 +102,18 @@ def _of_path(path: Path) -> list[Piece]:
         files = [file for file in files if file.size]  # as Spark writes empty ones
     if not files:
         raise DataError.at(path, "is a directory without a .parquet file or another")
-    pieces = [
+    return [
         Piece(
             file.path,
             file=file if _is_parquet(file) else None,
-            constants=_constants(os.fspath(file.path)[len(os.fspath(path)) :]),
+            constants=file.constants,
         )
-        for file in files
+        for file in parquet.with_same_constants(files)
     ]
-    if (
-        len({frozenset(piece.constants) for piece in pieces}) > 1
-    ):  # these are not Hive's
-        pieces = [dataclasses.replace(piece, constants={}) for piece in pieces]
-    return pieces
 
 
 def _is_parquet(file: parquet.ParquetPath) -> bool:
     return file.inner.endswith(".parquet")
-
-
-def _constants(below: str) -> dict[str, str | None]:
-    """The columns in the names of folders: `dt=2024-01-01/part-0` gives `dt`."""
-    folders = below.split("/")[:-1]
-    found = [match.groups() for each in folders if (match := _HIVE.fullmatch(each))]
-    plain = urllib.parse.unquote
-    return {plain(k): None if v == _NULL else plain(v) for k, v in found}
 
 
 def _of_records(records: Iterator[Any]) -> pa.RecordBatchReader:

@@ -260,7 +260,7 @@ def _pairs(piece: Piece, asked: Asked) -> Source:
         delimiter=asked.delimiter,
         header=asked.header,
         indicator=asked.indicator,
-        constants=piece.constants,
+        constants=piece.constants.texts,
         time_format=asked.time_format,
     )
     columns = layout.columns
@@ -285,11 +285,12 @@ def _streamed(
 
 def _jsonl(piece: Piece, asked: Asked) -> Source:
     path, head = piece.path, json_lines.first_rows(piece.path)
-    piece = piece.beside(head.schema.names)
-    layout = _table_layout(path, piece.schema(head.schema), asked)
-    rows = map(piece.batch, head.to_batches())
+    constants = piece.constants.beside(head.schema.names)
+    piece = dataclasses.replace(piece, constants=constants)
+    layout = _table_layout(path, constants.schema(head.schema), asked)
+    rows = (constants.added(batch, layout.columns) for batch in head.to_batches())
     layout, _ = _settled(layout, asked, rows)
-    names = {role: name for role, name in layout.roles.items() if piece.own([name])}
+    names = {role: name for role, name in layout.roles.items() if constants.own([name])}
     cells = json_lines.json_cells(path, head.schema, names)
     return _typed(path, layout, piece.with_constants(cells, layout.roles), asked)
 
@@ -298,21 +299,17 @@ def _parquet(path: Path, pieces: list[Piece], asked: Asked) -> Source:
     files = [p.file or parquet.parquet_files(p.path)[0] for p in pieces]
     first, schema = parquet.first_schema(files)
     parquet.check_no_part(first, schema)
-    pieces = [piece.beside(schema.names) for piece in pieces]
-    layout = _table_layout(first, pieces[0].schema(schema), asked)
-    own = pieces[0].own(layout.columns)
-    rows = map(pieces[0].batch, parquet.first_rows(files, own))
+    layout = _table_layout(first, schema, asked)
+    rows = parquet.first_rows(files, layout.columns)
     layout, _ = _settled(layout, asked, rows)
-    own = {role: n for role, n in layout.roles.items() if pieces[0].own([n])}
     # An engine is slow, and events need not fit in memory.
     read = _batches if asked.wrong is None else _ahead
 
     def cells() -> Iterator[Cells]:
         with progress_bar(path, sum(file.size for file in files)) as bar:
-            for piece, file in zip(pieces, files, strict=True):
-                batches = read(piece, file, layout, bar)
-                found = tables.table_cells([(file.path, batches)], own)
-                yield from piece.with_constants(found, layout.roles)
+            for file in files:
+                batches = read(file, layout, bar)
+                yield from tables.table_cells([(file.path, batches)], layout.roles)
 
     return _typed(path, layout, cells(), asked)
 
@@ -362,7 +359,6 @@ def _typed(
 
 
 def _batches(
-    piece: Piece,
     file: parquet.ParquetPath,
     layout: tables.TableLayout,
     bar: tqdm,
@@ -371,25 +367,20 @@ def _batches(
 ) -> Iterator[pa.RecordBatch]:
     """Some rows at a time; with `by_group` no more than a row group is held."""
     with file.open(one_group=by_group) as opened:
-        tables.check_layout(
-            file.path, opened, layout, piece.schema(opened.schema_arrow)
-        )
-        own = piece.own(layout.columns)
+        tables.check_layout(file, opened, layout)
         rows = max(opened.metadata.num_rows, 1)
         groups = [[group] for group in range(opened.num_row_groups)]
         for group in groups if by_group else [None]:
-            for batch in opened.iter_batches(
-                tables.BATCH_ROWS, row_groups=group, columns=own
-            ):
+            for batch in file.batches(opened, tables.BATCH_ROWS, layout.columns, group):
                 yield batch
                 bar.update(file.size * len(batch) / rows)
 
 
 def _ahead(
-    piece: Piece, file: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
+    file: parquet.ParquetPath, layout: tables.TableLayout, bar: tqdm
 ) -> Iterator[pa.RecordBatch]:
     """The same by groups. A few batches are read ahead, however slow the consumer is."""
-    batches = _batches(piece, file, layout, bar, by_group=True)
+    batches = _batches(file, layout, bar, by_group=True)
     with concurrent.futures.ThreadPoolExecutor(1) as thread:
         ahead = collections.deque(
             thread.submit(next, batches, None) for _ in range(_AHEAD)

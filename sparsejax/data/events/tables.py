@@ -30,6 +30,7 @@ from sparsejax.data.files.columns import (
     find_columns,
 )
 from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.files.spelling import (
     are_missing,
     as_integers_or_text,
@@ -221,21 +222,15 @@ def _check_type(
         )
 
 
-def check_layout(
-    path: Path,
-    file: pq.ParquetFile,
-    layout: TableLayout,
-    schema: pa.Schema | None = None,
-) -> None:
+def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) -> None:
     """Raises DataError unless a file has the columns that the first one has.
 
     Args:
-      path: the file.
+      place: the file.
       file: the same, opened.
       layout: of the first file.
-      schema: the columns, if there are more than the file has.
     """
-    schema = file.schema_arrow if schema is None else schema
+    path, schema = place.path, place.columns(file)
     # If there are no items either, that is said first.
     optional = layout.optional.items() if layout.item in schema.names else ()
     for role, name in optional:

@@ -7,13 +7,14 @@ import dataclasses
 import functools
 import os
 import threading
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator
 
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
 from sparsejax.data.files import stores
+from sparsejax.data.files.hive import NO_CONSTANTS, Constants
 from sparsejax.data.files.opening import (
     DataError,
     Path,
@@ -55,6 +56,7 @@ class ParquetPath:
       inner: the path of the file in that file system.
       size: in bytes.
       crc32: checksum of its bytes, if a manifest has it.
+      constants: the columns that it has from the names of its folders.
     """
 
     path: Path
@@ -62,6 +64,7 @@ class ParquetPath:
     inner: str
     size: int
     crc32: int | None = None
+    constants: Constants = NO_CONSTANTS
 
     @contextlib.contextmanager
     def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
@@ -87,6 +90,32 @@ class ParquetPath:
                 self.path, stream, pre_buffer=one_group, metadata=footer.metadata
             ) as file:
                 yield file
+
+    def columns(self, file: pq.ParquetFile) -> pa.Schema:
+        """The columns of the opened file, with those of its folders."""
+        return self._beside(file).schema(file.schema_arrow)
+
+    def group(self, file: pq.ParquetFile, number: int, names: list[str]) -> pa.Table:
+        """Columns of a row group of the opened file."""
+        constants = self._beside(file)
+        table = file.read_row_group(number, columns=constants.own(names))
+        return constants.added(table, names)
+
+    def batches(
+        self,
+        file: pq.ParquetFile,
+        rows: int,
+        names: list[str],
+        groups: list[int] | None = None,
+    ) -> Iterator[pa.RecordBatch]:
+        """Columns of the opened file, or of some row groups, so many rows at a time."""
+        constants = self._beside(file)
+        own = constants.own(names)
+        for batch in file.iter_batches(rows, row_groups=groups, columns=own):
+            yield constants.added(batch, names)
+
+    def _beside(self, file: pq.ParquetFile) -> Constants:
+        return self.constants.beside(file.schema_arrow.names)
 
     def changed(self) -> DataError:
         """The error for a file that is not what it was, or was said to be."""
@@ -154,7 +183,7 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     files = [file for file in files if file.inner.endswith(".parquet")]
     if not files:
         raise DataError.at(path, "is a directory without a .parquet file")
-    return files
+    return with_same_constants(files)
 
 
 def files_below(path: Path) -> list[ParquetPath]:
@@ -188,11 +217,16 @@ def files_below(path: Path) -> list[ParquetPath]:
         below = os.path.relpath(info.path, inner)
         hidden = any(part[0] in "_." for part in below.split("/"))
         if info.type == pa.fs.FileType.File and not hidden:
-            files.append(
-                ParquetPath(
-                    os.path.join(folder, below), filesystem, info.path, info.size
-                )
-            )
+            whole = os.path.join(folder, below)
+            file = ParquetPath(whole, filesystem, info.path, info.size)
+            files.append(dataclasses.replace(file, constants=Constants.of(below)))
+    return files
+
+
+def with_same_constants(files: list[ParquetPath]) -> list[ParquetPath]:
+    """The files of a folder; if their folders name other columns, without these."""
+    if len({frozenset(file.constants.texts) for file in files}) > 1:  # not Hive's
+        return [dataclasses.replace(file, constants=NO_CONSTANTS) for file in files]
     return files
 
 
@@ -205,8 +239,8 @@ def first_schema(files: Iterable[ParquetPath]) -> tuple[Path, pa.Schema]:
     for file in files:
         with file.open() as opened:
             if opened.metadata.num_rows:
-                return file.path, opened.schema_arrow
-            found = found or (file.path, opened.schema_arrow)
+                return file.path, file.columns(opened)
+            found = found or (file.path, file.columns(opened))
     assert found is not None  # `parquet_files` finds one or more
     return found
 
@@ -217,7 +251,7 @@ def first_rows(
     """The rows of files, a few at a time, for who needs only the first of them."""
     for file in files:
         with file.open() as opened:
-            yield from opened.iter_batches(_FEW, columns=columns)
+            yield from file.batches(opened, _FEW, columns)
 
 
 def check_no_part(path: Path, schema: pa.Schema) -> None:

@@ -67,6 +67,8 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
             facts = (file.size, group.number, group.rows, group.entries)
             if file.crc32 is not None:
                 facts = (*facts, file.crc32)
+            if self.layout is not None:
+                facts += _cells(file, self.layout.columns)
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
@@ -118,6 +120,12 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
             skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
         )
         return entries.keep(is_known)
+
+
+def _cells(file: ParquetPath, columns: Iterable[str]) -> tuple[Any, ...]:
+    """The cells of these columns that the names of the file's folders have."""
+    texts = file.constants.texts
+    return tuple((name, texts[name]) for name in columns if name in texts)
 
 
 def _list_lengths(column: pa.ChunkedArray) -> np.ndarray:

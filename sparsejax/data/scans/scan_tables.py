@@ -85,7 +85,7 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
     last = None
     for file in files:
         with file.open() as opened:
-            tables.check_layout(file.path, opened, layout)
+            tables.check_layout(file, opened, layout)
             metadata = opened.metadata
         first = 0
         for number in range(metadata.num_row_groups):
@@ -216,21 +216,21 @@ def _read_pairs(group: Group, low: int, high: int, layout: TableLayout):
 
 def _read(group: Group, columns: list[str], rows: int | None = None) -> pa.Table:
     """Columns of a row group, or of its first rows."""
-    number = group.number
-    with group.file.open() as opened:
+    file, number = group.file, group.number
+    with file.open() as opened:
         if number >= opened.metadata.num_row_groups or not set(columns) <= set(
-            opened.schema_arrow.names
+            file.columns(opened).names
         ):
-            raise group.file.changed()
+            raise file.changed()
         if rows is None:
-            return opened.read_row_group(number, columns=columns)
+            return file.group(opened, number, columns)
         found, here = [], 0
-        for batch in opened.iter_batches(rows, row_groups=[number], columns=columns):
+        for batch in file.batches(opened, rows, columns, [number]):
             found.append(batch)
             here += len(batch)
             if here >= rows:
                 return pa.Table.from_batches(found).slice(0, rows)
-    raise group.file.changed()
+    raise file.changed()
 
 
 def _blocks(
@@ -260,8 +260,8 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
     waiting, size, known, type_ = [], 0, 0, None
     for file in files:
         with file.open() as opened:
-            tables.check_layout(file.path, opened, layout)
-            batches = opened.iter_batches(tables.BATCH_ROWS, columns=items.columns)
+            tables.check_layout(file, opened, layout)
+            batches = file.batches(opened, tables.BATCH_ROWS, items.columns)
             for block in tables.table_blocks(
                 [(file.path, batches)], items, encoded=False
             ):

@@ -52,13 +52,14 @@ def click_blocks(
     names = used if names is None else names
     as_paths(paths)  # are there some?
     for piece in find_pieces(paths):
-        own = piece.own(names)
-        needed = piece.own(used)
+        if piece.file is not None or (piece.table is None and is_parquet(piece.path)):
+            yield from _parquet_blocks(piece, list(names))
+            continue
+        own = piece.constants.own(names)
+        needed = piece.constants.own(used)
         if piece.table is not None:
             _check_columns(piece.path, piece.table.schema, own)
             found = tables.table_cells([(piece.path, piece.table)], {n: n for n in own})
-        elif piece.file is not None or is_parquet(piece.path):
-            found = _parquet_blocks(piece, own)
         elif guess_clicks(piece.path) == "jsonl":
             schema_ = json_lines.first_rows(piece.path).schema
             _check_columns(piece.path, schema_, own)
@@ -87,10 +88,10 @@ def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Ce
     """
     with group.file.open() as file:
         if group.number >= file.metadata.num_row_groups or not set(names) <= set(
-            file.schema_arrow.names
+            group.file.columns(file).names
         ):
             raise group.file.changed()
-        table = file.read_row_group(group.number, columns=list(names))
+        table = group.file.group(file, group.number, list(names))
     if len(table) < stop:
         raise group.file.changed()
     part = table.slice(start, stop - start)
@@ -125,18 +126,19 @@ def as_paths(paths: Paths) -> list[Path]:
     return [TABLE]
 
 
-def _parquet_blocks(piece: Piece, names: Sequence[str]) -> Iterator[Cells]:
+def _parquet_blocks(piece: Piece, names: list[str]) -> Iterator[Cells]:
     for source in [piece.file] if piece.file else parquet.parquet_files(piece.path):
         with progress_bar(source.path, source.size) as bar, source.open() as file:
-            _check_columns(source.path, file.schema_arrow, names)
+            _check_columns(source.path, source.columns(file), names)
             rows = max(file.metadata.num_rows, 1)
 
             def batches(
+                source: parquet.ParquetPath = source,
                 file: pq.ParquetFile = file,
                 bar: tqdm = bar,
                 part: float = source.size / rows,
             ) -> Iterator[pa.RecordBatch]:
-                for batch in file.iter_batches(tables.BATCH_ROWS, columns=list(names)):
+                for batch in source.batches(file, tables.BATCH_ROWS, names):
                     yield batch
                     bar.update(part * len(batch))
 

@@ -1,0 +1,68 @@
+"""Columns that files have from the names of their folders, as Hive writes them."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import urllib.parse
+from collections.abc import Collection, Iterable, Mapping
+
+import numpy as np
+import pyarrow as pa
+
+from sparsejax.data.files import arrow
+
+_FOLDER = re.compile(r"([^=]+)=(.*)")
+_NULL = "__HIVE_DEFAULT_PARTITION__"
+_TYPE = pa.dictionary(pa.int32(), pa.string())
+
+
+@dataclasses.dataclass(frozen=True)
+class Constants:
+    """Columns that all rows of a file have alike.
+
+    Attributes:
+      texts: the cell of each column; None is null.
+    """
+
+    texts: Mapping[str, str | None] = dataclasses.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, path: str) -> Constants:
+        """The columns in the names of folders: `dt=2024-01-01/part-0` gives `dt`."""
+        folders = path.split("/")[:-1]
+        found = [m.groups() for each in folders if (m := _FOLDER.fullmatch(each))]
+        plain = urllib.parse.unquote
+        return cls({plain(k): None if v == _NULL else plain(v) for k, v in found})
+
+    def beside(self, names: Collection[str]) -> Constants:
+        """Those of which the file has no column of its own."""
+        return Constants({n: t for n, t in self.texts.items() if n not in names})
+
+    def own(self, names: Iterable[str]) -> list[str]:
+        """The columns of these that the file has itself."""
+        return [name for name in names if name not in self.texts]
+
+    def schema(self, own: pa.Schema) -> pa.Schema:
+        """The columns of the file, and these."""
+        for name in self.texts:
+            own = own.append(pa.field(name, _TYPE))
+        return own
+
+    def column(self, name: str, rows: int) -> pa.Array:
+        """The cells of so many rows."""
+        codes = arrow.from_numbers(np.zeros(rows, np.int32))
+        text = pa.array([self.texts[name]], pa.string())
+        return pa.DictionaryArray.from_arrays(codes, text)
+
+    def added[Rows: (pa.Table, pa.RecordBatch)](
+        self, rows: Rows, names: Collection[str]
+    ) -> Rows:
+        """Some rows of the file with the columns `names` of these."""
+        for name in self.texts:
+            if name in names:
+                rows = rows.append_column(name, self.column(name, rows.num_rows))
+        return rows
+
+
+NO_CONSTANTS = Constants()
