@@ -15,12 +15,14 @@ from . import training as training
 from .data import ClickDataset as ClickDataset
 from .data import ClickSchema as ClickSchema
 from .data import DataError as DataError
+from .data import ItemFeatures as ItemFeatures
 from .data import SequenceDataset as SequenceDataset
 from .data import SparseDataset as SparseDataset
 from .data import datasets as datasets
 from .data import prepare as prepare
 from .data import read as read
 from .data import read_clicks as read_clicks
+from .data import read_item_features as read_item_features
 from .data import read_sequences as read_sequences
 from .embeddings.model_config import DCNConfig as DCNConfig
 from .embeddings.model_config import DeepFMConfig as DeepFMConfig

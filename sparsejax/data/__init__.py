@@ -12,6 +12,9 @@ from sparsejax.data.events.sniff import guess_format as guess_format
 from sparsejax.data.files.opening import DataError as DataError
 from sparsejax.data.prepared.folder import Manifest as Manifest
 from sparsejax.data.prepared.preparation import prepare as prepare
+from sparsejax.data.reading.item_features import (
+    read_item_features as read_item_features,
+)
 from sparsejax.data.reading.protocols import UnseenUsers as UnseenUsers
 from sparsejax.data.reading.protocols import random_candidates as random_candidates
 from sparsejax.data.reading.protocols import read_vae_cf as read_vae_cf
@@ -38,6 +41,7 @@ from sparsejax.data.sets.clicks import read_clicks as read_clicks
 from sparsejax.data.sets.dataset import SparseDataset as SparseDataset
 from sparsejax.data.sets.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.sets.dense import DenseDataset as DenseDataset
+from sparsejax.data.sets.item_features import ItemFeatures as ItemFeatures
 from sparsejax.data.sets.sequences import Histories as Histories
 from sparsejax.data.sets.sequences import SequenceDataset as SequenceDataset
 from sparsejax.data.sets.sequences import SequenceSplit as SequenceSplit

@@ -86,8 +86,13 @@ class Kind(abc.ABC):
     unused: ClassVar[Mapping[str, Collection[str]]] = {}
 
     @abc.abstractmethod
-    def maker(self, config: Any, data: Any, targets: Any = None) -> Maker:
-        """A maker of models that fit the data, of which it keeps nothing. For `build`."""
+    def maker(
+        self, config: Any, data: Any, targets: Any = None, *, content: Any = None
+    ) -> Maker:
+        """A maker of models that fit the data, of which it keeps nothing. For `build`.
+
+        `content` are the `ContentSizes` of what is known of the items.
+        """
 
     @abc.abstractmethod
     def examples(

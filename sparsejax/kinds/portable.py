@@ -106,6 +106,23 @@ def _stated_layer(
     )
 
 
+def _finish_vectors(model: Any) -> None:
+    """Puts the vectors of items with content in place of the kernel, in the model itself."""
+    layers = [
+        node
+        for _, node in nnx.iter_graph(model)
+        if isinstance(node, SparseLinear | SparseOutput)
+    ]
+    for output in layers:
+        if not isinstance(output, SparseOutput) or output.content is None:
+            continue
+        before, kernel = output.kernel, nnx.Param(output.vectors())
+        output.content = None
+        for layer in layers:
+            if layer.kernel is before:
+                layer.kernel = kernel
+
+
 def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
     """A `Recommender` that recommends up to `k` items.
 
@@ -126,6 +143,7 @@ def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
             )
         vocabularies[ITEMS] = items.tolist()
     model = copied(model)
+    _finish_vectors(model)
     for _, node in list(nnx.iter_graph(model)):
         if isinstance(node, SparseOutput):
             node.fold()

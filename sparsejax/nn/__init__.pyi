@@ -3,6 +3,8 @@ from .config import InputConfig as InputConfig
 from .config import LinearConfig as LinearConfig
 from .config import NetworkConfig as NetworkConfig
 from .config import OutputConfig as OutputConfig
+from .item_content import ContentSizes as ContentSizes
+from .item_content import ItemContent as ItemContent
 from .layers import SparseDropout as SparseDropout
 from .layers import SparseLinear as SparseLinear
 from .layers import SparseOutput as SparseOutput

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 
 import jax
@@ -21,6 +22,7 @@ from sparsejax.mesh.layout import (
     out_sharding,
     padded_rows,
 )
+from sparsejax.nn.item_content import ContentSizes, ItemContent
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.nn.sampled import sampled_cross_entropy
 from sparsejax.ops import gather_matmul as gather
@@ -158,6 +160,8 @@ class SparseOutput(nnx.Module):
       kernel: a parameter to share; by default the layer makes one.
       linear: adds its scores to those of `h` where `u`, the result of its `encode`, is
         given; `loss` never adds them.
+      content: of the items, see `sparsejax.nn.ItemContent`: then an item's vector is not its
+        row of the kernel W alone, but the sum with its content.
       implementation: see `sparsejax.output_loss`.
       precision: "highest", "high" or "default" (None), of products of float32 operands;
         see `sparsejax.output_loss` for `loss`, and `sparsejax.top_k` for `top_k` and
@@ -178,6 +182,7 @@ class SparseOutput(nnx.Module):
         bias_init: Initializer = _default_bias_init,
         kernel: nnx.Param | None = None,
         linear: LinearPart | None = None,
+        content: ContentSizes | None = None,
         implementation: Implementation = None,
         precision: Precision = None,
         rngs: nnx.Rngs,
@@ -205,6 +210,23 @@ class SparseOutput(nnx.Module):
         self.bias = made(bias_init, num_items) if use_bias else None
         self.linear: LinearPart | None = nnx.data(linear)
         self.folded_scale: nnx.Variable | None = nnx.data(None)
+        self.content: ItemContent | None = nnx.data(None)
+        if content is not None:
+            self.content = ItemContent(num_items, in_features, content, rngs=rngs)
+
+    def vectors(self) -> Float[Array, "items hidden"]:
+        """The vectors of the items, with padding: the kernel, or its sum with the content."""
+        kernel = gradients.whole(self.kernel)
+        if self.content is None:
+            return kernel
+        return self.content.vectors_with(kernel, self.dtype)
+
+    def finished(self, kernel: nnx.Param) -> SparseOutput:
+        """The layer with these vectors in place of its kernel and its content."""
+        made = copy.copy(self)
+        # Not by attributes, which cannot be set within another trace.
+        vars(made).update(kernel=kernel, content=None)
+        return made
 
     def add_items(self, count: int) -> None:
         """Adds items behind the known ones, in place: see `FeedForward.add_items`.
@@ -224,6 +246,8 @@ class SparseOutput(nnx.Module):
             growth.add_rows(self.bias, self.num_items, count)
         if self.linear is not None:
             self.linear.add_items(count)
+        if self.content is not None:
+            self.content.add_items(count)
         self.num_items += count
 
     def scores(
@@ -339,7 +363,7 @@ class SparseOutput(nnx.Module):
         """
         return sampled_cross_entropy(
             self.hidden_operand(h),
-            self.kernel,
+            self.kernel if self.content is None else self.vectors(),
             targets,
             negatives,
             log_q=log_q,
@@ -469,7 +493,7 @@ class SparseOutput(nnx.Module):
         )
 
     def _operands(self, h, u=None):
-        kernel, h = gradients.whole(self.kernel), self.queries(h, u)
+        kernel, h = self.vectors(), self.queries(h, u)
         bias = None if self.bias is None else self.bias[...]
         bias = None if bias is None else bias.astype(accumulator(bias.dtype))
         if self.folded_scale is not None:

@@ -13,6 +13,7 @@ from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import axes_are_explicit, hidden_layout
 from sparsejax.nn.activations import activation
 from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.item_content import ContentSizes, with_vectors
 from sparsejax.nn.layers import (
     SparseDropout,
     SparseLinear,
@@ -41,13 +42,21 @@ class FeedForward(nnx.Module):
       config: the layers and the loss.
       inputs: number of input features.
       outputs: number of items.
+      content: the sizes of what is known of the items, see `sparsejax.nn.ItemContent`;
+        `sparsejax.build` gives them. A tied input reads it, too. None is nothing.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
     """
 
     kind = "items"
 
     def __init__(
-        self, config: NetworkConfig, *, inputs: int, outputs: int, rngs: nnx.Rngs
+        self,
+        config: NetworkConfig,
+        *,
+        inputs: int,
+        outputs: int,
+        content: ContentSizes | None = None,
+        rngs: nnx.Rngs,
     ):
         self.config = config
         self.corruption = SparseDropout(config.input.corruption, rngs=rngs)
@@ -66,6 +75,7 @@ class FeedForward(nnx.Module):
             precision=config.precision,
             param_dtype=config.param_dtype,
             linear=LinearPart(config.linear, inputs) if config.linear else None,
+            content=content,
             rngs=rngs,
         )
         tied = config.output.tied is not None
@@ -183,7 +193,7 @@ class FeedForward(nnx.Module):
         if self.config.input.normalize:
             x = normalize_rows(x)
         x = self.corruption(x, deterministic=deterministic)
-        h = self.first(x)
+        h = (with_vectors(self) if self._reads_content else self).first(x)
         hidden = self.config.hidden
         for i, (config, dropout) in enumerate(zip(hidden, self.dropout, strict=True)):
             if i > 0:
@@ -197,8 +207,9 @@ class FeedForward(nnx.Module):
         self, x: SparseRows, *, deterministic: bool | None = None
     ) -> Float[Array, "batch items"]:
         """All scores, `[batch, num_items]`; for many items use `top_k`."""
-        h = self.encode(x, deterministic=deterministic)
-        return self.output.scores(h, self._linear(x))
+        model = with_vectors(self)
+        h = model.encode(x, deterministic=deterministic)
+        return model.output.scores(h, self._linear(x))
 
     def loss(
         self,
@@ -212,8 +223,9 @@ class FeedForward(nnx.Module):
 
         It is the loss of the layers' scores, without those of a linear part.
         """
-        h = self.encode(x, deterministic=deterministic)
-        return self.output.loss(h, labels, loss=self.loss_rule, weights=weights)
+        model = with_vectors(self)
+        h = model.encode(x, deterministic=deterministic)
+        return model.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 
     def queries(self, x: SparseRows) -> Float[Array, "batch width"]:
         """The vectors that `top_k` multiplies with those of items, without noise."""
@@ -227,15 +239,23 @@ class FeedForward(nnx.Module):
         exclude: SparseRows | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, without noise."""
-        h = self.encode(x, deterministic=True)
-        return self.output.top_k(h, k, exclude=exclude, u=self._linear(x))
+        model = with_vectors(self)
+        h = model.encode(x, deterministic=True)
+        return model.output.top_k(h, k, exclude=exclude, u=self._linear(x))
 
     def item_scores(
         self, x: SparseRows, ids: Int[Array, "batch count"]
     ) -> Float[Array, "batch count"]:
         """Scores of the items `ids` of each row, without noise."""
-        h = self.encode(x, deterministic=True)
-        return self.output.item_scores(h, ids, self._linear(x))
+        model = with_vectors(self)
+        h = model.encode(x, deterministic=True)
+        return model.output.item_scores(h, ids, self._linear(x))
+
+    @property
+    def _reads_content(self) -> bool:
+        """Whether the input has vectors of items that are not finished."""
+        output = self.output
+        return output.content is not None and self.first.kernel is output.kernel
 
     def _linear(self, x: SparseRows) -> Float[Array, "batch rank"] | None:
         """The rows as the output's linear part encodes them, if there is one."""

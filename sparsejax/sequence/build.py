@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from flax import nnx
 
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sequence.gru import GRU
 from sparsejax.sequence.hstu import HSTU
@@ -21,7 +22,11 @@ _MODELS: Mapping[str, type[SequenceModel]] = {
 
 
 def build_sequence_model(
-    config: SequenceConfig, *, items: int, rngs: nnx.Rngs
+    config: SequenceConfig,
+    *,
+    items: int,
+    content: ContentSizes | None = None,
+    rngs: nnx.Rngs,
 ) -> SequenceModel:
     """The model of a configuration.
 
@@ -32,12 +37,13 @@ def build_sequence_model(
     Args:
       config: of one of the models.
       items: number of items.
+      content: see `SequenceModel`.
       rngs: random streams: "params", and "dropout" in training.
 
     Raises:
       TypeError: the configuration is of no model.
     """
-    return model_of(config)(config, items=items, rngs=rngs)
+    return model_of(config)(config, items=items, content=content, rngs=rngs)
 
 
 def model_of(config: SequenceConfig) -> type[SequenceModel]:

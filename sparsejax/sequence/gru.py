@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import GRUConfig
 from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors
 
@@ -29,8 +30,15 @@ class GRU(SequenceModel):
     The hidden vectors are the last block's h. See `SequenceModel` for the rest.
     """
 
-    def __init__(self, config: GRUConfig, *, items: int, rngs: nnx.Rngs):
-        super().__init__(config, items=items, rngs=rngs)
+    def __init__(
+        self,
+        config: GRUConfig,
+        *,
+        items: int,
+        content: ContentSizes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, items=items, content=content, rngs=rngs)
         self.blocks = nnx.List(Gated(config, rngs=rngs) for _ in range(config.blocks))
 
     def __call__(self, histories: Ids, times: Times = None) -> Vectors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import HSTUConfig
 from sparsejax.sequence.model import TokenModel, TokenVectors, normal
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
@@ -43,8 +44,15 @@ class HSTU(TokenModel):
 
     uses_times = True
 
-    def __init__(self, config: HSTUConfig, *, items: int, rngs: nnx.Rngs):
-        super().__init__(config, items=items, rngs=rngs)
+    def __init__(
+        self,
+        config: HSTUConfig,
+        *,
+        items: int,
+        content: ContentSizes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, items=items, content=content, rngs=rngs)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.dropout = Dropout(config.dropout, rngs=rngs)

@@ -9,6 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.blocks import SparseRows
+from sparsejax.nn.item_content import ContentSizes, with_vectors
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam, rows_of
@@ -56,6 +57,8 @@ class SequenceModel(nnx.Module):
     Args:
       config: what the model is made of.
       items: number of items.
+      content: the sizes of what is known of the items, see `sparsejax.nn.ItemContent`;
+        `sparsejax.build` gives them. None is nothing.
       rngs: random streams: "params", and in training "dropout" and "negatives".
 
     Raises:
@@ -65,7 +68,14 @@ class SequenceModel(nnx.Module):
     kind = "histories"
     uses_times: bool = False
 
-    def __init__(self, config: SequenceConfig, *, items: int, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: SequenceConfig,
+        *,
+        items: int,
+        content: ContentSizes | None = None,
+        rngs: nnx.Rngs,
+    ):
         if items < 1:
             raise ValueError(f"items must be 1 or more, got {items}")
         self.config = config
@@ -75,6 +85,7 @@ class SequenceModel(nnx.Module):
             use_bias=False,
             kernel_init=normal,
             temperature=config.temperature,
+            content=content,
             rngs=rngs,
         )
         self.draws = rngs.negatives.fork()
@@ -99,7 +110,9 @@ class SequenceModel(nnx.Module):
         self.config = dataclasses.replace(
             self.config, negatives=negatives, sampler=sampler
         )
-        kind, kernel = nnx.Param if negatives is None else RowParam, self.output.kernel
+        # With content, all vectors are made in each step, so that all rows are read.
+        whole = negatives is None or self.output.content is not None
+        kind, kernel = nnx.Param if whole else RowParam, self.output.kernel
         if type(kernel) is not kind:
             self.output.kernel = kind(kernel[...], **kernel.get_metadata())
 
@@ -150,7 +163,9 @@ class SequenceModel(nnx.Module):
     def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
         """The vector of each item; zeros where the id is of no item."""
         known = (ids >= 0) & (ids < self.num_items)
-        return rows_of(self.output.kernel, jnp.where(known, ids, PADDING))
+        output = self.output
+        kernel = output.kernel if output.content is None else output.vectors()
+        return rows_of(kernel, jnp.where(known, ids, PADDING))
 
     def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
         return (ids < PADDING) | (ids >= self.num_items)
@@ -182,16 +197,17 @@ class SequenceModel(nnx.Module):
           ValueError: histories are longer, or have less than two places.
         """
         _check_two(histories)
-        h = self(histories[:, :-1], None if times is None else times[:, :-1])
+        model = with_vectors(self)
+        h = model(histories[:, :-1], None if times is None else times[:, :-1])
         targets = histories[:, 1:]
         if max_targets is None:
-            return self._cross_entropy(h, targets)
+            return model._cross_entropy(h, targets)
         h, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
         wanted = targets != PADDING
         (places,) = jnp.nonzero(wanted, size=max_targets, fill_value=len(targets))
         h = h.at[places].get(mode="fill", fill_value=0)
         targets = targets.at[places].get(mode="fill", fill_value=PADDING)
-        loss = self._cross_entropy(h, targets)
+        loss = model._cross_entropy(h, targets)
         return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
 
     def _cross_entropy(self, h, targets):
@@ -232,7 +248,8 @@ class SequenceModel(nnx.Module):
           exclude: items to leave out of each row.
           times: of each place, or None.
         """
-        return self.output.top_k(self.last(histories, times), k, exclude=exclude)
+        model = with_vectors(self)
+        return model.output.top_k(model.last(histories, times), k, exclude=exclude)
 
     def item_scores(
         self, histories: Ids, ids: Int[Array, "batch count"], *, times: Times = None
@@ -244,7 +261,8 @@ class SequenceModel(nnx.Module):
           ids: item numbers, in `[0, num_items)`.
           times: of each place, or None.
         """
-        return self.output.item_scores(self.last(histories, times), ids)
+        model = with_vectors(self)
+        return model.output.item_scores(model.last(histories, times), ids)
 
 
 class TokenModel(SequenceModel):
@@ -274,8 +292,9 @@ class TokenModel(SequenceModel):
             return super().loss(histories, times)
         _check_two(histories)
         self._check_length(histories.shape[1] - 1)
+        model = with_vectors(self)
         tokens, targets, fits = Tokens.packed(histories, times, max_targets)
-        loss = self._cross_entropy(self._of_tokens(tokens), targets)
+        loss = model._cross_entropy(model._of_tokens(tokens), targets)
         broken = jnp.any(self._broken(tokens.ids))
         return jnp.where(fits & ~broken, loss, jnp.nan)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import SASRecConfig
 from sparsejax.sequence.model import TokenModel, TokenVectors, normal
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
@@ -37,8 +38,15 @@ class SASRec(TokenModel):
       places: `[max_length, width]`.
     """
 
-    def __init__(self, config: SASRecConfig, *, items: int, rngs: nnx.Rngs):
-        super().__init__(config, items=items, rngs=rngs)
+    def __init__(
+        self,
+        config: SASRecConfig,
+        *,
+        items: int,
+        content: ContentSizes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, items=items, content=content, rngs=rngs)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.dropout = Dropout(config.dropout, rngs=rngs)

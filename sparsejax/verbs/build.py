@@ -11,8 +11,9 @@ from flax import nnx
 
 from sparsejax import optimizers
 from sparsejax.codec import ModelConfig
-from sparsejax.data import ScannedDataset
-from sparsejax.kinds.kind import Maker, kind_of
+from sparsejax.data import ItemFeatures, ScannedDataset
+from sparsejax.kinds.content import fitting, set_content, sizes_of
+from sparsejax.kinds.kind import Maker, kind_of, refused
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.config import NetworkConfig
@@ -30,28 +31,41 @@ def build(
     rule: Rule | None = None,
     *,
     targets: Any = None,
+    item_features: ItemFeatures | None = None,
     seed: int = 0,
 ) -> tuple[FeedForward, Optimizer]: ...
 
 
 @overload
 def build(
-    config: SequenceConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
+    config: SequenceConfig,
+    data: Any,
+    rule: Rule | None = None,
+    *,
+    item_features: ItemFeatures | None = None,
+    seed: int = 0,
 ) -> tuple[SequenceModel, Optimizer]: ...
 
 
 @overload
 def build(
-    config: ModelConfig, data: Any, rule: Rule | None = None, *, seed: int = 0
+    config: ModelConfig,
+    data: Any,
+    rule: Rule | None = None,
+    *,
+    item_features: ItemFeatures | None = None,
+    seed: int = 0,
 ) -> tuple[Any, Optimizer]: ...
 
 
+@refused("config")
 def build(
     config: NetworkConfig | ModelConfig,
     data: Any,
     rule: Rule | None = None,
     *,
     targets: Any = None,
+    item_features: ItemFeatures | None = None,
     seed: int = 0,
 ) -> tuple[Any, Optimizer]:
     """A model of a configuration that fits the data, and its optimizer.
@@ -80,6 +94,9 @@ def build(
         `sparsejax.training.recipe` suits a training with a known end better.
       targets: `[rows, items]`, of the same types; `data` itself by default. Models of
         histories and of clicks have none.
+      item_features: what the items are, which `read_item_features` reads. They are matched
+        by name. Then an item's vector is the sum of its own and of its content, and an item
+        without entries has its content alone: see `sparsejax.nn.ItemContent`.
       seed: seed of the random initial parameters, of the noise in training, and of the
         rounding of parameters in bfloat16.
 
@@ -91,12 +108,18 @@ def build(
         placed by a plan of yours is made by `sparsejax.embeddings.build_click_model`.)
       ValueError: the network cannot be made. For example, a tied output has another
         number of items than features. A network is given histories, or a model of
-        histories or of clicks is given targets.
+        histories or of clicks is given targets. No item has content.
       NotImplementedError: the data of a linear part is scanned.
     """
     rule = optimizers.adam(1e-3) if rule is None else rule
-    modules = new_modules(kind_of(config).maker(config, data, targets), rule, seed=seed)
+    kind, options = kind_of(config), {}
+    if item_features is not None:
+        item_features = fitting(item_features, data if targets is None else targets)
+        options = {"content": sizes_of(item_features)}
+    modules = new_modules(kind.maker(config, data, targets, **options), rule, seed=seed)
     set_linear_part(modules[0], data)
+    if item_features is not None:
+        set_content(modules[0], item_features, new=True)
     return modules
 
 

@@ -82,7 +82,9 @@ class Encoder(Protocol):
 
 @using_auto_axes()
 def item_vectors(model: HasItems) -> np.ndarray:
-    """The items' rows of the output kernel, `[num_items, hidden]` float32.
+    """The items' vectors, `[num_items, hidden]` float32.
+
+    They are the rows of the output kernel; with content of the items, the sums with it.
 
     If `u` is a row of `user_vectors` and `v` is an item's vector, the score of the item is
     `u . v + bias`. If the output layer has a temperature, it is
@@ -96,7 +98,7 @@ def item_vectors(model: HasItems) -> np.ndarray:
         must be up to date, as they are after `fit`, `load_model` or `Optimizer.flush`.
     """
     output = model.output
-    return to_host(output.kernel[...])[: output.num_items].astype(np.float32)
+    return to_host(output.vectors())[: output.num_items].astype(np.float32)
 
 
 @promoting()
@@ -170,7 +172,7 @@ def similar_items(
     check_positive(k=k)
     output = model.output
     ids = _ids(items, output.num_items, names)
-    kernel = put_on_mesh(output.kernel[...]).astype(jnp.float32)
+    kernel = put_on_mesh(output.vectors()).astype(jnp.float32)
     finite = np.asarray(_are_finite(kernel))
     left_out = None
     if not finite[: output.num_items].all():

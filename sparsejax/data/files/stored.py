@@ -2,7 +2,8 @@
 
 The metadata of its schema has a key for the kind of the data, with the version of the form.
 Columns differ in their lengths: the shorter ones end in nulls, which take no room. The
-checksum is of the whole content. `click_storage` has the columns of clicks.
+checksum is of the whole content. `click_storage` has the columns of clicks, and
+`item_features` those of the content of items.
 
 `SparseDataset.save` writes this form. Row `i` of the table holds the `i`-th row of the
 data set and, beside it, the name of the `i`-th feature. The shorter of the two is filled
@@ -43,11 +44,12 @@ VERSION = 1
 
 # Rows of a row group, which can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
-Kind = Literal["items", "histories", "clicks"]
+Kind = Literal["items", "histories", "clicks", "item features"]
 _KEYS: dict[Kind, bytes] = {
     "items": b"sparsejax.dataset.version",
     "histories": b"sparsejax.sequences.version",
     "clicks": b"sparsejax.clicks",
+    "item features": b"sparsejax.item_features",
 }
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 

@@ -120,6 +120,11 @@ def check(model: Any, optimizer: Optimizer) -> None:
             f"the output's kernel is shared with {elsewhere[0]}, whose gradient has to "
             "be added first: a tied kernel cannot have a fused update"
         )
+    if getattr(model.output, "content", None) is not None:
+        raise NotImplementedError(
+            "the vectors of items with content are made of several parameters, whose "
+            "gradients need that of the vectors: they cannot have a fused update"
+        )
     trained = nnx.filterlib.to_predicate(optimizer.wrt)
     frozen = [
         ".".join(path)

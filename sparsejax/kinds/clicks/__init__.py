@@ -22,6 +22,7 @@ class Clicks(Kind):
         batch_size=4096, least_epochs=1, least_steps=1, optimizer="adam", scored=8192
     )
     unused: ClassVar[Mapping[str, Collection[str]]] = {
+        "build": ("item_features",),
         "fit": ("k",),
         "export_predictor": ("k",),
         "evaluate": (
@@ -38,7 +39,7 @@ class Clicks(Kind):
         ),
     }
 
-    def maker(self, config, data, targets=None) -> Maker:
+    def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.clicks.modules import new_click_model
 
         _check_targets(targets)

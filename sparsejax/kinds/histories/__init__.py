@@ -40,12 +40,13 @@ class Histories(Kind):
         "fit": ("wire_dtype", "exchange_room"),
     }
 
-    def maker(self, config, data, targets=None) -> Maker:
+    def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.histories.modules import new_sequence_model
 
         _check_targets(targets)
         inputs = num_columns("data", data)
-        return functools.partial(new_sequence_model, config, inputs=inputs)
+        sizes = {"inputs": inputs, "content": content}
+        return functools.partial(new_sequence_model, config, **sizes)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         from sparsejax.kinds.histories.job import sequence_examples

@@ -21,6 +21,7 @@ from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Matrix, Stream
+from sparsejax.kinds.content import check_counted, content_of, count_entries
 from sparsejax.kinds.histories.evaluation import prepared_sequences
 from sparsejax.kinds.histories.next_items import (
     NextItems,
@@ -105,6 +106,9 @@ def sequence_examples(
         raise ValueError(
             "no row has two entries, an item and the next, so there is nothing to learn"
         )
+    if content_of(model) is not None:
+        counts = np.bincount(sequences.indices, minlength=sequences.num_features)
+        count_entries(model, counts)
     task = SequenceTask.of_model(model)
     matrices = (
         host_rows(m, kept) if isinstance(m, CSR) else m[kept]
@@ -164,6 +168,7 @@ def sequence_job(
         )
     if isinstance(sequences, ScannedSequences):
         _check(model, sequences, weights)
+        check_counted(model)
         if validation is not None:
             raise ValueError(
                 "validation needs the histories in host memory, and these are scanned; "

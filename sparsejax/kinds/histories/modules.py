@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sequence.build import build_sequence_model
@@ -12,8 +13,14 @@ from sparsejax.sequence.model import SequenceModel
 
 
 def new_sequence_model(
-    config: SequenceConfig, *, rule: Rule, inputs: int, seed: int
+    config: SequenceConfig,
+    *,
+    rule: Rule,
+    inputs: int,
+    seed: int,
+    content: ContentSizes | None = None,
 ) -> tuple[SequenceModel, Optimizer]:
     """A model and its optimizer."""
-    model = build_sequence_model(config, items=inputs, rngs=nnx.Rngs(seed))
+    rngs = nnx.Rngs(seed)
+    model = build_sequence_model(config, items=inputs, content=content, rngs=rngs)
     return model, Optimizer(model, rule, seed=seed)

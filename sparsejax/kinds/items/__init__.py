@@ -11,7 +11,7 @@ from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
-from sparsejax.kinds.items.job import item_job
+from sparsejax.kinds.items.job import item_examples, item_job
 from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
 
 
@@ -28,7 +28,7 @@ class Items(Kind):
         "fit": ("wire_dtype", "exchange_room"),
     }
 
-    def maker(self, config, data, targets=None) -> Maker:
+    def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.items.modules import new_network
 
         if (kind := kind_of(data)) is not self:
@@ -39,10 +39,11 @@ class Items(Kind):
             )
         inputs = num_columns("data", data)
         outputs = inputs if targets is None else num_columns("targets", targets)
-        return functools.partial(new_network, config, inputs=inputs, outputs=outputs)
+        sizes = {"inputs": inputs, "outputs": outputs, "content": content}
+        return functools.partial(new_network, config, **sizes)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
-        return Examples.of(inputs, targets, weights)
+        return item_examples(model, Inputs.of(inputs), targets, weights)
 
     def job(self, model, inputs, **options) -> Job:
         return item_job(model, inputs, **options)

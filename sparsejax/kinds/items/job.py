@@ -19,10 +19,12 @@ from sparsejax.data.reading.sources import (
 )
 from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.rank.evaluation import Setup, metric_names, prepared_evaluation
+from sparsejax.engine.rank.popularity import column_counts
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, Roles, Targets, check_labels
 from sparsejax.engine.train.streaming import Stream
+from sparsejax.kinds.content import check_counted, content_of, count_entries
 from sparsejax.sparse import CSR
 
 
@@ -72,6 +74,18 @@ class ScannedItems:
         return "-".join(source.fingerprint() for source in self.sources)
 
 
+def item_examples(
+    model: Any, inputs: Inputs, targets: Targets, weights: ArrayLike | None
+) -> Examples:
+    """The examples for a model, which is told how many entries its items have."""
+    examples = Examples.of(inputs, targets, weights)
+    if content_of(model) is not None and not isinstance(targets, Mapping):
+        roles = cast(Roles, examples.roles)
+        matrix = cast(CSR, examples.matrices[roles.labels[0]])
+        count_entries(model, column_counts(matrix))
+    return examples
+
+
 def item_job(
     model: Any,
     inputs: Sources | ScannedDataset,
@@ -89,6 +103,7 @@ def item_job(
     Roles().check(model)
     check = functools.partial(check_labels, getattr(model, "loss_rule", None))
     if isinstance(inputs, ScannedDataset):
+        check_counted(model)
         if targets is not None and not isinstance(targets, ScannedDataset):
             raise TypeError("inputs is scanned, so targets must be scanned too")
         if validation is not None:
@@ -102,7 +117,7 @@ def item_job(
         raise TypeError("targets is scanned, so inputs must be scanned too")
     shown = Inputs.of(inputs)
     check_inputs(shown, features_of(model))
-    examples = Examples.of(shown, targets, weights)
+    examples = item_examples(model, shown, targets, weights)
     if not isinstance(targets, Mapping):  # else the model knows the loss of each
         roles = cast(Roles, examples.roles)
         check(examples.matrices[roles.labels[0]], whole=True)

@@ -1,0 +1,371 @@
+"""Content of items from tables and JSON."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.types as pt
+import scipy.sparse
+
+from sparsejax.data.events import json_lines
+from sparsejax.data.events.block import is_list
+from sparsejax.data.events.pieces import Piece, find_pieces, is_path
+from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.files import arrow, parquet, stored
+from sparsejax.data.files.columns import role_of
+from sparsejax.data.files.names import as_names, numbered, quoted
+from sparsejax.data.files.opening import DataError, Path, head, open_data
+from sparsejax.data.files.spelling import are_missing, is_name, is_text
+from sparsejax.data.sets.item_features import ItemFeatures
+
+_WORD = re.compile(r"\w+")
+# The column of the lists in a JSON object like {"tea": [4, 7]}.
+_ATTRIBUTES = "attributes"
+
+
+def read_item_features(
+    source: Any,
+    *,
+    item: str | None = None,
+    columns: Collection[str] | None = None,
+    tags: Collection[str] = (),
+    words: Collection[str] = (),
+    separator: str = "|",
+) -> ItemFeatures:
+    """Reads what items are: from CSV, Parquet, JSON, JSON Lines, or a table in memory.
+
+    >>> read_item_features([{"item": "tea", "price": 4.5}, {"item": "rice", "price": 2}])
+    ItemFeatures(2 items, 1 tags)
+
+    The types of the columns say what they are:
+
+    ==============================  ====================================================
+    text                            a tag: `kind=drink`; with "|" in it, several
+    lists of text or of integers    several tags
+    true or false                   a tag, if it is true
+    numbers                         a number, in units of its standard deviation
+    lists of floats                 a vector; several columns of vectors are joined
+    text that is named in `words`   a tag for each different word, in lower case
+    ==============================  ====================================================
+
+    A cell may be empty. A JSON file may also be one object with a list of tags for each
+    item: `{"tea": [4, 7], "rice": [4]}`.
+
+    Args:
+      source: a path, or several; a data frame or another table of Arrow; or dicts.
+      item: the column with the names of the items; by default it is found by its name.
+      columns: the columns to read; by default all. A column of another type, such as a
+        time, has to be left out.
+      tags: columns of numbers that are tags, such as the number of a brand.
+      words: columns of text, whose words are tags.
+      separator: between several tags in a text.
+
+    Raises:
+      DataError: a file or a table cannot be read, or there is no column of items. An item
+        is named twice. A column has another type, or has one value alone. A number is
+        NaN or infinite, or vectors differ in their lengths; the message names column and
+        item.
+      ValueError: a column that is named does not exist.
+    """
+    if is_path(source) and is_parquet(source):
+        with parquet.parquet_files(source)[0].open() as file:
+            if stored.kind_of(file.schema_arrow) == "item features":
+                return ItemFeatures.load(source)
+    pieces = find_pieces(source)
+    path = pieces[0].path
+    tables = [_table(piece) for piece in pieces]
+    try:
+        table = pa.concat_tables(tables, promote_options="default").combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise DataError.at(path, f"files have other columns: {error}") from error
+    if not len(table):
+        raise DataError.at(path, "has no rows, so there is no item")
+    item = _item_column(path, table, item)
+    others = [n for n in table.column_names if n != item]
+    others = [n for n in others if not n.startswith("__index_level_")]
+    for what, given in (("columns", columns or ()), ("tags", tags), ("words", words)):
+        if unknown := [name for name in given if name not in others]:
+            raise ValueError(
+                f"{what} has {quoted(unknown)}, but the columns are {quoted(others, count=20)}"
+            )
+    if columns is not None:
+        others = [n for n in others if n in columns]
+    names = _one(table.column(item))
+    if (missing := are_missing(names)).any():
+        raise DataError.at(
+            path,
+            f"{item!r} of row {int(np.argmax(missing)):,} is empty; name each item",
+        )
+    items = as_names(names)
+    read = _Read(path, items, separator)
+    parts: list[_Tags] = []
+    vectors: list[np.ndarray] = []
+    for name in others:
+        column = _one(table.column(name))
+        type_ = column.type
+        inner = type_.value_type if is_list(type_) else type_
+        if name in words:
+            parts.append(read.words(name, column))
+        elif pt.is_null(type_):
+            raise read.wrong(name, "has no value at all; leave it out (columns=...)")
+        elif is_list(type_) and (pt.is_floating(inner)):
+            vectors.append(read.vectors(name, column))
+        elif pt.is_boolean(type_):
+            parts.append(read.flags(name, column))
+        elif is_list(type_) or is_text(type_) or name in tags:
+            if not is_name(inner):
+                raise read.wrong(name, f"is {type_}, which cannot be tags")
+            parts.append(read.tags(name, column))
+        elif pt.is_integer(type_) or pt.is_floating(type_) or pt.is_decimal(type_):
+            parts.append(read.numbers(name, column))
+        else:
+            raise read.wrong(name, f"is {type_}; leave it out (columns=...)")
+    if not parts and not vectors:
+        raise DataError.at(path, f"has no column but {item!r}; items need content")
+    try:
+        return ItemFeatures(
+            item_names=items,
+            tag_names=as_names([name for part in parts for name in part.names]),
+            tags=_joined([part.matrix for part in parts], len(items)),
+            vectors=np.concatenate(vectors, axis=1) if vectors else None,
+            numbers={k: v for part in parts for k, v in part.numbers.items()},
+        )
+    except ValueError as error:
+        raise DataError.at(path, str(error)) from error
+
+
+class _Tags(NamedTuple):
+    names: list[str]
+    matrix: scipy.sparse.csr_array
+    numbers: Mapping[str, tuple[float, float]] = {}
+
+
+class _Read(NamedTuple):
+    """How columns of a table become content."""
+
+    path: Path
+    items: np.ndarray
+    separator: str
+
+    def wrong(self, column: str, problem: str, at: int | None = None) -> DataError:
+        of = "" if at is None else f" of item {str(self.items[at])!r}"
+        return DataError.at(self.path, f"column {column!r}{of} {problem}")
+
+    def tags(self, name: str, column: pa.Array) -> _Tags:
+        """A cell, or each entry of a list, is a tag."""
+        rows = np.arange(len(column))
+        if is_list(column.type):
+            lengths = arrow.numbers(column.value_lengths().fill_null(0))
+            rows, column = np.repeat(rows, lengths), column.flatten()
+        kept = ~are_missing(column)
+        rows, column = rows[kept], column.filter(pa.array(kept.tolist()))
+        found = as_names(column)
+        if is_text(column.type) and self.separator:
+            cut = [str(cell).split(self.separator) for cell in found]
+            rows = np.repeat(rows, [len(cell) for cell in cut])
+            texts = [text.strip() for cell in cut for text in cell]
+            full = np.array([bool(text) for text in texts], bool)
+            rows, found = rows[full], as_names([text for text in texts if text])
+        return self._of(name, "=", rows, found)
+
+    def words(self, name: str, column: pa.Array) -> _Tags:
+        if not is_text(column.type):
+            raise self.wrong(name, f"is {column.type}, which has no words")
+        cut = [_WORD.findall((cell or "").lower()) for cell in column.to_pylist()]
+        rows = np.repeat(np.arange(len(cut)), [len(cell) for cell in cut])
+        return self._of(name, ":", rows, as_names([w for cell in cut for w in cell]))
+
+    def flags(self, name: str, column: pa.Array) -> _Tags:
+        true = np.array([bool(cell) for cell in column.to_pylist()], bool)
+        if not true.any():
+            raise self.wrong(name, "is true for no item; leave it out (columns=...)")
+        shape = len(self.items), 1
+        rows = np.flatnonzero(true)
+        ones = np.ones(len(rows), np.float32)
+        matrix = scipy.sparse.csr_array((ones, (rows, 0 * rows)), shape=shape)
+        return _Tags([name], matrix)
+
+    def numbers(self, name: str, column: pa.Array) -> _Tags:
+        rows = np.flatnonzero(
+            ~arrow.numbers(column.is_null().cast(pa.int8())).astype(bool)
+        )
+        values = arrow.numbers(column.drop_null().cast(pa.float64()))
+        if not np.isfinite(values).all():
+            at = int(np.argmin(np.isfinite(values)))
+            raise self.wrong(name, f"is {values[at]}; leave the cell empty", rows[at])
+        mean, deviation = float(values.mean()) if len(values) else 0.0, 0.0
+        if len(values):
+            deviation = float(values.std())
+        if not deviation > 1e-12 * max(abs(mean), 1e-300):
+            value = f"is {values[0]} for all items" if len(values) else "has no value"
+            raise self.wrong(name, f"{value}, which says nothing; leave it out")
+        values = ((values - mean) / deviation).astype(np.float32)
+        shape = len(self.items), 1
+        matrix = scipy.sparse.csr_array((values, (rows, 0 * rows)), shape=shape)
+        return _Tags([name], matrix, {name: (mean, deviation)})
+
+    def vectors(self, name: str, column: pa.Array) -> np.ndarray:
+        lengths = arrow.numbers(column.value_lengths().fill_null(0))
+        there = lengths > 0
+        if not there.any():
+            raise self.wrong(name, "has no vector; leave it out (columns=...)")
+        width = int(lengths[np.argmax(there)])
+        if (other := there & (lengths != width)).any():
+            at = int(np.argmax(other))
+            raise self.wrong(
+                name, f"has {lengths[at]:,} numbers, others have {width:,}", at
+            )
+        flat = column.flatten()
+        half = pt.is_float16(flat.type)
+        if flat.null_count:
+            at = int(np.argmax(arrow.numbers(flat.is_null().cast(pa.int8()))))
+            raise self.wrong(
+                name, "has an empty number", np.flatnonzero(there)[at // width]
+            )
+        given = arrow.numbers(flat).reshape(-1, width)
+        made = np.zeros((len(self.items), width), np.float16 if half else np.float32)
+        with np.errstate(over="ignore"):
+            made[there] = given
+        finite = np.isfinite(made).all(axis=1)
+        if not finite.all():
+            at = int(np.argmin(finite))
+            where = int(np.argmin(np.isfinite(made[at])))
+            raise self.wrong(name, f"has {made[at, where]} at place {where}", at)
+        if not made.any():
+            raise self.wrong(name, "has zeros alone, which say nothing; leave it out")
+        return made
+
+    def _of(self, name: str, sign: str, rows: np.ndarray, texts: np.ndarray) -> _Tags:
+        if not len(texts):
+            raise self.wrong(name, "has no value at all; leave it out (columns=...)")
+        distinct, codes = numbered(texts)
+        order = np.argsort(distinct, kind="stable")
+        place = np.empty_like(order)
+        place[order] = np.arange(len(order))
+        shape = len(self.items), len(distinct)
+        ones = np.ones(len(rows), np.float32)
+        matrix = scipy.sparse.csr_array((ones, (rows, place[codes])), shape=shape)
+        matrix.sum_duplicates()
+        matrix.data[:] = 1
+        return _Tags([f"{name}{sign}{text}" for text in distinct[order]], matrix)
+
+
+def _joined(parts: list[scipy.sparse.csr_array], items: int) -> scipy.sparse.csr_array:
+    if not parts:
+        return scipy.sparse.csr_array((items, 0), dtype=np.float32)
+    made = scipy.sparse.csr_array(scipy.sparse.hstack(parts), dtype=np.float32)
+    made.sort_indices()
+    return made
+
+
+def _one(column: pa.ChunkedArray) -> pa.Array:
+    found = column.combine_chunks()
+    if isinstance(found, pa.ChunkedArray):
+        found = pa.concat_arrays(found.chunks or [pa.nulls(0, column.type)])
+    if pt.is_dictionary(found.type):
+        found = found.cast(found.type.value_type)
+    if pt.is_fixed_size_list(found.type):
+        # Its nulls would have entries.
+        found = found.cast(pa.large_list(found.type.value_type))
+    return found
+
+
+def _item_column(path: Path, table: pa.Table, given: str | None) -> str:
+    known = table.column_names
+    if given is not None:
+        if given not in known:
+            raise ValueError(
+                f"item={given!r}, but the columns are {quoted(known, count=20)}"
+            )
+        return given
+    found = [name for name in known if role_of(name) == "item"]
+    found = ["item"] if "item" in found else found
+    if len(found) != 1:
+        what = "no column has" if not found else f"{quoted(found)} have"
+        raise DataError.at(
+            path,
+            f"{what} a name of items; say which it is: item=COLUMN, of {quoted(known)}",
+        )
+    return found[0]
+
+
+def _table(piece: Piece) -> pa.Table:
+    """All rows of a file or of a table in memory."""
+    path = piece.path
+    if piece.table is not None:
+        return piece.table.read_all()
+    if piece.file is not None or is_parquet(path):
+        files = [piece.file] if piece.file else parquet.parquet_files(path)
+        tables = []
+        for source in files:
+            with source.open() as file:
+                tables.append(file.read())
+        return pa.concat_tables(tables, promote_options="default")
+    start = head(path).data.lstrip()
+    if start.startswith(b"{"):
+        try:
+            first = json.loads(start.partition(b"\n")[0])
+        except ValueError:  # an object of several lines, or a very long one
+            return _json(path)
+        are_lines = any(name == "item" or role_of(name) == "item" for name in first)
+        return _json_lines(path) if are_lines else _json(path)
+    if start.startswith(b"["):
+        return _json(path)
+    return _csv(path)
+
+
+def _json_lines(path: Path) -> pa.Table:
+    schema = json_lines.first_rows(path).schema
+    cells = json_lines.json_cells(path, schema, {name: name for name in schema.names})
+    batches = [pa.table(block.columns) for block in cells]
+    return pa.concat_tables(batches)
+
+
+def _json(path: Path) -> pa.Table:
+    """One object with the tags of each item; or a list of objects."""
+    with open_data(path) as stream:
+        try:
+            found = json.load(stream)
+        except ValueError as error:
+            raise DataError.at(path, f"is not JSON: {error}") from error
+    if isinstance(found, list):
+        if not all(isinstance(each, dict) for each in found):
+            raise DataError.at(path, "is a JSON list, but not of objects")
+        return _table(find_pieces(found)[0]) if found else pa.table({})
+    try:
+        lists = pa.array(list(found.values()))
+    except pa.ArrowException as error:
+        raise DataError.at(path, f"has values of several types: {error}") from error
+    if not is_list(lists.type):
+        raise DataError.at(
+            path, 'is a JSON object, but not with a list for each item: {"tea": [4, 7]}'
+        )
+    return pa.table({"item": pa.array(list(found)), _ATTRIBUTES: lists})
+
+
+def _csv(path: Path) -> pa.Table:
+    first = head(path).data.lstrip(b"\n").partition(b"\n")[0]
+    delimiter = (
+        "\t"
+        if b"\t" in first
+        else ";"
+        if first.count(b";") > first.count(b",")
+        else ","
+    )
+    with open_data(path) as stream:
+        try:
+            return pyarrow.csv.read_csv(
+                stream,
+                parse_options=pyarrow.csv.ParseOptions(
+                    delimiter=delimiter, newlines_in_values=True
+                ),
+                convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True),
+            )
+        except pa.ArrowInvalid as error:
+            raise DataError.at(path, f"cannot be read as CSV: {error}") from error

@@ -1,0 +1,269 @@
+"""Content of items: tags, numbers and vectors, a row for each item."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+import pyarrow as pa
+import scipy.sparse
+
+from sparsejax.data.files import arrow, stored
+from sparsejax.data.files import names as _names
+from sparsejax.data.files.names import FeatureNames, Names
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.sets import vocabulary
+
+VERSION = 1
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class ItemFeatures:
+    """Content of items, in host memory: `sparsejax.read_item_features` reads it.
+
+    >>> features = read_item_features([
+    ...     {"item": "tea", "kind": "drink", "words": ["green", "leaf"]},
+    ...     {"item": "rice", "kind": "food", "words": ["white"]},
+    ... ])
+    >>> features.tag_names.tolist()
+    ['kind=drink', 'kind=food', 'words=green', 'words=leaf', 'words=white']
+    >>> features.align(["rice", "salt"]).num_empty
+    1
+
+    Attributes:
+      item_names: `[items]` text.
+      tag_names: `[tags]` text.
+      tags: `[items, tags]` float32, a SciPy matrix. A tag or a word has the value 1, a
+        number its own, as `numbers` says.
+      vectors: `[items, d]` float16 or float32, for example of texts or images; or None.
+        An item without one has zeros.
+      numbers: for the name of each tag that is a number its mean and standard deviation:
+        its values are counted from the one, in units of the other.
+    """
+
+    item_names: Names
+    tag_names: Names
+    tags: scipy.sparse.csr_array
+    vectors: np.ndarray | None = None
+    numbers: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        _names.check_unique(self.item_names, "item")
+        _names.check_unique(self.tag_names, "tag")
+        shape = len(self.item_names), len(self.tag_names)
+        if self.tags.shape != shape:
+            raise ValueError(f"tags has the shape {self.tags.shape}, expected {shape}")
+        if self.vectors is not None and len(self.vectors) != shape[0]:
+            raise ValueError(
+                f"vectors has {len(self.vectors):,} rows, but there are {shape[0]:,} items"
+            )
+
+    def __repr__(self) -> str:
+        parts = [f"{self.num_items:,} items", f"{len(self.tag_names):,} tags"]
+        if self.vectors is not None:
+            parts.append(f"vectors of {self.vectors.shape[1]:,} {self.vectors.dtype}")
+        return f"ItemFeatures({', '.join(parts)})"
+
+    @property
+    def num_items(self) -> int:
+        return len(self.item_names)
+
+    @property
+    def num_empty(self) -> int:
+        """Number of items of which nothing is known."""
+        empty = np.diff(self.tags.indptr) == 0
+        if self.vectors is not None:
+            empty &= ~self.vectors.any(axis=1)
+        return int(empty.sum())
+
+    def names_after(self, items: FeatureNames | Iterable[object]) -> Names:
+        """The names of the given items, then those of the items here that are new.
+
+        So data gets items that no event has: `data.align_features(features.names_after(data))`.
+        """
+        known = _names.of_features(items)
+        return vocabulary.appended(known, _names.spelled_like(self.item_names, known))
+
+    def align(self, items: FeatureNames | Iterable[object]) -> ItemFeatures:
+        """The content of the given items, in their order. An item that is not here is empty.
+
+        Args:
+          items: names, or a data set whose features they are.
+
+        Raises:
+          ValueError: none of the items is here: this is the content of others.
+        """
+        wanted = _names.of_features(items)
+        own = _names.spelled_like(self.item_names, wanted)
+        found = _names.find_names(wanted, own)
+        if len(wanted) and not (found >= 0).any():
+            raise ValueError(
+                f"none of {len(wanted):,} items ({_names.quoted(wanted)}) has content: it is "
+                f"of others ({_names.quoted(own)}); are these the same names?"
+            )
+        # The last row, which is empty, where there is none.
+        tags = self.tags.copy()
+        tags.resize((self.num_items + 1, tags.shape[1]))
+        vectors = self.vectors
+        if vectors is not None:
+            taken = np.zeros((len(wanted), vectors.shape[1]), vectors.dtype)
+            taken[found >= 0] = vectors[found[found >= 0]]
+            vectors = taken
+        return dataclasses.replace(
+            self,
+            item_names=wanted,
+            tags=scipy.sparse.csr_array(
+                tags[np.where(found < 0, self.num_items, found)]
+            ),
+            vectors=vectors,
+        )
+
+    def like(self, known: ItemFeatures) -> ItemFeatures:
+        """The same items, with the tags of others in their order, and numbers in their units.
+
+        So content of new items fits a model. Tags that the others lack are left out.
+
+        Raises:
+          ValueError: there are no vectors where the others have some, or of another width,
+            or no tag is known.
+        """
+        width, others = (
+            0 if each.vectors is None else each.vectors.shape[1]
+            for each in (self, known)
+        )
+        if width != others:
+            raise ValueError(
+                f"these items have vectors of {width:,} numbers, but those that the model "
+                f"knows have {others:,}; make them by the same model of texts or images"
+            )
+        place = _names.find_names(self.tag_names, known.tag_names)
+        if len(known.tag_names) and len(self.tag_names) and not (place >= 0).any():
+            raise ValueError(
+                f"no tag ({_names.quoted(self.tag_names)}) is one that the model knows "
+                f"({_names.quoted(known.tag_names)}); give the same columns"
+            )
+        tags = scipy.sparse.coo_array(self.tags)
+        row, column = tags.coords
+        values = tags.data.astype(np.float64)
+        for name, (mean, deviation) in self.numbers.items():
+            if name in known.numbers:
+                at = column == np.flatnonzero(self.tag_names == name)[0]
+                center, unit = known.numbers[name]
+                values[at] = (values[at] * deviation + mean - center) / unit
+        kept = place[column] >= 0
+        shape = self.num_items, len(known.tag_names)
+        made = scipy.sparse.csr_array(
+            (values[kept], (row[kept], place[column[kept]])), shape=shape
+        )
+        vectors = self.vectors
+        if vectors is not None and known.vectors is not None:
+            vectors = vectors.astype(known.vectors.dtype)
+        return dataclasses.replace(
+            self,
+            tag_names=known.tag_names,
+            tags=made.astype(np.float32),
+            numbers=known.numbers,
+            vectors=vectors,
+        )
+
+    def save(self, path: Path) -> None:
+        """Writes a Parquet file that `load` reads, whole or not at all.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        ends = arrow.from_numbers(self.tags.indptr.astype(np.int64))
+        columns: dict[str, pa.Array] = {
+            "item": _names.to_arrow(self.item_names),
+            "tags": pa.LargeListArray.from_arrays(
+                ends, arrow.from_numbers(self.tags.indices.astype(np.int32))
+            ),
+            "values": pa.LargeListArray.from_arrays(
+                ends, arrow.from_numbers(self.tags.data.astype(np.float32))
+            ),
+            "tag": _names.to_arrow(self.tag_names),
+        }
+        if self.vectors is not None:
+            count, width = self.vectors.shape
+            columns["vector"] = pa.LargeListArray.from_arrays(
+                arrow.from_numbers(np.arange(count + 1, dtype=np.int64) * width),
+                arrow.from_numbers(self.vectors.reshape(-1)),
+            )
+        facts = {"version": VERSION, "numbers": dict(self.numbers)}
+        document = json.dumps(facts).encode()
+        metadata = {_CHECKSUM: self._checksum()}
+        stored.write(
+            path, "item features", columns, document, metadata, group_rows=2**14
+        )
+
+    @classmethod
+    def load(cls, path: Path) -> ItemFeatures:
+        """Reads what `save` wrote.
+
+        Raises:
+          DataError: the file is missing, is not such a file, or is damaged.
+        """
+        with stored.one_file(path).open() as file:
+            schema = file.schema_arrow
+            if stored.kind_of(schema) != "item features":
+                raise DataError.at(
+                    path,
+                    "holds no saved features of items; read other files with "
+                    "read_item_features",
+                )
+            facts = json.loads(stored.stated(schema, "item features"))
+            if facts["version"] != VERSION:
+                raise DataError.at(
+                    path,
+                    f"is of version {facts['version']}, but this release reads version "
+                    f"{VERSION}; install a newer release",
+                )
+            table = file.read()
+            columns = {
+                name: table.column(name).combine_chunks().drop_null()
+                for name in table.column_names
+            }
+            items, tags = (_names.as_names(columns[name]) for name in ("item", "tag"))
+            lengths = arrow.numbers(columns["tags"].value_lengths())
+            flat = {
+                name: arrow.numbers(column.flatten())
+                for name, column in columns.items()
+                if name in ("tags", "values", "vector")
+            }
+            matrix = scipy.sparse.csr_array(
+                (flat["values"], flat["tags"], np.append(0, np.cumsum(lengths))),
+                shape=(len(items), len(tags)),
+            )
+            vectors = None
+            if "vector" in flat:
+                vectors = flat["vector"].reshape(len(items), -1)
+            numbers = {name: tuple(pair) for name, pair in facts["numbers"].items()}
+            made = cls(
+                item_names=items,
+                tag_names=tags,
+                tags=matrix,
+                vectors=vectors,
+                numbers=numbers,
+            )
+        if (schema.metadata or {}).get(_CHECKSUM) != made._checksum():
+            raise DataError.at(
+                path, "is damaged: its checksum does not fit its content"
+            )
+        return made
+
+    def _checksum(self) -> bytes:
+        leaves = [stored.names_as_bytes(n) for n in (self.item_names, self.tag_names)]
+        leaves += [
+            self.tags.indptr.astype(np.int64).tobytes(),
+            self.tags.indices.astype(np.int32).tobytes(),
+            self.tags.data.astype(np.float32).tobytes(),
+            b""
+            if self.vectors is None
+            else np.ascontiguousarray(self.vectors).tobytes(),
+        ]
+        return f"{stored.checksum(leaves):08x}".encode()
+
+
+_CHECKSUM = b"sparsejax.item_features.crc32"

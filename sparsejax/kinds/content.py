@@ -1,0 +1,88 @@
+"""Content of items in models of items and of histories."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data.files.names import FeatureNames
+from sparsejax.data.reading.sources import num_columns
+from sparsejax.data.sets.item_features import ItemFeatures
+from sparsejax.nn.item_content import ContentSizes, ItemContent
+
+
+def content_of(model: Any) -> ItemContent | None:
+    """The content that a model has in its output layer, if any."""
+    return getattr(getattr(model, "output", None), "content", None)
+
+
+def fitting(features: ItemFeatures, items: Any) -> ItemFeatures:
+    """Content of the items of a data set, in their order.
+
+    Args:
+      features: matched by name, or by place if the data have no names.
+      items: the data, whose features are the items.
+
+    Raises:
+      TypeError: `features` are something else.
+      ValueError: no item has content, or the numbers of items differ.
+    """
+    if not isinstance(features, ItemFeatures):
+        raise TypeError(
+            "item_features are what sparsejax.read_item_features reads, got "
+            f"{type(features).__name__}"
+        )
+    if isinstance(items, FeatureNames):
+        return features.align(items)
+    count = num_columns("data", items)
+    if features.num_items != count:
+        raise ValueError(
+            f"the data have {count:,} items without names, but there is content of "
+            f"{features.num_items:,}; give content of each, in their order"
+        )
+    return features
+
+
+def sizes_of(features: ItemFeatures) -> ContentSizes:
+    return ContentSizes.of(*_parts(features))
+
+
+def set_content(model: Any, features: ItemFeatures, *, new: bool) -> None:
+    """Gives a model the content of its items.
+
+    Args:
+      model: made for content of these sizes.
+      features: of its items, in their order.
+      new: whether the model is not trained yet.
+    """
+    content = content_of(model)
+    assert content is not None
+    content.set_to(*_parts(features))
+    if new:
+        content.scale_start()
+
+
+def count_entries(model: Any, counts: np.ndarray) -> None:
+    """Tells a model with content how many entries each item has in the training data.
+
+    An item keeps the largest number that it ever had, so that training with a later part of
+    the data forgets no item.
+    """
+    if (content := content_of(model)) is not None:
+        known = np.asarray(content.entries[...])[: len(counts)]
+        content.set_entries(np.maximum(known, counts))
+
+
+def check_counted(model: Any) -> None:
+    """Raises NotImplementedError if a model has content, as scanned data is not counted."""
+    if content_of(model) is not None:
+        raise NotImplementedError(
+            "a model with content of its items has to know how many entries each item has, "
+            "and scanned data is not counted; read it into memory"
+        )
+
+
+def _parts(features: ItemFeatures):
+    tags = features.tags if len(features.tag_names) else None
+    return tags, features.vectors

@@ -1,0 +1,211 @@
+"""Content of items, read from each form, aligned, saved, and refused."""
+
+import gzip
+import json
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import sparsejax as sj
+
+ROWS = [
+    {"item": "tea", "kind": "drink", "price": 4.0, "title": "Green Tea, green!"},
+    {"item": "rice", "kind": "food|grain", "price": 2.0, "title": "Rice"},
+    {"item": "salt", "kind": None, "price": None, "title": ""},
+]
+# What ROWS say, by name of tag.
+TAGS = {
+    "tea": {"kind=drink": 1, "price": 1, "title:green": 1, "title:tea": 1},
+    "rice": {"kind=food": 1, "kind=grain": 1, "price": -1, "title:rice": 1},
+    "salt": {},
+}
+
+
+def as_dicts(features):
+    dense = features.tags.toarray()
+    return {
+        str(item): {
+            str(features.tag_names[t]): float(row[t]) for t in np.flatnonzero(row)
+        }
+        for item, row in zip(features.item_names, dense, strict=True)
+    }
+
+
+def written(folder, form):
+    path = folder / f"items.{form}"
+    if form in ("csv", "tsv", "csv.gz"):
+        comma = "\t" if form == "tsv" else ","
+        lines = [["item", "kind", "price", "title"]]
+        lines += [["" if r[k] is None else f"{r[k]}" for k in lines[0]] for r in ROWS]
+        quoted = [[f'"{c}"' if "," in c else c for c in line] for line in lines]
+        text = "\n".join(comma.join(line) for line in quoted) + "\n"
+        raw = text.encode()
+        path.write_bytes(gzip.compress(raw) if form.endswith("gz") else raw)
+    elif form == "parquet":
+        pq.write_table(pa.Table.from_pylist(ROWS), path)
+    elif form == "jsonl":
+        path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    elif form == "json":
+        path.write_text(json.dumps(ROWS, indent=1))
+    elif form == "table":
+        return pa.Table.from_pylist(ROWS)
+    else:
+        return ROWS
+    return path
+
+
+@pytest.mark.parametrize(
+    "form", ["csv", "tsv", "csv.gz", "parquet", "jsonl", "json", "table", "dicts"]
+)
+def test_each_form_says_the_same(tmp_path, form):
+    features = sj.read_item_features(written(tmp_path, form), words=["title"])
+    assert as_dicts(features) == TAGS
+    assert features.numbers == {"price": (3.0, 1.0)}
+    assert features.num_empty == 1
+
+
+def test_vectors_of_texts_stay_small(tmp_path):
+    vectors = np.arange(8, dtype=np.float16).reshape(2, 4)
+    table = pa.table(
+        {
+            "item": [7, 9, 11],
+            "text": pa.array([vectors[0], None, vectors[1]], pa.list_(pa.float16())),
+        }
+    )
+    pq.write_table(table, tmp_path / "vectors.parquet")
+    features = sj.read_item_features(tmp_path / "vectors.parquet")
+    assert features.vectors is not None and features.vectors.dtype == np.float16
+    np.testing.assert_array_equal(features.vectors, [vectors[0], [0] * 4, vectors[1]])
+    fixed = table.set_column(
+        1, "text", pa.array([vectors[0], None, vectors[1]], pa.list_(pa.float16(), 4))
+    )
+    np.testing.assert_array_equal(
+        sj.read_item_features(fixed).vectors, features.vectors
+    )
+    both = sj.read_item_features(table.append_column("two", table["text"]))
+    assert both.vectors is not None and both.vectors.shape == (3, 8)
+
+
+def test_attributes_in_one_json_object(tmp_path):
+    path = tmp_path / "attributes.json"
+    path.write_text('{"4": [1, 2],\n "83": [2], "5": []}')
+    features = sj.read_item_features(path)
+    assert as_dicts(features) == {
+        "4": {"attributes=1": 1, "attributes=2": 1},
+        "83": {"attributes=2": 1},
+        "5": {},
+    }
+
+
+def test_aligned_with_items_that_have_none_and_new_ones():
+    features = sj.read_item_features(ROWS, words=["title"])
+    data = sj.data.from_arrow(
+        pa.table({"user": ["a", "a", "b"], "item": ["rice", "milk", "tea"]})
+    )
+    aligned = features.align(data)
+    assert aligned.item_names.tolist() == data.feature_names.tolist()
+    found = as_dicts(aligned)
+    assert found.pop("milk") == {} and found == {k: TAGS[k] for k in ("rice", "tea")}
+    # New items can be in the vocabulary, too.
+    longer = data.align_features(features.names_after(data))
+    assert longer.feature_names[:3].tolist() == data.feature_names.tolist()
+    assert as_dicts(features.align(longer)) == TAGS | {"milk": {}}
+
+
+def test_numbers_of_names_that_pandas_has_made_floats():
+    features = sj.read_item_features(
+        [{"item": "7.0", "x": "a"}, {"item": "8", "x": "b"}]
+    )
+    assert features.align(["8", "7"]).num_empty == 0
+
+
+def test_new_items_in_the_units_of_known_ones():
+    known = sj.read_item_features(ROWS, words=["title"])
+    new = sj.read_item_features(
+        [
+            {"item": "oat", "kind": "grain", "price": 5.0, "title": "new RICE"},
+            {"item": "oil", "kind": "food", "price": 9.0, "title": ""},
+        ],
+        words=["title"],
+    ).like(known)
+    assert new.tag_names.tolist() == known.tag_names.tolist()
+    assert as_dicts(new) == {
+        "oat": {"kind=grain": 1, "price": 2, "title:rice": 1},
+        "oil": {"kind=food": 1, "price": 6},
+    }
+    with pytest.raises(ValueError, match="no tag .* is one that the model knows"):
+        sj.read_item_features([{"item": "oat", "brand": "x"}]).like(known)
+    vectors = sj.read_item_features([{"item": "oat", "v": [0.5, 1.0]}])
+    with pytest.raises(ValueError, match="vectors of 2 numbers, but .* have 0"):
+        vectors.like(known)
+
+
+def test_saved_and_damaged(tmp_path):
+    rows = [row | {"v": [float(i), 1.0]} for i, row in enumerate(ROWS)]
+    features = sj.read_item_features(rows, words=["title"])
+    path = tmp_path / "features.parquet"
+    features.save(path)
+    for found in (sj.ItemFeatures.load(path), sj.read_item_features(path)):
+        assert as_dicts(found) == TAGS and found.numbers == features.numbers
+        np.testing.assert_array_equal(found.vectors, features.vectors)
+        assert found.vectors is not None and found.vectors.dtype == np.float32
+    table = pq.read_table(path)
+    changed = table.set_column(
+        0,
+        "item",
+        pa.array(
+            ["oat", "rice", "salt", *[None] * (len(table) - 3)], pa.large_string()
+        ),
+    )
+    pq.write_table(changed.replace_schema_metadata(table.schema.metadata), path)
+    with pytest.raises(sj.DataError, match="checksum does not fit"):
+        sj.ItemFeatures.load(path)
+    pq.write_table(pa.table({"item": ["a"]}), path)
+    with pytest.raises(sj.DataError, match="no saved features of items"):
+        sj.ItemFeatures.load(path)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "message"),
+    [
+        ([{"item": "a", "x": 1}, {"item": "a", "x": 2}], {}, "item names must be unique.*'a'"),
+        ([{"item": "a", "x": 1.0}, {"item": "b", "x": float("nan")}], {}, "column 'x' of item 'b' is nan"),
+        ([{"item": "a", "v": [1.0, 2.0]}, {"item": "b", "v": [1.0, float("inf")]}], {}, "column 'v' of item 'b' has inf at place 1"),
+        ([{"item": "a", "v": [1.0, 2.0]}, {"item": "b", "v": [1.0]}], {}, "column 'v' of item 'b' has 1 numbers, others have 2"),
+        ([{"item": "a", "v": [0.0, 0.0]}], {}, "column 'v' has zeros alone"),
+        ([{"item": "a", "x": 0}, {"item": "b", "x": 0}], {}, "column 'x' is 0.0 for all items"),
+        ([{"item": "a", "x": "", "y": 1}], {"columns": ["x"]}, "column 'x' has no value at all"),
+        ([{"item": "a"}], {}, "no column but 'item'"),
+        ([{"item": None, "x": 1}], {}, "'item' of row 0 is empty"),
+        ([{"x": 1, "y": 2}], {}, "no column has a name of items"),
+        ([{"item": "a", "x": 1}], {"words": ["z"]}, "words has 'z', but the columns are 'x'"),
+        ([{"item": "a", "x": 1}], {"words": ["x"]}, "column 'x' is int64, which has no words"),
+        ([{"item": "a", "x": {"y": 1}}], {}, "column 'x' is struct"),
+        ([{"item": "a", "x": False}], {}, "is true for no item"),
+    ],
+)  # fmt: skip
+def test_wrong_content_names_column_and_item(rows, options, message):
+    with pytest.raises(ValueError, match=message):
+        sj.read_item_features(rows, **options)
+
+
+def test_content_of_other_items():
+    features = sj.read_item_features(ROWS)
+    with pytest.raises(
+        ValueError, match="none of 2 items .*'x', 'y'.* has content.*'tea'"
+    ):
+        features.align(["x", "y"])
+
+
+def test_no_json(tmp_path):
+    path = tmp_path / "x.json"
+    for text, message in (
+        ('{"a": [1', "is not JSON"),
+        ('{"a": 1}', "not with a list"),
+        ("[1]", "not of objects"),
+    ):
+        path.write_text(text)
+        with pytest.raises(sj.DataError, match=message):
+            sj.read_item_features(path)

@@ -1,0 +1,254 @@
+"""Vectors of items with content, and their gradients, against dense float64."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import scipy.sparse
+from flax import nnx
+from jax.sharding import AxisType
+from tolerances import assert_close
+
+import sparsejax as sj
+from sparsejax.nn import ContentSizes, ItemContent, item_content
+from sparsejax.sequence.build import build_sequence_model
+
+ITEMS, TAGS, WIDTH = 1100, 37, 8
+
+
+def near(got, want, dtype, terms):
+    """Sums of many terms that cancel are as exact as the largest of them."""
+    largest = np.abs(want).max()
+    assert_close(got, want, terms=terms, magnitude=largest, dtype=dtype)
+
+
+def some_tags(items=ITEMS, seed=0):
+    """Rows without tags, one with all of them, values of both signs."""
+    rng = np.random.default_rng(seed)
+    dense = (rng.random((items, TAGS)) < 0.08) * rng.uniform(-1, 2, (items, TAGS))
+    dense[::7], dense[3] = 0, 1
+    return scipy.sparse.csr_array(dense)
+
+
+def some_vectors(items=ITEMS, dtype=np.float16, seed=1):
+    vectors = np.random.default_rng(seed).standard_normal((items, 5))
+    vectors[::5] = 0
+    return vectors.astype(dtype)
+
+
+def some_counts(items=ITEMS):
+    return np.random.default_rng(2).integers(0, 9, items)
+
+
+def some_content(tags, vectors, items=ITEMS) -> Any:
+    sizes = ContentSizes.of(tags, vectors)
+    content = ItemContent(items, WIDTH, sizes, rngs=nnx.Rngs(0))
+    content.set_to(tags, vectors)
+    content.set_entries(some_counts(items))
+    return content
+
+
+def dense_parts(content, tags, vectors):
+    """a, its derivative, and the rows that T and V are multiplied with, in float64."""
+    n = np.asarray(content.entries[...], np.float64)
+    half = np.exp(float(content.log_half[...]))
+    a, slope = n / (n + half), -n * half / (n + half) ** 2
+    rows = len(n)
+    t = np.zeros((rows, 1 if tags is None else content.tag_kernel.shape[0]))
+    if tags is not None:
+        dense = tags.toarray()
+        norms = np.linalg.norm(dense, axis=1, keepdims=True)
+        t[: tags.shape[0], : tags.shape[1]] = dense / np.where(norms > 0, norms, 1)
+    v = np.zeros((rows, 1 if vectors is None else vectors.shape[1]))
+    if vectors is not None:
+        v[: len(vectors)] = vectors.astype(np.float64)
+    return a, slope, t, v
+
+
+def kernel_of(parameter, like):
+    if parameter is None:
+        return np.zeros((like.shape[1], WIDTH))
+    return np.asarray(parameter[...], np.float64)
+
+
+@pytest.mark.parametrize(
+    ("with_tags", "with_vectors", "chunk", "dtype"),
+    [
+        (True, True, 2**16, jnp.float32),
+        (True, True, 300, jnp.float32),
+        (True, False, 300, jnp.float32),
+        (False, True, 1, jnp.float32),
+        (True, True, 300, jnp.bfloat16),
+    ],
+)
+def test_vectors_and_gradients(monkeypatch, with_tags, with_vectors, chunk, dtype):
+    monkeypatch.setattr(item_content, "CHUNK_ITEMS", chunk)
+    tags = some_tags() if with_tags else None
+    vectors = some_vectors() if with_vectors else None
+    content = some_content(tags, vectors)
+    check(content, tags, vectors, dtype)
+
+
+def check(content, tags, vectors, dtype, place=lambda x: x):
+    rng = np.random.default_rng(3)
+    a, slope, t, v = dense_parts(content, tags, vectors)
+    r, g = (
+        rng.standard_normal((len(a), WIDTH)).astype(np.float32).astype(np.float64)
+        for _ in range(2)
+    )
+    r[content.items :] = 0
+    g = np.asarray(jnp.asarray(g, dtype), np.float64)
+
+    @nnx.jit
+    def both(content, r, g):
+        def f(content, r):
+            made = content.vectors_with(r, dtype)
+            return jnp.sum(made.astype(jnp.float32) * g), made
+
+        grad = nnx.value_and_grad(f, argnums=(0, 1), has_aux=True)
+        (_, made), slopes = grad(content, r)
+        return made, *slopes
+
+    made, of_content, of_rows = both(
+        content, place(np.float32(r)), place(np.float32(g))
+    )
+    assert made.dtype == dtype
+    kernels = kernel_of(content.tag_kernel, t), kernel_of(content.vector_kernel, v)
+    wanted = a[:, None] * r + t @ kernels[0] + v @ kernels[1]
+    near(np.asarray(made, np.float64), wanted, dtype, 64)
+    assert not np.asarray(made)[content.items :].any()
+    near(of_rows, a[:, None] * g, dtype, 4)
+    terms = len(a)
+    near(of_content["log_half"][...], np.sum(slope * (g * r).sum(1)), dtype, terms)
+    if tags is not None:
+        near(of_content["tag_kernel"][...], t.T @ g, dtype, terms)
+    if vectors is not None:
+        near(of_content["vector_kernel"][...], v.T @ g, dtype, terms)
+
+
+@pytest.mark.parametrize(
+    ("shape", "axis_type"),
+    [((2, 4), AxisType.Auto), ((1, 8), AxisType.Explicit), ((8, 1), AxisType.Auto)],
+)
+def test_on_a_mesh(monkeypatch, shape, axis_type):
+    monkeypatch.setattr(item_content, "CHUNK_ITEMS", 100)
+    mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
+    tags, vectors = some_tags(), some_vectors()
+    with jax.set_mesh(mesh):
+        content = some_content(tags, vectors)
+        lies: Any = content.given[...].sharding
+        spec = lies.spec
+        assert "model" in (spec[0] if isinstance(spec[0], tuple) else spec)
+
+        def place(x):
+            return jax.device_put(x, jax.NamedSharding(mesh, spec))
+
+        check(content, tags, vectors, jnp.float32, place)
+
+
+def test_memory_does_not_grow_by_content_in_float32():
+    """What is beside arguments and results is one chunk, at two numbers of items."""
+
+    def temporary(items):
+        sizes = ContentSizes(vectors=256, dtype="float16")
+        content = nnx.eval_shape(
+            lambda: ItemContent(items, WIDTH, sizes, rngs=nnx.Rngs(0))
+        )
+        graph, learned, rest = nnx.split(content, nnx.Param, ...)
+
+        def step(learned, rest, r):
+            def f(learned, r):
+                made = nnx.merge(graph, learned, rest, copy=True).vectors_with(r)
+                return jnp.sum(jnp.sin(made))
+
+            return jax.grad(f, argnums=(0, 1))(learned, r)
+
+        r = jax.ShapeDtypeStruct((items, WIDTH), jnp.float32)
+        made = jax.jit(step).lower(learned, rest, r).compile()
+        analysis: Any = made.memory_analysis()
+        return analysis.temp_size_in_bytes
+
+    few, many = 2**17, 2**18
+    per_item = (temporary(many) - temporary(few)) / (many - few)
+    assert per_item < 4 * 4 * WIDTH  # content is 512 bytes an item, in float32 1,024
+
+
+@pytest.mark.parametrize(("name", "temperature"), [("sasrec", 0.2), ("gru", None)])
+def test_models_of_histories_read_and_score_one_matrix(name, temperature):
+    """Loss and best items are those of a model whose kernel is the finished vectors."""
+    tags, vectors = some_tags(60), some_vectors(60, np.float32)
+    config = {
+        "sasrec": sj.SASRecConfig(
+            max_length=4, width=WIDTH, blocks=1, temperature=temperature
+        ),
+        "gru": sj.GRUConfig(
+            max_length=4, width=WIDTH, blocks=1, temperature=temperature
+        ),
+    }[name]
+    made = [
+        build_sequence_model(config, items=60, content=sizes, rngs=nnx.Rngs(0))
+        for sizes in (ContentSizes.of(tags, vectors), None)
+    ]
+    for model in made:
+        model.eval()
+    with_content, plain = made
+    content: Any = with_content.output.content
+    content.set_to(tags, vectors)
+    content.set_entries(some_counts(60))
+    a, _, t, v = dense_parts(content, tags, vectors)
+    r = np.asarray(with_content.output.kernel[...], np.float64)
+    kernels = kernel_of(content.tag_kernel, t), kernel_of(content.vector_kernel, v)
+    e = a[:, None] * r + t @ kernels[0] + v @ kernels[1]
+    # All other parameters alike: content draws numbers that move them.
+    rest = nnx.state(with_content)
+    rest["output"].pop("content")
+    nnx.update(plain, rest)
+    plain.output.kernel.set_value(jnp.asarray(e, jnp.float32))
+    histories = jnp.array([[0, 7, 59, 3, 3], [5, 1, -1, -1, -1]])
+    want, slopes = nnx.value_and_grad(lambda m: m.loss(histories))(plain)
+    got, found = nnx.value_and_grad(lambda m: m.loss(histories))(with_content)
+    near(got, float(want), jnp.float32, 64)
+    g = np.asarray(slopes["output"]["kernel"][...], np.float64)
+    near(found["output"]["kernel"][...], a[:, None] * g, jnp.float32, 4096)
+    of_content = found["output"]["content"]
+    near(of_content["tag_kernel"][...], t.T @ g, jnp.float32, 4096)
+    near(of_content["vector_kernel"][...], v.T @ g, jnp.float32, 4096)
+    for method in ("top_k", "item_scores"):
+        argument = 5 if method == "top_k" else jnp.array([[0, 59], [4, 4]])
+        a, b = (
+            getattr(m, method)(histories[:, :4], argument)
+            for m in (with_content, plain)
+        )
+        for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_new_items_are_their_content():
+    tags, vectors = some_tags(250), some_vectors(250)
+    content = some_content(tags, vectors, 250)
+    kernel = jnp.ones((512, WIDTH))
+    before = content.vectors_with(kernel[:256])
+    content.add_items(30)
+    after = content.vectors_with(kernel)
+    np.testing.assert_array_equal(after[:250], before[:250])
+    assert not after[250:].any()  # no content and no entries yet
+    content.set_to(some_tags(280), some_vectors(280))
+    a, _, t, v = dense_parts(content, some_tags(280), some_vectors(280))
+    assert not a[250:].any()
+    want = t @ kernel_of(content.tag_kernel, t) + v @ kernel_of(
+        content.vector_kernel, v
+    )
+    near(content.vectors_with(kernel)[250:], want[250:], jnp.float32, 64)
+
+
+def test_wrong_content():
+    tags, vectors = some_tags(20), some_vectors(20)
+    content = some_content(tags, vectors, 20)
+    with pytest.raises(ValueError, match="vectors of 0 numbers, but the model"):
+        content.set_to(tags, None)
+    with pytest.raises(ValueError, match="of 19 items, but the model has 20"):
+        content.set_to(some_tags(19), some_vectors(19))
+    with pytest.raises(ValueError, match="one for each of 20 items"):
+        content.set_entries(np.ones(19))
