@@ -3,22 +3,28 @@
     python benchmarks/serving.py run [--commit NAME] [--output FILE]
     python benchmarks/serving.py table                  anywhere
 
-The model is an untrained autoencoder of 256 hidden units, with cosines and a temperature, and
-has as many items as Gowalla. Rows have 30 items, which are not recommended; k is 20 of the 100
-that the predictor was exported with.
+The model is an untrained autoencoder of 256 hidden units, with cosines and a temperature. On a
+CPU it has as many items as Gowalla; on a GPU a million, in bfloat16. Rows have 30 items, which
+are not recommended; k is 20 of the 100 that the predictor was exported with.
 
-"engine" is the time of packed batches on the device, with the copies of the outputs. "rest"
+"engine" is the time of packed batches on the device, with the copies of the outputs; "device" is
+the time without them, of batches that wait for each other on the device. "read" is the time in
+which a program adds up all numbers of the kernel, which it has to read. "large" does the same with
+ten million items, on a GPU. "rest"
 starts `sparsejax serve` and sends requests of one row over connections that stay open. Their
 times of arrival are drawn ahead (exponential gaps), and latency counts from then on, so a
 service that falls behind shows it. The client works on the same machine: on two cores it takes
-part of what it measures. "most" sends as fast as answers come, over 64 connections.
+part of what it measures. "most" sends as fast as answers come, over 64 connections; on a GPU
+four processes send. "grpc" sends requests of 256 rows, with names as bytes, over 16 calls.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import json
+import math
 import os
 import pathlib
 import re
@@ -28,76 +34,153 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, table, write_section
+from report import RESULTS, command, origin, table, write_section
 
-_ITEMS, _HIDDEN, _LENGTH, _MOST, _K = 40_981, 256, 30, 100, 20
-_ROWS, _RATES, _SECONDS, _CONNECTIONS = (1, 8, 16, 64), (50, 100, 200), 20.0, 64
+_HIDDEN, _LENGTH, _MOST, _K, _CONNECTIONS = 256, 30, 100, 20, 64
+_CALLS, _ROWS_OF_CALL = 16, 256  # of gRPC
+
+
+class Case(NamedTuple):
+    """What is served, and how it is asked.
+
+    Attributes:
+      items: number of them.
+      dtype: of the kernel.
+      rows: of batches on the device.
+      rates: of requests a second.
+      seconds: for each rate.
+      clients: processes that send as many requests as are answered.
+    """
+
+    items: int
+    dtype: str
+    rows: tuple[int, ...]
+    rates: tuple[int, ...]
+    seconds: float
+    clients: int
+
+
+_CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
+_GPU = Case(1_000_000, "bfloat16", (1, 8, 64, 256, 1024), (200, 1000), 8.0, 4)
+_LARGE = Case(10_000_000, "bfloat16", (1, 64, 1024), (), 0.0, 0)
 
 
 def main() -> None:
-    command(__doc__, __file__, {"engine": {}, "rest": {}}, _measure, _write_table)
+    if sys.argv[1:2] == ["client"]:  # one of several processes
+        asyncio.run(_client(*map(int, sys.argv[2:])))
+        return
+    parts = "engine", "rest", "grpc", "large"
+    command(__doc__, __file__, {part: {} for part in parts}, _measure, _write_table)
 
 
 def _measure(part: str) -> Iterator[dict]:
     import jax
 
+    case = _CPU if jax.default_backend() == "cpu" else _GPU
+    if part == "large":
+        if case is _CPU:
+            return
+        case = _LARGE
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model.predictor"
-        _export(path)
+        _export(path, case)
+        jax.clear_caches()
         versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        for result in _engine(path) if part == "engine" else _rest(path):
-            yield result | {"versions": versions}
+        of_part = {"rest": _rest, "grpc": _grpc}.get(part, _engine)
+        for result in of_part(path, case):
+            yield {"items": case.items} | result | {"versions": versions}
 
 
-def _export(path: pathlib.Path) -> None:
+def _export(path: pathlib.Path, case: Case) -> None:
     from flax import nnx
 
     import sparsejax as sj
 
-    config = sj.NetworkConfig.autoencoder((_HIDDEN,), temperature=0.1)
-    model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
-    names = np.char.add("item ", np.arange(_ITEMS).astype(str))
-    sj.export_predictor(model, path, k=_MOST, names=names)
+    size, half = case.items, case.dtype == "bfloat16"
+    config = sj.NetworkConfig.autoencoder(
+        (_HIDDEN,), temperature=0.1, param_dtype=case.dtype, tied=half
+    )
+    model = sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
+    names = [f"item {i}" for i in range(size)] if case.rates else None
+    sj.export_predictor(model, path, k=_MOST, names=names, batch_size=max(case.rows))
 
 
-def _histories(count: int, seed: int = 0) -> list[list[str]]:
+def _numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
     """Rows of distinct items, the popular ones more often."""
     rng = np.random.default_rng(seed)
-    weights = 1 / np.arange(1, _ITEMS + 1)
-    weights /= weights.sum()
-    drawn = (rng.choice(_ITEMS, 2 * _LENGTH, p=weights) for _ in range(count))
-    return [
-        [f"item {i}" for i in dict.fromkeys(ids.tolist())][:_LENGTH] for ids in drawn
-    ]
+    weights = np.cumsum(1 / np.arange(1, case.items + 1))
+    drawn = rng.random((count, 2 * _LENGTH)) * weights[-1]
+    rows = np.searchsorted(weights, drawn).tolist()
+    return [[*dict.fromkeys(row)][:_LENGTH] for row in rows]
 
 
-def _engine(path: pathlib.Path) -> Iterator[dict]:
+def _histories(count: int, case: Case, seed: int = 0) -> list[list[str]]:
+    return [[f"item {i}" for i in row] for row in _numbers(count, case, seed)]
+
+
+def _engine(path: pathlib.Path, case: Case) -> Iterator[dict]:
+    import jax
+    import jax.numpy as jnp
+
     import sparsejax as sj
     from sparsejax.serving.engine import Engine
 
+    part, sizes = "engine" if case.rates else "large", {"bytes": path.stat().st_size}
     began = time.perf_counter()
-    engine = Engine(sj.load_predictor(path))
-    ready = time.perf_counter() - began
-    for rows in _ROWS:
-        given, _ = engine.predictor.model.rows_of_names(_histories(rows))
-        pieces = engine.pieces(given)
-        times = []
+    predictor = sj.load_predictor(path)
+    jax.block_until_ready(predictor.weights)
+    loaded = time.perf_counter() - began
+    engine = Engine(predictor)
+    seconds = {"loaded": loaded, "ready": time.perf_counter() - began}
+    total = jax.jit(lambda kernel: jnp.sum(kernel, axis=0, dtype=jnp.float32))
+    kernel = max(predictor.weights, key=lambda weight: weight.size)
+    read = _queued(lambda: total(kernel)) * 1e3
+    for rows in case.rows:
+        lists = [sorted(row) for row in _numbers(rows, case)]
+        indptr = np.cumsum([0, *map(len, lists)])
+        x = sj.CSR(
+            None, np.concatenate(lists).astype(np.int32), indptr, num_cols=case.items
+        )
+        pieces = engine.pieces([x, x])
+        times, calls = [], []
+        for size, each in pieces:
+            shape = engine.shape_for(size)
+            assert shape is not None
+            calls.append((shape, each))
         for _ in range(60):
             began = time.perf_counter()
-            for size, part in pieces:
-                shape = engine.shape_for(size)
-                assert shape is not None
-                engine.run(shape, engine.packed(shape, [part]))
+            for shape, each in calls:
+                engine.run(shape, engine.packed(shape, [each]))
             times.append(time.perf_counter() - began)
-        found = {"part": "engine", "rows": rows, "batches": len(pieces)}
-        yield found | {"ready": ready} | _milliseconds(times)
+        found = {"part": part, "rows": rows, "batches": len(pieces), "read": read}
+        if len(calls) == 1 and jax.default_backend() != "cpu":
+            ((shape, each),) = calls
+            packed = jax.device_put(engine.packed(shape, [each]))
+            found["device"] = (
+                _queued(lambda s=shape, p=packed: engine.started(s, p)) * 1e3
+            )
+        yield found | sizes | seconds | _milliseconds(times)
+
+
+def _queued(call: Callable[[], object]) -> float:
+    """Seconds of a call on the device, of many that wait there."""
+    import jax
+
+    jax.block_until_ready(call())
+    best = math.inf
+    for _ in range(5):
+        began = time.perf_counter()
+        jax.block_until_ready([call() for _ in range(20)])
+        best = min(best, (time.perf_counter() - began) / 20)
+    return best
 
 
 def _milliseconds(seconds: list[float]) -> dict[str, float]:
@@ -107,38 +190,60 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def _rest(path: pathlib.Path) -> list[dict]:
+def _rest(path: pathlib.Path, case: Case) -> list[dict]:
+    with _service(path) as (ports, ready):
+        found = asyncio.run(_loads(ports["port"], case))
+    return [each | {"ready": ready} for each in found]
+
+
+def _grpc(path: pathlib.Path, case: Case) -> list[dict]:
+    with _service(path) as (ports, ready):
+        found = asyncio.run(_calls(ports["grpc_port"], case))
+    return [found | {"ready": ready}]
+
+
+@contextlib.contextmanager
+def _service(path: pathlib.Path) -> Iterator[tuple[dict[str, int], float]]:
+    """Within it a process serves: its ports, and the seconds until it was ready."""
     words = [sys.executable, "-m", "sparsejax", "serve", str(path), "--name", "model"]
-    environment = os.environ | {"PYTHONPATH": str(_HERE.parent)}
+    paths = [str(_HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     said = path.with_name("log")
     began = time.perf_counter()
     with said.open("w") as log:
         service = subprocess.Popen(
-            [*words, "--port", "0"], stderr=log, stdout=log, env=environment
+            [*words, "--port", "0", "--grpc-port", "0"],
+            stderr=log,
+            stdout=log,
+            env=environment,
         )
     try:
-        while not (found := re.search(r'"port":\s*(\d+)', said.read_text())):
+        while len(found := re.findall(r'"(\w*port)":\s*(\d+)', said.read_text())) < 2:
+            if service.poll() is not None:
+                raise RuntimeError(said.read_text())
             time.sleep(0.02)
-        port = int(found[1])
-        while not _is_ready(port):
+        ports = {name: int(port) for name, port in found}
+        while not _is_ready(ports["port"]):
             time.sleep(0.02)
-        ready = {"ready": time.perf_counter() - began}
-        return [each | ready for each in asyncio.run(_loads(port))]
+        yield ports, time.perf_counter() - began
     finally:
         service.terminate()
         service.wait()
 
 
-async def _loads(port: int) -> list[dict]:
-    bodies = [_body(history) for history in _histories(200, seed=1)]
+async def _loads(port: int, case: Case) -> list[dict]:
+    bodies = [_body(history) for history in _histories(200, case, seed=1)]
     await _at_rate(port, bodies, 20, 2.0)  # the client's own first requests
     found = []
-    for rate in _RATES:
-        times, failed = await _at_rate(port, bodies, rate, _SECONDS)
+    for rate in case.rates:
+        times, failed = await _at_rate(port, bodies, rate, case.seconds)
         one = {"part": "rest", "rate": rate, "failed": failed}
         found.append(one | _milliseconds(times))
-    times, failed = await _at_once(port, bodies, _SECONDS)
-    done = len(times) / _SECONDS
+    if case.clients == 1:
+        times, failed = await _at_once(port, bodies, case.seconds)
+    else:
+        times, failed = await _of_clients(port, case)
+    done = len(times) / case.seconds
     one = {"part": "most", "rate": done, "failed": failed}
     return [*found, one | _milliseconds(times)]
 
@@ -217,8 +322,68 @@ async def _at_rate(
     return times, failed
 
 
+async def _of_clients(port: int, case: Case) -> tuple[list[float], int]:
+    """`_at_once` from several processes, whose connections are as many together."""
+    words = [sys.executable, __file__, "client", str(port), str(case.clients)]
+    clients = [
+        await asyncio.create_subprocess_exec(
+            *words, str(number), stdout=asyncio.subprocess.PIPE
+        )
+        for number in range(case.clients)
+    ]
+    said = [json.loads((await client.communicate())[0]) for client in clients]
+    return [time for times, _ in said for time in times], sum(n for _, n in said)
+
+
+async def _client(port: int, clients: int, number: int) -> None:
+    bodies = [_body(history) for history in _histories(200, _GPU, seed=number)]
+    connections = _CONNECTIONS // clients
+    print(json.dumps(await _at_once(port, bodies, _GPU.seconds, connections)))
+
+
+async def _calls(port: int, case: Case) -> dict:
+    """Calls of gRPC that come one after the other, some at a time."""
+    import grpc
+    from open_inference.grpc import protocol as messages
+
+    def request(seed: int) -> bytes:
+        rows = _histories(_ROWS_OF_CALL, case, seed)
+        names = [name.encode() for row in rows for name in row]
+        lengths = np.array([len(row) for row in rows], np.int32)
+        made = messages.ModelInferRequest(model_name="model")
+        made.parameters["k"].int64_param = _K
+        made.inputs.add(name="items", datatype="BYTES", shape=[len(names)])
+        made.inputs.add(name="lengths", datatype="INT32", shape=[len(rows)])
+        prefixed = (len(name).to_bytes(4, "little") + name for name in names)
+        made.raw_input_contents.extend([b"".join(prefixed), lengths.tobytes()])
+        return made.SerializeToString()
+
+    requests = [request(seed) for seed in range(8)]
+    times: list[float] = []
+    failed = 0
+    async with grpc.aio.insecure_channel(f"127.0.0.1:{port}") as channel:
+        ask = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        await ask(requests[0])
+        began = time.perf_counter()
+
+        async def ask_on(number: int) -> None:
+            nonlocal failed
+            while (sent := time.perf_counter()) < began + case.seconds:
+                try:
+                    await ask(requests[number % len(requests)])
+                except grpc.RpcError:
+                    failed += 1
+                times.append(time.perf_counter() - sent)
+
+        await asyncio.gather(*map(ask_on, range(_CALLS)))
+        seconds = time.perf_counter() - began
+    rate = len(times) / seconds
+    found = {"part": "grpc", "rate": rate, "rows": rate * _ROWS_OF_CALL}
+    return found | {"failed": failed} | _milliseconds(times)
+
+
 async def _at_once(
-    port: int, bodies: list[bytes], seconds: float
+    port: int, bodies: list[bytes], seconds: float, connections: int = _CONNECTIONS
 ) -> tuple[list[float], int]:
     """Latencies where each connection asks again as soon as it has an answer."""
     times: list[float] = []
@@ -232,31 +397,57 @@ async def _at_once(
             times.append(time.perf_counter() - began)
         await connection.close()
 
-    await asyncio.gather(*(ask_on() for _ in range(_CONNECTIONS)))
+    await asyncio.gather(*(ask_on() for _ in range(connections)))
     return times, failed
 
 
 def _write_table(report: dict) -> None:
+    lines = _tables(report)
+    on_gpu = RESULTS / "serving_gpu.json"
+    if on_gpu.exists():
+        lines += ["", *_tables(json.loads(on_gpu.read_text()))]
+    write_section("serving", lines)
+
+
+def _tables(report: dict) -> list[str]:
+    """The lines of one device."""
     results = report["results"]
-    engine = [
-        [str(r["rows"]), str(r["batches"]), f"{r['p50']:.1f}", f"{r['p99']:.1f}"]
-        for r in results
-        if r["part"] == "engine"
-    ]
-    rest = [
+    rows = [
         [
-            f"{r['rate']:,.0f}" + (" (as many as go)" if r["part"] == "most" else ""),
+            f"{r['items']:,}",
+            str(r["rows"]),
+            str(r["batches"]),
+            f"{r['p50']:.2f}",
+            f"{r['p99']:.2f}",
+            f"{r['device']:.2f}" if "device" in r else "",
+            f"{r['read']:.2f}" if "read" in r else "",
+            f"{r['ready']:.1f}",
+        ]
+        for r in ({"items": _CPU.items} | each for each in results)
+        if r["part"] in ("engine", "large")
+    ]
+    names = {"most": " (as many as go)", "grpc": " (gRPC, as many as go)"}
+    rates = [
+        [
+            f"{r['rate']:,.0f}{names.get(r['part'], '')}",
+            f"{r.get('rows', r['rate']):,.0f}",
             f"{r['p50']:.1f}",
             f"{r['p99']:.1f}",
             str(r["failed"]),
+            f"{r['ready']:.1f}",
         ]
         for r in results
-        if r["part"] != "engine"
+        if r["part"] in ("rest", "most", "grpc")
     ]
-    lines = [origin(report), ""]
-    lines += [*table(["rows", "batches", "p50 ms", "p99 ms"], engine), ""]
-    lines += table(["requests/s", "p50 ms", "p99 ms", "failed"], rest)
-    write_section("serving", lines)
+    heads = "items", "rows", "batches", "p50 ms", "p99 ms", "device ms", "read ms"
+    both = "requests/s", "rows/s", "p50 ms", "p99 ms", "failed"
+    return [
+        origin(report),
+        "",
+        *table([*heads, "ready s"], rows),
+        "",
+        *table([*both, "ready s"], rates),
+    ]
 
 
 if __name__ == "__main__":
