@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -25,7 +24,7 @@ from sparsejax.data.reading.sources import (
     check_same_features,
 )
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
-from sparsejax.predictors.ranking import NOTHING, Items
+from sparsejax.predictors.ranking import NOTHING, Items, Known
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.signature import (
     LABEL,
@@ -78,12 +77,8 @@ class Ordered(Items):
             check_same_features(*(NamedCSR(w, NOTHING, None, n) for w, n in both))
         return inputs_of(inputs, self._length, times=self.reads_times)
 
-    def _shown(
-        self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
-    ) -> Inputs:
-        indptr = np.cumsum([0, *map(len, known)])
-        items = np.fromiter(itertools.chain(*known), np.int32)
-        ordered = Histories(indptr, items, times)
+    def _shown(self, known: Known, matrix: CSR, times: np.ndarray | None) -> Inputs:
+        ordered = Histories(known.indptr, known.numbers.astype(np.int32), times)
         arrays = arrays_of(ordered, self._length, times=times is not None)
         parts = {name: NamedArray(name, array) for name, array in arrays.items()}
         return Inputs(parts, alone=False)
@@ -92,7 +87,7 @@ class Ordered(Items):
         self,
         histories: Sequence[Sequence[str]],
         values: Sequence[Sequence[float]],
-        known: list[list[int]],
+        known: Known,
     ) -> np.ndarray:
         raise ValueError("a model of histories reads no values; leave out values")
 

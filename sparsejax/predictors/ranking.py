@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, Self, cast
+from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
 import jax
 import numpy as np
@@ -37,6 +37,58 @@ ITEMS = "items"  # the vocabulary of a file that has names
 # Room for this many entries a row, but at least so many in all.
 _ENTRIES, _LEAST_ENTRIES = 64, 256
 NOTHING = CSR(None, np.empty(0, np.int32), np.zeros(1, np.int32), num_cols=1)
+
+
+class NameLists(NamedTuple):
+    """Histories of names, one after the other.
+
+    Attributes:
+      names: of all histories.
+      indptr: where each begins and ends.
+    """
+
+    names: Sequence[str]
+    indptr: np.ndarray
+
+    @classmethod
+    def of(cls, histories: Sequence[Sequence[str]]) -> NameLists:
+        """The same names, as lists.
+
+        Raises:
+          TypeError: a history is no list, or a name is no text.
+        """
+        for history in histories:
+            if isinstance(history, str) or not isinstance(history, Iterable):
+                raise TypeError(
+                    "expected one list of names, or a list of such lists, but one of the "
+                    f"lists is {history!r}"
+                )
+        names = [*itertools.chain(*histories)]
+        for name in names:
+            if not isinstance(name, str):
+                raise TypeError(f"a name is a str, got {name!r}")
+        return cls(names, np.cumsum([0, *map(len, histories)]))
+
+    def lists(self) -> list[Sequence[str]]:
+        """The histories as lists."""
+        return [self.names[a:b] for a, b in itertools.pairwise(self.indptr.tolist())]
+
+
+class Known(NamedTuple):
+    """The numbers of the known names of some histories.
+
+    Attributes:
+      numbers: of all histories, one after the other.
+      indptr: where each begins and ends.
+    """
+
+    numbers: np.ndarray
+    indptr: np.ndarray
+
+    @property
+    def rows(self) -> np.ndarray:
+        """The history of each number."""
+        return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
 
 
 def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
@@ -146,7 +198,15 @@ class Items:
         one = all(isinstance(part, str) for part in histories)
         several = cast(Sequence[Sequence[str]], [histories] if one else histories)
         self._check_names_suffice(times)
-        known = self._numbers_of(several, unknown)
+        lists = NameLists.of(several)
+        known = self._known_of(lists)
+        if unknown == "error" and len(known.numbers) < len(lists.names):
+            columns = self._columns
+            missing = [name for name in lists.names if name not in columns]
+            raise ValueError(
+                f"{len(missing):,} of {len(lists.names):,} names are not items of "
+                f"the predictor: {quoted(missing)}"
+            )
         matrix = self._matrix_of(known)
         rows = np.arange(matrix.num_rows)
         if times is not None:
@@ -188,11 +248,11 @@ class Items:
 
     def rows_of_names(
         self,
-        histories: Sequence[Sequence[str]],
+        histories: NameLists | Sequence[Sequence[str]],
         *,
         times: Sequence[Sequence[float]] | None = None,
         values: Sequence[Sequence[float]] | None = None,
-        exclude: Sequence[Sequence[str]] | None = None,
+        exclude: NameLists | Sequence[Sequence[str]] | None = None,
         exclude_seen: bool = True,
     ) -> tuple[list[Rows], np.ndarray]:
         """Histories of names as the programs take them; and how many of each are unknown.
@@ -210,23 +270,22 @@ class Items:
             or are given for a name that comes twice.
         """
         self._check_names_suffice(times)
-        known = self._numbers_of(histories, "skip")
+        asked = _as_lists(histories)
+        known = self._known_of(asked)
         matrix = self._matrix_of(known)
-        at = None if times is None else self._times_of(histories, times)
+        at = None if times is None else self._times_of(asked.lists(), times)
         if values is not None:
-            data = self._values_of(histories, values, known)
+            data = self._values_of(asked.lists(), values, known)
             valued = dataclasses.replace(matrix, data=data)
             shown = self._shown(known, valued, at)
         else:
             shown = self._shown(known, matrix, at)
-        unwanted = known if exclude_seen else [[]] * len(known)
+        unwanted = [known] * exclude_seen
         if exclude is not None:
-            both = zip(unwanted, self._numbers_of(exclude, "skip"), strict=True)
-            unwanted = [seen + more for seen, more in both]
-        if unwanted is not known:
-            matrix = self._matrix_of(unwanted)
-        counts = zip(histories, known, strict=True)
-        unknown = np.array([len(names) - len(found) for names, found in counts])
+            unwanted.append(self._known_of(_as_lists(exclude)))
+        if not exclude_seen or exclude is not None:
+            matrix = self._matrix_of(*unwanted, rows=matrix.num_rows)
+        unknown = np.diff(asked.indptr) - np.diff(known.indptr)
         return [*self._matrices(shown), matrix], unknown
 
     def _item_names(self) -> Names:
@@ -253,9 +312,7 @@ class Items:
             )
         return Inputs.of(inputs)
 
-    def _shown(
-        self, known: list[list[int]], matrix: CSR, times: np.ndarray | None
-    ) -> Inputs:
+    def _shown(self, known: Known, matrix: CSR, times: np.ndarray | None) -> Inputs:
         """Histories of known items as inputs."""
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
 
@@ -274,30 +331,14 @@ class Items:
                 f"of its {self.num_features:,} features; use recommend with a matrix"
             )
 
-    def _numbers_of(
-        self, histories: Sequence[Sequence[str]], unknown: Literal["skip", "error"]
-    ) -> list[list[int]]:
+    def _known_of(self, lists: NameLists) -> Known:
         """The numbers of the known items of each history, in its order."""
-        columns = self._columns
-        rows: list[list[int]] = []
-        missing: list[str] = []
-        for history in histories:
-            if isinstance(history, str) or not isinstance(history, Iterable):
-                raise TypeError(
-                    "expected one list of names, or a list of such lists, but one of the "
-                    f"lists is {history!r}"
-                )
-            for name in history:
-                if not isinstance(name, str):
-                    raise TypeError(f"a name is a str, got {name!r}")
-            rows.append([columns[name] for name in history if name in columns])
-            missing += [name for name in history if name not in columns]
-        if missing and unknown == "error":
-            raise ValueError(
-                f"{len(missing):,} of {sum(map(len, histories)):,} names are not items of "
-                f"the predictor: {quoted(missing)}"
-            )
-        return rows
+        # All in C: there can be thousands of names in a request. NumPy reads a list much
+        # faster than an iterator.
+        found = [*map(self._columns.get, lists.names, itertools.repeat(-1))]
+        numbers = np.array(found, np.int64)
+        before = np.concatenate([[0], np.cumsum(numbers >= 0)])
+        return Known(numbers[numbers >= 0], before[lists.indptr])
 
     def _times_of(
         self, histories: Sequence[Sequence[str]], times: Sequence[Sequence[float]]
@@ -328,11 +369,12 @@ class Items:
         self,
         histories: Sequence[Sequence[str]],
         values: Sequence[Sequence[float]],
-        known: list[list[int]],
+        known: Known,
     ) -> np.ndarray:
         """The values of the known items, in the order of `_matrix_of`."""
         columns, found = self._columns, []
-        for names, given, numbers in zip(histories, values, known, strict=True):
+        counts = np.diff(known.indptr).tolist()
+        for names, given, count in zip(histories, values, counts, strict=True):
             if len(given) != len(names) or not np.isfinite(given).all():
                 raise ValueError(
                     f"a history has {len(names):,} names; give a finite value for each of "
@@ -340,7 +382,7 @@ class Items:
                 )
             pairs = zip(names, given, strict=True)
             row = {columns[name]: value for name, value in pairs if name in columns}
-            if len(row) < len(numbers):
+            if len(row) < count:
                 raise ValueError(
                     "a name comes twice in a history with values; give it once, with the "
                     "value of both"
@@ -348,11 +390,20 @@ class Items:
             found += [row[number] for number in sorted(row)]
         return np.array(found, np.float32)
 
-    def _matrix_of(self, histories: list[list[int]]) -> CSR:
-        """`[histories, num_items]`: which items each history has."""
-        rows = [sorted(set(history)) for history in histories]
-        indices = np.fromiter(itertools.chain(*rows), np.int32)
-        indptr = np.cumsum([0, *map(len, rows)])
+    def _matrix_of(self, *known: Known, rows: int | None = None) -> CSR:
+        """`[histories, num_items]`: which items each history has, in one of these or more.
+
+        Args:
+          known: histories.
+          rows: their number, by default that of the first.
+        """
+        rows = len(known[0].indptr) - 1 if rows is None else rows
+        keys = [each.rows * self.num_items + each.numbers for each in known]
+        places = np.sort(np.concatenate([np.empty(0, np.int64), *keys]))
+        # Several times as fast as np.unique.
+        places = places[np.diff(places, prepend=-1) > 0]
+        indptr = np.searchsorted(places, np.arange(rows + 1) * self.num_items)
+        indices = (places % self.num_items).astype(np.int32)
         return CSR(None, indices, indptr, num_cols=self.num_items)
 
     def _recommend(
@@ -398,6 +449,10 @@ class Items:
         """The inputs in the order of the programs, without what is excluded."""
         *inputs, _ = self.programs.inputs
         return [shown.parts[each.name or "inputs"].matrix for each in inputs]
+
+
+def _as_lists(histories: NameLists | Sequence[Sequence[str]]) -> NameLists:
+    return histories if isinstance(histories, NameLists) else NameLists.of(histories)
 
 
 def _on_host(inputs: Inputs) -> Inputs:

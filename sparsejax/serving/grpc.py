@@ -113,7 +113,8 @@ def write(asked: Asked, model: str, version: str, outputs: list[Tensor]) -> Any:
         if asked.binary:
             answer.raw_output_contents.append(protocol.to_bytes(tensor))
         elif tensor.datatype == "BYTES":
-            output.contents.bytes_contents.extend(name.encode() for name in tensor.data)
+            names = (name.encode() for name in protocol.plain(tensor))
+            output.contents.bytes_contents.extend(names)
         else:
             numbers = np.asarray(tensor.data).tolist()
             getattr(output.contents, _FIELDS[tensor.datatype]).extend(numbers)

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
+from sparsejax.data.files.names import utf8
+
 # The protocol's numbers, as NumPy has them.
 NUMBERS = {
     "BOOL": "bool",
@@ -57,8 +59,56 @@ class Limits:
     name: int = 1024
 
 
+class Vocabulary:
+    """The names of which those of an answer are chosen, also as binary data.
+
+    Args:
+      names: the list.
+    """
+
+    def __init__(self, names: np.ndarray):
+        encoded, ends = utf8(names)
+        self._data = np.frombuffer(encoded + b"\0", np.uint8)  # a gather needs one byte
+        self._ends = np.append(ends, ends[-1])  # an empty name is the last
+        self._names = names
+
+    def texts(self, ids: np.ndarray) -> list[str]:
+        """The names of some places; that of -1 is empty."""
+        if (ids >= 0).all():
+            return self._names[ids].tolist()
+        return np.where(ids >= 0, self._names[ids], "").tolist()
+
+    def prefixed(self, ids: np.ndarray) -> bytes:
+        """The same names as binary data: each after its length as four bytes."""
+        ids = np.where(ids < 0, len(self._names), ids)
+        counts = self._ends[ids + 1] - self._ends[ids]
+        begins = np.cumsum(counts + _LENGTH.size) - counts - _LENGTH.size
+        # Where each byte comes from; those of the lengths are overwritten.
+        shifts = self._ends[ids] - _LENGTH.size - begins
+        shifts = np.repeat(shifts, counts + _LENGTH.size)
+        data = self._data.take(np.arange(len(shifts)) + shifts, mode="clip")
+        lengths = counts.astype("<u4").view(np.uint8).reshape(-1, _LENGTH.size)
+        data[begins[:, None] + np.arange(_LENGTH.size)] = lengths
+        return data.tobytes()
+
+
+class Chosen(NamedTuple):
+    """Names of a vocabulary, as an answer has them.
+
+    Attributes:
+      vocabulary: all names.
+      ids: the places of those that are chosen; -1 is an empty name.
+    """
+
+    vocabulary: Vocabulary
+    ids: np.ndarray
+
+
 class Tensor(NamedTuple):
-    """A named array of a request or an answer; data of BYTES are a flat list of text."""
+    """A named array of a request or an answer.
+
+    Data of BYTES are a flat list of text in a request, and `Chosen` in an answer.
+    """
 
     name: str
     datatype: str
@@ -292,6 +342,9 @@ def of_bytes(data: memoryview, datatype: str, where: str, limits: Limits) -> Any
       RefusedError: they are not whole, no UTF-8, not finite, or too long.
     """
     if datatype == "BYTES":
+        found = _ascii(bytes(data))
+        if found is not None and max(map(len, found), default=0) <= limits.name:
+            return found
         return [*_prefixed(data, where, limits)]
     kind = np.dtype(NUMBERS[datatype]).newbyteorder("<")
     if len(data) % kind.itemsize:
@@ -303,6 +356,28 @@ def of_bytes(data: memoryview, datatype: str, where: str, limits: Limits) -> Any
     if datatype == "BOOL":
         return np.frombuffer(data, np.uint8) != 0
     return finite(np.frombuffer(data, kind), where)
+
+
+def _ascii(data: bytes) -> list[str] | None:
+    """The texts of `_prefixed`, if all of them are short and ASCII; else None.
+
+    This is several times as fast, and finds no faults: the other function names them.
+    """
+    if not data.isascii():
+        return None
+    text, size, end = data.decode(), _LENGTH.size, len(data)
+    found: list[str] = []
+    add, at = found.append, 0
+    while at < end:
+        start = at + size
+        at = start + data[at]  # the other bytes of the length are compared below
+        add(text[start:at])
+    counts = np.fromiter(map(len, found), np.int64, len(found))
+    ends = np.cumsum(counts + size)
+    if len(found) and ends[-1] != end:  # the last one is cut
+        return None
+    lengths = np.ndarray(max(end - size + 1, 0), "<u4", data, strides=(1,))
+    return found if (lengths[ends - counts - size] == counts).all() else None
 
 
 def _prefixed(data: memoryview, where: str, limits: Limits) -> Iterator[str]:
@@ -354,7 +429,7 @@ def write(
             facts["parameters"] = {"binary_data_size": len(part)}
             parts.append(part)
         else:
-            facts["data"] = output.data
+            facts["data"] = plain(output)
         shown.append(facts)
     document: dict[str, Any] = {"model_name": model, "model_version": version}
     if asked.id is not None:
@@ -368,10 +443,16 @@ def write(
 
 def to_bytes(tensor: Tensor) -> bytes:
     """The elements of a tensor as binary data."""
-    if tensor.datatype != "BYTES":
-        return np.ascontiguousarray(tensor.data).tobytes()
-    names = [name.encode() for name in tensor.data]
-    return b"".join(part for name in names for part in (_LENGTH.pack(len(name)), name))
+    if isinstance(tensor.data, Chosen):
+        return tensor.data.vocabulary.prefixed(tensor.data.ids)
+    return np.ascontiguousarray(tensor.data).tobytes()
+
+
+def plain(tensor: Tensor) -> Any:
+    """The elements of an answer's tensor: an array, or a list of text."""
+    if isinstance(tensor.data, Chosen):
+        return tensor.data.vocabulary.texts(tensor.data.ids)
+    return tensor.data
 
 
 def wanted(asked: Asked, outputs: Mapping[str, Tensor]) -> list[Tensor]:

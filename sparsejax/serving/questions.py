@@ -22,9 +22,18 @@ import scipy.special
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.predictors.predictor import Predictor
+from sparsejax.predictors.ranking import NameLists
 from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.batcher import Answer
-from sparsejax.serving.protocol import NUMBERS, Asked, Limits, RefusedError, Tensor
+from sparsejax.serving.protocol import (
+    NUMBERS,
+    Asked,
+    Chosen,
+    Limits,
+    RefusedError,
+    Tensor,
+    Vocabulary,
+)
 
 _INTEGERS = {name for name, kind in NUMBERS.items() if np.dtype(kind).kind in "iu"}
 _REALS = NUMBERS.keys() - {"BOOL"}
@@ -128,7 +137,7 @@ class Lists:
         kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
         kinds["unknown"] = "INT32"
         self.outputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
-        self._names = predictor.items
+        self._names = Vocabulary(predictor.items)
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""
@@ -138,8 +147,8 @@ class Lists:
         if "items" not in tensors:
             raise RefusedError(422, "the input 'items' is missing: BYTES, [n] names")
         items = tensors["items"]
-        ends = _ends(items, tensors.get("lengths"), limits)
-        histories, kept = _rows_of(items, ends, pad="")
+        indptr = _indptr(items, tensors.get("lengths"), limits)
+        histories, kept = _lists_of(items, indptr)
         options: dict[str, Any] = {}
         if self._beside in tensors:
             beside = tensors[self._beside]
@@ -150,15 +159,17 @@ class Lists:
                     f"the input {beside.name!r} must have the shape of items, "
                     f"{list(items.shape)}, got {list(beside.shape)}",
                 )
-            options[self._beside] = [beside.data[row] for row in kept]
+            numbers, ends = beside.data[kept], histories.indptr.tolist()
+            options[self._beside] = [numbers[a:b] for a, b in itertools.pairwise(ends)]
         if "exclude" in tensors:
             exclude, lengths = tensors["exclude"], tensors.get("exclude_lengths")
-            unwanted, _ = _rows_of(exclude, _ends(exclude, lengths, limits), pad="")
-            if len(unwanted) != len(histories):
+            unwanted, _ = _lists_of(exclude, _indptr(exclude, lengths, limits))
+            if len(unwanted.indptr) != len(indptr):
                 raise RefusedError(
                     422,
-                    f"there are {len(histories)} rows of items, but {len(unwanted)} of "
-                    "exclude; give exclude_lengths, one number for each row",
+                    f"there are {len(indptr) - 1} rows of items, but "
+                    f"{len(unwanted.indptr) - 1} of exclude; give exclude_lengths, one "
+                    "number for each row",
                 )
             options["exclude"] = unwanted
         elif "exclude_lengths" in tensors:
@@ -182,7 +193,7 @@ class Lists:
         except (TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
         padded = len(items.shape) == 2
-        return Question(given, len(histories), unknown, k, padded)
+        return Question(given, len(indptr) - 1, unknown, k, padded)
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
         """The outputs by their names."""
@@ -192,15 +203,14 @@ class Lists:
         if question.padded:
             shape = ids.shape
             scores = np.where(is_item, scores, _NO_SCORE).ravel()
-            names = np.where(is_item, self._names[ids], "").ravel().tolist()
+            ids = ids.ravel()
         else:
-            scores = scores[is_item]
-            names = self._names[ids[is_item]].tolist()
+            scores, ids = scores[is_item], ids[is_item]
             shape = scores.shape
         assert question.unknown is not None
         unknown = question.unknown.astype(np.int32)
         found = [
-            Tensor("items", "BYTES", shape, names),
+            Tensor("items", "BYTES", shape, Chosen(self._names, ids)),
             Tensor("scores", "FP32", shape, scores),
             Tensor("lengths", "INT32", lengths.shape, lengths),
             Tensor("unknown", "INT32", unknown.shape, unknown),
@@ -208,7 +218,7 @@ class Lists:
         return {tensor.name: tensor for tensor in found}
 
 
-def _ends(items: Tensor, lengths: Tensor | None, limits: Limits) -> list[int]:
+def _indptr(items: Tensor, lengths: Tensor | None, limits: Limits) -> np.ndarray:
     """Where each row of a list of names begins and ends."""
     _check_type(items, {"BYTES"}, "BYTES")
     total, name = len(items.data), items.name
@@ -222,10 +232,10 @@ def _ends(items: Tensor, lengths: Tensor | None, limits: Limits) -> list[int]:
         rows, width = items.shape
         _check_rows(rows, limits)
         _check_names(width, limits)
-        return [*range(0, total + 1, width)] if width else [0] * (rows + 1)
+        return np.arange(rows + 1) * width
     if lengths is None:
         _check_names(total, limits)
-        return [0, total]
+        return np.array([0, total])
     _check_type(lengths, _INTEGERS, "INT32")
     if len(lengths.shape) != 1:
         raise RefusedError(422, f"the input {lengths.name!r} must be [rows]")
@@ -238,7 +248,7 @@ def _ends(items: Tensor, lengths: Tensor | None, limits: Limits) -> list[int]:
             f"names in {name!r}; the sum is {sum(counts)}, the least {min(counts, default=0)}",
         )
     _check_names(max(counts, default=0), limits)
-    return [0, *itertools.accumulate(counts)]
+    return np.cumsum([0, *counts])
 
 
 def _check_rows(rows: int, limits: Limits) -> None:
@@ -255,19 +265,14 @@ def _check_names(names: int, limits: Limits) -> None:
         )
 
 
-def _rows_of(
-    items: Tensor, ends: list[int], pad: str
-) -> tuple[list[list[str]], list[Any]]:
-    """The names of each row; and where they are, without padding."""
-    parts = [slice(a, b) for a, b in itertools.pairwise(ends)]
-    rows = [items.data[part] for part in parts]
+def _lists_of(items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
+    """The names of each row, without those that fill it up; and where they are."""
     if len(items.shape) == 1:
-        return rows, parts
-    kept = [
-        [n for n in range(part.start, part.stop) if items.data[n] != pad]
-        for part in parts
-    ]
-    return [[items.data[n] for n in row] for row in kept], kept
+        return NameLists(items.data, indptr), slice(None)
+    kept = np.fromiter(map(bool, items.data), bool, len(items.data))
+    before = np.concatenate([[0], np.cumsum(kept)])
+    names = [*itertools.compress(items.data, kept)]
+    return NameLists(names, before[indptr]), kept
 
 
 class Records:

@@ -7,6 +7,7 @@ import contextlib
 import dataclasses
 import errno
 import functools
+import gc
 import os
 import pathlib
 import signal
@@ -135,6 +136,9 @@ async def _serve(
         await asyncio.wait({loading, stopped, serving}, **first)
         if loading.done():
             loading.result()
+            # What stays is not looked through again, each time that garbage is collected.
+            gc.collect()
+            gc.freeze()
             log("ready", model=name, seconds=time.monotonic() - begun, **ports)
             if versions is not None and watch is not None:
                 watching = asyncio.ensure_future(versions.watch(watch))

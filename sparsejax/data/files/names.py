@@ -130,6 +130,14 @@ def of_rows(rows: RowNames | Iterable[object]) -> Names:
 
 def to_arrow(names: Names) -> pa.LargeStringArray:
     """The same names as an Arrow array. Its offsets have 64 bits: names may pass 2 GiB."""
+    encoded, offsets = utf8(names)
+    return pa.LargeStringArray.from_buffers(
+        len(names), pa.py_buffer(offsets), pa.py_buffer(encoded)
+    )
+
+
+def utf8(names: Names) -> tuple[bytes, np.ndarray]:
+    """The bytes of all names, and where each begins and the last one ends."""
     texts = names.tolist()
     whole = "".join(texts)
     encoded = whole.encode()
@@ -138,9 +146,7 @@ def to_arrow(names: Names) -> pa.LargeStringArray:
         lengths = (len(text.encode()) for text in texts)
     offsets = np.zeros(len(texts) + 1, np.int64)
     np.cumsum(np.fromiter(lengths, np.int64, len(texts)), out=offsets[1:])
-    return pa.LargeStringArray.from_buffers(
-        len(texts), pa.py_buffer(offsets), pa.py_buffer(encoded)
-    )
+    return encoded, offsets
 
 
 def find_names(names: Names, among: Names) -> np.ndarray:
