@@ -56,6 +56,7 @@ from .runs.folders import load_model as load_model
 from .runs.report import Example as Example
 from .runs.report import write_report as write_report
 from .runs.run import Run as Run
+from .runs.saving import save_model as save_model
 from .sequence.config import GRUConfig as GRUConfig
 from .sequence.config import HSTUConfig as HSTUConfig
 from .sequence.config import SASRecConfig as SASRecConfig

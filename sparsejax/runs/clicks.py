@@ -162,6 +162,16 @@ class Clicks(Runs):
             f"{sum(data.num_ids.values()):,} ids of {len(data.num_ids):,} features"
         )
 
+    def known_of(self, data: ClickDataset | ScannedClicks) -> ClickDataset:
+        none = np.zeros(0, np.int32)
+        return ClickDataset(
+            np.zeros(0, np.float32),
+            np.zeros((0, len(data.schema.dense)), np.float32),
+            dict.fromkeys(data.schema.ids, none),
+            data.schema,
+            data.vocabularies,
+        )
+
     def save_known(self, path: pathlib.Path, known: ClickDataset) -> None:
         known.save(path)
 
@@ -317,14 +327,7 @@ def _check_file(source: Any) -> None:
 
 
 def _source(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
-    none = np.zeros(0, np.int32)
-    known = ClickDataset(
-        np.zeros(0, np.float32),
-        np.zeros((0, len(data.schema.dense)), np.float32),
-        dict.fromkeys(data.schema.ids, none),
-        data.schema,
-        data.vocabularies,
-    )
+    known = RUNS.known_of(data)
     count = sum(data.num_ids.values())
     return Source(data=data, num_features=count, known=known, indicator=False, **facts)
 

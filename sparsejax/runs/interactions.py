@@ -58,6 +58,9 @@ class Interactions(Runs):
         matrix = CSR(None, none, start, num_cols=len(known))
         return SparseDataset(matrix, known[:0], known)
 
+    def known_of(self, data: Any) -> Names:
+        return data.feature_names
+
     def save_known(self, path: pathlib.Path, known: Names) -> None:
         self.like(known).save(path)
 

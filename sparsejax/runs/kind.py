@@ -128,6 +128,10 @@ class Runs(abc.ABC):
         """How large the data is."""
 
     @abc.abstractmethod
+    def known_of(self, data: Any) -> Any:
+        """What a run folder keeps of data, see `Source.known`."""
+
+    @abc.abstractmethod
     def save_known(self, path: pathlib.Path, known: Any) -> None:
         """Writes what a run folder keeps to read other data by."""
 

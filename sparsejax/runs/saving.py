@@ -1,0 +1,126 @@
+"""Saves a model from a loop of one's own as a run."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from flax import nnx
+
+from sparsejax.codec import ModelConfig
+from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
+from sparsejax.kinds.kind import kind_of
+from sparsejax.nn.config import NetworkConfig
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.runs import folders
+from sparsejax.runs.folders import Settings
+from sparsejax.runs.kind import runs_of
+
+# In place of the fingerprint of the data. So a resume by `train` is refused: only the loop knows
+# which rows come next.
+_UNKNOWN = "of a loop of one's own"
+
+
+def save_model(
+    directory: str | os.PathLike[str],
+    model: nnx.Module,
+    optimizer: Optimizer,
+    data: SparseDataset | SequenceDataset | ClickDataset,
+    *,
+    history: Sequence[Mapping[str, float]] = (),
+) -> None:
+    """Writes a model as the run folder that `Run.load` and all commands read.
+
+    `Run.train` writes such a folder itself. This is for a model that `build` has made, and that
+    `fit` or a loop of your own has trained.
+
+    >>> model, optimizer = build(NetworkConfig.autoencoder((8,)), train)
+    >>> history = fit(model, optimizer, train, num_epochs=1)
+    >>> save_model("mine", model, optimizer, train, history=history)
+    >>> run = Run.load("mine")
+    >>> len(run.recommend(["train-10006"], k=2, inputs=train).names()[0])
+    2
+
+    `Run.train_more` and `train --from` go on with it, with the state of the optimizer. The
+    model stays as it is.
+
+    Args:
+      directory: the folder, which must be new or empty.
+      model: a model with a configuration, such as `FeedForward`, `SASRec` or `DLRM`.
+      optimizer: its optimizer.
+      data: what the model was trained on. The names of its items or categories are kept, and
+        its schema, but no rows.
+      history: what `fit` returned, for the report.
+
+    Raises:
+      FileExistsError: the folder exists, and holds something.
+      TypeError: the model has no configuration, or the data are of another kind.
+      ValueError: the model is not what its configuration describes for this data; or the
+        optimizer was made with `dense` or `wrt`, which a run does not keep.
+    """
+    config = getattr(model, "config", None)
+    if not isinstance(config, NetworkConfig | ModelConfig):
+        raise TypeError(
+            f"a {type(model).__name__} has no configuration that says how to build it again: "
+            "keep it by fit(..., checkpoint_dir=...), and serve it by export_predictor"
+        )
+    runs = runs_of(config)
+    if not isinstance(data, SparseDataset | SequenceDataset | ClickDataset) or (
+        kind_of(data) is not runs.kind
+    ):
+        raise TypeError(
+            f"a {type(model).__name__} was trained on a data set of {runs.name}, got "
+            f"{type(data).__name__}"
+        )
+    if optimizer.transformation is not None or optimizer.wrt is not nnx.Param:
+        raise ValueError(
+            "a run keeps the rule of an optimizer alone: make it without dense= and wrt="
+        )
+    known = runs.known_of(data)
+    valued = isinstance(data, SparseDataset) and data.matrix.data is not None
+    settings = Settings(
+        network=config,
+        optimizer=optimizer.rule,
+        num_features=runs.num_known(known),
+        num_epochs=max(1, len(history)),
+        batch_size=runs.kind.defaults.batch_size,
+        seed=0,
+        deterministic=False,
+        indicator=runs.name != "clicks" and not valued,
+        data=f"{data!r}",
+        data_fingerprint=_UNKNOWN,
+        vocabulary_fingerprint=runs.fingerprint_of(known),
+        validation=None,
+        validation_split=None,
+        k=20,
+        patience=None,
+    )
+    modules = (model, optimizer)
+    _check_fits(modules, settings.shapes(known))
+    entries = [
+        {"epoch": number} | {**entry} for number, entry in enumerate(history, start=1)
+    ]
+    directory = pathlib.Path(directory)
+    with folders.begun(directory, settings, known, resume=False) as checkpoints:
+        step = int(optimizer.step[...])
+        checkpoints.save(step, modules, {"history": entries})
+
+
+def _check_fits(modules: tuple[Any, Optimizer], expected: tuple[Any, Any]) -> None:
+    """Raises ValueError unless a model and its optimizer are those that would be restored."""
+    found, wanted = (
+        {
+            path: leaf.get_raw_value().shape
+            for path, leaf in nnx.to_flat_state(nnx.state(part))
+        }
+        for part in (modules, expected)
+    )
+    for path in [*wanted, *found]:
+        if found.get(path) != wanted.get(path):
+            name = ".".join(map(str, path[1:]))
+            raise ValueError(
+                f"the model is not what its configuration describes for this data: {name} "
+                f"has the shape {found.get(path)}, expected {wanted.get(path)}"
+            )
