@@ -277,6 +277,11 @@ class Train(OfKinds):
         settings must be those the run was begun with; only --epochs may be higher.
       tensorboard: Folder for TensorBoard's files: loss, speed and metrics of each epoch.
         Needs pip install 'sparsejax[tensorboard]'.
+      export_to: Folder of versions, such as models/films, which serve --watch looks at: the
+        next version is written there after training. It recommends up to --k items, or as many
+        as the version before.
+      gate: Write the version only if it is better in this metric than the newest one in the
+        folder, on the events that --validation holds out: hit_rate, map, mrr, ndcg or recall.
       network: The network to train.
       columns: Which columns of a table hold what. By default their names say it.
       clicks: The columns of a file of clicks.
@@ -316,6 +321,8 @@ class Train(OfKinds):
     checkpoint_seconds: float = 30.0
     resume: Flag = False
     tensorboard: Annotated[pathlib.Path | None, _value("DIR", "")] = None
+    export_to: Annotated[pathlib.Path | None, _value("DIR", "")] = None
+    gate: Annotated[str | None, _value("METRIC@K", "any")] = None
     network: Network = Network()
     columns: Columns = Columns()
     clicks: Clicks = Clicks()

@@ -15,7 +15,7 @@ from sparsejax.cli import flags, printing
 from sparsejax.cli.kind import commands_for, commands_of
 from sparsejax.cli.reading import reading_of
 from sparsejax.mesh import processes
-from sparsejax.runs import folders, training
+from sparsejax.runs import folders, publishing, training
 from sparsejax.runs.kind import config_of as read_config
 from sparsejax.runs.options import Training
 from sparsejax.runs.training import named_rule
@@ -26,11 +26,23 @@ from sparsejax.verbs.recipe import LEARNING_RATE
 def train(command: flags.Train) -> None:
     """`sparsejax train`."""
     processes.in_first(lambda: folders.check_folder(command.run, resume=command.resume))
+    gate = None if command.gate is None else publishing.Gate.parse(command.gate)
+    if gate is not None and command.export_to is None:
+        raise ValueError("--gate goes with --export-to, the folder of the versions")
     new_writer = None if command.tensorboard is None else _summary_writer()
     asked = training_of(command)
+    if command.export_to is not None:
+        runs, heldout = commands_of(asked.config).runs, asked.validation is not None
+        publishing.check(command.export_to, gate, runs, heldout=heldout)
     with _logging(command, new_writer) as log:
-        training.train(command.run, asked, log=log, summary=printing.print_summary)
+        source = training.train(
+            command.run, asked, log=log, summary=printing.print_summary
+        )
     print(f"the model is in {command.run}", file=sys.stderr)
+    if command.export_to is not None:
+        where, k = command.export_to, command.k
+        said = publishing.publish(command.run, source, where, gate, k)
+        print(said, file=sys.stderr)
 
 
 def training_of(command: flags.Train) -> Training:

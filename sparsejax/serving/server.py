@@ -136,7 +136,7 @@ async def _serve(
         await asyncio.wait({loading, stopped, serving}, **first)
         if loading.done():
             loading.result()
-            # What stays is not looked through again, each time that garbage is collected.
+            # The collector of garbage does not look through these objects again and again.
             gc.collect()
             gc.freeze()
             log("ready", model=name, seconds=time.monotonic() - begun, **ports)

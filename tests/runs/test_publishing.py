@@ -1,0 +1,131 @@
+"""The next version of what a service serves: written if it is better."""
+
+import csv
+
+import numpy as np
+import pytest
+from flax import nnx
+from run_folders import FIT, NETWORK
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+from sparsejax.runs import publishing
+from sparsejax.runs.kind import Source
+from sparsejax.runs.publishing import FILE, Gate, newest
+
+USERS, KNOWN, ITEMS = 48, 18, 20
+
+
+def write(path, items):
+    """Users like the items of their parity; the last items are new."""
+    with open(path, "w", newline="") as file:
+        lines = csv.writer(file)
+        lines.writerow(["user", "item"])
+        for u in range(USERS):
+            lines.writerows([f"u{u}", f"i{i}"] for i in range(u % 2, items, 2))
+    return str(path)
+
+
+def versions(folder) -> list[int]:
+    return sorted(int(each.name) for each in folder.iterdir())
+
+
+def test_each_night_the_better_version_is_written(tmp_path, capsys):
+    """As cron does it. The service finds the new items from the swap on."""
+    films = tmp_path / "models" / "films"
+    days = [write(tmp_path / f"{n}.csv", size) for n, size in enumerate((KNOWN, ITEMS))]
+    options = [*FIT, "--export-to", str(films), "--gate", "ndcg@3", "--k", "3"]
+    options += ["--validation", "0.2", "--decay", "none"]
+
+    def night(day, run, *more):
+        argv = ["train", days[day], "--run", str(tmp_path / run), *options, *more]
+        assert main(argv) == 0
+        return capsys.readouterr().err
+
+    said = night(0, "first", *NETWORK, "--corruption", "0", "--epochs", "1")
+    assert f"{films}: version 1 is new" in said
+    continued = ["--from", str(tmp_path / "first")]
+    said = night(1, "second", *continued, "--epochs", "12")
+    assert f"{films}: version 2 is new: ndcg@3 " in said and ", of version 1 " in said
+    assert "i19" not in sj.load_predictor(films / "1" / FILE).items
+    assert "i19" in sj.load_predictor(films / "2" / FILE).items
+    # The same data, and a model that has learned next to nothing.
+    said = night(1, "third", *continued, "--epochs", "1", "--learning-rate", "1e-6")
+    assert f"{films}: version 2 stays: ndcg@3 " in said
+    assert versions(films) == [1, 2]
+
+
+@pytest.fixture(scope="module")
+def history() -> sj.SequenceDataset:
+    indptr, items = np.array([0, 3, 6]), np.array([0, 1, 2, 3, 1, 0], np.int32)
+    rows, names = (
+        np.array(list(text), np.dtypes.StringDType()) for text in ("ab", "wxyz")
+    )
+    return sj.SequenceDataset(indptr, items, rows, names)
+
+
+def test_a_metric_by_hand(tmp_path, history):
+    """Ids of a version are not those of the run: what counts are names."""
+    shown, heldout = history.split_last(1)
+    source = Source(
+        data=shown,
+        everything=history,
+        chunks=[2],
+        fingerprint="",
+        num_features=4,
+        known=history.feature_names,
+        indicator=True,
+        heldout=heldout,
+    )
+    config = sj.SASRecConfig(max_length=3, width=4, blocks=1, heads=1)
+    model = sj.sequence.build_sequence_model(config, items=4, rngs=nnx.Rngs(0))
+    path = tmp_path / "p"
+    # It knows neither w, which is held out of b, nor calls z what the run does.
+    sj.export_predictor(model, path, k=3, names=["z", "new", "x", "y"], batch_size=1)
+    predictor = sj.load_predictor(path)
+    asked = [["x"], ["z", "x"]]  # what it knows of w x and z x
+    found = predictor.recommend_names(asked)
+    wanted = ["y", "w"]
+    ranks = [
+        names.index(name) + 1 if name in names else np.inf
+        for names, name in zip(found, wanted, strict=True)
+    ]
+    assert ranks[0] < np.inf and ranks[1] == np.inf
+    for metric, oracle in (
+        ("mrr", np.mean([1 / rank for rank in ranks])),
+        ("ndcg", np.mean([1 / np.log2(1 + rank) for rank in ranks])),
+        ("recall", 0.5),
+    ):
+        found = publishing.measured(predictor, source, Gate(metric, 3))
+        np.testing.assert_allclose(found, oracle, rtol=1e-6)
+    with pytest.raises(ValueError, match="recommends 3 items with names, but ndcg@4"):
+        publishing.measured(predictor, source, Gate("ndcg", 4))
+
+
+def test_the_newest_version(tmp_path):
+    assert newest(tmp_path / "none") == 0
+    for name in ("2", "10", "11", "new", ".new-x"):
+        (tmp_path / name).mkdir()
+    for name in ("2", "10", "new"):  # 11 has no file yet
+        (tmp_path / name / FILE).write_text("")
+    assert newest(tmp_path) == 10
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--gate", "ndcg@20"], "--gate goes with --export-to"),
+        (["--gate", "ndcg", "--export-to", "out"], "like ndcg@20, got 'ndcg'"),
+        (["--gate", "auc@2", "--export-to", "out"], "metrics are hit_rate, map"),
+        (["--gate", "map@2", "--export-to", "out"], "map@2 is measured on held-out"),
+        (["--export-to", "data.csv"], "expected a folder of versions"),
+    ],
+)
+def test_faults_are_found_before_the_training(
+    tmp_path, monkeypatch, capsys, words, message
+):
+    monkeypatch.chdir(tmp_path)
+    data = write(tmp_path / "data.csv", 4)
+    assert main(["train", data, "--run", "run", *words]) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "run").exists()
