@@ -218,7 +218,7 @@ CASES = {
     "a byte order mark": Case(
         b"\xef\xbb\xbf" + PAIRS.to_csv(index=False).encode(), "user = user", ONES
     ),
-    "UTF-16": Case(PAIRS.to_csv(index=False).encode("utf-16"), None, "or UTF-16"),
+    "UTF-16": Case(PAIRS.to_csv(index=False).encode("utf-16"), None, "in UTF-16"),
     "quotes, with the separator within": Case(
         '"user","item"\n"1","7"\n"2","a, ""b"""\n',
         "user",

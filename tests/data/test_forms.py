@@ -6,6 +6,7 @@ import io
 import json
 import lzma
 import zipfile
+from typing import Any
 
 import duckdb
 import numpy as np
@@ -333,33 +334,77 @@ def test_times_in_a_format(suffix, tmp_path):
         sj.read_sequences(path)
 
 
-OTHERS = {
-    "array.json": ('[\n{"user": "ann", "item": "tea"}\n]\n', "JSON array"),
-    "line.json": (
-        '[{"user": "ann", "item": "tea"}, {"user": "b", "item": "c"}]',
-        "JSON array",
-    ),
-    "arrays.txt": ('["ann", "tea"]\n["bob", "rye"]\n', "JSON array on each line"),
-    "train.mtx": (
-        "%%MatrixMarket matrix coordinate real general\n3 3 1\n1 1 5\n",
-        "mmread",
-    ),
-    "train.arff": ("@relation a\n@attribute user string\n@data\nann,tea\n", "ARFF"),
-    "train.libsvm": ("1 1:3 2:5\n0 4:1\n", "libsvm"),
-    "psql.txt": (" user | item \n------+------\n ann  | tea\n(1 row)\n", "psql"),
-    "table.md": ("| user | item |\n| --- | --- |\n| ann | tea |\n", "markdown"),
-    "mysql.txt": ("+------+------+\n| user | item |\n+------+------+\n", "a database"),
+_RULE = "-" * 6
+OTHERS: dict[str, str | bytes] = {
+    "JSON array": '[{"user": "ann", "item": "tea"}]\n',
+    "JSON array,": '[\n  {"user": "ann", "item": "tea"}\n]\n',
+    "JSON array on each line": '["ann", "tea"]\n["bob", "rye"]\n',
+    "JSON over several lines": '{\n  "events": [\n    {"user": "ann"}\n  ]\n}\n',
+    "Matrix Market": "%%MatrixMarket matrix coordinate real general\n3 3 1\n1 1 5\n",
+    "ARFF": "% shop\n@RELATION shop\n@ATTRIBUTE user string\n@DATA\nann,tea\n",
+    "libsvm": "1 1:3 2:5\n0 4:1\n",
+    "libsvm,": "2 qid:1 1:3 2:5\n0 qid:1 4:1\n",
+    "table of psql or markdown": f" user | item \n{_RULE}+{_RULE}\n ann  | tea\n(1 row)\n",
+    "table of markdown": f"# Plays\n\n| user | item |\n|{_RULE}|:-|\n| ann | tea |\n",
+    "table as a database prints": f"+{_RULE}+\n| user |\n+{_RULE}+\n| ann  |\n",
+    "table as a program prints": "┌──────┐\n│ user │\n├──────┤\n│ ann  │\n└──────┘\n",
+    "table of psql": "-[ RECORD 1 ]\nuser | ann\nitem | tea\n",
+    "printed data frame": "  user item\n0  ann  tea\n1  bob  rye\n",
+    "HTML or XML": "<!DOCTYPE html>\n<html><body>Log in</body></html>\n",
+    "HTML or XML,": "<table>\n<tr><td>ann</td></tr>\n</table>\n",
+    "YAML": "- user: ann\n  item: tea\n",
+    "TOML": '[[events]]\nuser = "ann"\n',
+    "SQL": "-- a dump\nINSERT INTO plays VALUES ('ann', 'tea');\n",
+    "LaTeX": "\\begin{tabular}{ll}\nann & tea \\\\\n\\end{tabular}\n",
+    "NumPy array": b"\x93NUMPY\1\0v\0{'descr': '<i8'}\n" + b"\0" * 8,
+    "pickle": b"\x80\4\x95\n\0\0\0",
+    "SQLite": b"SQLite format 3\0\x10\0",
+    "Feather": b"ARROW1\0\0\xff\xff",
+    "ORC": b"ORC\x0a\x1f\n",
+    "UTF-16": "user,item\n".encode("utf-16"),
+    "tar": b"a.csv".ljust(257, b"\0") + b"ustar\0",
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-def test_other_formats_are_named(name, tmp_path):
-    content, word = OTHERS[name]
-    path = tmp_path / name
-    path.write_text(content)
-    for read in (sj.read, sj.read_sequences, lambda p: sj.prepare(p, tmp_path / "out")):
-        with pytest.raises(DataError, match=f"{name}: seems to .*{word}"):
-            read(path)
+@pytest.mark.parametrize("what", OTHERS)
+def test_other_formats_are_named(what, tmp_path):
+    content = OTHERS[what]
+    data = content.encode() if isinstance(content, str) else content
+    for suffix in ("", ".csv", ".jsonl", ".gz"):
+        path = tmp_path / f"plays{suffix}"
+        path.write_bytes(gzip.compress(data) if suffix == ".gz" else data)
+        for read in (sj.read, lambda p: sj.prepare(p, tmp_path / "out")):
+            with pytest.raises(DataError, match=f"seems to be .*{what.rstrip(',')}"):
+                read(path)
+
+
+def test_other_archives_are_named(tmp_path):
+    path = tmp_path / "plays"
+    for names, what in (
+        (["[Content_Types].xml", "xl/workbook.xml"], "an Excel workbook"),
+        (["a.npy"], "arrays of NumPy .*numpy.load"),
+        (["indptr.npy", "data.npy"], "arrays of NumPy .*load_npz"),
+    ):
+        with zipfile.ZipFile(path, "w") as archive:
+            for name in names:
+                archive.writestr(name, b"x")
+        with pytest.raises(DataError, match=f"seems to be {what}"):
+            sj.read(path)
+
+
+def test_what_is_alike_is_read(tmp_path):
+    """Names of columns and cells that begin as other formats do."""
+    texts = {
+        "user,item\nann,[tea]\nann,---\n----,<b>\n": 3,
+        "ORCID,item_id\n5,tea\n": 1,
+        "item,user\n- tea: hot,ann\n": 1,
+        "user|item\nann|tea\n": 1,
+    }
+    for at, (text, count) in enumerate(texts.items()):
+        path = tmp_path / f"{at}.csv"
+        path.write_text(text)
+        columns: dict[str, Any] = {"user": "ORCID"} if "ORCID" in text else {}
+        assert sj.read(path, **columns).num_entries == count
 
 
 def test_wrong_lines_of_json(tmp_path):

@@ -11,6 +11,7 @@ from typing import Literal
 
 from sparsejax.data.events.pair_layout import DELIMITERS, typed_header
 from sparsejax.data.events.pieces import find_pieces
+from sparsejax.data.files import others
 from sparsejax.data.files.columns import role_of
 from sparsejax.data.files.opening import DataError, Path, head, is_address
 from sparsejax.data.files.parquet import files_below
@@ -62,15 +63,22 @@ def guess_format(path: Path) -> Format:
     if os.path.isdir(path):
         path = find_pieces(path)[0].path
         return guess_format(path)
-    if known := _BY_SUFFIX.get(os.path.splitext(name)[1]):
+    known = _BY_SUFFIX.get(os.path.splitext(name)[1])
+    try:
+        text = head(path).data.decode()
+    except DataError:
+        if known is None:
+            raise
+        return known  # whose reader says what is wrong
+    lines = [line for line in text.split("\n") if line.strip()]
+    if problem := others.of_lines(lines):
+        raise DataError.at(path, problem)
+    if known is not None:
         return known
-    lines = [line for line in head(path).data.decode().split("\n") if line.strip()]
     if lines[0].lstrip().startswith("{"):
         with contextlib.suppress(ValueError):
             if isinstance(json.loads(lines[0]), dict):
                 return "jsonl"
-    if problem := _other_format(lines):
-        raise DataError.at(path, problem)
     if guess := _guess(lines):
         return guess
     raise DataError.at(
@@ -82,48 +90,6 @@ def guess_format(path: Path) -> Format:
 
 # How the names of compressed files end.
 COMPRESSED = r"\.(gz|xz|bz2|zst|zip)"
-
-_RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*")
-
-
-def _other_format(lines: list[str]) -> str | None:
-    """Names a format that is known but not read, and says what to do; None for others."""
-    first = lines[0].strip()
-    remedy = "write one JSON object on each line (.jsonl), for example by jq -c '.[]'"
-    if first.startswith("[") and (first == "[" or first.startswith(("[{", "[[", "[ "))):
-        return f"seems to be a JSON array, which is not read; {remedy}"
-    if first.startswith("["):
-        with contextlib.suppress(ValueError):
-            if isinstance(json.loads(first), list):
-                remedy = 'write objects, like {"user": "ann", "item": "tea"}, or CSV'
-                return f"seems to have a JSON array on each line, which is not read; {remedy}"
-    if first.startswith("%%MatrixMarket"):
-        return (
-            "seems to be a Matrix Market file (.mtx); read it by scipy.io.mmread, and give "
-            "the matrix to SparseDataset.from_scipy"
-        )
-    if any(re.match(r"@(relation|attribute)\s", line, re.IGNORECASE) for line in lines):
-        return (
-            "seems to be ARFF, which is not read; write its data as CSV with a header"
-        )
-    if len(lines) > 1 and _RULE.fullmatch(lines[1].strip()) and "-" in lines[1]:
-        kind = "a table of markdown" if first.startswith("|") else "a table of psql"
-        return (
-            f"seems to be {kind}, which is not read; write CSV (psql: \\copy (SELECT ...) "
-            "TO 'events.csv' CSV HEADER)"
-        )
-    if first.startswith("+-") and _RULE.fullmatch(first):
-        return "seems to be a table as a database prints it; write CSV with a header"
-    if all(map(_LIBSVM.fullmatch, lines)):
-        return (
-            "seems to be libsvm, which is not read; read it by "
-            "sklearn.datasets.load_svmlight_file, and give the matrix to "
-            "SparseDataset.from_scipy"
-        )
-    return None
-
-
-_LIBSVM = re.compile(r"[+-]?[\d.]+( \d+:[-+.\deE]+)+ *(#.*)?")
 
 
 def is_parquet(path: Path) -> bool:

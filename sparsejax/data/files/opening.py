@@ -17,6 +17,8 @@ from collections.abc import Buffer, Generator, Iterator
 
 from tqdm import tqdm
 
+from sparsejax.data.files import others
+
 Path = str | os.PathLike[str]
 ByteStream = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | zipfile.ZipExtFile
 
@@ -145,6 +147,8 @@ def _only_file(path: Path, file: io.BufferedReader) -> Generator[zipfile.ZipExtF
         names = [info for info in archive.infolist() if not info.is_dir()]
         # macOS adds a second file about each.
         names = [info for info in names if not info.filename.startswith("__MACOSX/")]
+        if problem := others.of_names([info.filename for info in names]):
+            raise DataError.at(path, problem)
         if len(names) != 1:
             raise DataError.at(
                 path,
@@ -293,6 +297,8 @@ def line_blocks(
     pending: list[bytes] = []
     while True:
         chunk = stream.read(block_bytes)
+        if first == 1 and not pending and (problem := others.of_bytes(chunk)):
+            raise DataError.at(path, problem)
         if b"\0" in chunk:
             raise _binary(path)
         cut = chunk.rfind(b"\n") + 1
