@@ -162,6 +162,16 @@ def test_embedding_collections():
     assert rows["recent"].shape == (batch, 20, 64)
 
 
+def test_dynamic_tables(capsys):
+    given: dict[str, typing.Any] = {}
+    for code in python("dynamic_tables.md"):
+        exec(compile(code, "dynamic_tables.md", "exec"), given)  # noqa: S102
+    stats = given["model"].embeddings.stats()
+    assert stats["user"].rows > 4000 and stats["user"].refused == 0
+    assert stats["query"].waiting > 7000  # all of them are seen once
+    assert capsys.readouterr().out.count("TableStats(") == 3
+
+
 def test_your_data(tmp_path, monkeypatch, capsys):
     """What the page says is printed, and it lists the names that are known."""
     monkeypatch.chdir(tmp_path)

@@ -1,6 +1,9 @@
 from .collection import EmbeddingCollection as EmbeddingCollection
+from .config import Admit as Admit
+from .config import DynamicTableConfig as DynamicTableConfig
 from .config import FeatureConfig as FeatureConfig
 from .config import TableConfig as TableConfig
+from .dynamic.state import TableStats as TableStats
 from .feature_batch import FeatureBatch as FeatureBatch
 from .model_config import ClickModelConfig as ClickModelConfig
 from .model_config import DCNConfig as DCNConfig
@@ -15,3 +18,4 @@ from .models import build_click_model as build_click_model
 from .new_ids import add_ids as add_ids
 from .plan import EmbeddingPlan as EmbeddingPlan
 from .planner import plan_embeddings as plan_embeddings
+from .wide_ids import WideIds as WideIds

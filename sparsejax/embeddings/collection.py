@@ -7,6 +7,7 @@ import functools
 import itertools
 import math
 import os
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -24,6 +25,16 @@ from sparsejax.embeddings.config import (
     TableConfig,
     check_floating,
 )
+from sparsejax.embeddings.dynamic import admission
+from sparsejax.embeddings.dynamic import state as dynamic
+from sparsejax.embeddings.dynamic.assignment import (
+    Assign,
+    Moment,
+    Trained,
+    assign,
+    find,
+)
+from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
@@ -41,10 +52,13 @@ from sparsejax.mesh.layout import (
     jit_sharded,
     out_sharding,
     replicated,
+    to_host,
 )
 from sparsejax.ops.implementations import Implementation, check_implementation
-from sparsejax.optimizers import inplace
+from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import RowParam
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
 
 
 class EmbeddingCollection(nnx.Module):
@@ -152,6 +166,10 @@ class EmbeddingCollection(nnx.Module):
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
         self.kernels = nnx.data({s.name: _kernel(s, key) for s in self.stacks})
+        changing = [stack for stack in self.stacks if stack.dynamic]
+        self.indexes = nnx.data({s.name: _index(s) for s in changing})
+        if changing:
+            self.seed = IndexState(jax.random.bits(key, (2,), jnp.uint32))
 
     def __call__(self, ids: Mapping[str, Ids] | FeatureBatch) -> dict[str, jax.Array]:
         """Looks up the rows of each feature for a batch.
@@ -236,6 +254,113 @@ class EmbeddingCollection(nnx.Module):
         """
         return feature_batch.pack(self.stacks, ids, nse=nse)
 
+    def assign_rows(
+        self,
+        ids: Mapping[str, Ids] | FeatureBatch,
+        optimizer: Optimizer,
+        *,
+        clock: jax.typing.ArrayLike | None = None,
+        within: Sequence[Any] = (),
+    ) -> FeatureBatch:
+        """Gives new ids of dynamic tables a row, and finds those of the others.
+
+        ::
+
+            @sj.jit
+            def step(model, optimizer, dense, ids, clicks):
+                rows = model.embeddings.assign_rows(ids, optimizer)
+                def loss_fn(model):
+                    return loss(model(dense, rows), clicks)
+                value, grads = optimizer.value_and_grad(loss_fn)(model)
+                optimizer.update(model, grads)
+                return value
+
+            for dense, ids, clicks in batches:
+                step(model, optimizer, dense, model.embeddings.pack(ids), clicks)
+
+        A new row begins with a vector that depends on the seed, the table and the id alone,
+        and with the state of a new optimizer. An id without a row has this vector too, and
+        no gradient. The rows and all that is known of them depend on the batches alone: not
+        on the order of ids in a batch, nor on the mesh. See docs/dynamic_tables.md.
+
+        Args:
+          ids: of each feature, or what `pack` made of them.
+          optimizer: that trains the model.
+          clock: what time it is, int32; it must not fall. By default the number of steps
+            that the optimizer has done.
+          within: the path of this collection in the model, if the model has several
+            collections with dynamic tables of one width.
+
+        Returns:
+          The batch for the model, until rows are assigned again.
+
+        Raises:
+          ValueError: there are no dynamic tables; the batch has its rows already; the
+            optimizer does not train these tables.
+        """
+        if not self.indexes:
+            raise ValueError(
+                "assign_rows is for dynamic tables (DynamicTableConfig), of which this "
+                "collection has none; the model takes the ids themselves"
+            )
+        batch = self._packed(ids)
+        if batch.assigned:
+            raise ValueError("these ids have their rows already: assign them once")
+        step = optimizer.step[...]
+        now = jnp.asarray(step if clock is None else clock, jnp.int32)
+        stacks = dict(batch.stacks)
+        for stack in self.stacks:
+            if not stack.dynamic or stack.name not in stacks:
+                continue
+            kernel = self.kernels[stack.name]
+            path = (*within, "kernels", stack.name)
+            arrays = optimizer.rows_within(path, kernel)
+            known = self.indexes[stack.name]
+            how = Assign(stack, optimizer.rule_of(kernel), clock is None)
+            x = jax.tree.map(jnp.asarray, stacks[stack.name])
+            keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
+            state, trained, columns = assign(
+                how,
+                _state(known),
+                Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
+                x,
+                keys,
+                Moment(self.seed[...], now, step),
+            )
+            _set_state(known, state)
+            kernel.set_value(trained.w)
+            for name, variable in arrays.items():
+                variable.set_value(trained.arrays[name])
+            stacks[stack.name] = _with_columns(x, columns)
+        return FeatureBatch(stacks, batch.keys, assigned=True)
+
+    def stats(self) -> dict[str, TableStats]:
+        """Counts what became of the ids of each dynamic table, since it was made."""
+        found: dict[str, TableStats] = {}
+        for stack in self.stacks:
+            if stack.dynamic:
+                known = self.indexes[stack.name]
+                totals = to_host(known["totals"][...])
+                num_free = to_host(known["num_free"][...])
+                found |= dynamic.stats(stack, totals, num_free)
+        return found
+
+    def ids(self, name: str) -> np.ndarray:
+        """`[ids]` uint64: the ids of a dynamic table that have a row, ascending."""
+        stack, table = self._dynamic_table(name)
+        known = self.indexes[stack.name]
+        used, keys = to_host(known["used"][...]), to_host(known["keys"][...])
+        ids, _ = dynamic.rows_of(stack, table, used, keys)
+        return ids
+
+    def halve_counts(self) -> None:
+        """Halves how often ids without a row were seen, for `Admit(count=...)`.
+
+        Called now and then, it forgets ids that come seldom.
+        """
+        for known in self.indexes.values():
+            known["sketch"].set_value(admission.halved(known["sketch"][...]))
+
     def expect(
         self,
         distinct: Distinct | None,
@@ -270,7 +395,7 @@ class EmbeddingCollection(nnx.Module):
 
         Rules under which rows drift need `optimizer.flush(model)` before.
         """
-        stack, pieces = self._table(name)
+        stack, pieces = self._static_table(name, "ask `ids`, and call the collection")
         kernel = self.kernels[stack.name][...]
         read = functools.partial(_table_rows, stack, pieces)
         return call_with_auto_axes(read, kernel, out_specs=P())
@@ -285,7 +410,7 @@ class EmbeddingCollection(nnx.Module):
         Raises:
           ValueError: there is no such table, or the shape is another.
         """
-        stack, pieces = self._table(name)
+        stack, pieces = self._static_table(name, "call `load_table`")
         expected = (pieces[0].config.num_rows, pieces[0].config.dim)
         if np.shape(array) != expected:
             raise ValueError(
@@ -345,7 +470,7 @@ class EmbeddingCollection(nnx.Module):
 
         With several processes all have to take all of them.
         """
-        stack, pieces = self._table(name)
+        stack, pieces = self._static_table(name, "call `save_table`")
         return table_files.table_rows(stack, pieces, self.kernels[stack.name][...])
 
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
@@ -371,6 +496,47 @@ class EmbeddingCollection(nnx.Module):
                 break
         return stack, pieces
 
+    def _dynamic_table(self, name: str) -> tuple[Stack, StackedTable]:
+        stack, pieces = self._table(name)
+        if not stack.dynamic:
+            raise ValueError(
+                f"table {name!r} is not dynamic: its ids are 0 to "
+                f"{pieces[0].config.num_rows - 1:,}"
+            )
+        return stack, pieces[0]
+
+    def _static_table(
+        self, name: str, instead: str
+    ) -> tuple[Stack, tuple[StackedTable, ...]]:
+        stack, pieces = self._table(name)
+        if stack.dynamic:
+            raise ValueError(
+                f"table {name!r} is dynamic, its rows have no order of ids: {instead}"
+            )
+        return stack, pieces
+
+    def _packed(self, ids: Mapping[str, Ids] | FeatureBatch) -> FeatureBatch:
+        batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
+        read = {stack.name for stack in self.stacks if stack.features}
+        if not read <= batch.stacks.keys():
+            raise ValueError(
+                f"the batch is packed for the stacks {sorted(batch.stacks)}, but this "
+                f"collection has {sorted(read)}; pack it by the collection that reads it"
+            )
+        return batch
+
+    def _found(self, batch: FeatureBatch) -> FeatureBatch:
+        """A batch whose ids have the rows that they have now."""
+        stacks = dict(batch.stacks)
+        for stack in self.stacks:
+            if stack.dynamic and stack.name in stacks:
+                x = jax.tree.map(jnp.asarray, stacks[stack.name])
+                keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
+                state = _state(self.indexes[stack.name])
+                columns = find(stack, state, x, keys)
+                stacks[stack.name] = _with_columns(x, columns)
+        return FeatureBatch(stacks, batch.keys, assigned=True)
+
     def _rows(
         self,
         ids: Mapping[str, Ids] | FeatureBatch,
@@ -379,13 +545,16 @@ class EmbeddingCollection(nnx.Module):
         dtype: jax.typing.DTypeLike | None = None,
     ) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack; see `look_up`."""
-        batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
-        read = {stack.name for stack in self.stacks if stack.features}
-        if not read <= batch.stacks.keys():
-            raise ValueError(
-                f"the batch is packed for the stacks {sorted(batch.stacks)}, but this "
-                f"collection has {sorted(read)}; pack it by the collection that reads it"
-            )
+        batch = self._packed(ids)
+        if self.indexes and not batch.assigned:
+            if gradients.is_differentiating():
+                warnings.warn(
+                    "a loss reads dynamic tables without assign_rows: new ids will not be "
+                    "learned. Call model.embeddings.assign_rows(ids, optimizer) before the "
+                    "loss, and give the model what it returns",
+                    stacklevel=2,
+                )
+            batch = self._found(batch)
         rows, crowded = {}, []
         for stack in self.stacks:
             if not stack.features:
@@ -395,6 +564,8 @@ class EmbeddingCollection(nnx.Module):
                 self.kernels[stack.name],
                 batch.stacks[stack.name],
                 wire=self.wire,
+                keys=batch.keys.get(stack.name),
+                seed=self.seed[...] if stack.dynamic else None,
                 blank=blank,
                 dtype=self.dtype if dtype is None else dtype,
                 implementation=self.implementation,
@@ -437,6 +608,36 @@ def kernel_of(stack: Stack, value: jax.Array) -> RowParam:
     if stack.rule is not None:
         metadata["rule"] = stack.rule
     return RowParam(value, **metadata)
+
+
+class IndexState(nnx.Variable):
+    """Knowledge about the ids of dynamic tables."""
+
+
+def _index(stack: Stack) -> dict[str, IndexState]:
+    """Which ids of a stack have rows: none."""
+    by_parts = P("model")
+    state = jit_sharded(dynamic.empty, by_parts, static=(0,))(stack)
+    arrays = {**state.index._asdict(), **state._asdict()}
+    del arrays["index"]
+    metadata: dict[str, Any] = out_sharding(by_parts)
+    return {name: IndexState(array, **metadata) for name, array in arrays.items()}
+
+
+def _state(known: Mapping[str, nnx.Variable]) -> dynamic.State:
+    arrays = {name: variable[...] for name, variable in known.items()}
+    index = dynamic.Index(**{name: arrays.pop(name) for name in dynamic.Index._fields})
+    return dynamic.State(index=index, **arrays)
+
+
+def _set_state(known: Mapping[str, nnx.Variable], state: dynamic.State) -> None:
+    for name, array in {**state.index._asdict(), **state._asdict()}.items():
+        if name != "index":
+            known[name].set_value(array)
+
+
+def _with_columns(x: CSR, columns: jax.Array) -> CSR:
+    return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
 
 
 def _must_be_joined(parts: Sequence[StackedFeature]) -> bool:

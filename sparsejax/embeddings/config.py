@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
+from sparsejax.mesh.layout import ROW_MULTIPLE
 from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.optimizers.rules import Rule
 
 Placement = Literal["replicated", "rows", "table", "columns"]
 Outside = Literal["error", "drop"]
+Evict = Literal["lru", "lfu"]
+# A count of a sketch has 8 bits.
+MOST_COUNTED = 255
 Initializer = Callable[..., jax.Array]
 
 
@@ -61,6 +66,89 @@ class TableConfig:
                 "rule of a table must be one of sparsejax.optimizers, got "
                 f"{type(self.rule).__name__}"
             )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Admit:
+    """Which new ids of a dynamic table get a row: just one of the two.
+
+    >>> Admit(count=3)
+    Admit(count=3, probability=None)
+
+    Attributes:
+      count: ids that have been seen this often, up to 255. How often is counted in little
+        memory, so a few ids get their row sooner, see docs/dynamic_tables.md.
+      probability: each id, each time that a batch has it, with this probability.
+    """
+
+    count: int | None = None
+    probability: float | None = None
+
+    def __post_init__(self) -> None:
+        if (self.count is None) == (self.probability is None):
+            raise ValueError(
+                "Admit takes count or probability, and not both: got "
+                f"count={self.count}, probability={self.probability}"
+            )
+        if self.count is not None:
+            _check_positive("count", self.count)
+            if self.count > MOST_COUNTED:
+                raise ValueError(
+                    f"count must be at most {MOST_COUNTED}, got {self.count}"
+                )
+        elif not (
+            isinstance(self.probability, int | float) and 0 < self.probability <= 1
+        ):
+            raise ValueError(
+                f"probability must be above 0, up to 1, got {self.probability!r}"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class DynamicTableConfig(TableConfig):
+    """A table whose ids are 64-bit keys, which get a row when they are first seen.
+
+    >>> DynamicTableConfig(1_000_000, 16, evict="lfu", admit=Admit(count=2)).num_rows
+    1000192
+
+    `EmbeddingCollection.assign_rows` gives the ids of a batch their rows. See
+    docs/dynamic_tables.md.
+
+    Attributes:
+      num_rows: how many ids have a row at most. It is rounded up to a multiple of 256, as
+        rows are dealt to 256 parts by a hash of the id.
+      dim: numbers in a row.
+      init: see `TableConfig`. The row of an id depends on it, the seed, the table and the
+        id alone.
+      evict: which ids lose their row when a part has none left for new ones: "lru" those
+        that were not seen for longest, "lfu" those seen least often. With None no id loses
+        its row, unless `time_to_live` has passed; new ids then have none.
+      time_to_live: ids that were not seen for longer lose their row first. In units of the
+        clock of `assign_rows`: steps, if it has none.
+      admit: which new ids get a row; by default all.
+    """
+
+    _: dataclasses.KW_ONLY
+    evict: Evict | None = "lru"
+    time_to_live: int | None = None
+    admit: Admit | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.placement not in (None, "rows") or self.pieces != 2:
+            raise ValueError(
+                "rows of a dynamic table are always divided: leave out placement and "
+                f"pieces, got placement={self.placement!r}, pieces={self.pieces}"
+            )
+        if self.evict not in (None, *get_args(Evict)):
+            raise ValueError(f'evict is "lru", "lfu" or None, got {self.evict!r}')
+        if self.time_to_live is not None:
+            _check_positive("time_to_live", self.time_to_live)
+        if self.admit is not None and not isinstance(self.admit, Admit):
+            raise TypeError(f"admit must be an Admit, got {type(self.admit).__name__}")
+        rows = math.ceil(self.num_rows / ROW_MULTIPLE) * ROW_MULTIPLE
+        object.__setattr__(self, "num_rows", rows)
+        object.__setattr__(self, "placement", "rows")
 
 
 @dataclasses.dataclass(frozen=True)

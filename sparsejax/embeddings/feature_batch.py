@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.placement import Place, Stack, StackedFeature
+from sparsejax.embeddings.wide_ids import WideIds
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
@@ -30,14 +31,16 @@ from sparsejax.mesh.layout import (
     call_with_auto_axes,
     mesh_is_set,
 )
+from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids
 
 Array = jax.Array | np.ndarray
-Ids = Array | CSR
+Ids = Array | CSR | WideIds
 
-# In place of a column: the row of the matrix is NaN.
-_WRONG = -1
+# In place of a column: the row of the matrix is NaN; the id has no row.
+WRONG = -1
+WITHOUT_ROW = -2
 
 
 @jax.tree_util.register_dataclass
@@ -55,9 +58,15 @@ class FeatureBatch:
       stacks: for each stack of tables a matrix with a row for each bag. Combiners are not
         applied yet. Columns need not ascend within a row. On a mesh it may be one matrix for
         each device, of its own examples: leaves are then `[data, model, n]`.
+      keys: for each stack of dynamic tables, the key of each entry of its matrix.
+      assigned: whether the columns of these stacks are known already, as
+        `EmbeddingCollection.assign_rows` finds them. A column is `WITHOUT_ROW` if the id
+        has none.
     """
 
     stacks: dict[str, CSR]
+    keys: dict[str, TableKeys] = dataclasses.field(default_factory=dict)
+    assigned: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def pack(
@@ -77,16 +86,23 @@ def pack(
         raise ValueError(
             f"nse has {sorted(unknown)}; the stacks are {[s.name for s in stacks]}"
         )
-    sizes = {name: _batch_size(features[name], value) for name, value in ids.items()}
+    wide: dict[str, WideIds] = {}
+    narrow: dict[str, Any] = dict(ids)
+    for name, value in ids.items():
+        if features[name].table.dynamic:
+            wide[name] = _wide_ids(features[name], value)
+            narrow[name] = _positions(wide[name])
+    sizes = {n: _batch_size(features[n], value) for n, value in narrow.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"features differ in their numbers of examples: {sizes}")
     batch = next(iter(sizes.values()))
-    on_host = all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(dict(ids)))
-    packed = {}
+    leaves = jax.tree.leaves((narrow, wide))
+    on_host = all(isinstance(leaf, np.ndarray) for leaf in leaves)
+    packed, keys = {}, {}
     for stack in stacks:
         if not stack.features:
             continue
-        values = [ids[feature.name] for feature in stack.features]
+        values = [narrow[feature.name] for feature in stack.features]
         room = sum(v.nse if isinstance(v, CSR) else v.size for v in values)
         room = nse.get(stack.name, room)
         if max(room, batch * stack.bags) > MAX_ENTRIES:
@@ -97,13 +113,23 @@ def pack(
         if on_host:
             for feature, value in zip(stack.features, values, strict=True):
                 _check_on_host(feature, value)
+        if stack.dynamic:
+            words = [wide[feature.name] for feature in stack.features]
+            if on_host:
+                _check_distinct(stack, words)
+                made = _packed_keys(np, stack, batch, room, values, words)
+            else:
+                make = functools.partial(_packed_keys, jnp, stack, batch, room)
+                made = call_with_auto_axes(make, values, words, out_specs=P())
+            packed[stack.name], keys[stack.name] = made
+        elif on_host:
             packed[stack.name] = _packed(np, stack, batch, room, values)
         elif stack.name not in nse and room and _are_divided(batch, values):
             packed[stack.name] = _packed_on_devices(stack, values)
         else:
             make = functools.partial(_packed, jnp, stack, batch, room)
             packed[stack.name] = call_with_auto_axes(make, values, out_specs=P())
-    return FeatureBatch(packed)
+    return FeatureBatch(packed, keys)
 
 
 def divides_batch(batch: int) -> bool:
@@ -138,12 +164,110 @@ def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
     )
 
 
+def _wide_ids(feature: StackedFeature, value: Any) -> WideIds:
+    """The ids of a dynamic table."""
+    if feature.config.outside != "error":
+        raise ValueError(
+            f"feature {feature.name!r} has outside={feature.config.outside!r}, but every "
+            "64-bit id is one of a dynamic table: leave outside out"
+        )
+    if isinstance(value, WideIds):
+        return value
+    if isinstance(value, CSR):
+        raise TypeError(
+            f"ids of feature {feature.name!r}, of a dynamic table, have 64 bits: give lists "
+            "as WideIds.ragged(values, offsets)"
+        )
+    try:
+        return WideIds.of(value)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"feature {feature.name!r}: {error}") from None
+
+
+def _positions(value: WideIds) -> Array | CSR:
+    """The place of each id among those of its feature, in place of the id."""
+    shape = value.low.shape
+    count = np.arange(value.low.size, dtype=np.int32).reshape(shape)
+    if value.offsets is not None:
+        leaves = (value.weights, count, value.offsets, None)
+        return CSR.tree_unflatten(MAX_ENTRIES, leaves)
+    if value.present is None:
+        return count
+    xp = np if isinstance(value.present, np.ndarray) else jnp
+    return xp.where(value.present, count, -1)
+
+
+def _check_distinct(stack: Stack, words: Sequence[WideIds]) -> None:
+    """Raises ValueError if a batch has more ids of a table than that has rows."""
+    for table in stack.tables:
+        mine = [
+            ids
+            for feature, ids in zip(stack.features, words, strict=True)
+            if feature.table == table
+        ]
+        rows = table.config.num_rows
+        if sum(ids.low.size for ids in mine) <= rows:
+            continue
+        there = [
+            np.ones(ids.low.size, bool)
+            if ids.present is None
+            else np.asarray(ids.present).reshape(-1)
+            for ids in mine
+        ]
+        keys = [
+            np.stack([np.asarray(w).reshape(-1)[here] for w in (ids.low, ids.high)], 1)
+            for ids, here in zip(mine, there, strict=True)
+        ]
+        count = len(np.unique(np.concatenate(keys), axis=0))
+        if count > rows:
+            raise ValueError(
+                f"a batch has {count:,} ids of the table {table.name!r}, which has "
+                f"{rows:,} rows: make the table larger, or batches smaller"
+            )
+
+
+def _packed_keys(
+    xp: ModuleType,
+    stack: Stack,
+    batch: int,
+    nse: int,
+    positions: Sequence[Array | CSR],
+    words: Sequence[WideIds],
+) -> tuple[CSR, TableKeys]:
+    """The matrix of a stack of dynamic tables, without columns, and its keys."""
+    starts = np.cumsum([0, *(ids.low.size for ids in words)], dtype=np.int32)
+
+    def moved(value, start):
+        if isinstance(value, CSR):
+            leaves = (value.data, value.indices + start, value.indptr, None)
+            return CSR.tree_unflatten(stack.num_rows, leaves)
+        return xp.where(value < 0, value, value + start).astype(np.int32)
+
+    moved_all = [
+        moved(v, start) for v, start in zip(positions, starts[:-1], strict=True)
+    ]
+    x = _packed(xp, stack, batch, nse, moved_all)
+    tables = list(stack.tables)
+    numbers = [tables.index(feature.table) for feature in stack.features]
+    table = np.repeat(np.asarray(numbers, np.int32), np.diff(starts))
+    low = xp.concatenate([xp.asarray(ids.low).reshape(-1) for ids in words])
+    high = xp.concatenate([xp.asarray(ids.high).reshape(-1) for ids in words])
+    at = xp.maximum(xp.asarray(x.indices), 0)
+    if len(table) == 0:
+        keys = TableKeys(at, at.astype(np.uint32), at.astype(np.uint32))
+    else:
+        keys = TableKeys(xp.asarray(table)[at], high[at], low[at])
+    columns = xp.minimum(xp.asarray(x.indices), 0)  # WRONG stays
+    leaves = (x.data, columns, x.indptr, None)
+    return CSR.tree_unflatten(stack.num_rows, leaves), keys
+
+
 class _Entries(NamedTuple):
     """Ids of some features, `[entries]` each.
 
     Attributes:
       row: the bag of each id.
-      column: where its row lies; `_WRONG` for an id that the table does not have.
+      column: where its row lies; `WRONG` for an id that the table does not have.
       kept: whether it counts. Others are left out.
       first: the first entry of this bag. Entries of a bag lie behind each other.
       weight: its weight, or None if all are 1.
@@ -278,7 +402,7 @@ def _of_matrices(
     position = entry - starts[group]
     length = of_each([f.config.length or 0 for f in features])
     bag = xp.clip(position, 0, xp.maximum(length - 1, 0))
-    column = xp.where((length > 0) & (position >= length), _WRONG, column)
+    column = xp.where((length > 0) & (position >= length), WRONG, column)
     first_bag = of_each([f.first_bag for f in features])
     used = example < batch
     row = xp.where(used, example, 0) * stack.bags + first_bag + bag
@@ -302,8 +426,10 @@ def _of_matrices(
 
 def _columns(stack: Stack, xp, ids, *, num_rows, place, drop):
     """Where the row of each id lies, and whether the id counts."""
+    if stack.dynamic:  # numbers of keys, whose rows are found later
+        return ids.astype(np.int32), ids >= 0
     inside = (ids >= 0) & (ids < num_rows)
-    column = xp.where(inside, stack.row_of(ids, place), _WRONG)
+    column = xp.where(inside, stack.row_of(ids, place), WRONG)
     return column.astype(np.int32), inside | ~drop
 
 
@@ -363,7 +489,7 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
     name, config = feature.name, feature.config
     if isinstance(value, CSR):
         rows = feature.table.config.num_rows
-        if value.num_cols != rows:
+        if value.num_cols != rows and not feature.table.dynamic:
             raise ValueError(
                 f"the CSR of feature {name!r} has {value.num_cols:,} columns, but its table "
                 f"{feature.table.name!r} has {rows:,} rows; make it with num_cols={rows}"
@@ -397,7 +523,7 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
     return value.shape[0]
 
 
-def _check_on_host(feature: StackedFeature, value: Ids) -> None:
+def _check_on_host(feature: StackedFeature, value: Array | CSR) -> None:
     """Raises ValueError for an id that the table does not have, or a list that is too long."""
     name, config, table = feature.name, feature.config, feature.table
     if isinstance(value, CSR):
@@ -413,9 +539,13 @@ def _check_on_host(feature: StackedFeature, value: Ids) -> None:
                 f"feature {name!r}, example {example}: {lengths[example]} ids, but "
                 f"length={config.length}; cut the list, or make the feature longer"
             )
+        if table.dynamic:
+            return
         ids = np.asarray(value.indices)[:count]
         examples = np.repeat(np.arange(len(lengths)), lengths)
         wrong = (ids < 0) | (ids >= table.config.num_rows)
+    elif table.dynamic:
+        return
     else:
         ids, examples = np.asarray(value), np.arange(len(value))
         wrong = (ids < -1) | (ids >= table.config.num_rows)

@@ -8,6 +8,7 @@ others, see `sparsejax.mesh.exchange`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 
 import jax
@@ -16,6 +17,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
+from sparsejax.embeddings.dynamic import vectors
 from sparsejax.embeddings.feature_batch import divides_batch
 from sparsejax.embeddings.placement import Distinct, Stack
 from sparsejax.mesh import exchange
@@ -28,6 +30,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers import gradients
@@ -56,6 +59,8 @@ def look_up(
     x: CSR,
     *,
     wire: Wire,
+    keys: TableKeys | None = None,
+    seed: jax.Array | None = None,
     blank: int = 0,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -67,6 +72,8 @@ def look_up(
       kernel: its tables.
       x: its matrix of a `FeatureBatch`.
       wire: how devices exchange.
+      keys: of the entries of `x`, if the tables are dynamic.
+      seed: of the vectors of ids without a row, if the tables are dynamic.
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
       dtype: of the result; that of the tables by default.
@@ -78,26 +85,51 @@ def look_up(
       had too little room, or None if there was none.
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
-    rows = _rows(stack, kernel, x, wire, blank)
+    guests = None
+    if keys is not None:
+        # Whatever factor a bag has, it is that of all its ids.
+        make = functools.partial(_without_guests, stack, blank)
+        x, guests = call_with_auto_axes(make, x, keys, out_specs=P())
+    rows = _rows(stack, kernel, x, wire, blank, is_made=keys is not None)
     y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     bags = stack.bags + blank
     shape = (rows.num_rows // bags, bags, stack.dim)
-    y = call_with_auto_axes(lambda y: y.reshape(shape), y, out_specs=P("data"))
+
+    def shaped(y, guests, seed):
+        if guests is not None:
+            y = vectors.with_guests(stack, y, guests, seed)
+        return y.reshape(shape)
+
+    y = call_with_auto_axes(shaped, y, guests, seed, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
 
 
+def _made(stack: Stack, blank: int, x: CSR) -> CSR:
+    """The matrix with its combiners and blank bags."""
+    x = combined(stack, x)
+    return _with_blank(x, stack.bags, blank) if blank else x
+
+
+def _without_guests(
+    stack: Stack, blank: int, x: CSR, keys: TableKeys
+) -> tuple[CSR, vectors.Guests]:
+    return vectors.apart(_made(stack, blank, x), keys)
+
+
 def _rows(
-    stack: Stack, kernel: gradients.RowParam, x: CSR, wire: Wire, blank: int
+    stack: Stack,
+    kernel: gradients.RowParam,
+    x: CSR,
+    wire: Wire,
+    blank: int,
+    *,
+    is_made: bool,
 ) -> CSR | DividedRows:
     """The matrix with its combiners, as the kernel is divided."""
-    bags = stack.bags + blank
-
-    def made(x):
-        x = combined(stack, x)
-        return _with_blank(x, stack.bags, blank) if blank else x
-
+    bags, made = stack.bags + blank, functools.partial(_made, stack, blank)
     if x.indptr.ndim == 1:
-        x = call_with_auto_axes(made, x, out_specs=P())
+        if not is_made:
+            x = call_with_auto_axes(made, x, out_specs=P())
         if x.nse == 0 or not divides_batch(x.num_rows // bags):
             return x
         nse, parts = x.nse, exchange.parts_of(x)

@@ -31,6 +31,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.config import (
+    DynamicTableConfig,
     FeatureConfig,
     Placement,
     TableConfig,
@@ -149,6 +150,11 @@ class StackedTable:
     first_column: int
     place: Place
 
+    @property
+    def dynamic(self) -> bool:
+        """Whether ids are 64-bit keys, see `sparsejax.embeddings.dynamic`."""
+        return isinstance(self.config, DynamicTableConfig)
+
     def owners(self, model: int) -> slice:
         """Which of the devices have its rows."""
         hands = ROW_MULTIPLE // model
@@ -208,6 +214,11 @@ class Stack:
     def bags(self) -> int:
         """Rows of the result for each example."""
         return sum(feature.config.bags for feature in self.features)
+
+    @property
+    def dynamic(self) -> bool:
+        """Whether its tables are dynamic: all of them are, or none."""
+        return self.tables[0].dynamic
 
     @property
     def _hand_size(self) -> int:
@@ -305,12 +316,13 @@ def stack_tables(
         kind, ranges = placements[name].kind, placements[name].ranges
         pieces = ranges or (None,) * (table.pieces if kind == "columns" else 1)
         divided = kind != "replicated"
-        key = (table.dim // len(pieces), table.dtype, divided, table.rule)
+        dynamic = isinstance(table, DynamicTableConfig)
+        key = (table.dim // len(pieces), table.dtype, divided, table.rule, dynamic)
         whole = (ALL_HANDS,) if kind == "rows" else pieces
         groups.setdefault(key, []).extend((name, hands) for hands in whole)
     stacks, names = [], set()
     numbers = {name: number for number, name in enumerate(tables)}
-    for (dim, dtype, divided, rule), members in groups.items():
+    for (dim, dtype, divided, rule, dynamic), members in groups.items():
         sizes = [tables[name].num_rows for name, _ in members]
         if divided:
             ranges = _ranges(sizes, [hands for _, hands in members])
@@ -336,7 +348,8 @@ def stack_tables(
                 hot = hotness.get(name, config.bags)
                 reading.append(StackedFeature(name, bags, piece, config, hot))
                 bags += config.bags
-        name = f"{dim}_{dtype}_{'rows' if divided else 'replicated'}"
+        how = "dynamic" if dynamic else "rows" if divided else "replicated"
+        name = f"{dim}_{dtype}_{how}"
         name += f"_{rule.name}" if rule else ""
         while name in names:  # two rules of one name
             name += "_"
@@ -446,6 +459,8 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
             return rows(starts[0])
         return lax.map(rows, starts).reshape(count, stack.dim)
 
+    if stack.dynamic:  # a row is made when an id gets it
+        return jnp.zeros((stack.num_rows, stack.dim), stack.dtype)
     if not (stack.divided and mesh_is_set()):
         return made(key, jnp.int32(0), stack.num_rows)
     count = rows_per_device(stack.num_rows)
@@ -463,10 +478,21 @@ def _rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, 0))
     of_table = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(key, numbers)
     keys = fold_in(of_table[table], ids)
+    return jnp.where((ids >= 0)[:, None], drawn_rows(stack, keys, table), 0)
+
+
+def drawn_rows(stack: Stack, keys: jax.Array, table: jax.Array) -> jax.Array:
+    """`[keys, dim]`: what tables, by their places in the stack, begin with.
+
+    Args:
+      stack: of the tables.
+      keys: a random key for each row.
+      table: the table of each.
+    """
     # A piece of a table has its part of the numbers that are drawn for a whole row.
     first = column(t.first_column for t in stack.tables)[table]
     columns = first + jnp.arange(stack.dim, dtype=jnp.int32)[None]
-    found = jnp.zeros((len(rows), stack.dim), stack.dtype)
+    found = jnp.zeros((len(keys), stack.dim), stack.dtype)
     for config in {
         (t.config.init, t.config.dim): t.config for t in stack.tables
     }.values():
@@ -475,7 +501,7 @@ def _rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
         drawn = _drawn(stack, config, keys, table)
         drawn = jnp.take_along_axis(drawn, columns, axis=1, mode="clip")
         found = jnp.where(jnp.asarray(mine)[table][:, None], drawn, found)
-    return jnp.where((ids >= 0)[:, None], found, 0)
+    return found
 
 
 def _drawn(

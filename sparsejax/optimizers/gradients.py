@@ -298,6 +298,11 @@ def is_divided(kernel: nnx.Variable) -> bool:
     return "model" in (axes or ())
 
 
+def is_differentiating() -> bool:
+    """Whether this is traced within the loss of `value_and_grad`."""
+    return isinstance(_scope.get(), _Recorder)
+
+
 @contextlib.contextmanager
 def reading(
     model: Any,

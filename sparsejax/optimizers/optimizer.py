@@ -310,6 +310,32 @@ class Optimizer(nnx.Pytree):
         is_variable = lambda node: isinstance(node, nnx.Variable)
         jax.tree_util.tree_map_with_path(grow, self.dense, fresh, is_leaf=is_variable)
 
+    def rows_within(self, path: Path, kernel: RowParam) -> dict[str, nnx.OptState]:
+        """The state of the rows of a kernel, of which the end of the path is known.
+
+        Raises:
+          ValueError: the optimizer has no such kernel, or several.
+        """
+        end = _key(path)
+        found = [key for key in self.rows if f"/{key}".endswith(f"/{end}")]
+        if len(found) != 1:
+            raise ValueError(
+                f"the optimizer trains {len(found)} parameters whose path ends with "
+                f"'{_dotted(path)}', expected one"
+                + (
+                    ": give assign_rows the path of the collection, as `within`"
+                    if found
+                    else ": make it for the model that has these tables"
+                )
+            )
+        variables = self.rows[found[0]]
+        if any(v.shape[0] != kernel.shape[0] for v in variables.values()):
+            raise ValueError(
+                "the optimizer was made for another model: its state of "
+                f"'{found[0]}' has other rows than the {kernel.shape[0]:,} of the kernel"
+            )
+        return dict(variables)
+
     @promoting()
     def move_rows(self, model: Any, moved: Mapping[Path, Moved]) -> None:
         """Makes the state fit row parameters that were made of others.
@@ -789,6 +815,12 @@ def _init_rows(rule: Rule, kernel: RowParam) -> dict[str, nnx.OptState]:
     make = jit_sharded(_first_state, lies.get("out_sharding"), static=(0,))
     arrays = make(rule, kernel[...])
     return {name: nnx.OptState(array, **lies) for name, array in arrays.items()}
+
+
+def first_state(rule: Rule, w: jax.Array, step: jax.Array) -> dict[str, jax.Array]:
+    """The state of rows that begin with these weights after some steps."""
+    arrays = _first_state(rule, w).items()
+    return {name: _at_step(name, array, step) for name, array in arrays}
 
 
 def _at_step(name: str, fresh: jax.Array, step: jax.Array) -> jax.Array:

@@ -1,0 +1,91 @@
+"""Which new ids get a row.
+
+How often an id without a row was seen is kept in a count-min sketch: 4 counters of 8 bits for each
+id, each shared with other ids of its part, of which the smallest is the estimate. Only counters
+that are below the new estimate are raised to it. So an estimate is never too small. It is too
+large if all 4 counters are shared with ids that were seen more often: with `m` ids and `w`
+counters in each of the 4 rows of a part, the share of such ids is at most `(1 - exp(-m / w))^4`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Int, UInt8
+
+from sparsejax.embeddings.config import MOST_COUNTED, DynamicTableConfig
+from sparsejax.ops import hash_index
+from sparsejax.ops.hash_index import PARTS, Distinct, TableKeys
+
+_DEPTH = 4
+# Counters in each row of the sketch, for each row of the tables.
+_WIDTH = 4
+# Seeds of hashes, other than those of the index.
+_FIRST, _STEP, _DRAW, _AGAIN = 3, 4, 5, 6
+
+
+def empty(configs: Sequence[DynamicTableConfig]) -> UInt8[Array, "parts depth width"]:
+    """A sketch without ids, for the tables that count."""
+    rows = sum(c.num_rows for c in configs if c.admit and c.admit.count)
+    width = max(1, _WIDTH * rows // PARTS)  # an empty array would lie on every device
+    return jnp.zeros((PARTS, _DEPTH, width), jnp.uint8)
+
+
+def halved(sketch: UInt8[Array, "parts depth width"]) -> jax.Array:
+    """All counts halved, so that what was seen long ago counts less."""
+    return sketch // 2
+
+
+def admit(
+    configs: Sequence[DynamicTableConfig],
+    sketch: UInt8[Array, "parts depth width"],
+    of: Distinct,
+    counts: Int[Array, "keys"],
+    seed: jax.Array,
+    now: jax.Array,
+    first_part: int | jax.Array,
+) -> tuple[UInt8[Array, "parts depth width"], Bool[Array, "keys"]]:
+    """The sketch with these ids, and which of them get a row.
+
+    Args:
+      configs: of the tables.
+      sketch: of some parts.
+      of: ids without a row.
+      counts: how often each occurs.
+      seed: two words of 32 bits.
+      now: the clock.
+      first_part: the number of the first of these parts.
+    """
+    admitted = jnp.ones(len(counts), bool)
+    thresholds = [c.admit.count or 0 if c.admit else 0 for c in configs]
+    if any(thresholds):
+        threshold = jnp.asarray(thresholds, jnp.int32)[of.keys.table]
+        counting = of.first & (threshold > 0)
+        depth, width = sketch.shape[1:]
+        one = hash_index.hashed(of.keys, _FIRST)[:, None]
+        two = hash_index.hashed(of.keys, _STEP)[:, None] | np.uint32(1)
+        row = jnp.arange(depth, dtype=jnp.uint32)[None]
+        column = ((one + row * two) % np.uint32(width)).astype(jnp.int32)
+        part = jnp.where(counting, of.part - first_part, 0)
+        at = (part[:, None] * depth + row.astype(jnp.int32)) * width + column
+        flat = sketch.reshape(-1)
+        seen = jnp.min(flat[at], axis=1).astype(jnp.int32) + counts
+        seen = jnp.minimum(seen, MOST_COUNTED)
+        at = jnp.where(counting[:, None], at, flat.size)
+        raised = jnp.broadcast_to(seen[:, None].astype(jnp.uint8), at.shape)
+        sketch = flat.at[at].max(raised, mode="drop").reshape(sketch.shape)
+        admitted &= (threshold == 0) | (seen >= threshold)
+    shares = [(c.admit.probability or 1.0) if c.admit else 1.0 for c in configs]
+    if any(share < 1 for share in shares):
+        limits = [min(int(share * 2**32), 2**32 - 1) for share in shares]
+        limit = jnp.asarray(np.array(limits, np.uint32))[of.keys.table]
+        always = jnp.asarray([share >= 1 for share in shares])[of.keys.table]
+        low = hash_index.hashed(of.keys, _DRAW) ^ seed[0]
+        again = TableKeys(
+            jnp.broadcast_to(now, low.shape), low, jnp.broadcast_to(seed[1], low.shape)
+        )
+        admitted &= always | (hash_index.hashed(again, _AGAIN) < limit)
+    return sketch, admitted

@@ -1,0 +1,343 @@
+"""From the ids of a batch to rows: ids that have one are found, new ones get one.
+
+On a mesh every device has all ids, and works on those of its own parts. So ids that are not its
+own cost it a hash each, and no row is exchanged but its number.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.embeddings.dynamic import admission, eviction, vectors
+from sparsejax.embeddings.dynamic.state import (
+    FOUND,
+    INSERTED,
+    REFUSED,
+    WAITING,
+    State,
+    configs_of,
+    counted,
+    layout_of,
+)
+from sparsejax.embeddings.feature_batch import WITHOUT_ROW, WRONG
+from sparsejax.embeddings.placement import Stack
+from sparsejax.mesh.layout import call_on_each_device, mesh_is_set
+from sparsejax.ops import hash_index
+from sparsejax.ops.hash_index import TableKeys
+from sparsejax.optimizers.optimizer import first_state
+from sparsejax.optimizers.rules import Rule
+from sparsejax.sparse import CSR, MAX_ENTRIES
+
+# Programs for fewer new ids than the batch has ids: those for a 64th and for an 8th of them. Small
+# batches have one for all.
+_TIERS = 64, 8
+_LEAST_FOR_TIERS = 4096
+
+
+class Trained(NamedTuple):
+    """A kernel with what an optimizer keeps of its rows.
+
+    Attributes:
+      w: `[rows, dim]`.
+      arrays: `[rows, dim]`, `[rows, 1]` or `[rows]`.
+    """
+
+    w: Float[Array, "rows dim"]
+    arrays: dict[str, jax.Array]
+
+
+class Moment(NamedTuple):
+    """Numbers of a step, the same on each device.
+
+    Attributes:
+      seed: two words of 32 bits.
+      now: the clock.
+      step: of the optimizer.
+    """
+
+    seed: jax.Array
+    now: jax.Array
+    step: jax.Array
+
+
+class _New(NamedTuple):
+    """New ids that got a row: the first `count` ones."""
+
+    rows: Int[Array, "ids"]
+    keys: TableKeys
+    count: Int[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class Assign:
+    """Gives the ids of a batch their rows.
+
+    Attributes:
+      stack: of dynamic tables.
+      rule: that trains the rows.
+      keeps_seen: rows last seen at this very moment stay, as earlier batches of this step
+        may have seen them.
+    """
+
+    stack: Stack
+    rule: Rule
+    keeps_seen: bool
+
+    def __call__(
+        self, state: State, trained: Trained, x: CSR, keys: TableKeys, moment: Moment
+    ) -> tuple[State, Trained, Int[Array, "ids"]]:
+        """The state and rows after it, and the column of each id."""
+        wanted = _wanted(x)
+        if x.nse == 0:
+            return state, trained, jnp.asarray(x.indices)
+        if not mesh_is_set():
+            state, trained, rows = self.part(state, trained, keys, wanted, moment, 0)
+            return state, trained, _columns(x, rows)
+        by_parts = P("model")
+        state, trained, rows = call_on_each_device(
+            self._part_of_device,
+            state,
+            trained,
+            keys,
+            wanted,
+            moment,
+            in_specs=(by_parts, by_parts, P(), P(), P()),
+            out_specs=(by_parts, by_parts, P()),
+        )
+        return state, trained, _columns(x, rows)
+
+    def _part_of_device(self, state, trained, keys, wanted, moment):
+        parts = len(state.last)
+        first = lax.axis_index("model") * parts
+        state, trained, rows = self.part(state, trained, keys, wanted, moment, first)
+        return state, trained, _over_devices(self.stack, rows, first)
+
+    def part(
+        self,
+        state: State,
+        trained: Trained,
+        keys: TableKeys,
+        wanted: Bool[Array, "ids"],
+        moment: Moment,
+        first_part: int | jax.Array,
+    ) -> tuple[State, Trained, Int[Array, "ids"]]:
+        """The same for some parts; rows are numbered from their first one on."""
+        layout, parts = layout_of(self.stack), len(state.last)
+        found = hash_index.find(layout, state.index, keys, wanted, first_part)
+        part = hash_index.part_of(keys) - first_part
+        wanted = wanted & (part >= 0) & (part < parts)
+        missing = wanted & (found < 0)
+        state = _seen(state, found, moment.now)
+        known = _per_table(state, part, keys.table, wanted & ~missing)
+        state = counted(state, FOUND, known)
+        size, count = len(found), jnp.sum(missing, dtype=jnp.int32)
+        sizes = [size]
+        if size >= _LEAST_FOR_TIERS:
+            sizes = [*(-(-size // part) for part in _TIERS), size]
+        tier = sum((count > few).astype(jnp.int32) for few in sizes[:-1])
+        programs = [functools.partial(self._insert, few, first_part) for few in sizes]
+        operands = state, keys, missing, found, moment
+        if len(programs) == 1:
+            state, found, new = programs[0](*operands)
+        else:
+            state, found, new = lax.switch(tier, programs, *operands)
+        return state, self._begun(trained, new, moment), found
+
+    def _insert(
+        self,
+        size: int,
+        first_part: int | jax.Array,
+        state: State,
+        keys: TableKeys,
+        missing: Bool[Array, "ids"],
+        found: Int[Array, "ids"],
+        moment: Moment,
+    ) -> tuple[State, Int[Array, "ids"], _New]:
+        """Rows for up to `size` ids that have none."""
+        stack, layout = self.stack, layout_of(self.stack)
+        configs, ids = configs_of(stack), len(found)
+        place = jnp.cumsum(missing, dtype=jnp.int32) - 1
+        at = jnp.where(missing, place, ids + jnp.arange(ids, dtype=jnp.int32))
+        few = TableKeys(*(_put(size, at, word) for word in keys))
+        given = jnp.arange(size, dtype=jnp.int32) <= place[-1]
+        of, counts = hash_index.distinct(layout, few, given)
+        sketch, admitted = admission.admit(
+            configs, state.sketch, of, counts, moment.seed, moment.now, first_part
+        )
+        state = state._replace(sketch=sketch)
+        part, table = of.part - first_part, of.keys.table
+        new = of.first & admitted
+        waiting = _per_table(state, part, table, of.first & ~admitted, counts)
+        state = counted(state, WAITING, waiting)
+        if any(config.evict or config.time_to_live for config in configs):
+            needed = _per_table(state, part, table, new)
+            lacking = needed > state.index.num_free
+
+            def evicted(state):
+                kept = jnp.zeros(state.last.size, bool)
+                kept = kept.at[jnp.where(found >= 0, found, kept.size)].set(
+                    True, mode="drop"
+                )
+                kept = kept.reshape(state.last.shape)
+                if self.keeps_seen:
+                    kept |= state.last == moment.now
+                return eviction.evict(configs, layout, state, needed, kept, moment.now)
+
+            state = lax.cond(jnp.any(lacking), evicted, lambda state: state, state)
+        index, rows = hash_index.insert(layout, state.index, of, new, first_part)
+        got = rows >= 0
+        nowhere = MAX_ENTRIES - jnp.arange(size, dtype=jnp.int32)
+        to = jnp.where(got, rows, nowhere)
+        options = {"mode": "drop", "unique_indices": True}
+        last = state.last.reshape(-1).at[to].set(moment.now, **options)
+        count = state.count.reshape(-1).at[to].set(counts, **options)
+        shape = state.last.shape
+        state = state._replace(
+            index=index, last=last.reshape(shape), count=count.reshape(shape)
+        )
+        refused = _per_table(state, part, table, new & ~got, counts)
+        state = counted(state, REFUSED, refused)
+        inserted = _per_table(state, part, table, got)
+        state = counted(state, INSERTED, inserted)
+        # From the keys in their order back to the ids of the batch.
+        of_few = (
+            jnp.zeros(size, jnp.int32)
+            .at[of.place]
+            .set(rows[of.start], unique_indices=True)
+        )
+        back = of_few[jnp.clip(place, 0, size - 1)]
+        at = jnp.where(got, jnp.cumsum(got, dtype=jnp.int32) - 1, ids)
+        made = _New(
+            _put(ids, at, rows),
+            TableKeys(*(_put(ids, at, word) for word in of.keys)),
+            jnp.sum(got, dtype=jnp.int32),
+        )
+        return state, jnp.where(missing, back, found), made
+
+    def _begun(self, trained: Trained, new: _New, moment: Moment) -> Trained:
+        """New rows with their first vector, and the state of an optimizer that begins."""
+        size = len(new.rows)
+        block = min(vectors.BLOCK, size)
+        if block == 0:
+            return trained
+        rows_of_part = len(trained.w)
+
+        def begin(state):
+            start, trained = state
+            first = jnp.minimum(start, size - block)
+            cut = functools.partial(
+                lax.dynamic_slice_in_dim, start_index=first, slice_size=block
+            )
+            rows, keys = cut(new.rows), TableKeys(*map(cut, new.keys))
+            number = first + jnp.arange(block, dtype=jnp.int32)
+            rows = jnp.where(
+                number < new.count,
+                rows,
+                rows_of_part + jnp.arange(block, dtype=jnp.int32),
+            )
+            w = vectors.drawn(self.stack, moment.seed, keys)
+            return start + block, written(
+                trained, rows, w, first_state(self.rule, w, moment.step)
+            )
+
+        return lax.while_loop(
+            lambda state: state[0] < new.count, begin, (jnp.int32(0), trained)
+        )[1]
+
+
+assign = jax.jit(lambda how, *operands: how(*operands), static_argnums=0)
+
+
+def written(
+    trained: Trained, rows: Int[Array, "some"], w: jax.Array, arrays: dict[str, Any]
+) -> Trained:
+    """Some rows replaced; those outside are left out. No row is there twice."""
+
+    def put(array, values):
+        values = values.astype(array.dtype)
+        return array.at[rows].set(values, mode="drop", unique_indices=True)
+
+    after = {name: put(array, arrays[name]) for name, array in trained.arrays.items()}
+    return Trained(put(trained.w, w), after)
+
+
+def find(stack: Stack, state: State, x: CSR, keys: TableKeys) -> Int[Array, "ids"]:
+    """The column of each id; nothing changes."""
+    wanted, layout = _wanted(x), layout_of(stack)
+    if x.nse == 0:
+        return jnp.asarray(x.indices)
+    if not mesh_is_set():
+        rows = hash_index.find(layout, state.index, keys, wanted)
+        return _columns(x, rows)
+
+    def part(index, keys, wanted):
+        first = lax.axis_index("model") * len(index.used)
+        rows = hash_index.find(layout, index, keys, wanted, first)
+        return _over_devices(stack, rows, first)
+
+    rows = call_on_each_device(
+        part,
+        state.index,
+        keys,
+        wanted,
+        in_specs=(P("model"), P(), P()),
+        out_specs=P(),
+    )
+    return _columns(x, rows)
+
+
+def _wanted(x: CSR) -> Bool[Array, "ids"]:
+    """Which entries of a matrix have a key."""
+    place = jnp.arange(x.nse, dtype=jnp.int32)
+    return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) != WRONG)
+
+
+def _columns(x: CSR, rows: Int[Array, "ids"]) -> Int[Array, "ids"]:
+    """The columns of a matrix whose keys have these rows."""
+    rows = jnp.where(rows >= 0, rows, WITHOUT_ROW)
+    return jnp.where(jnp.asarray(x.indices) == WRONG, WRONG, rows)
+
+
+def _over_devices(
+    stack: Stack, rows: Int[Array, "ids"], first_part: jax.Array
+) -> Int[Array, "ids"]:
+    """The rows that any device has found, among those of all."""
+    first = first_part * layout_of(stack).rows
+    return lax.pmax(jnp.where(rows >= 0, rows + first, -1), "model")
+
+
+def _seen(state: State, found: Int[Array, "ids"], now: jax.Array) -> State:
+    last, count = state.last.reshape(-1), state.count.reshape(-1)
+    at = jnp.where(found >= 0, found, last.size)
+    last = last.at[at].set(now, mode="drop")
+    count = count.at[at].add(1, mode="drop")
+    shape = state.last.shape
+    return state._replace(last=last.reshape(shape), count=count.reshape(shape))
+
+
+def _per_table(
+    state: State,
+    part: Int[Array, "ids"],
+    table: Int[Array, "ids"],
+    counts: Bool[Array, "ids"],
+    values: Int[Array, "ids"] | None = None,
+) -> Int[Array, "parts tables"]:
+    """How many ids of each part and table count, or the sum of their values."""
+    parts, tables = state.index.num_free.shape
+    at = jnp.where(counts, part * tables + table, parts * tables)
+    zeros = jnp.zeros(parts * tables, jnp.int32)
+    added = jnp.ones(len(at), jnp.int32) if values is None else values
+    return zeros.at[at].add(added, mode="drop").reshape(parts, tables)
+
+
+def _put(size: int, at: Int[Array, "ids"], values: jax.Array) -> jax.Array:
+    """`[size]`: values at their places; others are zero."""
+    return jnp.zeros(size, values.dtype).at[at].set(values, mode="drop")

@@ -1,0 +1,141 @@
+"""Knowledge about the ids of a stack of dynamic tables."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple, cast
+
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Int, UInt8, UInt32
+
+from sparsejax.embeddings.config import DynamicTableConfig
+from sparsejax.embeddings.dynamic import admission
+from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.embeddings.wide_ids import joined
+from sparsejax.ops import hash_index
+from sparsejax.ops.hash_index import PARTS, Index, Layout
+
+# The numbers of each table. An id counts as often as batches have it, a row once.
+FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
+_TOTALS = 5
+
+
+class State(NamedTuple):
+    """Arrays of 256 parts, or of some of them on each device.
+
+    Attributes:
+      index: which key has which row.
+      last: when the key of each row was last seen, by the clock of `assign_rows`.
+      count: how often it was seen; halved at evictions under "lfu".
+      sketch: how often keys without a row were seen; of width 1 if nobody asks.
+      totals: of each table, two words of 32 bits for each number.
+    """
+
+    index: Index
+    last: Int[Array, "parts rows"]
+    count: Int[Array, "parts rows"]
+    sketch: UInt8[Array, "parts depth width"]
+    totals: UInt32[Array, "parts tables numbers 2"]
+
+
+@dataclasses.dataclass(frozen=True)
+class TableStats:
+    """The fate of the ids of a dynamic table, since it was made.
+
+    >>> table = DynamicTableConfig(1000, 2)
+    >>> embeddings = EmbeddingCollection({"user": table}, {"user": "user"}, rngs=nnx.Rngs(0))
+    >>> embeddings.stats()["user"].capacity
+    1024
+
+    Attributes:
+      capacity: rows of the table.
+      rows: how many have an id.
+      found: ids that had a row when a batch had them.
+      waiting: ids that got none, as the table's `Admit` did not let them in.
+      refused: ids that were let in, but found no room.
+      inserted: rows that were given to ids.
+      evicted: rows that were taken from ids.
+    """
+
+    capacity: int
+    rows: int
+    found: int
+    waiting: int
+    refused: int
+    inserted: int
+    evicted: int
+
+
+def layout_of(stack: Stack) -> Layout:
+    """The layout of the stack's index."""
+    return Layout(
+        rows=stack.num_rows // PARTS,
+        firsts=tuple(table.place.first // PARTS for table in stack.tables),
+        sizes=tuple(table.config.num_rows // PARTS for table in stack.tables),
+    )
+
+
+def configs_of(stack: Stack) -> list[DynamicTableConfig]:
+    """The configurations of its tables."""
+    return [cast(DynamicTableConfig, table.config) for table in stack.tables]
+
+
+def empty(stack: Stack) -> State:
+    """No key has a row."""
+    layout, configs = layout_of(stack), configs_of(stack)
+    rows = jnp.zeros((PARTS, layout.rows), jnp.int32)
+    return State(
+        index=hash_index.empty(layout),
+        last=rows,
+        count=rows,
+        sketch=admission.empty(configs),
+        totals=jnp.zeros((PARTS, len(configs), _TOTALS, 2), jnp.uint32),
+    )
+
+
+def counted(state: State, kind: int, added: Int[Array, "parts tables"]) -> State:
+    """The state with more of one number of each table."""
+    low = state.totals[:, :, kind, 0]
+    more = low + added.astype(jnp.uint32)
+    carried = (more < low).astype(jnp.uint32)
+    totals = state.totals.at[:, :, kind, 0].set(more)
+    return state._replace(totals=totals.at[:, :, kind, 1].add(carried))
+
+
+def stats(
+    stack: Stack, totals: np.ndarray, num_free: np.ndarray
+) -> dict[str, TableStats]:
+    """The numbers of each table."""
+    words = totals.astype(np.uint64).sum(axis=0)
+    numbers = words[..., 0] + (words[..., 1] << np.uint64(32))
+    found = {}
+    for table, row, free in zip(
+        stack.tables, numbers.tolist(), num_free.sum(axis=0).tolist(), strict=True
+    ):
+        rows = table.config.num_rows
+        found[table.name] = TableStats(
+            capacity=rows,
+            rows=rows - free,
+            found=row[FOUND],
+            waiting=row[WAITING],
+            refused=row[REFUSED],
+            inserted=row[INSERTED],
+            evicted=row[EVICTED],
+        )
+    return found
+
+
+def rows_of(
+    stack: Stack, table: StackedTable, used: np.ndarray, keys: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a table in ascending order, and the row of the kernel of each."""
+    layout, place = layout_of(stack), stack.tables.index(table)
+    first = layout.firsts[place]
+    mine = np.zeros_like(used)
+    mine[:, first : first + layout.sizes[place]] = True
+    rows = np.flatnonzero(used & mine)
+    words = keys.reshape(-1, 2)[rows]
+    ids = joined(words[:, 0], words[:, 1])
+    order = np.argsort(ids)
+    return ids[order], rows[order].astype(np.int32)

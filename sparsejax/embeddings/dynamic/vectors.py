@@ -1,0 +1,129 @@
+"""The vector that an id begins with, and that it has while it has no row."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from sparsejax.embeddings.feature_batch import WITHOUT_ROW
+from sparsejax.embeddings.placement import Stack, column, drawn_rows
+from sparsejax.ops.hash_index import TableKeys
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.sparse import CSR
+
+# Ids whose vectors are made at a time.
+BLOCK = 8192
+
+
+class Guests(NamedTuple):
+    """Ids without a row, in the order of the bags; those behind the first `count` are arbitrary.
+
+    Attributes:
+      keys: of the ids.
+      bag: that each is in.
+      weight: of its vector.
+      count: how many there are.
+    """
+
+    keys: TableKeys
+    bag: Int[Array, "ids"]
+    weight: Float[Array, "ids"]
+    count: Int[Array, ""]
+
+
+def drawn(stack: Stack, seed: jax.Array, keys: TableKeys) -> Float[Array, "keys dim"]:
+    """The first vector of each key: a function of the seed, the table and the key alone."""
+    fold_in = jax.vmap(jax.random.fold_in)
+    number = column(table.number for table in stack.tables)[keys.table, 0]
+    base = jax.random.wrap_key_data(seed, impl="threefry2x32")
+    of_table = jax.vmap(jax.random.fold_in, in_axes=(None, 0))(base, number)
+    random = fold_in(fold_in(of_table, keys.high), keys.low)
+    return drawn_rows(stack, random, keys.table)
+
+
+def apart(x: CSR, keys: TableKeys) -> tuple[CSR, Guests]:
+    """The entries of a matrix whose ids have rows, and the others."""
+    ends, size = jnp.asarray(x.indptr), x.nse
+    place = jnp.arange(size, dtype=jnp.int32)
+    used = place < jnp.minimum(ends[-1], size)
+    without = used & (x.indices == WITHOUT_ROW)
+    kept = used & ~without
+
+    def moved(mask, values):
+        at = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size + place)
+        zeros = jnp.zeros_like(values)
+        return zeros.at[at].set(values, mode="drop", unique_indices=True)
+
+    weight = jnp.ones(size, jnp.float32) if x.data is None else jnp.asarray(x.data)
+    guests = Guests(
+        TableKeys(*(moved(without, word) for word in keys)),
+        moved(without, x.row_ids()),
+        moved(without, weight),
+        jnp.sum(without, dtype=jnp.int32),
+    )
+    before = jnp.concatenate(
+        [jnp.zeros(1, jnp.int32), jnp.cumsum(kept, dtype=jnp.int32)]
+    )
+    # A row that lacks ids still says so.
+    indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
+    data = None if x.data is None else moved(kept, jnp.asarray(x.data))
+    leaves = (data, moved(kept, jnp.asarray(x.indices)), indptr, None)
+    return CSR.tree_unflatten(x.num_cols, leaves), guests
+
+
+def with_guests(
+    stack: Stack, y: Float[Array, "bags dim"], guests: Guests, seed: jax.Array
+) -> Float[Array, "bags dim"]:
+    """`y` with the vectors of ids without a row added to their bags. They have no gradient."""
+    return _added(stack, y, guests, seed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _added(stack: Stack, y: jax.Array, guests: Guests, seed: jax.Array) -> jax.Array:
+    size = len(guests.bag)
+    if size == 0:
+        return y
+    block = min(BLOCK, size)
+    bags, dtype = len(y), accumulator(y.dtype)
+
+    def add(state):
+        start, y = state
+        # The last block begins earlier, so that it ends with the array.
+        first = jnp.minimum(start, size - block)
+        mine = jax.tree.map(
+            lambda a: lax.dynamic_slice_in_dim(a, first, block),
+            guests._replace(count=jnp.arange(size, dtype=jnp.int32)),
+        )
+        counts = (mine.count >= start) & (mine.count < guests.count)
+        vectors = drawn(stack, seed, mine.keys).astype(dtype)
+        vectors *= jnp.where(counts, mine.weight, 0).astype(dtype)[:, None]
+        bag = jnp.where(counts, mine.bag, bags)
+        # Sums of neighbours, in a fixed order; each bag is written once.
+        begins = jnp.concatenate([jnp.ones(1, bool), bag[1:] != bag[:-1]])
+
+        def join(a, b):
+            again = b[0][:, None]
+            return a[0] | b[0], jnp.where(again, b[1], a[1] + b[1])
+
+        _, sums = lax.associative_scan(join, (begins, vectors))
+        ends = jnp.concatenate([begins[1:], jnp.ones(1, bool)]) & (bag < bags)
+        at = jnp.where(ends, bag, bags + jnp.arange(block, dtype=jnp.int32))
+        before = y.at[at].get(mode="fill", fill_value=0).astype(dtype)
+        after = (before + sums).astype(y.dtype)
+        y = y.at[at].set(after, mode="drop", unique_indices=True)
+        return start + block, y
+
+    return lax.while_loop(
+        lambda state: state[0] < guests.count, add, (jnp.int32(0), y)
+    )[1]
+
+
+_added.defvjp(
+    lambda stack, y, guests, seed: (_added(stack, y, guests, seed), None),
+    lambda stack, _, slope: (slope, None, None),
+)

@@ -1,0 +1,371 @@
+"""Which row a 64-bit key has: an index of arrays, changed by pure functions.
+
+A key belongs to a table, and is two words of 32 bits. By its hash it has one of 256 *parts*, in
+which a device has neighbours, and in the part two *buckets* of 16 *slots*. A slot has a tag of 8
+bits, by which most other keys are told, and the number of a row. The key stands at the row::
+
+    tags [parts, buckets, 4]   4 tags a word; 0 is a slot without a row
+    slots [parts, 16 buckets]  the row of each slot
+    keys [parts, rows, 2]      the key of each row: low word, high word
+    used [parts, rows]         whether the row has a key
+    free [parts, rows]         of each table, rows without a key: the first `num_free` of its range
+    num_free [parts, tables]
+
+There are two slots a row, so a table fills to its last row. What a function returns depends on
+the index and the set of its keys: not on the order of keys, nor on the number of devices. No
+value is written by two keys, but by addition or maximum of integers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jaxtyping import Array, Bool, Int, UInt32
+
+from sparsejax.mesh.layout import ROW_MULTIPLE
+from sparsejax.sparse import MAX_ENTRIES
+
+PARTS = ROW_MULTIPLE
+SLOTS = 16  # of a bucket
+_WORDS = SLOTS // 4
+# Sorts behind all groups.
+_LAST = np.uint32(0xFFFFFFFF)
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """The sizes of an index.
+
+    Attributes:
+      rows: of a part. Those behind the ranges of the tables are never used.
+      firsts: for each table, its first row in every part.
+      sizes: for each table, how many rows it has in every part.
+    """
+
+    rows: int
+    firsts: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    def __post_init__(self) -> None:
+        if self.buckets * SLOTS * PARTS > MAX_ENTRIES:
+            raise ValueError(
+                f"tables of {sum(self.sizes) * PARTS:,} rows have an index of "
+                f"{self.buckets * SLOTS * PARTS:,} slots, more than int32 can number "
+                "(2^31 - 1); make them smaller, or give them different widths"
+            )
+
+    @property
+    def buckets(self) -> int:
+        """Buckets of a part, for two slots a row."""
+        return -(-2 * sum(self.sizes) // SLOTS)
+
+    def table_of_rows(self) -> Int[Array, "rows"]:
+        """The table of each row of a part; arbitrary for rows that are never used."""
+        row = jnp.arange(self.rows, dtype=jnp.int32)
+        first = jnp.asarray(self.firsts, jnp.int32)
+        return jnp.sum(row[:, None] >= first[None, 1:], axis=1, dtype=jnp.int32)
+
+    def per_table(self, values: Int[Array, "parts rows"]) -> Int[Array, "parts tables"]:
+        """The sum over the rows of each table."""
+        ranges = zip(self.firsts, self.sizes, strict=True)
+        sums = [jnp.sum(values[:, f : f + s], axis=1) for f, s in ranges]
+        return jnp.stack(sums, axis=1)
+
+
+class TableKeys(NamedTuple):
+    """Keys with their tables: arrays `[keys]` of JAX, or of NumPy.
+
+    Attributes:
+      table: number of the table, int32.
+      high: the upper 32 bits, uint32.
+      low: the lower 32 bits.
+    """
+
+    table: Any
+    high: Any
+    low: Any
+
+
+class Index(NamedTuple):
+    """The arrays; see above. A device may have some of the parts."""
+
+    tags: UInt32[Array, "parts buckets 4"]
+    slots: Int[Array, "parts slots"]
+    keys: UInt32[Array, "parts rows 2"]
+    used: Bool[Array, "parts rows"]
+    free: Int[Array, "parts rows"]
+    num_free: Int[Array, "parts tables"]
+
+
+class Distinct(NamedTuple):
+    """Keys in ascending order of (part, table, key), see `distinct`.
+
+    Attributes:
+      keys: the keys, some of them several times.
+      part: of each key.
+      first: whether this is the first one of equal keys, and counts.
+      start: where the first one of equal keys is.
+      group: ascending numbers of (part, table).
+      place: where each key was before.
+    """
+
+    keys: TableKeys
+    part: Int[Array, "keys"]
+    first: Bool[Array, "keys"]
+    start: Int[Array, "keys"]
+    group: UInt32[Array, "keys"]
+    place: Int[Array, "keys"]
+
+
+def empty(layout: Layout, parts: int = PARTS) -> Index:
+    """An index without keys."""
+    free = np.zeros(layout.rows, np.int32)
+    for first, size in zip(layout.firsts, layout.sizes, strict=True):
+        free[first : first + size] = np.arange(first + size, first, -1) - 1
+    return Index(
+        tags=jnp.zeros((parts, layout.buckets, _WORDS), jnp.uint32),
+        slots=jnp.zeros((parts, layout.buckets * SLOTS), jnp.int32),
+        keys=jnp.zeros((parts, layout.rows, 2), jnp.uint32),
+        used=jnp.zeros((parts, layout.rows), bool),
+        free=jnp.broadcast_to(jnp.asarray(free), (parts, layout.rows)),
+        num_free=jnp.broadcast_to(
+            jnp.asarray(layout.sizes, jnp.int32), (parts, len(layout.sizes))
+        ),
+    )
+
+
+def part_of(keys: TableKeys) -> Any:
+    """The part of each key, 0 to 255. Of NumPy arrays, too."""
+    return (hashed(keys, 1) >> 24).astype(np.int32)
+
+
+def hashed(keys: TableKeys, seed: int) -> Any:
+    """32 bits of each key and its table: MurmurHash3. NumPy's or JAX's arrays."""
+    total = np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
+    for word in (keys.low, keys.high, keys.table.astype(np.uint32)):
+        word = word * np.uint32(0xCC9E2D51)
+        word = word << np.uint32(15) | word >> np.uint32(17)
+        total = total ^ word * np.uint32(0x1B873593)
+        total = total << np.uint32(13) | total >> np.uint32(19)
+        total = total * np.uint32(5) + np.uint32(0xE6546B64)
+    total = total ^ np.uint32(12)  # bytes
+    total = (total ^ total >> np.uint32(16)) * np.uint32(0x85EBCA6B)
+    total = (total ^ total >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    return total ^ total >> np.uint32(16)
+
+
+def find(
+    layout: Layout,
+    index: Index,
+    keys: TableKeys,
+    wanted: Bool[Array, "keys"],
+    first_part: int | jax.Array = 0,
+) -> Int[Array, "keys"]:
+    """The row of each key among the rows of these parts, one part after the other; or -1.
+
+    Args:
+      layout: of the index.
+      index: some parts of it.
+      keys: each of any part.
+      wanted: others are not looked for, and have no row.
+      first_part: the number of the first of these parts.
+    """
+    part, buckets, tag = _places(layout, keys)
+    part = part - first_part
+    wanted &= (part >= 0) & (part < len(index.used))
+    part = jnp.where(wanted, part, 0)
+    buckets = part[:, None] * layout.buckets + buckets
+    # A bit for each slot of both buckets whose tag is that of the key.
+    same = _bytes(index.tags.reshape(-1, _WORDS)[buckets]) == tag[:, None, None]
+    bits = jnp.arange(2 * SLOTS, dtype=jnp.uint32).reshape(1, 2, SLOTS)
+    left = jnp.sum(same.astype(jnp.uint32) << bits, axis=(1, 2), dtype=jnp.uint32)
+    left = jnp.where(wanted, left, 0)
+    first = jnp.asarray(layout.firsts, jnp.int32)[keys.table]
+    size = jnp.asarray(layout.sizes, jnp.int32)[keys.table]
+
+    def compare(state):
+        left, found = state
+        lowest = lax.population_count((left & (~left + 1)) - 1).astype(jnp.int32)
+        bucket = jnp.where(lowest < SLOTS, buckets[:, 0], buckets[:, 1])
+        slot = bucket * SLOTS + lowest % SLOTS
+        row = index.slots.reshape(-1)[slot]
+        place = part * layout.rows + row
+        key = index.keys.reshape(-1, 2)[place]
+        hit = (left != 0) & (key[:, 0] == keys.low) & (key[:, 1] == keys.high)
+        hit &= (row >= first) & (row < first + size)
+        return jnp.where(hit, 0, left & (left - 1)), jnp.where(hit, place, found)
+
+    found = jnp.full(part.shape, -1, jnp.int32)
+    return lax.while_loop(lambda state: jnp.any(state[0] != 0), compare, (left, found))[
+        1
+    ]
+
+
+def distinct(
+    layout: Layout, keys: TableKeys, wanted: Bool[Array, "keys"]
+) -> tuple[Distinct, Int[Array, "keys"]]:
+    """The wanted keys in ascending order, and how often each occurs.
+
+    The number stands at the first one of equal keys.
+    """
+    part, tables = part_of(keys), np.uint32(len(layout.sizes))
+    group = part.astype(jnp.uint32) * tables + keys.table.astype(jnp.uint32)
+    group = jnp.where(wanted, group, _LAST)
+    place = jnp.arange(len(group), dtype=jnp.int32)
+    group, high, low, place = lax.sort((group, keys.high, keys.low, place), num_keys=3)
+    first = _differs(group) | _differs(high) | _differs(low)
+    start = lax.cummax(jnp.where(first, jnp.arange(len(group), dtype=jnp.int32), 0))
+    counts = jnp.zeros(len(group), jnp.int32).at[start].add(1)
+    used = group != _LAST
+    found = TableKeys((group % tables).astype(jnp.int32), high, low)
+    part = jnp.where(used, group // tables, 0).astype(jnp.int32)
+    return Distinct(found, part, first & used, start, group, place), counts
+
+
+def insert(
+    layout: Layout,
+    index: Index,
+    of: Distinct,
+    new: Bool[Array, "keys"],
+    first_part: int | jax.Array = 0,
+) -> tuple[Index, Int[Array, "keys"]]:
+    """Gives keys a row; returns it for each, as `find` does, or -1.
+
+    In ascending order, keys of a (part, table) take its free rows, as long as there are some.
+    Each takes a slot of the bucket that has more free ones, in ascending order too. Those for
+    whom none is left try again. A key has no row if both its buckets are full.
+
+    Args:
+      layout: of the index.
+      index: some parts of it.
+      of: keys that are not in it.
+      new: which of them get a row; each of these parts, and the first one of equal keys.
+      first_part: see `find`.
+    """
+    tables = len(layout.sizes)
+    part = jnp.where(new, of.part - first_part, 0)
+    group = part * tables + of.keys.table
+    num_free = index.num_free.reshape(-1)[group]
+    left = new & (_rank(new, of.group) < num_free)
+    _, buckets, tag = _places(layout, of.keys)
+    buckets = part[:, None] * layout.buckets + buckets
+    order = jnp.arange(len(new), dtype=jnp.int32)
+
+    def goes_on(state):
+        return jnp.any(state[1])
+
+    def place(state):
+        tags, left, slot = state
+        taken = _bytes(tags[buckets]) != 0
+        room = SLOTS - jnp.sum(taken, axis=2, dtype=jnp.int32)
+        choice = (room[:, 1] > room[:, 0]).astype(jnp.int32)
+        room = jnp.maximum(room[:, 0], room[:, 1])
+        left &= room > 0
+        bucket = jnp.take_along_axis(buckets, choice[:, None], axis=1)[:, 0]
+        # The rank of a key in its bucket.
+        at = jnp.where(left, bucket, MAX_ENTRIES).astype(jnp.uint32)
+        at, key = lax.sort((at, order), num_keys=2)
+        ranks = _rank(jnp.ones(len(at), bool), at)
+        rank = jnp.zeros_like(ranks).at[key].set(ranks, unique_indices=True)
+        fits = left & (rank < room)
+        free = ~jnp.take_along_axis(taken, choice[:, None, None], axis=1)[:, 0]
+        nth = jnp.cumsum(free, axis=1, dtype=jnp.int32) == rank[:, None] + 1
+        inside = jnp.argmax(nth & free, axis=1).astype(jnp.int32)
+        slot = jnp.where(fits, bucket * SLOTS + inside, slot)
+        # Other tags of the word are added to zeros.
+        shifted = tag << (8 * (inside % 4)).astype(jnp.uint32)
+        at = jnp.where(fits, bucket, len(tags))
+        tags = tags.at[at, inside // 4].add(shifted, mode="drop")
+        return tags, left & ~fits, slot
+
+    tags = index.tags.reshape(-1, _WORDS)
+    slot = jnp.full(len(new), -1, jnp.int32)
+    tags, _, slot = lax.while_loop(goes_on, place, (tags, left, slot))
+    placed = slot >= 0
+    # The last ones of the free rows, so that those before keep their places.
+    first = jnp.asarray(layout.firsts, jnp.int32)[of.keys.table]
+    at = first + num_free - 1 - _rank(placed, of.group)
+    at = jnp.where(placed, part * layout.rows + at, 0)
+    row = index.free.reshape(-1)[at]
+    place_of = part * layout.rows + row
+    nowhere = MAX_ENTRIES - order  # outside, and all differ
+    to_slot = jnp.where(placed, slot, nowhere)
+    to_row = jnp.where(placed, place_of, nowhere)
+    words = jnp.stack([of.keys.low, of.keys.high], axis=1)
+    options = {"mode": "drop", "unique_indices": True}
+    gone = jnp.zeros(index.num_free.size, jnp.int32)
+    gone = gone.at[jnp.where(placed, group, gone.size)].add(1, mode="drop")
+    changed = Index(
+        tags=tags.reshape(index.tags.shape),
+        slots=index.slots.reshape(-1).at[to_slot].set(row, **options),
+        keys=index.keys.reshape(-1, 2).at[to_row].set(words, **options),
+        used=index.used.reshape(-1).at[to_row].set(True, **options),
+        free=index.free,
+        num_free=index.num_free - gone.reshape(index.num_free.shape),
+    )
+    shaped = (a.reshape(b.shape) for a, b in zip(changed, index, strict=True))
+    return Index(*shaped), jnp.where(placed, place_of, -1)
+
+
+def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Index:
+    """Takes their keys from rows; those that have none stay as they are."""
+    parts = len(index.used)
+    gone &= index.used
+    of_slot = jnp.take_along_axis(gone, index.slots, axis=1)
+    of_slot = of_slot.reshape(parts, layout.buckets, _WORDS, 4)
+    shift = jnp.arange(0, 32, 8, dtype=jnp.uint32).reshape(1, 1, 1, 4)
+    mask = jnp.where(of_slot, jnp.uint32(255) << shift, 0)
+    cleared = jnp.sum(mask, axis=3, dtype=jnp.uint32)
+    # The freed rows of a table follow those that are free already, in ascending order.
+    before = jnp.cumsum(gone, axis=1, dtype=jnp.int32) - gone
+    table, first = layout.table_of_rows(), jnp.asarray(layout.firsts, jnp.int32)
+    rank = before - before[:, first][:, table]
+    at = (first[None] + index.num_free)[:, table] + rank
+    at = jnp.where(gone, at, layout.rows)
+    row = jnp.broadcast_to(jnp.arange(layout.rows, dtype=jnp.int32), gone.shape)
+    part = jnp.arange(parts, dtype=jnp.int32)[:, None]
+    return index._replace(
+        tags=index.tags & ~cleared,
+        used=index.used & ~gone,
+        free=index.free.at[part, at].set(row, mode="drop"),
+        num_free=index.num_free + layout.per_table(gone.astype(jnp.int32)),
+    )
+
+
+def _places(
+    layout: Layout, keys: TableKeys
+) -> tuple[Int[Array, "keys"], Int[Array, "keys 2"], UInt32[Array, "keys"]]:
+    """The part of each key, its two buckets in the part, and its tag, 1 to 255."""
+    one, two, below = hashed(keys, 1), hashed(keys, 2), np.uint32(0xFFFFFF)
+    buckets = np.uint32(layout.buckets)
+    first, second = (one & below) % buckets, (two & below) % buckets
+    second = jnp.where(second == first, (first + 1) % buckets, second)
+    both = jnp.stack([first, second], axis=1).astype(jnp.int32)
+    return part_of(keys), both, (two >> 24) % np.uint32(255) + np.uint32(1)
+
+
+def _bytes(words: UInt32[Array, "*n words"]) -> UInt32[Array, "*n bytes"]:
+    shift = jnp.arange(0, 32, 8, dtype=jnp.uint32)
+    shift = shift.reshape(*(1 for _ in words.shape), 4)
+    found = words[..., None] >> shift & 255
+    return found.reshape(*words.shape[:-1], words.shape[-1] * 4)
+
+
+def _differs(values: jax.Array) -> Bool[Array, "keys"]:
+    """Whether each value differs from the one before it."""
+    return jnp.concatenate(
+        [jnp.ones(min(1, len(values)), bool), values[1:] != values[:-1]]
+    )
+
+
+def _rank(
+    counts: Bool[Array, "keys"], group: UInt32[Array, "keys"]
+) -> Int[Array, "keys"]:
+    """How many before each one count in its group; groups lie behind each other."""
+    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    return before - lax.cummax(jnp.where(_differs(group), before, 0))

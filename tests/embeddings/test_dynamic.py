@@ -1,0 +1,480 @@
+"""Dynamic tables against static ones, and against a dictionary."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.embeddings import Admit, DynamicTableConfig, FeatureConfig, WideIds
+from sparsejax.ops import hash_index
+
+BATCH = 16
+
+
+class Model(nnx.Module):
+    """The sum of all numbers of an example, in places."""
+
+    def __init__(self, tables, features, **options):
+        self.embeddings = sj.embeddings.EmbeddingCollection(
+            tables, features, rngs=nnx.Rngs(0), **options
+        )
+
+    def __call__(self, ids):
+        return jnp.tanh(self.embeddings.concat(ids))
+
+
+@sj.jit
+def train(model, optimizer, ids, target):
+    if model.embeddings.indexes:
+        ids = model.embeddings.assign_rows(ids, optimizer)
+
+    def loss_fn(model):
+        return jnp.mean((model(ids) - target) ** 2)
+
+    loss, grads = optimizer.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@sj.jit
+def assign(model, optimizer, ids, clock):
+    rows = model.embeddings.assign_rows(ids, optimizer, clock=clock)
+    return {name: x.indices for name, x in rows.stacks.items()}
+
+
+def words(keys):
+    keys = np.asarray(keys, np.uint64)
+    return (keys >> np.uint64(32)).astype(np.uint32), keys.astype(np.uint32)
+
+
+def part_of(table, key):
+    high, low = words([key])
+    keys = hash_index.TableKeys(np.array([table], np.int32), high, low)
+    return int(hash_index.part_of(keys)[0])
+
+
+# --- training ---
+
+NAMES = np.random.default_rng(7).integers(0, 2**64, 100, np.uint64)
+NAMES[:3] = 0, 2**63, 2**64 - 1
+FEATURES = {
+    "user": "user",
+    "item": FeatureConfig("item", combiner="mean"),
+    "seen": FeatureConfig("item", combiner=None, length=3),
+    "bought": FeatureConfig("item", combiner="sqrtn"),
+}
+
+
+def random_ids(rng, batch=BATCH):
+    """Ids from 0 to 99; -1 for none, and lists with weights."""
+    lengths = rng.integers(0, 4, batch)
+    bought = rng.integers(0, 100, lengths.sum()).astype(np.int32)
+    indptr = np.cumsum([0, *lengths]).astype(np.int32)
+    room = 3 * batch  # one shape, one program
+    bought = np.pad(bought, (0, room - len(bought)))
+    weights = (rng.random(room) + 0.5).astype(np.float32)
+    return {
+        "user": rng.integers(-1, 100, batch).astype(np.int32),
+        "item": rng.integers(-1, 100, (batch, 3)).astype(np.int32),
+        "seen": rng.integers(-1, 100, (batch, 2)).astype(np.int32),
+        "bought": sj.CSR.tree_unflatten(100, (weights, bought, indptr, None)),
+    }
+
+
+def as_names(ids):
+    """The same with 64-bit names."""
+
+    def named(value):
+        if isinstance(value, sj.CSR):
+            wide = WideIds.of(NAMES[value.indices])
+            return WideIds(wide.low, wide.high, None, value.indptr, value.data)
+        return WideIds.of(NAMES[value], mask=value >= 0)
+
+    return {name: named(value) for name, value in ids.items()}
+
+
+def tables_of(kind, rows, **options):
+    return {name: kind(rows, 3, **options) for name in ("user", "item")}
+
+
+def vectors(model, table, feature, names=NAMES):
+    """The vectors of names; those without a row have their first one."""
+    nothing = np.zeros(0, np.uint64), np.zeros(1 + len(names), np.int64)
+    lists = {name: WideIds.ragged(*nothing) for name in FEATURES}
+    lists[feature] = WideIds.of(names)
+    return model.embeddings(lists)[feature]
+
+
+def trained_pair(rule, steps):
+    """A model of dynamic tables and one of static tables, trained alike."""
+    dynamic = Model(tables_of(DynamicTableConfig, 60_000), FEATURES)
+    static = Model(
+        tables_of(sj.embeddings.TableConfig, 100, placement="rows"), FEATURES
+    )
+    static.embeddings.set_table("user", vectors(dynamic, "user", "user"))
+    static.embeddings.set_table("item", vectors(dynamic, "item", "item"))
+    rng = np.random.default_rng(1)
+    optimizers = [sj.Optimizer(model, rule) for model in (dynamic, static)]
+    for _ in range(steps):
+        ids = random_ids(rng)
+        target = rng.random((BATCH, 18)).astype(np.float32)
+        packed = dynamic.embeddings.pack(as_names(ids))
+        one = train(dynamic, optimizers[0], packed, target)
+        other = train(static, optimizers[1], jax.tree.map(jnp.asarray, ids), target)
+        np.testing.assert_allclose(one, other, rtol=1e-5)
+    for model, optimizer in zip((dynamic, static), optimizers, strict=True):
+        optimizer.flush(model)
+    return dynamic, static
+
+
+def assert_same(dynamic, static, name):
+    expected = static.embeddings.table(name)
+    np.testing.assert_allclose(vectors(dynamic, name, name), expected, atol=1e-5)
+
+
+def test_equals_static_tables():
+    dynamic, static = trained_pair(sj.optimizers.adam(0.1), 6)
+    for name in "user", "item":
+        assert_same(dynamic, static, name)
+    stats = dynamic.embeddings.stats()
+    assert (
+        stats["user"].rows
+        == stats["user"].inserted
+        == len(dynamic.embeddings.ids("user"))
+    )
+    assert stats["user"].refused == stats["user"].evicted == 0
+    assert {0, 2**63, 2**64 - 1} <= set(dynamic.embeddings.ids("item").tolist())
+
+
+@pytest.mark.parametrize("rule", ["sgd", "momentum", "adagrad", "rmsprop", "ftrl"])
+def test_equals_static_tables_under_each_rule(rule):
+    dynamic, static = trained_pair(sj.optimizers.get(rule, learning_rate=0.1), 6)
+    for name in "user", "item":
+        assert_same(dynamic, static, name)
+
+
+# --- who has a row ---
+
+
+class Dictionary:
+    """The ids of one table with their rows, as documented."""
+
+    def __init__(self, config):
+        self.config, self.size = config, config.num_rows // 256
+        self.rows: dict[int, int] = {}
+        self.last: dict[int, int] = {}
+        self.count: dict[int, int] = {}
+        self.evicted = 0
+        self.free = {part: list(range(self.size - 1, -1, -1)) for part in range(256)}
+
+    def add(self, keys, now):
+        new: dict[int, list[int]] = {}
+        for key in sorted(set(keys)):
+            if key in self.rows:
+                self.last[key] = now
+                self.count[key] += keys.count(key)
+            else:
+                new.setdefault(part_of(0, key), []).append(key)
+        for part, wanted in new.items():
+            if len(wanted) > len(self.free[part]):
+                self.evict(part, len(wanted), set(keys), now)
+            for key in wanted:
+                if self.free[part]:
+                    self.rows[key] = part * self.size + self.free[part].pop()
+                    self.last[key], self.count[key] = now, keys.count(key)
+
+    def evict(self, part, needed, kept, now):
+        of_part = [key for key, row in self.rows.items() if row // self.size == part]
+        can = [key for key in of_part if key not in kept]
+        live, gone = self.config.time_to_live, []
+        if live is not None:
+            gone = [key for key in can if now - self.last[key] > live]
+        wanted = max(needed - len(self.free[part]), math.ceil(self.size / 32))
+        if self.config.evict:
+            score = self.last if self.config.evict == "lru" else self.count
+            rest = sorted(set(can) - set(gone), key=lambda key: (score[key], key))
+            gone += rest[: max(wanted - len(gone), 0)]
+        if self.config.evict == "lfu":
+            for key in of_part:
+                self.count[key] //= 2
+        rows = sorted(self.rows.pop(key) % self.size for key in gone)
+        self.free[part] += rows
+        self.evicted += len(gone)
+
+
+def compare_with_a_dictionary(batches, **options):
+    config = DynamicTableConfig(1024, 2, **options)
+    model = Model({"id": config}, {"id": "id"})
+    optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+    known, rng = Dictionary(config), np.random.default_rng(3)
+    for now in range(batches):
+        # Most ids come again for a while, then others do.
+        keys = 40 * now + rng.geometric(1 / 800, 128)
+        keys = [0, 2**64 - 1, *keys.tolist()[2:]] if now % 7 == 0 else keys.tolist()
+        known.add(keys, now)
+        packed = model.embeddings.pack({"id": np.array(keys, np.uint64)})
+        (columns,) = assign(model, optimizer, packed, now).values()
+        assert columns.tolist() == [known.rows.get(key, -2) for key in keys]
+    assert model.embeddings.ids("id").tolist() == sorted(known.rows)
+    stats = model.embeddings.stats()["id"]
+    assert (stats.rows, stats.evicted) == (len(known.rows), known.evicted)
+    assert stats.inserted == stats.rows + stats.evicted
+    assert stats.found + stats.inserted + stats.refused <= 128 * batches
+    assert stats.evicted or not (config.evict or config.time_to_live)
+
+
+def test_lru_equals_a_dictionary():
+    compare_with_a_dictionary(50)
+
+
+def test_lfu_with_a_time_to_live_equals_a_dictionary():
+    compare_with_a_dictionary(50, evict="lfu", time_to_live=15)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"evict": "lru"},
+        {"evict": "lfu"},
+        {"evict": None},
+        {"evict": None, "time_to_live": 12},
+        {"evict": "lru", "time_to_live": 12},
+    ],
+)
+def test_each_policy_equals_a_dictionary_for_long(options):
+    compare_with_a_dictionary(1000, **options)
+
+
+def one_table(**options):
+    model = Model({"id": DynamicTableConfig(1024, 2, **options)}, {"id": "id"})
+    return model, sj.Optimizer(model, sj.optimizers.adam(0.1))
+
+
+def given(model, optimizer, keys, clock=0):
+    packed = model.embeddings.pack({"id": np.asarray(keys, np.uint64)})
+    (columns,) = assign(model, optimizer, packed, clock).values()
+    return np.asarray(columns)
+
+
+def arrays_of(*modules):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(modules))]
+
+
+def test_the_order_of_a_batch_changes_nothing():
+    rng, pairs = (
+        np.random.default_rng(4),
+        [one_table(evict="lfu"), one_table(evict="lfu")],
+    )
+    for now in range(20):
+        keys = 30 * now + rng.integers(0, 500, 128)
+        for pair, each in zip(pairs, (keys, rng.permutation(keys)), strict=True):
+            given(*pair, each, now)
+    for a, b in zip(*(arrays_of(*pair) for pair in pairs), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_state_that_is_restored_goes_on_the_same():
+    one, other = one_table(evict="lfu"), one_table(evict="lfu")
+    batches = np.random.default_rng(8).integers(0, 3000, (20, 128))
+    for now, keys in enumerate(batches):
+        if now == 12:
+            saved = jax.tree.map(np.asarray, nnx.state(one))
+            nnx.update(other, jax.tree.map(jnp.asarray, saved))
+        given(*one, keys, now)
+        if now >= 12:
+            given(*other, keys, now)
+    assert one[0].embeddings.stats()["id"].evicted
+    for a, b in zip(arrays_of(*one), arrays_of(*other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.parametrize("shape", [(2, 4), (1, 8)])
+def test_a_mesh_has_the_same_rows(shape):
+    tables = {name: DynamicTableConfig(512, 2) for name in ("user", "item")}
+    features = {"user": "user", "item": FeatureConfig("item", combiner="mean")}
+
+    def trained():
+        model, rng = Model(tables, features), np.random.default_rng(5)
+        optimizer = sj.Optimizer(model, sj.optimizers.adam(0.1))
+        for _ in range(4):
+            ids = random_ids(rng)
+            packed = model.embeddings.pack(as_names({n: ids[n] for n in features}))
+            train(model, optimizer, packed, rng.random((BATCH, 4)).astype(np.float32))
+        (kernel,) = model.embeddings.kernels.values()
+        stats = model.embeddings.stats()
+        return arrays_of(model.embeddings.indexes), np.asarray(kernel[...]), stats
+
+    indexes, kernel, stats = trained()
+    data, model_parts = shape
+    with jax.set_mesh(sj.make_mesh(data=data, model=model_parts)):
+        indexes_of_many, kernel_of_many, stats_of_many = trained()
+    for a, b in zip(indexes, indexes_of_many, strict=True):
+        np.testing.assert_array_equal(a, b)
+    np.testing.assert_allclose(kernel, kernel_of_many, atol=1e-5)
+    assert stats == stats_of_many
+
+
+# --- ids without a row ---
+
+
+def test_an_id_without_a_row_has_its_first_vector_and_no_gradient():
+    model, optimizer = one_table()
+    names = {"id": np.array([5, 2**64 - 5], np.uint64)}
+    before = arrays_of(model)
+    first = model.embeddings(names)["id"]
+    for a, b in zip(before, arrays_of(model), strict=True):  # to look changes nothing
+        np.testing.assert_array_equal(a, b)
+    bound = 1024**-0.5
+    assert np.all(np.abs(first) <= bound) and np.unique(first).size == 4
+    with pytest.warns(UserWarning, match="new ids will not be learned"):
+        grads = sj.grad(lambda model: jnp.sum(model(names)))(model)
+    gradient = grads["embeddings"]["kernels"]["2_float32_dynamic"][...]
+    assert np.all(gradient.ids >= 1024)  # none of a row
+    given(model, optimizer, names["id"])
+    np.testing.assert_array_equal(model.embeddings(names)["id"], first)
+    assert model.embeddings.stats()["id"].inserted == 2
+
+
+def test_a_row_that_comes_back_begins_anew():
+    model, optimizer = one_table()
+    names = np.arange(4000, 4128, dtype=np.uint64)
+    first = np.asarray(model.embeddings({"id": names})["id"])
+    target = np.ones((128, 2), np.float32)
+    train(model, optimizer, model.embeddings.pack({"id": names}), target)
+    for i in range(30):  # others push them out
+        given(model, optimizer, names + 1000 + 128 * i, clock=2 + i)
+    assert not set(names.tolist()) & set(model.embeddings.ids("id").tolist())
+    columns = given(model, optimizer, names, clock=99)
+    assert np.all(columns >= 0)
+    np.testing.assert_array_equal(model.embeddings({"id": names})["id"], first)
+    (state,) = optimizer.rows.values()
+    moments = [array[...] for name, array in state.items() if name != "last_step"]
+    assert len(moments) == 2
+    assert not any(np.any(array[columns]) for array in moments)
+
+
+def test_ids_are_counted_before_they_get_a_row():
+    model, optimizer = one_table(admit=Admit(count=3), evict=None)
+    rng = np.random.default_rng(6)
+    seldom = rng.choice(2**32, 2000, replace=False).astype(np.uint64)
+    often = np.arange(100, dtype=np.uint64) + 2**40
+    for i in range(0, 2000, 100):
+        given(model, optimizer, seldom[i : i + 100])
+    # With 2,000 ids and 4,096 counters in each row of the sketch.
+    early = model.embeddings.stats()["id"].rows / 2000
+    assert early <= (1 - np.exp(-2000 / 4096)) ** 4
+    for seen in range(3):
+        columns = given(model, optimizer, often)
+        share = np.mean(columns >= 0)
+        assert share > 0.9 if seen == 2 else share < 0.1
+    model.embeddings.halve_counts()
+    counters = model.embeddings.indexes["2_float32_dynamic"]["sketch"][...]
+    assert np.max(counters) in (1, 2)
+    stats = model.embeddings.stats()["id"]
+    seen = stats.waiting + stats.inserted + stats.found + stats.refused
+    assert seen == 2300
+
+
+def test_ids_are_admitted_with_a_probability():
+    model, optimizer = one_table(admit=Admit(probability=0.25), evict=None)
+    names = np.arange(128, dtype=np.uint64)
+    rows = [np.mean(given(model, optimizer, names, clock=now) >= 0) for now in range(4)]
+    expected = 1 - 0.75 ** np.arange(1, 5)
+    np.testing.assert_allclose(rows, expected, atol=0.13)
+    assert np.all(np.diff(rows) > 0)
+
+
+# --- input ---
+
+
+def test_ids_in_every_form():
+    model, _ = one_table()
+    pack = model.embeddings.pack
+    wanted = np.array([3, 0, 7], np.uint64)
+    masked = np.ma.masked_array([3, 9, 7], mask=[False, True, False])
+    for form in (
+        np.array([3, -1, 7]),
+        np.array([3, -1, 7], np.int32),
+        masked,
+        WideIds.of(np.array([3, 9, 7]), mask=np.array([True, False, True])),
+        WideIds.ragged([3, 7], [0, 1, 1, 2]),
+    ):
+        batch = pack({"id": form})
+        (x,), (keys,) = batch.stacks.values(), batch.keys.values()
+        assert x.indptr.tolist() == [0, 1, 1, 2]
+        assert keys.low[:2].tolist() == wanted[[0, 2]].tolist()
+
+
+@pytest.mark.parametrize(
+    ("ids", "error", "message"),
+    [
+        (np.array([1.5]), TypeError, "integers, got float64"),
+        (np.array(["a"]), TypeError, "integers, got <U1"),
+        (np.array([4, -2]), ValueError, "id -2 is negative"),
+        (np.zeros((2, 2, 2), np.int64), ValueError, r"\[batch\] or \[batch, n\]"),
+        (np.arange(2000), ValueError, "2,000 ids of the table 'id', which has 1,024"),
+    ],
+)
+def test_wrong_ids(ids, error, message, wrong_types):
+    model, _ = one_table()
+    with pytest.raises(error, match=message):
+        model.embeddings.pack({"id": ids})
+
+
+def test_ids_on_a_device_must_be_wide():
+    model, _ = one_table()
+    with pytest.raises(TypeError, match="JAX cuts int64 to 32 bits"):
+        model.embeddings({"id": jnp.arange(3)})
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"evict": "fifo"}, ValueError, 'evict is "lru", "lfu" or None'),
+        ({"time_to_live": 0}, ValueError, "time_to_live must be at least 1"),
+        ({"placement": "table"}, ValueError, "leave out placement"),
+        ({"admit": 3}, TypeError, "admit must be an Admit"),
+    ],
+)
+def test_wrong_tables(options, error, message, wrong_types):
+    with pytest.raises(error, match=message):
+        DynamicTableConfig(10, 2, **options)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, "count or probability"),
+        ({"count": 2, "probability": 0.5}, "count or probability"),
+        ({"count": 256}, "at most 255"),
+        ({"probability": 0.0}, "above 0"),
+    ],
+)
+def test_wrong_admission(options, message):
+    with pytest.raises(ValueError, match=message):
+        Admit(**options)
+
+
+def test_wrong_calls():
+    model, optimizer = one_table()
+    embeddings, ids = model.embeddings, {"id": np.arange(3)}
+    rows = embeddings.assign_rows(ids, optimizer)
+    with pytest.raises(ValueError, match="their rows already"):
+        embeddings.assign_rows(rows, optimizer)
+    with pytest.raises(ValueError, match="is dynamic, its rows have no order of ids"):
+        embeddings.table("id")
+    static = Model({"id": sj.embeddings.TableConfig(9, 2)}, {"id": "id"})
+    with pytest.raises(ValueError, match="which this collection has none"):
+        static.embeddings.assign_rows(ids, optimizer)
+    with pytest.raises(ValueError, match="table 'id' is not dynamic"):
+        static.embeddings.ids("id")
+    other = sj.Optimizer(static, sj.optimizers.adam(0.1))
+    with pytest.raises(ValueError, match="make it for the model that has these tables"):
+        embeddings.assign_rows(ids, other)
+    with pytest.raises(ValueError, match="leave outside out"):
+        config = FeatureConfig("id", outside="drop")
+        Model({"id": DynamicTableConfig(9, 2)}, {"id": config}).embeddings.pack(ids)
