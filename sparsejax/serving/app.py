@@ -140,14 +140,15 @@ async def _counted(
 
 async def _infer(service: Service, request: Request) -> tuple[Response, int]:
     """An answer, and the number of its rows."""
-    _version(service, request)  # before the body is read
+    form = _version(service, request).form  # before the body is read
     wait = request.headers.get(_DEADLINE, "")
     seconds = int(wait[:9]) / 1e3 if wait.isascii() and wait.isdigit() else None
     if request.headers.get("content-encoding", "identity") != "identity":
         raise RefusedError(415, "a request must not be compressed")
     body = await _body(request, service)
     header = request.headers.get(_HEADER)
-    asked = protocol.read(body, header, service.settings.limits)
+    limits = service.settings.limits
+    asked = protocol.read(body, header, limits, missing=form.takes_missing)
     parts = request.path_params
     model, number = parts["model"], parts.get("version")
     outputs, rows, version = await _unless_gone(

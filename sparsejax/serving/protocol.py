@@ -134,13 +134,16 @@ class Asked(NamedTuple):
     binary: bool = False
 
 
-def read(body: bytes, header: str | None, limits: Limits) -> Asked:
+def read(
+    body: bytes, header: str | None, limits: Limits, *, missing: bool = False
+) -> Asked:
     """Reads the body of an inference request.
 
     Args:
       body: JSON, and what is binary after it.
       header: of HTTP, `Inference-Header-Content-Length`: bytes of the JSON.
       limits: of requests.
+      missing: whether an element may be null. A tensor with one has a list as data.
 
     Raises:
       RefusedError: it is something else, or too large.
@@ -164,7 +167,8 @@ def read(body: bytes, header: str | None, limits: Limits) -> Asked:
     tensors: dict[str, Tensor] = {}
     for number, given in enumerate(_expect(request.get("inputs"), list, "inputs")):
         where = f"inputs[{number}]"
-        tensor, rest = _tensor(_expect(given, dict, where), where, rest, limits)
+        one = _expect(given, dict, where)
+        tensor, rest = _tensor(one, where, rest, limits, missing)
         if tensor.name in tensors:
             raise RefusedError(422, f"the input {tensor.name!r} is given twice")
         tensors[tensor.name] = tensor
@@ -206,7 +210,7 @@ def _expect(value: Any, kind: type, what: str) -> Any:
 
 
 def _tensor(
-    given: dict, where: str, rest: memoryview, limits: Limits
+    given: dict, where: str, rest: memoryview, limits: Limits, missing: bool
 ) -> tuple[Tensor, memoryview]:
     """An input, and the binary data after it."""
     name = _expect(given.get("name"), str, f"{where}.name")
@@ -227,8 +231,14 @@ def _tensor(
     size = options.get("binary_data_size")
     if size is None:
         flat = list(_flat(given.get("data"), shape, where))
-        data = texts(flat, where, limits) if datatype == "BYTES" else None
-        data = numbers(flat, datatype, where) if data is None else data
+        found = [each for each in flat if each is not None] if missing else flat
+        if datatype == "BYTES":
+            data = texts(found, where, limits)
+        else:
+            data = numbers(found, datatype, where)
+        if len(found) < len(flat):
+            known = iter(data)
+            data = [None if each is None else next(known) for each in flat]
         check_count(data, shape, where)
         return Tensor(name, datatype, shape, data), rest
     if "data" in given:

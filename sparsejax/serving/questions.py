@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
 import scipy.special
@@ -66,10 +66,12 @@ class Form(Protocol):
     Attributes:
       inputs: their names, datatypes and shapes.
       outputs: so, too.
+      takes_missing: whether an element of an input may be missing.
     """
 
     inputs: list[Tensor]
     outputs: list[Tensor]
+    takes_missing: ClassVar[bool]
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request.
@@ -114,6 +116,8 @@ def _check_type(tensor: Tensor, known: set[str], shown: str) -> None:
 
 class Lists:
     """Predictors of items and of histories: lists of names."""
+
+    takes_missing: ClassVar[bool] = False
 
     def __init__(self, predictor: Predictor):
         """Looks whether the predictor can be asked by names.
@@ -277,6 +281,8 @@ def _lists_of(items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
 
 class Records:
     """Predictors of clicks: a tensor for each column."""
+
+    takes_missing: ClassVar[bool] = True
 
     def __init__(self, predictor: Predictor):
         """Looks whether the predictor knows its columns.

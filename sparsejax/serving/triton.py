@@ -228,6 +228,7 @@ def _tensors(request: Any) -> Iterator[Tensor]:
 def _array(tensor: Tensor) -> np.ndarray:
     """An output as Triton takes it: texts are bytes in an array of objects."""
     if tensor.datatype == "BYTES":
-        data = np.array([name.encode() for name in tensor.data], np.object_)
+        names = protocol.plain(tensor)
+        data = np.array([name.encode() for name in names], np.object_)
         return data.reshape(tensor.shape)
     return np.ascontiguousarray(tensor.data).reshape(tensor.shape)

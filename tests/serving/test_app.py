@@ -10,9 +10,10 @@ import time
 
 import numpy as np
 import pytest
-from served import binary, listening, prefixed, tensor
+from served import Client, binary, listening, prefixed, tensor
 
 import sparsejax as sj
+from sparsejax.serving.engine import Shape
 from sparsejax.serving.protocol import Limits
 from sparsejax.serving.service import Service, Settings
 
@@ -557,3 +558,28 @@ def _until(condition) -> None:
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.001)
+
+
+def test_clicks_with_missing_values(kinds):
+    """null is what None is for predict_records; an empty category is missing, too."""
+    records = {"age": [1.0, 2.5], "city": ["c3", None], "user": [None, "u1"]}
+    service = Service("films", Settings(shapes=(Shape(1, 2),)))
+    service.load(kinds / "clicks")
+    with contextlib.closing(service), listening(service) as port:
+        client = Client(port)
+        kinds_of = {"age": "FP32", "city": "BYTES", "user": "BYTES"}
+        asked = [tensor(n, kinds_of[n], [*data]) for n, data in records.items()]
+        status, found = client.infer(*asked)
+        assert status == 200
+        asked[1]["data"][1] = asked[2]["data"][0] = ""
+        assert client.infer(*asked) == (status, found)
+        asked[0]["data"][1] = None  # the schema has no number for it
+        status, error = client.infer(*asked)
+        assert status == 422 and "age" in error and "row 1" in error
+    expected = sj.load_predictor(kinds / "clicks").predict_records(records)
+    assert found["probabilities"]["data"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_names_may_not_be_null(client):
+    status, error = client.infer(tensor("items", "BYTES", ["item 1", None]))
+    assert status == 422 and "must be text, got None" in error
