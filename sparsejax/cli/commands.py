@@ -25,7 +25,12 @@ from sparsejax.kinds.kind import used
 from sparsejax.metrics import comparison
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.options import Measuring
-from sparsejax.runs.reading import read_file, read_histories, with_times
+from sparsejax.runs.reading import (
+    read_file,
+    read_histories,
+    read_titles,
+    with_times,
+)
 from sparsejax.verbs import vectors as vector_files
 
 
@@ -202,6 +207,7 @@ def report(command: flags.Report) -> None:
     opened = Folder.of(command.run)
     commands, settings = _commands(command, opened), opened.settings
     whole_files.check_writable(out)
+    titles = None if command.titles is None else read_titles(command.titles)
     measuring = Measuring(
         inputs=command.train,
         heldout=command.test,
@@ -215,6 +221,7 @@ def report(command: flags.Report) -> None:
         history=opened.history(),
         title=str(command.run),
         settings=settings.described(),
+        titles=titles,
         **commands.runs.report(measuring, opened),
     )
     print(f"the report is in {out}", file=sys.stderr)

@@ -688,7 +688,7 @@ class Split:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Report(OfKinds):
-    """Writes an HTML page about a run: curves, metrics, layers, recommendations.
+    """Writes an HTML page about a run: how good it is, recommendations, curves, layers.
 
     Attributes:
       run: Folder of the run that train wrote.
@@ -697,6 +697,7 @@ class Report(OfKinds):
       test: File of the interactions that the model should find, for metrics on the page.
         It needs --train. For a click model, the examples to measure on, without --train.
       groups: For clicks, a column of categories: also measure the AUC within each of them.
+      titles: File with two columns: the name of an item, and what to show in its place.
       out: File to write. An existing file is replaced.
       k: Cut-off of the metrics: the number of recommendations that count.
       format: Format of both files.
@@ -710,6 +711,7 @@ class Report(OfKinds):
     train: Annotated[str | None, _OptionalFile] = None
     test: Annotated[str | None, _OptionalFile] = None
     groups: Annotated[str | None, _Column] = None
+    titles: Annotated[str | None, _OptionalFile] = None
     out: Annotated[pathlib.Path | None, _value("FILE", "report.html in DIR")] = None
     k: int = 20
     format: Annotated[Format | None, _Formats] = None

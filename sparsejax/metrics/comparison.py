@@ -11,13 +11,16 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 from jaxtyping import Float
 
 _AUC = "auc"
+
+# The AUC of rows with weights.
+type Area = Callable[[np.ndarray], float]
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -52,6 +55,13 @@ class Rows:
     def __len__(self) -> int:
         return len(next(iter(self.means.values())))
 
+    @property
+    def area(self) -> Area | None:
+        """The AUC as a function of weights `[rows]`, if there is one."""
+        if self.scores is None or self.labels is None:
+            return None
+        return _area(self.scores, self.labels)
+
 
 class Measured(dict[str, float]):
     """Metrics by name, with the figures of each row.
@@ -63,6 +73,34 @@ class Measured(dict[str, float]):
     def __init__(self, metrics: Mapping[str, float], rows: Rows):
         super().__init__(metrics)
         self.rows = rows
+
+    def intervals(
+        self, *, confidence: float = 0.95, resamples: int = 1000, seed: int = 0
+    ) -> dict[str, tuple[float, float]]:
+        """How far the luck of which rows were measured may move each metric: `(low, high)`.
+
+        >>> measured = evaluate(model, train, heldout, keep_rows=True)
+        >>> low, high = measured.intervals()["recall@20"]
+        >>> low < measured["recall@20"] < high
+        True
+
+        It is the bootstrap of `compare`, for one measurement. Two intervals that overlap do
+        not say that there is no difference: `compare` does.
+
+        Args:
+          confidence: see `compare`; so are `resamples` and `seed`.
+
+        Raises:
+          ValueError: a number is wrong.
+        """
+        figures = np.stack([*self.rows.means.values()])
+        areas = [] if (area := self.rows.area) is None else [area]
+        ends = _quantiles(figures, areas, confidence, resamples, seed)
+        names = [*self.rows.means, *([_AUC] if areas else [])]
+        return {
+            name: (float(low), float(high))
+            for name, low, high in zip(names, *ends, strict=True)
+        }
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +201,6 @@ def compare(
       TypeError: a measurement has no figures of rows.
       ValueError: the rows differ, there is no metric that both have, or a number is wrong.
     """
-    if not 0 < confidence < 1 or resamples < 1:
-        raise ValueError(
-            "confidence is between 0 and 1 and resamples at least 1, got "
-            f"confidence={confidence} and resamples={resamples}"
-        )
     one, other = _rows_of("first", first), _rows_of("second", second)
     places = _places(one, other)
     means = [name for name in one.means if name in other.means]
@@ -180,7 +213,7 @@ def compare(
     figures: dict[str, tuple[float, float]] = {
         n: (float(a.mean()), float(b.mean())) for n, (a, b) in pairs.items()
     }
-    areas: list[Callable[[np.ndarray], float]] = []
+    areas: list[Area] = []
     if one.scores is not None and other.scores is not None:
         assert one.labels is not None
         areas = [
@@ -189,20 +222,46 @@ def compare(
         ]
         every = np.ones(len(one))
         figures[_AUC] = areas[0](every), areas[1](every)
-    drawn = np.empty((resamples, len(figures)))
-    rng, count = np.random.default_rng(seed), len(one)
-    for i in range(resamples):
-        weights = np.bincount(rng.integers(0, count, count), minlength=count)
-        drawn[i, : len(means)] = changes @ weights / count
-        if areas:
-            drawn[i, -1] = areas[1](weights) - areas[0](weights)
-    # A resample of one class only has no AUC.
-    ends = np.nanquantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
+    by_auc = [lambda w: areas[1](w) - areas[0](w)] if areas else []
+    ends = _quantiles(changes, by_auc, confidence, resamples, seed)
     found = {
         name: Difference(a, b, float(low), float(high))
         for (name, (a, b)), low, high in zip(figures.items(), *ends, strict=True)
     }
-    return Comparison(found, rows=count, confidence=confidence)
+    return Comparison(found, rows=len(one), confidence=confidence)
+
+
+def _quantiles(
+    figures: np.ndarray,
+    areas: Sequence[Area],
+    confidence: float,
+    resamples: int,
+    seed: int,
+) -> np.ndarray:
+    """`[2, metrics]` both ends of the interval of each metric.
+
+    Args:
+      figures: `[means, rows]` of which means are taken.
+      areas: metrics that are functions of weights of the rows.
+      confidence: see `compare`; so are `resamples` and `seed`.
+
+    Raises:
+      ValueError: a number is wrong.
+    """
+    if not 0 < confidence < 1 or resamples < 1:
+        raise ValueError(
+            "confidence is between 0 and 1 and resamples at least 1, got "
+            f"confidence={confidence} and resamples={resamples}"
+        )
+    means, count = figures.shape
+    drawn = np.empty((resamples, means + len(areas)))
+    rng = np.random.default_rng(seed)
+    for i in range(resamples):
+        weights = np.bincount(rng.integers(0, count, count), minlength=count)
+        drawn[i, :means] = figures @ weights / count
+        drawn[i, means:] = [area(weights) for area in areas]
+    # A resample of one class only has no AUC.
+    return np.nanquantile(drawn, [(1 - confidence) / 2, (1 + confidence) / 2], axis=0)
 
 
 def _rows_of(name: str, measured: Any) -> Rows:
@@ -250,7 +309,7 @@ def _same(labels: np.ndarray | None, others: np.ndarray | None) -> bool:
     return np.array_equal(labels, others)
 
 
-def _area(scores: np.ndarray, labels: np.ndarray) -> Callable[[np.ndarray], float]:
+def _area(scores: np.ndarray, labels: np.ndarray) -> Area:
     """The AUC as a function of weights `[n]`; scores are sorted only once."""
     order = np.argsort(scores, kind="stable")
     ordered, clicked = scores[order], labels[order] > 0

@@ -64,7 +64,7 @@ class Clicks(Runs):
             *("format", *COLUMNS),
         ),
         "export": ("k",),
-        "report": ("inputs", "k", "format", *COLUMNS, *COUNTING),
+        "report": ("inputs", "k", "format", "titles", *COLUMNS, *COUNTING),
     }
 
     def metric(self, k: int) -> str:
@@ -221,7 +221,14 @@ class Clicks(Runs):
         clicks = _read_like(measuring.heldout, run.known, measuring.reading)
         return {
             "model": model,
-            "measured": evaluate_clicks(model, clicks, groups=measuring.groups),
+            "measured": evaluate_clicks(
+                model, clicks, groups=measuring.groups, keep_rows=True
+            ),
+            "data": [
+                name_of(measuring.heldout),
+                f"{clicks.num_rows:,} examples",
+                f"{clicks.labels.mean():.1%} clicks".replace("%", " %"),
+            ],
             "calibration": calibration_curve(
                 predict_clicks(model, clicks), clicks.labels
             ),

@@ -18,7 +18,13 @@ from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.kind import Opened, Runs
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
-from sparsejax.runs.reading import check_heldout, meanwhile, some_rows
+from sparsejax.runs.reading import (
+    check_heldout,
+    dates_of,
+    meanwhile,
+    name_of,
+    some_rows,
+)
 from sparsejax.sparse import CSR
 from sparsejax.verbs.evaluate import evaluate
 from sparsejax.verbs.recommend import recommend
@@ -114,21 +120,25 @@ class Interactions(Runs):
         model, names = run.model(), run.known
         # Without data: by the order of the vocabulary, which popularity decided.
         counts, measured, examples = -popularity_ranks(len(names)), None, []
+        facts = [f"{len(names):,} items"]
         if measuring.inputs is not None:
             heldout, keep_seen = None, measuring.keep_seen
             shown = self.read_shown(measuring.inputs, measuring.reading, run)
             counts = self.counts(shown)
+            facts = [name_of(measuring.inputs), self.account(shown), *dates_of(shown)]
             if measuring.heldout is not None:
                 heldout = self.heldout(
                     measuring.heldout, measuring.reading, shown, measuring.inputs
                 )
-                measured = evaluate(model, shown, heldout, **measuring.counted())
+                how = measuring.counted()
+                measured = evaluate(model, shown, heldout, keep_rows=True, **how)
             examples = reports.examples_of(model, shown, heldout, keep_seen=keep_seen)
         return {
             "model": model,
             "measured": measured,
             "examples": examples,
             "similar": reports.similar_to_popular(model, names, counts),
+            "data": facts,
         }
 
 

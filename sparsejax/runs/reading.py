@@ -7,19 +7,56 @@ import os
 import re
 import threading
 import warnings
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, cast
 
 import numpy as np
 
-from sparsejax.data import DataError, SequenceDataset, SparseDataset, read
+from sparsejax.data import (
+    DataError,
+    SequenceDataset,
+    SparseDataset,
+    read,
+    read_pairs,
+)
+from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files.columns import account_of, account_of_histories
 from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.data.files.opening import shown
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
+from sparsejax.data.sets.click_files import guess_clicks
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs.options import Reading
+
+
+def read_titles(source: Any) -> dict[str, str]:
+    """What to show for the name of each item.
+
+    Args:
+      source: a mapping; or a file or a table, whose first column has the names and whose
+        second one has the titles.
+    """
+    if isinstance(source, Mapping):
+        return {str(name): str(title) for name, title in source.items()}
+    columns: dict[str, Any] = {"user": 0, "item": 1, "time": None, "indicator": True}
+    if is_file(source) and not is_parquet(source) and guess_clicks(source) == "pairs":
+        # A header is then the title of an item that the model does not know.
+        data = read_pairs(source, header=False, **columns)
+    else:
+        data = read(source, **columns)
+    indptr, titles = np.asarray(data.matrix.indptr), data.feature_names
+    first = titles[np.asarray(data.matrix.indices)[indptr[:-1]]]
+    return dict(zip(data.row_names.tolist(), first.tolist(), strict=True))
+
+
+def dates_of(data: Any) -> list[str]:
+    """The first and the last date of some data, if it has dates."""
+    times = getattr(data, "times", None)
+    if times is None or not len(times) or times.dtype.kind != "M":
+        return []
+    first, last = (np.datetime_as_string(t, "D") for t in (times.min(), times.max()))
+    return [f"{first} to {last}"]
 
 
 def read_file(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import functools
 import html
 import math
 import numbers
 import os
 import pathlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from flax import nnx
 
+from sparsejax.codec import ModelConfig
 from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.files.names import Names, find_names
 from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.rank.tasks import METRICS
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.mesh import processes
+from sparsejax.metrics import Measured
+from sparsejax.nn.config import NetworkConfig
 from sparsejax.verbs.recommend import recommend
 from sparsejax.verbs.vectors import HasItems, similar_items
 from sparsejax.whole_files import check_writable, whole_text_file
@@ -64,10 +70,14 @@ def write_report(
     examples: Sequence[Example] = (),
     similar: Mapping[str, Sequence[str]] | None = None,
     settings: Mapping[str, object] | None = None,
+    data: Sequence[str] = (),
+    titles: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes an HTML page with curves, metrics, recommendations and the model's layers.
+    """Writes an HTML page about a model.
 
-    The page loads nothing and holds no scripts. The file appears whole or not at all.
+    First it says in a sentence how good the model is, on which data, and what kind of model it
+    is. Metrics and recommendations follow. How the training went, layers and settings come
+    last. The page loads nothing and holds no scripts. The file appears whole or not at all.
 
     >>> history = fit(model, optimizer, train, num_epochs=1, validation=heldout)
     >>> measured = evaluate(model, train, heldout)
@@ -79,12 +89,15 @@ def write_report(
       history: what `fit` returned, or one entry per epoch of a training of one's own: its
         numbers by name. "epoch" is 1, 2, ... if the entries do not say it.
       title: heading of the page.
-      measured: what `evaluate` returned, of any kind of data.
+      measured: what `evaluate` returned, of any kind of data. With `keep_rows=True` the page
+        also has an interval of each metric.
       calibration: for parts of the examples of clicks, in the order of the first number, the
         mean of the predicted probabilities and the share of clicks.
       examples: an `Example` for each row whose recommendations the page shows.
       similar: `{item: most similar items}`, all by name.
       settings: `{name: value}` of how the model was trained.
+      data: what the model was shown: its size, its dates.
+      titles: by the name of an item, what to show in its place.
 
     Raises:
       OSError: the file cannot be written.
@@ -92,15 +105,17 @@ def write_report(
     """
     epochs = [{"epoch": number} | {**entry} for number, entry in enumerate(history, 1)]
     of_items = any("@" in name for name in measured or ())
+    titled = functools.partial(_titled, titles or {})
     parts = [
         f"<h1>{_text(title)}</h1>",
-        _tiles(model, epochs, measured),
-        _section("Training", _charts(epochs)),
+        _summary(model, measured or {}, data),
         _section("Held-out items found", _metrics(measured)) if of_items else "",
         _section("Measured", _values(measured or {})) if not of_items else "",
         _section("Calibration", _calibration(calibration)),
-        _section("Recommendations", _cards(map(_example, examples))),
-        _section("Most similar items", _similar(similar or {})),
+        _section("Recommendations", _cards(_example(e, titled) for e in examples)),
+        _section("Most similar items", _similar(similar or {}, titled)),
+        _section("How it was trained", _tiles(model, epochs, measured)),
+        _charts(epochs),
         _section("Parameters", _layers(model)),
         _section("Settings", _settings(settings or {})),
     ]
@@ -236,6 +251,104 @@ def _cards(sections: Iterable[str]) -> str:
     return f'<div class="cards">\n{content}\n</div>' if content else ""
 
 
+def _titled(titles: Mapping[str, str], name: str) -> str:
+    """What to show for the name of an item."""
+    return titles.get(name, name)
+
+
+# In plain words, by the name that a configuration has; a network of items has none.
+_KINDS = {
+    "": "The model has learned which items go together. It looks at all that a user has, and "
+    "gives each item a score.",
+    **dict.fromkeys(
+        ("sasrec", "hstu", "gru"),
+        "The model reads what a user did, in its order, and says what comes next.",
+    ),
+    **dict.fromkeys(
+        ("dlrm", "dcn", "deepfm", "wide_deep"),
+        "The model says how probable a click is, from columns of numbers and of categories.",
+    ),
+}
+
+
+def _summary(model: Any, measured: Mapping[str, float], data: Sequence[str]) -> str:
+    """How good the model is, on which data, and what it is, for a reader in a hurry."""
+    parts = []
+    if verdict := _verdict(measured):
+        parts.append(f'<p class="verdict">{_text(verdict)}</p>')
+    config = getattr(model, "config", None)
+    if isinstance(config, NetworkConfig | ModelConfig):
+        parts.append(f"<p>{_text(_KINDS[getattr(config, 'model', '')])}</p>")
+    facts = [*data, f"report of {datetime.date.today():%Y-%m-%d}"]
+    parts.append(f'<p class="soft">{_text(" · ".join(facts))}</p>')
+    return "\n".join(parts)
+
+
+def _verdict(measured: Mapping[str, float]) -> str:
+    """The metrics in a sentence."""
+    for name, found in measured.items():
+        popular = measured.get(f"popularity_{name}")
+        if not name.startswith("recall@") or popular is None:
+            continue
+        k = name.removeprefix("recall@")
+        text = (
+            f"Of the items that were held out of a user, {_percent(found)} are on average "
+            f"among the {k} that the model recommends, and {_percent(popular)} among the "
+            f"{k} most popular ones."
+        )
+        if popular > 0 and found >= popular:
+            text += (
+                f" The model finds {found / popular:.1f} times as many as popularity."
+            )
+        elif popular > found:
+            text += " Popularity is better: this model should not be used."
+        return text
+    if "auc" not in measured:
+        return ""
+    text = (
+        f"Of an example with a click and one without, the model gives the click the higher "
+        f"probability in {_percent(measured['auc'])} of all cases; by chance it is 50 %."
+    )
+    if "calibration" in measured:
+        text += f" It predicts {measured['calibration']:.2f} clicks for each that there was."
+    return text
+
+
+def _percent(share: float) -> str:
+    return (
+        f"{share:.1%}".replace("%", " %")
+        if share < 0.1
+        else f"{share:.0%}".replace("%", " %")
+    )
+
+
+# Metrics of which more is better, of which less is, and of which 1 is right.
+_MORE = (*METRICS, "coverage", "auc", "group_auc")
+_LESS, _ONE = ("gini", "log_loss", "normalized_entropy"), ("calibration",)
+
+
+def _direction(name: str) -> str:
+    """An arrow that says which way is better, if one is."""
+    name = name.partition("@")[0]
+    if name in _ONE:
+        return ' <span class="soft" title="1 is right">→ 1</span>'
+    if name in _LESS:
+        return ' <span class="soft" title="less is better">↓</span>'
+    if name in _MORE:
+        return ' <span class="soft" title="more is better">↑</span>'
+    return ""
+
+
+def _intervals(measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
+    return measured.intervals() if isinstance(measured, Measured) else {}
+
+
+def _interval(ends: tuple[float, float] | None) -> str:
+    """The cell of an interval."""
+    text = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
+    return f'<td class="number soft">{text}</td>'
+
+
 def _tiles(model, history, measured) -> str:
     tiles = []
     if history:
@@ -316,24 +429,29 @@ def _calibration(points: Sequence[tuple[float, float]]) -> str:
         f'<i class="other" style="width:{true:.1%}"></i></td></tr>\n'
         for predicted, true in points
     )
-    drawn = _chart("share of clicks", points, over="predicted share")
+    drawn = _chart("share of clicks", points, over="predicted share", diagonal=True)
     return (
         '<p class="soft">Parts of the examples, with as many each, by the probability that '
         "the model predicts.</p>\n"
         f'<div class="charts"><figure><figcaption>share of clicks over predicted share'
         f"</figcaption>{drawn}</figure></div>\n"
-        '<div class="scroll"><table><tr><th class="number">predicted</th>'
+        '<details><summary>In numbers</summary><div class="scroll"><table><tr>'
+        '<th class="number">predicted</th>'
         '<th class="number">clicks</th><th class="bars">'
         '<span class="key"><i class="model"></i>predicted</span> '
         '<span class="key"><i class="other"></i>clicks</span>'
-        f"</th></tr>\n{rows}</table></div>"
+        f"</th></tr>\n{rows}</table></div></details>"
     )
 
 
 def _chart(
-    label: str, points: Sequence[tuple[float, float]], *, over: str = "epoch"
+    label: str,
+    points: Sequence[tuple[float, float]],
+    *,
+    over: str = "epoch",
+    diagonal: bool = False,
 ) -> str:
-    """A curve as inline SVG. Epochs are whole numbers."""
+    """A curve as inline SVG. Epochs are whole numbers. A diagonal is where both are equal."""
     xs, ys = zip(*points, strict=True)
     y_ticks = ticks(min(ys), max(ys), 4)
     low, high = min(y_ticks[0], *ys), max(y_ticks[-1], *ys)
@@ -361,6 +479,11 @@ def _chart(
             drawn.append(
                 f'<text x="{x}" y="{_HEIGHT - 6}" text-anchor="middle">{tick:g}</text>'
             )
+    begin, end = max(first, low), min(last, high)
+    if diagonal and begin < end:
+        ends = [place(both, both) for both in (begin, end)]
+        line = "L".join(f"{x} {y}" for x, y in ends)
+        drawn.append(f'<path class="equal" d="M{line}"/>')
     places = [place(*point) for point in points]
     line = " ".join(f"{x},{y}" for x, y in places)
     drawn.append(f'<polyline class="curve" points="{line}"/>')
@@ -395,7 +518,7 @@ def ticks(low: float, high: float, count: int) -> list[float]:
 def _metrics(measured: Mapping[str, float] | None) -> str:
     if measured is None:
         return ""
-    rows = []
+    rows, intervals = [], _intervals(measured)
     for name, value in measured.items():
         if "@" not in name or name.startswith("popularity_"):
             continue
@@ -405,9 +528,11 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         ]
         largest = max(shown) or 1
         cells = [
-            f'<td class="metric">{_text(name)}</td>',
+            f'<td class="metric">{_text(name)}{_direction(name)}</td>',
             f'<td class="number">{value:.4f}</td>',
         ]
+        if intervals:
+            cells.append(_interval(intervals.get(name)))
         bars = f'<i class="model" style="width:{shown[0] / largest:.1%}"></i>'
         cells.append(
             f'<td class="number">{"" if other is None else f"{other:.4f}"}</td>'
@@ -418,9 +543,10 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         rows.append(f"<tr>{''.join(cells)}</tr>")
     return (
         '<p class="soft">Popularity recommends the most popular items to everyone. '
-        f"Values are {means_over(measured)}.</p>\n"
+        f"Values are {means_over(measured)}. ↑ more is better, ↓ less is better.</p>\n"
         '<div class="scroll"><table><tr><th></th><th class="number">model</th>'
-        '<th class="number">popularity</th><th class="bars">'
+        + ('<th class="number">95 % interval</th>' if intervals else "")
+        + '<th class="number">popularity</th><th class="bars">'
         '<span class="key"><i class="model"></i>model</span> '
         '<span class="key"><i class="other"></i>popularity</span>'
         f"</th></tr>\n{chr(10).join(rows)}</table></div>"
@@ -429,17 +555,27 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
 
 def _values(measured: Mapping[str, float]) -> str:
     """Metrics that are not of rankings, such as those of clicks."""
+    intervals = _intervals(measured)
     rows = "".join(
-        f'<tr><td class="metric">{_text(name)}</td>'
-        f'<td class="number">{_number(value)}</td></tr>\n'
+        f'<tr><td class="metric">{_text(name)}{_direction(name)}</td>'
+        f'<td class="number">{_number(value)}</td>'
+        f"{_interval(intervals.get(name)) if intervals else ''}</tr>\n"
         for name, value in measured.items()
     )
-    return f'<div class="scroll"><table>\n{rows}</table></div>' if rows else ""
+    if not rows:
+        return ""
+    heading = '<tr><th></th><th></th><th class="number">95 % interval</th></tr>\n'
+    return (
+        '<p class="soft">↑ more is better, ↓ less is better, → 1 is right.</p>\n'
+        f'<div class="scroll"><table>\n{heading if intervals else ""}{rows}</table></div>'
+    )
 
 
-def _names(names: Sequence[str], marked: Iterable[str] = ()) -> str:
+def _names(
+    names: Sequence[str], titled: Callable[[str], str], marked: Iterable[str] = ()
+) -> str:
     marked = set(marked)
-    shown = [_text(name) for name in names[:_MOST_NAMES]]
+    shown = [_text(titled(name)) for name in names[:_MOST_NAMES]]
     shown = [
         f"<mark>{text} ✓</mark>" if name in marked else text
         for name, text in zip(names, shown, strict=False)
@@ -450,19 +586,23 @@ def _names(names: Sequence[str], marked: Iterable[str] = ()) -> str:
     )
 
 
-def _example(example: Example) -> str:
-    found = (_names([name], example.heldout) for name in example.recommended)
+def _example(example: Example, titled: Callable[[str], str]) -> str:
+    found = (_names([name], titled, example.heldout) for name in example.recommended)
     ranks = "".join(f"<li>{name}</li>" for name in found)
-    facts = [("has", _names(example.shown)), ("recommended", f"<ol>{ranks}</ol>")]
+    facts = [
+        ("has", _names(example.shown, titled)),
+        ("recommended", f"<ol>{ranks}</ol>"),
+    ]
     if example.heldout:
-        facts.append(("held out", _names(example.heldout, example.recommended)))
+        wanted = _names(example.heldout, titled, example.recommended)
+        facts.append(("held out", wanted))
     terms = "".join(f"<dt>{term}</dt><dd>{text}</dd>" for term, text in facts)
     return f"<h3>{_text(example.row)}</h3><dl>{terms}</dl>"
 
 
-def _similar(similar: Mapping[str, Sequence[str]]) -> str:
+def _similar(similar: Mapping[str, Sequence[str]], titled: Callable[[str], str]) -> str:
     rows = "".join(
-        f"<tr><td>{_text(item)}</td><td>{_names(others)}</td></tr>\n"
+        f"<tr><td>{_text(titled(item))}</td><td>{_names(others, titled)}</td></tr>\n"
         for item, others in similar.items()
     )
     if not rows:

@@ -30,7 +30,7 @@ from sparsejax.runs.folders import Folder, Settings
 from sparsejax.runs.kind import Runs, Source
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
-from sparsejax.runs.reading import is_file
+from sparsejax.runs.reading import is_file, read_titles
 from sparsejax.verbs.export import export_predictor
 from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder
@@ -448,17 +448,19 @@ class Run:
         unknown: Literal["miss", "skip"] = "miss",
         unknown_users: Literal["count", "skip"] = "count",
         exclude_seen: bool = True,
+        titles: Any = None,
     ) -> None:
         """Writes an HTML page about the run, see `write_report`.
 
         Args:
           path: the file.
           heldout: as for `evaluate`, whose metrics the page then shows; so are the others.
+          titles: what to show for the names of items: a dict; or a file or a table, whose
+            first column has the names and whose second one has the titles.
         """
+        given = {n: v for n, v in locals().items() if n not in ("self", "path")}
         from sparsejax.runs.report import write_report
 
-        given = {n: v for n, v in locals().items() if n not in ("self", "path")}
-        del given["write_report"]
         if inputs is None and self._runs.name != "clicks":
             inputs = self._kept.data
         measuring = self._measuring("report", given, inputs)
@@ -467,6 +469,7 @@ class Run:
             history=self.history,
             title=self.settings.data,
             settings=self.settings.described(),
+            titles=None if titles is None else read_titles(titles),
             **self._runs.report(measuring, self._kept),
         )
 
@@ -505,6 +508,7 @@ class Run:
         self._runs.check(method, options.keys())
         keep_seen = not options.pop("exclude_seen", True)
         options["inputs"] = inputs
+        options.pop("titles", None)
         return Measuring(**options, keep_seen=keep_seen, reading=self._reading)
 
     def _inputs(self, method: str, inputs: Any) -> Any:

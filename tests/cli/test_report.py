@@ -104,13 +104,59 @@ def test_everything_is_on_the_page(tmp_path):
     assert "first.kernel256 x 4float321,024" in found.text
     # Two kernels of 256 rows and their biases.
     assert f"{2 * 256 * 4 + 4 + 256:,}parameters" in found.text
-    assert "recall@200.50000.2500" in found.text.replace("\n", "")
+    assert "recall@20 ↑0.50000.2500" in found.text.replace("\n", "")
     widths = [a["style"] for a in found.all("i") if "style" in a]
     assert widths == ["width:100.0%", "width:50.0%", "width:100.0%"]
     labels = [a["aria-label"] for a in found.all("svg")]
     assert labels == [
         f"{name} over epochs" for name in ("loss", "recall@20", "ndcg@20", "examples/s")
     ]
+
+
+def test_first_comes_how_good_it_is(tmp_path):
+    """The sentences are before all tables, and layers at the end."""
+
+    def said(measured, **options):
+        text = page(tmp_path, model_of(), HISTORY, measured=measured, **options).text
+        places = [text.index(part) for part in ("report of 20", "loss, epoch", "dtype")]
+        assert places == sorted(places)
+        return text[: places[0]]
+
+    better = {"recall@9": 0.42, "popularity_recall@9": 0.2, "users": 3}
+    text = said(better, data=["plays.csv", "9 rows", "2024-01-01 to 2024-02-01"])
+    assert "42 % are on average among the 9 that the model recommends" in text
+    assert "and 20 % among the 9 most popular ones" in text
+    assert "finds 2.1 times as many as popularity" in text
+    assert "which items go together" in text
+    assert "plays.csv · 9 rows · 2024-01-01 to 2024-02-01 · " in text
+    worse = said(better | {"recall@9": 0.0612})
+    assert "6.1 %" in worse and "Popularity is better" in worse and "times" not in worse
+    clicks = said(CLICKS)
+    assert "the higher probability in 71 % of all cases" in clicks
+    assert "1.10 clicks for each" in clicks
+    assert "held out of" not in said({"ndcg@9": 0.1, "users": 3})
+
+
+def test_items_have_their_titles(tmp_path):
+    example = sj.Example(row="7", shown=["7"], recommended=["8", "9"], heldout=["9"])
+    options = {"examples": [example], "similar": {"7": ["8"]}}
+    titles = {"7": "Green <tea>", "9": "Rye"}
+    found = page(tmp_path, model_of(), [], titles=titles, **options)
+    assert "Green <tea>8" in found.text.replace("\n", "") and "Rye ✓" in found.text
+    assert "hasGreen <tea>" in found.text and found.text.count("Rye ✓") == 2
+
+
+def test_rows_give_intervals(tmp_path):
+    figures = np.tile([0.0, 1.0], 50)
+    rows = sj.metrics.Rows(None, {"recall@2": figures})
+    measured = sj.metrics.Measured({"recall@2": 0.5, "coverage@2": 0.1}, rows)
+    low, high = measured.intervals()["recall@2"]
+    # A share of 1/2 in 100 rows: 1.96 times 0.05 to either side.
+    np.testing.assert_allclose([low, high], [0.402, 0.598], atol=0.02)
+    text = page(tmp_path, model_of(), [], measured=measured).text.replace("\n", "")
+    assert f"recall@2 ↑0.5000{low:.3f} to {high:.3f}coverage@2" in text.replace(
+        " ↑0.1", ""
+    )
 
 
 def test_curves_go_through_the_values(tmp_path):
@@ -259,7 +305,8 @@ def test_what_a_history_or_the_metrics_lack_is_left_out(tmp_path, history, measu
     # A name and its number stand beside each other.
     for name in measured or ():
         if name in CLICKS:
-            assert f"{name}{CLICKS[name]:.4g}" in found.text
+            arrow = {"auc": "↑", "calibration": "→ 1"}.get(name, "↓")
+            assert f"{name} {arrow}{CLICKS[name]:.4g}" in found.text
     assert ("7groups measured" in found.text) == ("groups" in (measured or ()))
     assert ("3users measured" in found.text) == ("users" in (measured or ()))
     assert ("2 held-out entries" in found.text) == (
