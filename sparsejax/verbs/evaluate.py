@@ -35,6 +35,7 @@ def evaluate(
     candidates: Source | OfKind | None = None,
     popularity: Unordered = "inputs",
     groups: str | ArrayLike | None = None,
+    by: Literal["entries"] | None = None,
     optimizer: Optimizer | None = None,
     batch_size: int | None = None,
     keep_rows: bool = False,
@@ -113,6 +114,12 @@ def evaluate(
         unless training data is named here.
       groups: for clicks: the name of a feature with one id an example, or `[examples]`
         numbers or text.
+      by: "entries" measures items apart by the number of rows that have them in the training
+        data, which `popularity` names: 0, 1 to 4, 5 to 9, 10 to 19, 20 and more. For each
+        group there are "entries[1-4]", the number of held-out entries; "recall@20[1-4]" and
+        "ndcg@20[1-4]", means over the rows with such entries, as if these alone were held
+        out; and "share@20[1-4]", the share of the recommendations that are of the group.
+        Items that the vocabulary lacks are in no group.
       optimizer: see `recommend`.
       batch_size: rows scored at a time; by default 512, of clicks 8192.
       keep_rows: keep the figures of each row, or of each example of clicks, for `compare`:
@@ -139,6 +146,7 @@ def evaluate(
         "candidates": candidates,
         "popularity": popularity,
         "groups": groups,
+        "by": by,
         "optimizer": optimizer,
         "keep_rows": keep_rows,
         "batch_size": kind.defaults.scored if batch_size is None else batch_size,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import warnings
 from collections.abc import Sequence
 from typing import Literal
@@ -65,6 +66,7 @@ class Setup:
       candidates: the items to rank for each row, or None for all.
       popularity: what the baseline counts, or None for no baseline.
       batch_size: rows scored at a time.
+      by: "entries" to measure items with few and with many entries apart, or None.
       trained_on_inputs: whether the inputs are training data, so that an item that
         they lack is unknown.
 
@@ -80,6 +82,7 @@ class Setup:
     candidates: Source | None = None
     popularity: Source | str | None = "inputs"
     batch_size: int = 512
+    by: Literal["entries"] | None = None
     trained_on_inputs: bool = True
 
     def __post_init__(self) -> None:
@@ -88,6 +91,8 @@ class Setup:
         check_positive(k=min(self.ks), batch_size=self.batch_size)
         if self.unknown not in ("miss", "skip"):
             raise ValueError(f'unknown is "miss" or "skip", got {self.unknown!r}')
+        if self.by not in (None, "entries"):
+            raise ValueError(f'by is "entries" or None, got {self.by!r}')
         if self.unknown_users not in ("count", "skip"):
             raise ValueError(
                 f'unknown_users is "count" or "skip", got {self.unknown_users!r}'
@@ -138,6 +143,10 @@ def prepared_evaluation(
                 f"none of the {users_new:,} rows of heldout has an entry in inputs, and "
                 'unknown_users="skip" leaves such rows out'
             )
+    groups: tuple[_Group, ...] = ()
+    if setup.by is not None:
+        batch = rows_in_a_batch(setup.batch_size, scored.size)
+        groups = _by_entries(labels, scored, given.trained, batch)
     share = None
     if given.popularity is not None:
         counts = column_counts(given.popularity.matrix)
@@ -152,6 +161,7 @@ def prepared_evaluation(
         users_unknown=int(np.sum((total > 0) & (num_known == 0))),
         entries_unknown=int(np.sum(total - num_known)),
         popularity=share,
+        groups=groups,
         baseline={},
     )
     if share is None:
@@ -175,6 +185,7 @@ class Evaluation:
       users_unknown: number of rows of `heldout` whose items are all unknown.
       entries_unknown: number of its entries of unknown items.
       popularity: `[items]` share of the rows that have the item, or None.
+      groups: items that are measured apart.
       baseline: metrics of the baseline, or empty.
     """
 
@@ -187,6 +198,7 @@ class Evaluation:
     users_unknown: int
     entries_unknown: int
     popularity: np.ndarray | None
+    groups: tuple[_Group, ...]
     baseline: dict[str, float]
 
     @promoting()
@@ -217,8 +229,11 @@ class Evaluation:
             )
         graphdef, state = split(model, optimizer)
         counts = beside(state, np.zeros((len(self.ks), items), np.int32))
-        parts = []
-        for task in self.tasks:
+        parts, of_groups = [], [[] for _ in self.groups]
+        apart = zip(*(group.labels for group in self.groups), strict=True)
+        if not self.groups:
+            apart = itertools.repeat(())
+        for task, own in zip(self.tasks, apart, strict=False):
             found = ranked(
                 graphdef, state, task, max(self.ks), deterministic=deterministic
             )
@@ -226,11 +241,17 @@ class Evaluation:
                 found, task.labels, task.left_out, counts, self.ks
             )
             parts.append(part)
+            for wanted, into in zip(own, of_groups, strict=True):
+                nothing = beside(state, np.zeros((len(self.ks), items), np.int32))
+                # Entries that were left out have no number, so they are of no group.
+                part, _ = measured[deterministic](found, wanted, None, nothing, self.ks)
+                into.append(part)
         values = np.concatenate([np.asarray(p) for p in parts], axis=1)
         values = values[:, : self.rows.size].astype(np.float64)
         check_scores(np.isnan(values).any(axis=0), self.heldout, self.rows)
         found = {
             **self._summary(values.mean(axis=1), np.asarray(counts)),
+            **self._by_group(of_groups, np.asarray(counts)),
             **self.baseline,
             "users": self.rows.size,
             "users_new": self.users_new,
@@ -239,13 +260,13 @@ class Evaluation:
         }
         if not keep_rows:
             return found
-        each = [f"{name}@{k}" for k in self.ks for name in METRICS]
+        named = [f"{name}@{k}" for k in self.ks for name in METRICS]
         names = self.heldout.row_names
         return metrics.Measured(
             found,
             metrics.Rows(
                 names=None if names is None else names[self.rows],
-                means=dict(zip(each, values, strict=True)),
+                means=dict(zip(named, values, strict=True)),
             ),
         )
 
@@ -262,6 +283,72 @@ class Evaluation:
                 mean = metrics.mean_popularity(given, self.popularity)
                 found[f"mean_popularity@{k}"] = mean
         return found
+
+    def _by_group(
+        self, parts: Sequence[Sequence[jax.Array]], counts: np.ndarray
+    ) -> dict[str, float]:
+        """Metrics of each group of items, and its share of all recommendations."""
+        found: dict[str, float] = {}
+        names = [f"{name}@{k}" for k in self.ks for name in METRICS]
+        for group, own in zip(self.groups, parts, strict=True):
+            found[f"entries[{group.name}]"] = int(group.entries.sum())
+            if not group.entries.any():
+                continue
+            values = np.concatenate([np.asarray(p) for p in own], axis=1)
+            values = values[:, : self.rows.size][:, group.entries > 0]
+            means = dict(
+                zip(names, values.astype(np.float64).mean(axis=1), strict=True)
+            )
+            for k, given in zip(self.ks, counts, strict=True):
+                for name in ("recall", "ndcg"):
+                    found[f"{name}@{k}[{group.name}]"] = float(means[f"{name}@{k}"])
+                share = given[group.items].sum() / max(given.sum(), 1)
+                found[f"share@{k}[{group.name}]"] = float(share)
+        return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Group:
+    """Items that are measured apart.
+
+    Attributes:
+      name: how many entries they have.
+      items: `[items]` bool.
+      entries: `[users]` number of held-out entries of these items.
+      labels: batches of the held-out entries of these items.
+    """
+
+    name: str
+    items: np.ndarray
+    entries: np.ndarray
+    labels: Batches
+
+
+# The most entries of the items of a group; the last has all others.
+_FEW = (0, 4, 9, 19)
+
+
+def _by_entries(
+    labels: NamedCSR, scored: np.ndarray, trained: NamedCSR | None, batch_size: int
+) -> tuple[_Group, ...]:
+    """Groups of items by how many rows of the training data have them."""
+    if trained is None:
+        raise ValueError(
+            'by="entries" counts the entries of items in the training data; name these: '
+            "popularity=..."
+        )
+    counts, groups, least = column_counts(trained.matrix), [], 0
+    for most in (*_FEW, None):
+        items = (
+            counts >= least if most is None else (counts >= least) & (counts <= most)
+        )
+        name = f"{least}+" if most is None else f"{least}-{most}" if most else "0"
+        own = _of_items(labels, items).matrix
+        lengths = np.diff(np.asarray(own.indptr))[scored]
+        batches = Batches.of(for_batches(indicator(own)), scored, batch_size)
+        groups.append(_Group(name, items, lengths, batches))
+        least = 0 if most is None else most + 1
+    return tuple(groups)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

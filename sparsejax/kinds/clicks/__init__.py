@@ -36,6 +36,7 @@ class Clicks(Kind):
             "unknown_users",
             "candidates",
             "popularity",
+            "by",
         ),
     }
 
