@@ -1,0 +1,281 @@
+"""What content of items brings to models over all items, and what it costs.
+
+    python benchmarks/item_features.py quality --data FILE --attributes FILE   on a GPU
+    python benchmarks/item_features.py cold --data FILE --attributes FILE      on a GPU
+    python benchmarks/item_features.py step --content vectors                  on a GPU
+
+FILE is that of `sequences.py`, and the attributes are a JSON object with a list of tags for
+each item; both may be packed (.xz). `quality` predicts the last item of each user, with
+vectors by ids alone and with tags, and measures items by the number of their entries.
+`cold` leaves all entries of a tenth of the items out of training, and asks for them: among
+all items, and among these alone. There the model with tags has them in its vocabulary from
+the beginning ("known"), or gets them after training ("later"). `step` times a training step
+of SASRec over a million items, and says how much memory the process had at most.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import pathlib
+import sys
+import time
+from collections.abc import Iterator
+from typing import Any
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import scipy.sparse
+from flax import nnx
+from report import training_command
+from sequences import read
+
+import sparsejax as sj
+
+K, COLD_K = 10, 20
+MODELS = ("hstu", "sasrec", "autoencoder")
+# Of `step`, as in `sequence_step.py`.
+WIDTH, BLOCKS, LENGTH, BATCH = 256, 2, 50, 256
+_VECTORS, _TAGS, _KINDS = 768, 20, 100_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--attributes", type=pathlib.Path)
+    parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--seeds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, help="by default the recipe's")
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--content", choices=("none", "vectors", "tags"))
+    parser.add_argument("--items", type=int, default=1_000_000)
+    parser.add_argument("--width", type=int, default=WIDTH)
+    training_command(
+        parser,
+        __file__,
+        {"quality": _quality, "cold": _cold, "step": _step},
+        {},
+        data="FILE",
+        without_data=("step",),
+    )
+
+
+def _in_time(arguments: argparse.Namespace, trials: Iterator) -> Iterator:
+    """The trials, as long as there is time for one more like the longest."""
+    begin, longest = time.perf_counter(), 0.0
+    for trial in trials:
+        start = time.perf_counter()
+        if start - begin + longest > arguments.seconds:
+            return
+        yield trial
+        longest = max(longest, time.perf_counter() - start)
+
+
+def _config(name: str, train: sj.SequenceDataset) -> Any:
+    if name == "autoencoder":
+        return sj.NetworkConfig.autoencoder((256,))
+    document: dict[str, Any] = {"version": 1, "model": name}
+    if jax.default_backend() == "gpu":
+        document["dtype"] = "bfloat16"
+    return sj.sequence.SequenceConfig.from_json(document).suited_to(train)
+
+
+def _fitted(name: str, train, features, seed: int, epochs: int | None) -> Any:
+    """A model, trained by the recipe."""
+    config = _config(name, train)
+    data = train.to_sparse() if name == "autoencoder" else train
+    recipe = sj.training.recipe(config, data, num_epochs=epochs)
+    model, optimizer = sj.build(
+        config, data, recipe.rule, item_features=features, seed=seed
+    )
+    sj.fit(
+        model,
+        optimizer,
+        data,
+        batch_size=recipe.batch_size,
+        num_epochs=recipe.num_epochs,
+        seed=seed,
+    )
+    return model
+
+
+def _quality(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    data, features = read(arguments.data), sj.read_item_features(arguments.attributes)
+    before, test = data.split_last()
+    train = before.split_last().train
+    results: list[dict] = []
+    trials = itertools.product(range(arguments.seeds), arguments.models, (False, True))
+    for seed, name, tagged in _in_time(arguments, trials):
+        start = time.perf_counter()
+        model = _fitted(
+            name, train, features if tagged else None, seed, arguments.epochs
+        )
+        parts = before, test, train
+        if name == "autoencoder":
+            parts = tuple(part.to_sparse() for part in parts)
+        shown, wanted, counted = parts
+        found = sj.evaluate(
+            model, shown, wanted, k=K, exclude=shown, popularity=counted, by="entries"
+        )
+        result: dict[str, Any] = {"model": name, "tags": tagged, "seed": seed}
+        kept = (f"recall@{K}", f"ndcg@{K}", f"share@{K}", f"coverage@{K}", "entries[")
+        result |= {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        if tagged:
+            half = model.output.content.log_half[...]
+            result["half"] = round(float(jnp.exp(half)), 3)
+        results.append(result)
+        yield {"results": results}, result
+
+
+def _cold(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    data, features = read(arguments.data), sj.read_item_features(arguments.attributes)
+    results: list[dict] = []
+    names = [name for name in arguments.models if name != "autoencoder"]
+    forms = ("neighbours", "ids", "known", "later")
+    trials = itertools.product(range(arguments.seeds), names, forms)
+    for seed, name, form in _in_time(arguments, trials):
+        start = time.perf_counter()
+        train, heldout = data.split_items(0.1, seed=seed)
+        has = np.bincount(train.indices, minlength=train.num_features) > 0
+        known, cold = train.feature_names[has], train.feature_names[~has]
+        train, heldout = (
+            part.align_features(np.concatenate([known, cold]))
+            for part in (train, heldout)
+        )
+        rows = np.flatnonzero(np.diff(heldout.indptr))
+        users = train.row_names[rows]
+        shown = train.align_rows(users)
+        wanted = heldout.align_rows(users).to_sparse().to_scipy()
+        counts = np.bincount(train.indices, minlength=train.num_features)
+        is_cold = np.arange(train.num_features) >= len(known)
+        if form == "neighbours":
+            scores = _neighbours(features.align(train), shown)
+            lists = _best(scores, shown, is_cold)
+        else:
+            part = train.align_features(known) if form == "later" else train
+            given = None if form == "ids" else features
+            model = _fitted(name, part, given, seed, arguments.epochs)
+            if form == "later":
+                model.add_items(len(cold))
+                content = features.align(train)
+                model.output.content.set_to(content.tags, None)
+            lists = [
+                sj.recommend(model, shown, k=COLD_K, exclude=shown, only_items=some).ids
+                for some in (None, np.flatnonzero(is_cold))
+            ]
+        popular = np.argsort(-counts, kind="stable")[:COLD_K]
+        result = {"model": name, "form": form, "seed": seed, "users": len(rows)}
+        for among, ids in zip(("all", "cold"), lists, strict=True):
+            result[f"recall@{COLD_K} among {among}"] = _recall(ids, wanted)
+        result["popularity among all"] = _recall(
+            np.tile(popular, (len(rows), 1)), wanted
+        )
+        result["chance among all"] = round(COLD_K / len(counts), 5)
+        result["chance among cold"] = round(COLD_K / len(cold), 5)
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        results.append(result)
+        yield {"results": results}, result
+
+
+def _neighbours(content: sj.ItemFeatures, shown: sj.SequenceDataset) -> Any:
+    """Cosines of each item's tags with those of a history together, `[users, items]`."""
+    tags = content.tags.astype(np.float64)
+    norms = np.sqrt(tags.multiply(tags).sum(axis=1))
+    tags = scipy.sparse.diags_array(1 / np.maximum(norms, 1e-9)) @ tags
+    return (shown.to_sparse().to_scipy() @ tags) @ tags.T
+
+
+def _best(scores, shown: sj.SequenceDataset, is_cold: np.ndarray) -> list[np.ndarray]:
+    """The best items among all that a user does not have, and among the cold ones."""
+    seen: Any = shown.to_sparse().to_scipy()
+    lists = []
+    for allowed in (np.ones_like(is_cold), is_cold):
+        ids = []
+        for start in range(0, scores.shape[0], 1000):
+            part = slice(start, start + 1000)
+            dense = scores[part].toarray()
+            dense[seen[part].toarray() > 0] = -1
+            dense[:, ~allowed] = -1
+            ids.append(np.argsort(-dense, axis=1, kind="stable")[:, :COLD_K])
+        lists.append(np.concatenate(ids))
+    return lists
+
+
+def _recall(ids: np.ndarray, wanted) -> float:
+    """The mean over users of the share of what they want that is in the list."""
+    shape = ids.shape[0], wanted.shape[1]
+    rows = np.repeat(np.arange(len(ids)), ids.shape[1])
+    listed = scipy.sparse.csr_array((np.ones(ids.size), (rows, ids.ravel())), shape)
+    hits = listed.multiply(wanted > 0).sum(axis=1)
+    return round(float(np.mean(hits / np.diff(wanted.indptr))), 5)
+
+
+def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    items, rng = arguments.items, np.random.default_rng(0)
+    tags = vectors = None
+    if arguments.content == "vectors":
+        some = rng.standard_normal((10_000, _VECTORS)) / _VECTORS**0.5
+        vectors = np.resize(some.astype(np.float16), (items, _VECTORS))
+    if arguments.content == "tags":
+        columns = rng.integers(0, _KINDS, (items, _TAGS), np.int32)
+        columns.sort(axis=1)
+        ends = np.arange(items + 1, dtype=np.int64) * _TAGS
+        ones = np.ones(columns.size, np.float32)
+        tags = scipy.sparse.csr_array((ones, columns.ravel(), ends), (items, _KINDS))
+    sizes = None
+    if arguments.content != "none":
+        sizes = sj.nn.ContentSizes.of(tags, vectors)
+    config = sj.SASRecConfig(
+        max_length=LENGTH,
+        width=arguments.width,
+        blocks=BLOCKS,
+        dropout=0.2,
+        temperature=None,
+        dtype="bfloat16",
+    )
+    model = sj.sequence.SASRec(config, items=items, content=sizes, rngs=nnx.Rngs(0))
+    if sizes is not None:
+        content: Any = model.output.content
+        content.set_to(tags, vectors)
+        content.set_entries(rng.integers(0, 50, items))
+    held = sum(v[...].nbytes for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param)))
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
+    histories = jnp.asarray(rng.integers(0, items, (BATCH, LENGTH + 1)), jnp.int32)
+
+    @sj.jit
+    def step(model, optimizer, histories):
+        loss, grads = optimizer.value_and_grad(
+            lambda m: m.loss(histories, max_targets=BATCH * LENGTH)
+        )(model)
+        optimizer.update(model, grads)
+        return loss
+
+    losses = [float(step(model, optimizer, histories)) for _ in range(3)]
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        step(model, optimizer, histories).block_until_ready()
+        times.append(time.perf_counter() - start)
+    stats = jax.devices()[0].memory_stats() or {}
+    given = sum(x.nbytes for x in (vectors,) if x is not None)
+    if tags is not None:
+        given = 8 * tags.nnz
+    result = {
+        "content": arguments.content,
+        "items": items,
+        "width": arguments.width,
+        "milliseconds": round(1e3 * float(np.median(times)), 2),
+        "peak_bytes": stats.get("peak_bytes_in_use"),
+        "content_bytes": given,
+        "parameter_bytes": held,
+        "losses": [round(x, 3) for x in losses],
+    }
+    yield {"results": [result]}, result
+
+
+if __name__ == "__main__":
+    main()
