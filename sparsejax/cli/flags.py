@@ -420,6 +420,7 @@ class Evaluate(OfKinds):
       baselines: Also measure models without training, made of the same interactions as
         popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
       groups: For clicks, a column of categories: also measure the AUC within each of them.
+      by_entries: Also measure items with few and with many interactions in TRAIN apart.
       k: Number of recommendations that count.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -438,6 +439,7 @@ class Evaluate(OfKinds):
     popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
     baselines: Flag = False
     groups: Annotated[str | None, _Column] = None
+    by_entries: Flag = False
     k: int = 20
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()

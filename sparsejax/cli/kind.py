@@ -26,6 +26,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "inputs": ("train",),
     "heldout": ("test",),
     "indicator": ("no_value",),
+    "by": ("by_entries",),
     "time": ("time", "no_time"),
     "schema": CLICKS,
 }
@@ -138,12 +139,14 @@ class Commands(abc.ABC):
             "groups",
         )
         more = {n: getattr(command, n) for n in of_evaluate if hasattr(command, n)}
+        by = "entries" if getattr(command, "by_entries", False) else None
         return Measuring(
             inputs=command.train,
             heldout=command.test,
             candidates=command.candidates,
             k=command.k,
             keep_rows=isinstance(command, flags.Compare),
+            by=by,
             **more,
             **vars(command.counting),
             reading=reading_of(command),

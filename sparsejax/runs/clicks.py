@@ -57,7 +57,7 @@ class Clicks(Runs):
         "train": ("format", "k", "negatives", "fused", *COLUMNS),
         "evaluate": (
             *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
-            *("baselines", "k", "format", *COLUMNS, *COUNTING),
+            *("baselines", "by", "k", "format", *COLUMNS, *COUNTING),
         ),
         "recommend": (
             *("users", "k", "keep_seen", "exclude", "exclude_items", "only_items"),

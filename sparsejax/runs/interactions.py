@@ -146,7 +146,8 @@ def warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
     """The metrics, with a warning if the most popular items are better for everyone."""
     for name, value in measured.items():
         popular = measured.get(f"popularity_{name}")
-        if name.startswith("ndcg@") and popular is not None and popular > value:
+        of_all = name.startswith("ndcg@") and not name.endswith("]")
+        if of_all and popular is not None and popular > value:
             warnings.warn(
                 f"recommending the most popular items to everyone is better than this model: "
                 f"{name} {popular:.4f}, of the model {value:.4f}. Train longer, or with the "

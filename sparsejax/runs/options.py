@@ -104,6 +104,7 @@ class Measuring:
     popularity: Any = None
     baselines: bool = False
     groups: str | None = None
+    by: Literal["entries"] | None = None
     k: int = 20
     unknown: Literal["miss", "skip"] = "miss"
     unknown_users: Literal["count", "skip"] = "count"
@@ -118,6 +119,7 @@ class Measuring:
             "exclude": None if self.keep_seen else "inputs",
             "unknown": self.unknown,
             "unknown_users": self.unknown_users,
+            "by": self.by,
         }
 
 

@@ -330,6 +330,7 @@ class Run:
         popularity: Any = None,
         baselines: bool = False,
         groups: str | None = None,
+        by: Literal["entries"] | None = None,
         k: int | None = None,
         unknown: Literal["miss", "skip"] = "miss",
         unknown_users: Literal["count", "skip"] = "count",
@@ -348,6 +349,7 @@ class Run:
           popularity: what the baseline counts, by default `inputs`.
           baselines: also measure nearest items and EASE.
           groups: of clicks, a column of categories: also measure the AUC within each.
+          by: "entries" measures items with few and with many entries apart, see `evaluate`.
           k: cut-off; 20 by default.
           exclude_seen: do not rank what a row has in `inputs`.
           keep_rows: keep the figures of each row, for `compare`.

@@ -34,6 +34,22 @@ def test_evaluate_finds_what_was_held_out(board, capsys):
     assert [float(cell) for cell in row[1:]] == pytest.approx(expected, abs=1e-4)
 
 
+def test_items_by_their_entries(board, capsys):
+    both = [
+        measured_by([board.run, *board.files, *f], capsys)[0]
+        for f in ([], ["--by-entries"])
+    ]
+    plain, apart = both
+    assert {k: v for k, v in apart.items() if not k.endswith("]")} == plain
+    data, heldout = read(board.files[0]), read(board.files[1])
+    model, names = folders.load_model(board.run)
+    data, heldout = (part.align_features(names) for part in (data, heldout))
+    assert apart == evaluate(model, data, heldout, k=2, by="entries")
+    assert sum(
+        v for k, v in apart.items() if k.startswith("share@2[")
+    ) == pytest.approx(1)
+
+
 def test_evaluate_rows_it_was_not_trained_on(board, tmp_path, capsys):
     train, heldout = read(board.files[0]), read(board.files[1])
     both = train.to_scipy() + heldout.align_features(train).to_scipy()
