@@ -14,7 +14,7 @@ from sparsejax import whole_files
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands, commands_of
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import read_features, reading_of
+from sparsejax.cli.reading import cutoffs_of, read_features, reading_of
 from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
@@ -212,7 +212,7 @@ def report(command: flags.Report) -> None:
         inputs=command.train,
         heldout=command.test,
         groups=command.groups,
-        k=command.k,
+        k=cutoffs_of(command.k),
         **vars(command.counting),
         reading=reading_of(command),
     )

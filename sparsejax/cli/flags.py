@@ -421,7 +421,7 @@ class Evaluate(OfKinds):
         popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
       groups: For clicks, a column of categories: also measure the AUC within each of them.
       by_entries: Also measure items with few and with many interactions in TRAIN apart.
-      k: Number of recommendations that count.
+      k: Number of recommendations that count, or several numbers, such as 5,10.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
       counting: How interactions count that the model cannot find.
@@ -440,7 +440,7 @@ class Evaluate(OfKinds):
     baselines: Flag = False
     groups: Annotated[str | None, _Column] = None
     by_entries: Flag = False
-    k: int = 20
+    k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     counting: Counting = Counting()
@@ -464,7 +464,7 @@ class Compare(OfKinds):
       test: Interactions that the models should find. Rows are matched by name.
       candidates: File with a list of items for each row: rank only these items and the
         held-out ones.
-      k: Number of recommendations that count.
+      k: Number of recommendations that count, or several numbers, such as 5,10.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
       counting: How interactions count that the model cannot find.
@@ -477,7 +477,7 @@ class Compare(OfKinds):
     train: Annotated[Positional[str], arg(metavar="TRAIN")]
     test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
     candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
-    k: int = 20
+    k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     counting: Counting = Counting()
@@ -701,7 +701,7 @@ class Report(OfKinds):
       groups: For clicks, a column of categories: also measure the AUC within each of them.
       titles: File with two columns: the name of an item, and what to show in its place.
       out: File to write. An existing file is replaced.
-      k: Cut-off of the metrics: the number of recommendations that count.
+      k: Number of recommendations that count, or several numbers, such as 5,10.
       format: Format of both files.
       columns: Which columns of a table hold what. By default their names say it.
       counting: How interactions count that the model cannot find.
@@ -715,7 +715,7 @@ class Report(OfKinds):
     groups: Annotated[str | None, _Column] = None
     titles: Annotated[str | None, _OptionalFile] = None
     out: Annotated[pathlib.Path | None, _value("FILE", "report.html in DIR")] = None
-    k: int = 20
+    k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     counting: Counting = Counting()

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from sparsejax.cli import flags
-from sparsejax.cli.reading import reading_of
+from sparsejax.cli.reading import cutoffs_of, reading_of
 from sparsejax.kinds.kind import Kind, kind_of
 from sparsejax.runs import kind as runs_of_kinds
 from sparsejax.runs.kind import Runs
@@ -144,7 +144,7 @@ class Commands(abc.ABC):
             inputs=command.train,
             heldout=command.test,
             candidates=command.candidates,
-            k=command.k,
+            k=cutoffs_of(command.k),
             keep_rows=isinstance(command, flags.Compare),
             by=by,
             **more,

@@ -45,6 +45,21 @@ def _print(command: Command, text: str) -> None:
     print(in_flags(text, command), file=sys.stderr)
 
 
+def cutoffs_of(text: str) -> int | tuple[int, ...]:
+    """The numbers of recommendations that `--k` of a measurement names.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    try:
+        found = tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise ValueError(
+            f"--k is a whole number, or several with commas, such as 5,10; got {text!r}"
+        ) from None
+    return found if len(found) > 1 else found[0]
+
+
 def keeps_seen(command: Predict) -> bool:
     """Whether items are recommended that a row already has.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
 
 from sparsejax.data.files.columns import BY_NAME, Column, TimeColumn
@@ -105,7 +105,7 @@ class Measuring:
     baselines: bool = False
     groups: str | None = None
     by: Literal["entries"] | None = None
-    k: int = 20
+    k: int | Sequence[int] = 20
     unknown: Literal["miss", "skip"] = "miss"
     unknown_users: Literal["count", "skip"] = "count"
     keep_seen: bool = False

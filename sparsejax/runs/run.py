@@ -331,7 +331,7 @@ class Run:
         baselines: bool = False,
         groups: str | None = None,
         by: Literal["entries"] | None = None,
-        k: int | None = None,
+        k: int | Sequence[int] | None = None,
         unknown: Literal["miss", "skip"] = "miss",
         unknown_users: Literal["count", "skip"] = "count",
         exclude_seen: bool = True,
@@ -350,7 +350,7 @@ class Run:
           baselines: also measure nearest items and EASE.
           groups: of clicks, a column of categories: also measure the AUC within each.
           by: "entries" measures items with few and with many entries apart, see `evaluate`.
-          k: cut-off; 20 by default.
+          k: cut-off, or several; 20 by default.
           exclude_seen: do not rank what a row has in `inputs`.
           keep_rows: keep the figures of each row, for `compare`.
 
@@ -446,7 +446,7 @@ class Run:
         *,
         inputs: Any = None,
         groups: str | None = None,
-        k: int | None = None,
+        k: int | Sequence[int] | None = None,
         unknown: Literal["miss", "skip"] = "miss",
         unknown_users: Literal["count", "skip"] = "count",
         exclude_seen: bool = True,

@@ -33,6 +33,14 @@ def test_evaluate_finds_what_was_held_out(board, capsys):
     expected = [measured["recall@2"], measured["popularity_recall@2"]]
     assert [float(cell) for cell in row[1:]] == pytest.approx(expected, abs=1e-4)
 
+    # Several cut-offs at a time.
+    assert main(["evaluate", board.run, *board.files, "--k", "2,5"]) == 0
+    several = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert "ndcg@5" in several
+    assert {name: several[name] for name in measured} == measured
+    assert main(["evaluate", board.run, *board.files, "--k", "2;5"]) == 1
+    assert "such as 5,10; got '2;5'" in capsys.readouterr().err
+
 
 def test_items_by_their_entries(board, capsys):
     both = [
