@@ -104,6 +104,21 @@ def test_every_public_name_has_an_example():
     assert not {n for n, v in OBJECTS.items() if needs_one(v)} - WITH_EXAMPLES
 
 
+def _message(node: ast.Raise | ast.Call) -> str:
+    """The text of an error or a warning, without what f-strings insert."""
+    is_warning = isinstance(node, ast.Call) and ast.unparse(node.func).endswith(
+        ("warn", "warn_caller", "DataError.at", ".error")
+    )
+    if isinstance(node, ast.Call) and not is_warning:
+        return ""
+    texts = [
+        part.value
+        for part in ast.walk(node)
+        if isinstance(part, ast.Constant) and isinstance(part.value, str)
+    ]
+    return "".join(text for text in texts if " " in text)
+
+
 def test_texts_begin_with_a_noun_or_a_verb():
     """No docstring or block of comments makes its reader search for the subject.
 
@@ -115,12 +130,15 @@ def test_texts_begin_with_a_noun_or_a_verb():
         "help": r"(Of|What|That|Those|Whose|Lest)\b",
         "docstring": r"(Of|As|On|With|What|That|Those|Whose|Lest|But for)\b",
         "comment": r"(Of|What|That|Those|Whose|Lest|But for)\b",
+        "message": r"(of|that|those|whose|lest|but for)\b",
     }
     # "None if there is none" is plain; "What is none has time 0" is not.
     bad_within = (
         r"(?<!there )\b(is|are) none\b"
         r"|\b(but for|but of|lest|by and by|so too|as of an?)\b"
     )
+    # A number may stand between: "but of 7 labels 3 are clicks", "is 5 by 4 and 3 by 2".
+    in_messages = bad_within.replace("but for|but of|", "").replace("by and by|", "")
 
     def faults(source: str) -> list[str]:
         texts = [
@@ -134,13 +152,22 @@ def test_texts_begin_with_a_noun_or_a_verb():
             for _, text in texts
             for said in re.findall(r"^ +\w+: (.*)", text, re.MULTILINE)
         ]
+        texts += [
+            ("message", said)
+            for node in ast.walk(ast.parse(source))
+            if isinstance(node, ast.Raise | ast.Call)
+            for said in [_message(node)]
+            if said
+        ]
         blocks = re.findall(r"^([ ]*)#:? ?(.*(?:\n\1#.*)*)", source, re.MULTILINE)
         texts += [("comment", re.sub(r"\n *#", " ", text)) for _, text in blocks]
         return [
             f"{kind}: {text[:80]}"
             for kind, text in texts
             if re.match(bad_begins[kind], text)
-            or re.search(bad_within, " ".join(text.split()))
+            or re.search(
+                in_messages if kind == "message" else bad_within, " ".join(text.split())
+            )
         ]
 
     planted = [
@@ -150,6 +177,8 @@ def test_texts_begin_with_a_noun_or_a_verb():
         "# Those of a device.",
         "x = 1\n# Kept, but\n# for the last.",
         "# What is\n# none has time 0.",
+        'raise ValueError(f"what is {name} is none " "of clicks")',
+        'warn_caller("those of a device")',
     ]
     assert all(len(faults(source)) == 1 for source in planted)
     fine = '"""None if there is none."""\ndef f():\n    """Whether it is."""\n    # On a GPU.'

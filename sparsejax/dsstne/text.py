@@ -24,12 +24,12 @@ import collections
 import dataclasses
 import os
 import pathlib
-import warnings
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 import pyarrow as pa
 
+from sparsejax.callers import warn_caller
 from sparsejax.data import UnknownFeaturesWarning
 from sparsejax.data.events.lines import strings
 from sparsejax.data.files.names import NameEncoder, Names, as_names, quoted, to_arrow
@@ -167,7 +167,7 @@ def read_samples(
     )
     for what, count in counts.items():
         if count:
-            _warn(f"{shown(path)}: {count:,} {what}", UserWarning)
+            warn_caller(f"{shown(path)}: {count:,} {what}")
     return Samples(_packed(rows), feature_names, sample_names)
 
 
@@ -265,13 +265,8 @@ def _packed(rows: SparseRows) -> SparseRows:
 def _warn_unknown(path: Path, columns: np.ndarray, names: Names, known: int) -> None:
     if columns.size:
         unknown = names[np.unique(columns)]
-        _warn(
+        warn_caller(
             f"{shown(path)}: {columns.size:,} entries are left out: {unknown.size:,} "
             f"features are not among the {known:,} of the index: {quoted(unknown)}",
             UnknownFeaturesWarning,
         )
-
-
-def _warn(message: str, category: type[Warning]) -> None:
-    here = (os.path.dirname(__file__),)
-    warnings.warn(message, category, skip_file_prefixes=here)

@@ -129,7 +129,7 @@ class Runs(abc.ABC):
 
     @abc.abstractmethod
     def known_of(self, data: Any) -> Any:
-        """What a run folder keeps of data, see `Source.known`."""
+        """The part of the data that a run folder keeps, see `Source.known`."""
 
     @abc.abstractmethod
     def save_known(self, path: pathlib.Path, known: Any) -> None:

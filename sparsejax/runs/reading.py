@@ -31,7 +31,7 @@ from sparsejax.runs.options import Reading
 
 
 def read_titles(source: Any) -> dict[str, str]:
-    """What to show for the name of each item.
+    """The text to show for the name of each item.
 
     Args:
       source: a mapping; or a file or a table, whose first column has the names and whose

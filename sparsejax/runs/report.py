@@ -252,7 +252,7 @@ def _cards(sections: Iterable[str]) -> str:
 
 
 def _titled(titles: Mapping[str, str], name: str) -> str:
-    """What to show for the name of an item."""
+    """The text to show for the name of an item."""
     return titles.get(name, name)
 
 

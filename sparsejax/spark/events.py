@@ -235,7 +235,7 @@ def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.nd
 
 @dataclasses.dataclass(frozen=True)
 class _Parse:
-    """Parses times that are text, in a task. A text that is no time becomes null."""
+    """Parses times that are text, in a task. A text that is not a time becomes null."""
 
     kind: str
     type: pa.DataType

@@ -61,7 +61,7 @@ def recommend(
       items: the column with the histories. The default is "items", or without it "indices",
         the column of prepared rows.
       exclude_seen: do not recommend what a row already has.
-      unknown: "skip" skips names that are no items of the model; "error" raises.
+      unknown: "skip" skips names that are not items of the model; "error" raises.
       indicator: ignore the values of prepared rows, as in the training of the model.
       exclude_items: names of items that nobody is recommended, such as those sold out.
       only_items: names of the only items that are recommended.

@@ -226,7 +226,7 @@ def test_duplicates_and_what_is_left(tmp_path):
         ({"split_fraction": 1.0}, "fraction must lie in"),
         ({"min_item": 0}, "min_item must be 1 or more, got 0"),
         ({"split_time": "2024-01-01"}, "the times are numbers, from 0.0 to 3.5"),
-        ({"memory": "much"}, "memory='much' is no amount of memory"),
+        ({"memory": "much"}, "memory='much' is not an amount of memory"),
     ]
     for options, message in wrong:
         with pytest.raises(ValueError, match=message):

@@ -319,5 +319,5 @@ def test_repeats_on_one_side_are_no_matter():
     data.split_at(5)  # and no warning
     assert from_arrow(table[1:3]).first_times is None
     assert from_arrow(table, time=None).first_times is None
-    with pytest.raises(ValueError, match="first_times must be a time of each entry"):
+    with pytest.raises(ValueError, match="first_times must have a time for each entry"):
         dataclasses.replace(data, first_times=np.array([99, 99]))

@@ -232,5 +232,5 @@ def test_refused():
         def loss(self, x, labels, weights=None):
             return jnp.zeros(())
 
-    with pytest.raises(NotImplementedError, match="Own has not all of them"):
+    with pytest.raises(NotImplementedError, match="Own lacks some of them"):
         fused.check(Own(), Optimizer(Own(), rule))

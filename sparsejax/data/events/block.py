@@ -37,7 +37,7 @@ from sparsejax.data.files.values import (
 # Faults of an event, in the order in which they are looked for.
 NO_USER, NO_ITEM = "events without a user", "events without an item"
 NO_VALUE = "events whose value is null or not finite as float32"
-NO_TIME = "events whose time is null or no time"
+NO_TIME = "events whose time is null or is not a time"
 
 
 class Cells(NamedTuple):
@@ -389,7 +389,7 @@ class Check:
         times = np.zeros(len(column), type_)
         start = 0
         for part in found:
-            if part is None:  # this one is no time
+            if part is None:  # this one is not a time
                 is_time[given[start]] = False
                 start += 1
                 continue
@@ -401,7 +401,7 @@ class Check:
         return times, is_time
 
     def _parsed(self, column: pa.Array) -> list[np.ndarray | None]:
-        """The times in pieces, one after the other; None for a cell that is no time."""
+        """The times in pieces, one after the other; None for a cell that is not a time."""
         if not len(column):
             return []
         found = parse_times(column)

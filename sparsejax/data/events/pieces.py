@@ -101,7 +101,7 @@ def _of_path(path: Path) -> list[Piece]:
     else:
         files = [file for file in files if file.size]  # as Spark writes empty ones
     if not files:
-        raise DataError.at(path, "is a directory without a .parquet file or another")
+        raise DataError.at(path, "is a directory without a file")
     return [
         Piece(
             file.path,

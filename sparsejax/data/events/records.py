@@ -5,9 +5,7 @@ from __future__ import annotations
 import csv
 import dataclasses
 import itertools
-import os
 import re
-import warnings
 from collections.abc import Collection, Iterator, Mapping
 
 import numpy as np
@@ -15,6 +13,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.csv
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.events.block import Cells, lists
 from sparsejax.data.files import arrow
 from sparsejax.data.files.opening import (
@@ -294,10 +293,9 @@ def record_blocks(
             lines, again = _without_headers(lines, delimiter, header)
             if again and not has_warned:
                 has_warned = True
-                warnings.warn(
+                warn_caller(
                     f"{shown(path)}:{again[0]}: the header stands here again, as where "
                     "files were joined; this line and others like it are left out",
-                    skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
                 )
         if lines.data.strip():
             yield lines
@@ -401,7 +399,7 @@ def _without_headers(
 def _bare(cells: list[str]) -> list[str]:
     """The cells of a header without what writers do differently."""
     plain = [cell.removeprefix("\ufeff").strip(' "') for cell in cells]
-    # ASCII alone, as bytes have it.
+    # `bytes.lower` changes the letters of ASCII alone.
     return [cell.encode().lower().decode() for cell in plain]
 
 

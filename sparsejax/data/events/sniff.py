@@ -156,7 +156,7 @@ def _with_colons(lines: list[str]) -> Format | None:
     first = {each[0] for each in entries if len(each) > 1}
     sizes = {len(each) for each in entries}
     several = sum(len(each) > 1 for each in entries)
-    # A beginning of all lines is no item but a scheme, if they go on otherwise.
+    # A text that begins all lines is a scheme, not an item, if the lines go on differently.
     has_scheme = several > 1 and len(sizes) == len(first) == 1 < len(set(behind))
     if slashes == 1 or has_scheme:
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None

@@ -172,7 +172,7 @@ def events_of(
     if skip_bad and format in LINES:
         raise ValueError(
             f"{shown(name_of(source))}: skip_bad=True is for Parquet and tables in memory; the "
-            f"format {format} has no other way than to correct the file"
+            f"format is {format}, so correct the file"
         )
     if format == "parquet":
         files = find_pieces(source)

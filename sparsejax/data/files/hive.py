@@ -36,7 +36,7 @@ class Constants:
         return cls({plain(k): None if v == _NULL else plain(v) for k, v in found})
 
     def beside(self, names: Collection[str]) -> Constants:
-        """Those of which the file has no column of its own."""
+        """The columns without those that the file has itself."""
         return Constants({n: t for n, t in self.texts.items() if n not in names})
 
     def own(self, names: Iterable[str]) -> list[str]:

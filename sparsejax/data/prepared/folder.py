@@ -71,7 +71,7 @@ class DataFile:
         # A path leads to a file of the folder.
         if not re.fullmatch(r"(train|test)/[\w-][\w.-]*", self.path, re.ASCII):
             raise ValueError(
-                f'"path" is {self.path!r}, no file of a part of the folder'
+                f'"path" is {self.path!r}, which is not a file of a part of the folder'
             )
         if not 0 <= self.size or not 0 <= self.crc32 < 2**32:
             raise ValueError(f'"size" or "crc32" is wrong: {self.size}, {self.crc32}')
@@ -120,7 +120,7 @@ class Manifest:
     def __post_init__(self) -> None:
         if not _VOCABULARIES.fullmatch(self.vocabulary_file):
             raise ValueError(
-                f'"vocabulary_file" is {self.vocabulary_file!r}, no file of a vocabulary'
+                f'"vocabulary_file" is {self.vocabulary_file!r}, which is not a file of a vocabulary'
             )
         if not 0 <= self.num_items < 2**31:
             raise ValueError(f'"num_items" must be in [0, 2^31), got {self.num_items}')

@@ -388,7 +388,7 @@ def settings_of(
         "features": None if known is None else vocabulary_hash(known),
         "indicator": indicator,
         "split_time": None if cut.time is None else str(cut.time),
-        # Folders without a time are as earlier releases made them.
+        # Without a time, settings are those that earlier releases wrote.
         **({} if cut.time is None else {"repeats": cut.repeats}),
         "split_last": cut.last,
         "split_fraction": cut.fraction,
@@ -435,7 +435,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
                 engine.execute("SET memory_limit = $1", [memory])
             except duckdb.Error as error:
                 raise ValueError(
-                    f"memory={memory!r} is no amount of memory, like '4GB'"
+                    f"memory={memory!r} is not an amount of memory; write it like '4GB'"
                 ) from error
         try:
             yield engine

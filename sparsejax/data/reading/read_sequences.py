@@ -73,7 +73,7 @@ def read_sequences(
         left out, with a warning.
 
     Raises:
-      DataError: the file cannot be read, a time is missing or no time, or times are of
+      DataError: the file cannot be read, a time is missing or cannot be read, or times are of
         several kinds.
       ValueError: there is no such format, or columns are chosen but it has none.
     """

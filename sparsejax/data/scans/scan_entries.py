@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import os
-import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +13,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import arrow, stored
 from sparsejax.data.files.entries import Entries
@@ -113,11 +113,10 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         is_known = entries.indices >= 0
         if is_known.all():
             return entries
-        warnings.warn(
+        warn_caller(
             f"{shown(self.path)}: entries of features that are not among the "
             f"{self.num_features:,} known ones are left out",
             UnknownFeaturesWarning,
-            skip_file_prefixes=(os.path.dirname(os.path.dirname(__file__)),),
         )
         return entries.keep(is_known)
 

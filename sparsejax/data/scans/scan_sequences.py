@@ -77,7 +77,9 @@ class ScannedSequences(ScannedEntries[Histories]):
                 self.layout.source.without_empty_times().check_order(self.path)
             rows = self._known(rows.sorted("times") if times else rows)
         elif (rows.indices < 0).any() or (rows.indices >= self.num_features).any():
-            raise DataError.at(self.path, "is damaged: an index is no feature")
+            raise DataError.at(
+                self.path, "is damaged: an index is not that of a feature"
+            )
         indptr = as_int32("indptr", rows.indptr)
         return Histories(indptr, rows.indices, rows.columns.get("times"))
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import warnings
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
 import scipy.sparse
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.events.block import Block
 from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.names import NameEncoder, Names
@@ -199,11 +198,8 @@ def align_to[Data](
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
     if unknown:
-        warnings.warn(
+        warn_caller(
             f"{shown(path)}: {unknown}",
             UnknownFeaturesWarning,
-            skip_file_prefixes=(
-                os.path.dirname(os.path.dirname(__file__)),
-            ),  # blame the reader's caller
         )
     return aligned

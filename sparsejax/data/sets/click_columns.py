@@ -192,8 +192,8 @@ class Numbering:
             found = 1 + rest.astype(np.int32)
             found[lengths(hashed) == 0] = MISSING
         else:
-            # As it is written, as vocabularies have it that were made before there was one
-            # spelling; otherwise in the one spelling.
+            # Vocabularies that were made before there was one spelling have cells as they
+            # were written; all others have them in the one spelling.
             found = find_texts(known, self._known)
             again = find_texts(spelled, self._spelled)
             found = np.where(found < 0, again, found)

@@ -121,7 +121,7 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
     if stored.kind_of(schema) != "clicks":
         raise DataError.at(
             path,
-            "is no saved data set of clicks; for other tables, give their ClickSchema to "
+            "is not a saved data set of clicks; for other tables, give their ClickSchema to "
             "read_clicks or scan_clicks",
         )
     try:

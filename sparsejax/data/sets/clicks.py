@@ -208,7 +208,7 @@ class ClickDataset:
         """Reads what `save` wrote, exactly.
 
         Raises:
-          DataError: the file is missing, is no saved data set of clicks, or is damaged.
+          DataError: the file is missing, is not a saved data set of clicks, or is damaged.
         """
         parts = click_storage.read_saved(path)
         try:

@@ -121,7 +121,7 @@ class SparseDataset:
                 object.__setattr__(self, "first_times", None)
             elif first.shape != self.times.shape or (first > self.times).any():
                 raise ValueError(
-                    "first_times must be a time of each entry, up to times"
+                    "first_times must have a time for each entry, which is not later than that of times"
                 )
 
     def __repr__(self) -> str:

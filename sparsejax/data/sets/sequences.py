@@ -135,7 +135,7 @@ class SequenceDataset:
         None if it was not read from a table.
 
     Raises:
-      ValueError: the sizes do not agree, an index is no feature, a name occurs twice, or a
+      ValueError: the sizes do not agree, an index is not that of a feature, a name occurs twice, or a
         time is not finite or earlier than the one before it.
     """
 

@@ -2,27 +2,18 @@
 
 from __future__ import annotations
 
-import contextlib
 import datetime
 import hashlib
 import math
-import os
-import warnings
 from typing import Literal
 
 import numpy as np
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.files.names import Names
 
 Repeats = Literal["new", "all"]
 Time = float | str | datetime.date | np.datetime64 | np.number
-
-# A warning names the line that called the library: the first outside these files. Context
-# managers that are decorators call from contextlib. A prefix must be shorter than the name.
-INSIDE = (
-    os.path.dirname(os.path.dirname(os.path.dirname(__file__))),
-    os.path.splitext(contextlib.__file__)[0],
-)
 
 
 def heldout_entries(
@@ -306,14 +297,13 @@ def warn_of_repeats(repeated: int, heldout: int) -> None:
       heldout: number of all held-out entries.
     """
     if repeated:
-        warnings.warn(
+        warn_caller(
             f"{repeated:,} of {heldout:,} held-out entries also have earlier events, "
             "which are in neither part: a repeat of a row and a feature was merged with "
             "them when the data was read, and the latest event gives the time. So they "
-            "are held out as if they were new. To split by events, use split_at, or "
-            "read_sequences(...).split_last(...), of whose parts to_sparse() makes sets "
-            "(on the command line: split --by time, or split --histories)",
-            skip_file_prefixes=INSIDE,
+            "are held out as if they were new. To split by events, use split_at, or use "
+            "read_sequences(...).split_last(...) and to_sparse() of its parts (on the "
+            "command line: split --by time, or split --histories)",
         )
 
 

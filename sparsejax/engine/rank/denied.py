@@ -104,7 +104,7 @@ def _ids_of(
     found = find_names(wanted, names)
     if (unknown := wanted[found < 0]).size:
         raise ValueError(
-            f"{what}: {unknown.size:,} of {wanted.size:,} names are no items of the model: "
+            f"{what}: {unknown.size:,} of {wanted.size:,} names are not items of the model: "
             f"{quoted(unknown)}; leave them out"
         )
     return found

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import warnings
 from collections.abc import Sequence
 from typing import Literal
 
@@ -13,6 +12,7 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax import metrics
+from sparsejax.callers import warn_caller
 from sparsejax.data.reading.histories import HISTORIES
 from sparsejax.data.reading.sources import (
     Inputs,
@@ -26,7 +26,6 @@ from sparsejax.data.reading.sources import (
     features_of,
     find_rows,
 )
-from sparsejax.data.sets.split import INSIDE
 from sparsejax.engine.batching import (
     Batches,
     batches_of,
@@ -545,11 +544,10 @@ def _check_repeats(
             "their rows already have them, so none can be found. Hold out entries that "
             "the inputs lack, or also rank what a row has: exclude=None"
         )
-    warnings.warn(
+    warn_caller(
         f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
         "excluded, because their rows already have them: they cannot be found and count "
         "as missed; exclude=None ranks them, too",
-        skip_file_prefixes=INSIDE,
     )
 
 

@@ -659,7 +659,7 @@ def _check_divided(model: Any) -> None:
     if not mesh_is_set() or axis_sizes()[1] == 1:
         return
     for path, kernel in row_params(model).items():
-        # Made for a mesh, it says how it lies there: a table may be whole on every device.
+        # A kernel made for a mesh says how it lies there: it may be whole on every device.
         is_meant = kernel.get_metadata().get("out_sharding") is not None
         if kernel[...].sharding.is_fully_replicated and not is_meant:
             raise ValueError(

@@ -105,7 +105,7 @@ def check(model: Any, optimizer: Optimizer) -> None:
     if not isinstance(model, Fusable):
         raise NotImplementedError(
             "a fused update needs a model with encode, output (a SparseOutput) and "
-            f"loss_rule, as FeedForward has; {type(model).__name__} has not all of them"
+            f"loss_rule, as FeedForward has; {type(model).__name__} lacks some of them"
         )
     bias = model.output.bias
     elsewhere = [
@@ -208,7 +208,7 @@ def train_step(
         if noise is not None:
             noise = noise.after(start)
         new = narrowed(new, w.dtype, noise, count)
-        # Else XLA works out the chunk once more for each array that is written, from
+        # Otherwise XLA works out the chunk once more for each array that is written, from
         # old values of the others, and copies those to have them.
         new, parts, more = lax.optimization_barrier((new, parts, derived(new)))
         state = {name: write_rows(state[name], parts[name], start) for name in state}

@@ -7,7 +7,6 @@ import dataclasses
 import pathlib
 import sys
 import time
-import warnings
 from collections.abc import Callable, Generator, Mapping
 from typing import Any, cast
 
@@ -16,7 +15,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from sparsejax.data.sets.split import INSIDE
+from sparsejax.callers import warn_caller
 from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.dispatch import Epochs, Program
@@ -218,11 +217,10 @@ class _Training:
         if overflows <= steps / 100 or self._warned or not processes.is_first():
             return
         self._warned = True
-        warnings.warn(
+        warn_caller(
             f"in {overflows:,.0f} of {steps:,} steps the devices had too few places for the "
             "ids that they exchange, and gathered all of them, which takes longer; give "
             "fit a larger exchange_room",
-            skip_file_prefixes=INSIDE,
         )
 
     def _run_epoch(self) -> None:

@@ -372,7 +372,7 @@ class Resident:
             if isinstance(matrix, ShardedCSR):
                 return matrix.take(rows, nse)
             if isinstance(matrix, CSR):
-                # Else XLA's partitioner may divide them, and then sum some entries wrongly
+                # Otherwise XLA's partitioner may divide them, and then sum some entries wrongly
                 # (jax 0.12.0 on CPUs, data=2 and model=4, tables that are replicated).
                 return replicated(jax.vmap(lambda r: take_rows(matrix, r, nse))(every))
             return _dense_rows(matrix, rows)

@@ -154,7 +154,7 @@ def click_job(
                 f"{type(validation).__name__}"
             )
         check_same_columns(clicks, validation)
-        # All labels of files are not here yet.
+        # The files of ScannedClicks are not read yet, so their labels are not known.
         if (
             isinstance(validation, ClickDataset)
             and len(np.unique(validation.labels)) < 2

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from sparsejax.callers import warn_caller
 from sparsejax.data import SparseDataset
 from sparsejax.data.reading.sources import Inputs, Source, Sources
-from sparsejax.data.sets.split import INSIDE
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 
 
@@ -59,11 +58,10 @@ def _folded_in(
             f"got {type(inputs).__name__}"
         )
     if inputs.left_out is not None:
-        warnings.warn(
+        warn_caller(
             f"{inputs.left_out.sum():,} entries of inputs were left out before the split "
             "and are in neither part; read inputs without features=..., and pass "
             "features=... to evaluate",
-            skip_file_prefixes=INSIDE,
         )
     shown, rest = inputs.split(fold_in, seed=seed)
     if features is None:
