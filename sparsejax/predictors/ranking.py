@@ -254,6 +254,7 @@ class Items:
         values: Sequence[Sequence[float]] | None = None,
         exclude: NameLists | Sequence[Sequence[str]] | None = None,
         exclude_seen: bool = True,
+        only: NameLists | None = None,
     ) -> tuple[list[Rows], np.ndarray]:
         """Histories of names as the programs take them; and how many of each are unknown.
 
@@ -263,6 +264,8 @@ class Items:
           values: of each name, for a model of items; 1 by default.
           exclude: for each history further names that are not recommended.
           exclude_seen: as for `recommend_names`.
+          only: for each history the names of the only items that are ranked. The rows are then
+            those of `Programs.only`.
 
         Raises:
           TypeError: see `recommend_names`.
@@ -285,6 +288,8 @@ class Items:
             unwanted.append(self._known_of(_as_lists(exclude)))
         if not exclude_seen or exclude is not None:
             matrix = self._matrix_of(*unwanted, rows=matrix.num_rows)
+        if only is not None:
+            matrix = self._without(self._matrix_of(self._known_of(only)), matrix)
         unknown = np.diff(asked.indptr) - np.diff(known.indptr)
         return [*self._matrices(shown), matrix], unknown
 
@@ -404,6 +409,18 @@ class Items:
         places = places[np.diff(places, prepend=-1) > 0]
         indptr = np.searchsorted(places, np.arange(rows + 1) * self.num_items)
         indices = (places % self.num_items).astype(np.int32)
+        return CSR(None, indices, indptr, num_cols=self.num_items)
+
+    def _without(self, matrix: CSR, unwanted: CSR) -> CSR:
+        """A result of `_matrix_of`, without the entries of another one."""
+        keys, others = (
+            np.repeat(np.arange(each.num_rows), np.diff(each.indptr)) * self.num_items
+            + each.indices
+            for each in (matrix, unwanted)
+        )
+        kept = ~np.isin(keys, others)
+        before = np.concatenate([[0], np.cumsum(kept)])
+        indices, indptr = matrix.indices[kept], before[matrix.indptr]
         return CSR(None, indices, indptr, num_cols=self.num_items)
 
     def _recommend(

@@ -9,12 +9,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from jax import export
+from jax import export, lax
 
 from sparsejax.mesh.layout import for_one_device, without_mesh
+from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.precision import Precision
 from sparsejax.ops.top_k import top_k
 from sparsejax.predictors.signature import Array, Signature
 from sparsejax.sparse import CSR
@@ -77,11 +80,14 @@ class Programs:
       by_rows: for each number of rows, `(weights, inputs) -> outputs`, see
         `programs`. Each is compiled for some numbers of entries.
       weights: their first argument, on the device.
+      only: the same programs, whose last input is the only items that are ranked, not those
+        that are not; None if the output layer is part of the programs.
     """
 
     inputs: tuple[Array, ...]
     by_rows: dict[int, Any]
     weights: list[jax.Array]
+    only: Programs | None = None
 
     @classmethod
     def of(
@@ -91,12 +97,19 @@ class Programs:
         weights: Iterable[np.ndarray],
     ) -> Programs:
         """Puts weights on the device."""
-        options = dict(gpu_options()) or None
-        compiled = {
-            rows: jax.jit(_whole(signature, program), compiler_options=options)
-            for rows, program in programs.items()
-        }
-        return cls(signature.inputs, compiled, jax.device_put(list(weights)))
+        options, on_device = dict(gpu_options()) or None, jax.device_put(list(weights))
+
+        def made(best: _Best, only: Programs | None) -> Programs:
+            compiled = {
+                rows: jax.jit(
+                    _whole(signature, program, best), compiler_options=options
+                )
+                for rows, program in programs.items()
+            }
+            return cls(signature.inputs, compiled, on_device, only)
+
+        only = None if signature.layer is None else made(_best_of_some, None)
+        return made(_best_of_all, only)
 
     def batches(self, rows: int) -> list[tuple[int, slice]]:
         """The sizes of the programs for a number of rows, and the rows of each."""
@@ -147,29 +160,75 @@ class Programs:
         ]
 
 
-def _whole(signature: Signature, program: export.Exported) -> Callable[..., Any]:
+class _Layer(NamedTuple):
+    """The arrays of an output layer, see `sparsejax.top_k`."""
+
+    kernel: jax.Array
+    bias: jax.Array | None
+    scale: jax.Array | None
+    precision: Precision
+
+
+# Ids and scores of the `k` best items, by rows' vectors, the layer, a matrix of items, and k.
+_Best = Callable[[jax.Array, _Layer, CSR, int], tuple[jax.Array, jax.Array]]
+
+
+def _best_of_all(
+    h: jax.Array, layer: _Layer, exclude: CSR, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The best of the items that a matrix does not have."""
+    options = {"scale": layer.scale, "precision": layer.precision}
+    with for_one_device():
+        return top_k(h, layer.kernel, layer.bias, k, exclude=exclude, **options)
+
+
+@promoting()
+def _best_of_some(
+    h: jax.Array, layer: _Layer, only: CSR, k: int
+) -> tuple[jax.Array, jax.Array]:
+    """The best of the items that a matrix has; it is sorted, so a lower id wins a tie."""
+    ids, rows = jnp.asarray(only.indices), only.row_ids()
+    inside = jnp.arange(len(ids)) < only.indptr[-1]
+    dtype = accumulator(h.dtype)
+    vectors = h[rows].astype(dtype) * layer.kernel[ids].astype(dtype)
+    scores = jnp.sum(vectors, axis=1)
+    if layer.scale is not None:
+        scores *= layer.scale[ids]
+    if layer.bias is not None:
+        scores += layer.bias[ids]
+    # NaN comes first, so that it is not overlooked.
+    order = jnp.where(jnp.isnan(scores), -jnp.inf, -scores)
+    rows = jnp.where(inside, rows, len(h))
+    _, _, ids, scores = lax.sort((rows, order, ids, scores), num_keys=3)
+    places = only.indptr[:-1, None] + jnp.arange(k, dtype=jnp.int32)[None]
+    found = scores.at[places].get(mode="clip")
+    met = (places < only.indptr[1:, None]) & (found != -jnp.inf)
+    ids = jnp.where(met, ids.at[places].get(mode="clip"), -1)
+    return ids, jnp.where(met, found, -jnp.inf)
+
+
+def _whole(
+    signature: Signature, program: export.Exported, best: _Best
+) -> Callable[..., Any]:
     """A program with the output layer behind it, if the file has that apart."""
-    layer = signature.layer
-    if layer is None:
+    stated = signature.layer
+    if stated is None:
         return program.call
     num_items, (k,) = signature.inputs[-1].shape[-1], signature.outputs[0].shape
 
     def ranked(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
-        *shown, exclude = inputs
+        *shown, items = inputs
         (h,) = program.call(weights, shown)
         bias, scale = (
-            None if at is None else weights[at] for at in (layer.bias, layer.scale)
+            None if at is None else weights[at] for at in (stated.bias, stated.scale)
         )
-        with for_one_device():
-            found = top_k(
-                h,
-                weights[layer.kernel].astype(h.dtype),
-                None if bias is None else bias.astype(accumulator(bias.dtype)),
-                k,
-                scale=scale,
-                exclude=CSR(None, *exclude, num_cols=num_items),
-                precision=layer.precision,
-            )
+        layer = _Layer(
+            kernel=weights[stated.kernel].astype(h.dtype),
+            bias=None if bias is None else bias.astype(accumulator(bias.dtype)),
+            scale=scale,
+            precision=stated.precision,
+        )
+        found = best(h, layer, CSR(None, *items, num_cols=num_items), k)
         pairs = zip(found, signature.outputs, strict=True)
         return [array.astype(output.dtype) for array, output in pairs]
 

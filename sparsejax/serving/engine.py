@@ -79,13 +79,17 @@ class Engine:
       shapes: that they are compiled for, small ones first.
     """
 
-    def __init__(self, predictor: Predictor, shapes: Iterable[Shape] = ()):
+    def __init__(
+        self, predictor: Predictor, shapes: Iterable[Shape] = (), *, only: bool = False
+    ):
         """Compiles and runs each shape once.
 
         Args:
           predictor: what is served.
           shapes: by default those for rows of usual length, on a CPU for up to 64 of them,
             and one for a single row of 1,024 entries.
+          only: rank the items of a row's last input alone, see `Programs.only`. Of the shapes
+            those with the fewest rows are compiled.
 
         Raises:
           ValueError: the predictor has no program of so many rows, or gives NaN for an empty
@@ -94,6 +98,9 @@ class Engine:
         self.predictor = predictor
         self._programs = predictor.model.programs
         self.shapes = tuple(sorted({*shapes} or self._default_shapes()))
+        if only:
+            self._programs, least = self._programs.only, self.shapes[0].rows
+            self.shapes = tuple(each for each in self.shapes if each.rows == least)
         known = self._programs.by_rows
         for shape in self.shapes:
             if shape.rows not in known:

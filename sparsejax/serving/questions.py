@@ -6,6 +6,7 @@ Inputs and outputs by names, for each kind of predictor::
                         after the other; or [rows, n], filled up with ""
                         values FP32, of items; times FP64, of histories: as items are
                         exclude BYTES, as items are, with exclude_lengths
+                        candidates BYTES, the only items that are ranked, also so
     clicks              a tensor [n] for each column of the schema
 """
 
@@ -51,6 +52,7 @@ class Question:
       unknown: for each row how many of its names are unknown.
       k: items for each row.
       padded: whether all rows of the answer have one length.
+      only: whether the last of the rows names the items that are ranked.
     """
 
     given: Sequence[Rows]
@@ -58,6 +60,7 @@ class Question:
     unknown: np.ndarray | None = None
     k: int = 0
     padded: bool = False
+    only: bool = False
 
 
 class Form(Protocol):
@@ -136,7 +139,11 @@ class Lists:
         kinds = {"items": "BYTES", "lengths": "INT32"}
         if self._beside:
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
-        kinds |= {"exclude": "BYTES", "exclude_lengths": "INT32"}
+        self._lists = ["exclude", "candidates"]
+        if predictor.signature.layer is None:  # the programs rank all items themselves
+            self._lists.remove("candidates")
+        for name in self._lists:
+            kinds |= {name: "BYTES", f"{name}_lengths": "INT32"}
         self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
         kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
         kinds["unknown"] = "INT32"
@@ -165,19 +172,12 @@ class Lists:
                 )
             numbers, ends = beside.data[kept], histories.indptr.tolist()
             options[self._beside] = [numbers[a:b] for a, b in itertools.pairwise(ends)]
-        if "exclude" in tensors:
-            exclude, lengths = tensors["exclude"], tensors.get("exclude_lengths")
-            unwanted, _ = _lists_of(exclude, _indptr(exclude, lengths, limits))
-            if len(unwanted.indptr) != len(indptr):
-                raise RefusedError(
-                    422,
-                    f"there are {len(indptr) - 1} rows of items, but "
-                    f"{len(unwanted.indptr) - 1} of exclude; give exclude_lengths, one "
-                    "number for each row",
-                )
-            options["exclude"] = unwanted
-        elif "exclude_lengths" in tensors:
-            raise RefusedError(422, "exclude_lengths needs the input 'exclude'")
+        for name in self._lists:
+            if name in tensors:
+                options[name] = _beside(name, tensors, indptr, limits)
+            elif f"{name}_lengths" in tensors:
+                raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
+        only = options.pop("candidates", None)
         k = asked.parameters.get("k", self._predictor.k)
         if type(k) is not int or not 1 <= k <= self._predictor.k:
             raise RefusedError(
@@ -192,12 +192,14 @@ class Lists:
             )
         try:
             given, unknown = self._model.rows_of_names(
-                histories, exclude_seen=seen, **options
+                histories, exclude_seen=seen, only=only, **options
             )
         except (TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
         padded = len(items.shape) == 2
-        return Question(given, len(indptr) - 1, unknown, k, padded)
+        return Question(
+            given, len(indptr) - 1, unknown, k, padded, only=only is not None
+        )
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
         """The outputs by their names."""
@@ -220,6 +222,21 @@ class Lists:
             Tensor("unknown", "INT32", unknown.shape, unknown),
         ]
         return {tensor.name: tensor for tensor in found}
+
+
+def _beside(
+    name: str, tensors: Mapping[str, Tensor], indptr: np.ndarray, limits: Limits
+) -> NameLists:
+    """Further names of each row."""
+    given = tensors[name]
+    found = _indptr(given, tensors.get(f"{name}_lengths"), limits)
+    if len(found) != len(indptr):
+        raise RefusedError(
+            422,
+            f"there are {len(indptr) - 1} rows of items, but {len(found) - 1} of {name}; "
+            f"give {name}_lengths, one number for each row",
+        )
+    return _lists_of(given, found)[0]
 
 
 def _indptr(items: Tensor, lengths: Tensor | None, limits: Limits) -> np.ndarray:

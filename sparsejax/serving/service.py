@@ -46,11 +46,31 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Version:
-    """A predictor that answers."""
+    """A predictor that answers.
+
+    Attributes:
+      name: of the version.
+      form: of its requests.
+      batcher: of requests for the best of all items, or of clicks.
+      of_candidates: of requests that name the items to rank; None if there are none such.
+    """
 
     name: str
     form: Form
     batcher: Batcher
+    of_candidates: Batcher | None
+
+    @property
+    def failures(self) -> int:
+        """Batches in a row that the device could not run."""
+        both = self.batcher, self.of_candidates
+        return max(each.failures for each in both if each is not None)
+
+    def close(self) -> None:
+        """Returns when the requests that it has are answered; it takes no others."""
+        self.batcher.close()
+        if self.of_candidates is not None:
+            self.of_candidates.close()
 
 
 class Answered(NamedTuple):
@@ -86,15 +106,20 @@ class Service:
           ValueError: it is no predictor, or it cannot be asked by names.
         """
         predictor = load_predictor(path)
-        form = form_of(predictor)
-        engine = Engine(predictor, self.settings.shapes)
-        batcher = Batcher(
-            engine,
-            max_wait=self.settings.max_wait,
-            max_rows=self.settings.max_rows,
-            observe=self.metrics.batch,
-        )
-        return Version(name, form, batcher)
+        form, shapes = form_of(predictor), self.settings.shapes
+        engines = [Engine(predictor, shapes)]
+        if predictor.signature.layer is not None:
+            engines.append(Engine(predictor, shapes, only=True))
+        batchers = [
+            Batcher(
+                engine,
+                max_wait=self.settings.max_wait,
+                max_rows=self.settings.max_rows,
+                observe=self.metrics.batch,
+            )
+            for engine in engines
+        ]
+        return Version(name, form, *batchers, *[None] * (2 - len(batchers)))
 
     def swap(self, version: Version) -> Version | None:
         """Lets a version answer from now on, and gives the one that did before.
@@ -114,7 +139,7 @@ class Service:
         """Answers what waits, and takes no further requests."""
         self.draining = True
         if self._version is not None:
-            self._version.batcher.close()
+            self._version.close()
         self.metrics.close()
 
     @property
@@ -126,7 +151,7 @@ class Service:
     def is_live(self) -> bool:
         """Whether the device runs batches."""
         version = self._version
-        return version is None or version.batcher.failures < _FAILURES
+        return version is None or version.failures < _FAILURES
 
     @property
     def is_ready(self) -> bool:
@@ -206,8 +231,10 @@ class Service:
         question = version.form.question(asked, self.settings.limits)
         if question.unknown is not None:
             self.metrics.unknown(int(question.unknown.sum()))
+        batcher = version.of_candidates if question.only else version.batcher
+        assert batcher is not None  # else such a request was refused
         try:
-            future = version.batcher.submit(question.given, deadline=deadline)
+            future = batcher.submit(question.given, deadline=deadline)
             async with asyncio.timeout(deadline - time.monotonic()):
                 answer = await asyncio.wrap_future(future)
         except TooLargeError as error:

@@ -128,7 +128,8 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
 
 def _inputs(form: Form) -> list[Tensor]:
     """The inputs of a model in Triton: rows of several lengths are filled up with ""."""
-    return [each for each in form.inputs if not each.name.endswith("lengths")]
+    others = "lengths", "candidates"
+    return [each for each in form.inputs if not each.name.endswith(others)]
 
 
 def _declared(tensor: Tensor, *, wide: bool) -> str:

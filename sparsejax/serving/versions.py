@@ -90,7 +90,7 @@ class Versions:
                 continue
             before, self._serves = self._service.swap(version), each
             if before is not None:  # it answers what it has
-                await asyncio.to_thread(before.batcher.close)
+                await asyncio.to_thread(before.close)
             return
 
     def _loaded(self, found: _Found) -> Version | None:

@@ -42,6 +42,7 @@ def test_health_and_metadata(client):
     assert client.get("/v2/models/films/versions/1") == (200, about)
     assert about["versions"] == ["1"]
     names = ["items", "lengths", "values", "exclude", "exclude_lengths"]
+    names += ["candidates", "candidates_lengths"]
     assert [each["name"] for each in about["inputs"]] == names
     names = ["items", "scores", "lengths", "unknown"]
     assert [each["name"] for each in about["outputs"]] == names
