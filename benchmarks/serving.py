@@ -77,7 +77,7 @@ def main() -> None:
     if sys.argv[1:2] == ["client"]:  # one of several processes
         asyncio.run(_client(*map(int, sys.argv[2:])))
         return
-    parts = "engine", "rest", "grpc", "large"
+    parts = "engine", "service", "large"
     command(__doc__, __file__, {part: {} for part in parts}, _measure, _write_table)
 
 
@@ -94,8 +94,7 @@ def _measure(part: str) -> Iterator[dict]:
         _export(path, case)
         jax.clear_caches()
         versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        of_part = {"rest": _rest, "grpc": _grpc}.get(part, _engine)
-        for result in of_part(path, case):
+        for result in (_of_service if part == "service" else _engine)(path, case):
             yield {"items": case.items} | result | {"versions": versions}
 
 
@@ -190,16 +189,11 @@ def _milliseconds(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def _rest(path: pathlib.Path, case: Case) -> list[dict]:
+def _of_service(path: pathlib.Path, case: Case) -> Iterator[dict]:
     with _service(path) as (ports, ready):
-        found = asyncio.run(_loads(ports["port"], case))
-    return [each | {"ready": ready} for each in found]
-
-
-def _grpc(path: pathlib.Path, case: Case) -> list[dict]:
-    with _service(path) as (ports, ready):
-        found = asyncio.run(_calls(ports["grpc_port"], case))
-    return [found | {"ready": ready}]
+        for result in asyncio.run(_loads(ports["port"], case)):
+            yield result | {"ready": ready}
+        yield asyncio.run(_calls(ports["grpc_port"], case)) | {"ready": ready}
 
 
 @contextlib.contextmanager

@@ -6,6 +6,7 @@ the other rows of the batch, and not on the row's place in it.
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import re
 from collections.abc import Iterable, Sequence
@@ -108,9 +109,10 @@ class Engine:
                     f"the shape {shape}: the predictor has programs of "
                     f"{', '.join(map(str, known))} rows; choose among them"
                 )
-        self._compiled = {
-            shape: self._programs.compiled(*shape) for shape in self.shapes
-        }
+        # A GPU's compiler takes seconds for each. It works outside of Python's lock.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            found = pool.map(lambda shape: self._programs.compiled(*shape), self.shapes)
+            self._compiled = dict(zip(self.shapes, found, strict=True))
         for shape in self.shapes:
             found = self.run(shape, self.packed(shape, [self._programs.nothing]))
             if any(np.isnan(array).any() for array in found if array.dtype.kind == "f"):
