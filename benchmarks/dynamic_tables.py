@@ -1,0 +1,239 @@
+"""How long dynamic tables take: from ids to rows, lookups, new ids, eviction.
+
+    python benchmarks/dynamic_tables.py keys --output keys.json
+    python benchmarks/dynamic_tables.py lookup
+    python benchmarks/dynamic_tables.py new
+    python benchmarks/dynamic_tables.py evict
+
+`keys` looks for a million ids in a full table; `lookup` reads batches of 65,536 examples of 26 ids
+from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
+`evict` frees a 32nd of all parts of a table.
+"""
+
+import argparse
+import functools
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
+from sparsejax.embeddings.dynamic import eviction
+from sparsejax.embeddings.dynamic import state as states
+
+BATCH, FEATURES = 65_536, 26
+
+
+def seconds(call, rounds=10):
+    """The least of three means; `call` returns arrays."""
+    jax.block_until_ready(call())
+    found = []
+    for _ in range(3):
+        start = time.perf_counter()
+        for _ in range(rounds):
+            result = call()
+        jax.block_until_ready(result)
+        found.append((time.perf_counter() - start) / rounds)
+    return min(found)
+
+
+@sj.jit
+def assign(embeddings, optimizer, ids):
+    rows = embeddings.assign_rows(ids, optimizer)
+    return [x.indices for x in rows.stacks.values()]
+
+
+@sj.jit
+def assign_and_read(embeddings, optimizer, ids):
+    return embeddings.concat(embeddings.assign_rows(ids, optimizer))
+
+
+@sj.jit
+def read(embeddings, ids):
+    return embeddings.concat(ids)
+
+
+def ids_of(rng, names, size, width=None):
+    shape = size if width is None else (size, width)
+    return WideIds.of(names[rng.integers(0, len(names), shape)])
+
+
+def put(batch):
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def filled(tables, features, names, chunk):
+    """A collection whose tables have a row for each name, if there is room."""
+    embeddings = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(embeddings, sj.optimizers.sgd(0.1))
+    for start in range(0, len(names), chunk):
+        ids = WideIds.of(np.resize(names[start : start + chunk], chunk))
+        batch = put(embeddings.pack(dict.fromkeys(features, ids)))
+        jax.block_until_ready(assign(embeddings, optimizer, batch))
+    return embeddings, optimizer
+
+
+def names_of(rng, count):
+    return rng.integers(0, 2**63, count).astype(np.uint64)
+
+
+def keys(rows, count=2**20):
+    rng = np.random.default_rng(0)
+    names = names_of(rng, int(rows * 0.97))
+    tables = {"id": DynamicTableConfig(rows, 64, evict=None)}
+    embeddings, optimizer = filled(tables, {"id": "id"}, names, count)
+    stats = embeddings.stats()["id"]
+    batch = put(embeddings.pack({"id": ids_of(rng, names, count)}))
+
+    @sj.jit
+    def found(embeddings, ids):
+        return [x.indices for x in embeddings._found(ids).stacks.values()]
+
+    times = {
+        "find": seconds(lambda: found(embeddings, batch)),
+        "find and read": seconds(lambda: read(embeddings, batch)),
+        "find or insert": seconds(lambda: assign(embeddings, optimizer, batch)),
+        "find or insert, and read": seconds(
+            lambda: assign_and_read(embeddings, optimizer, batch)
+        ),
+    }
+    each = {
+        name: {"seconds": t, "keys_per_second": count / t} for name, t in times.items()
+    }
+    return {"rows": stats.rows, "capacity": stats.capacity, "ids": count, **each}
+
+
+def zipf(rng, names, exponent):
+    weights = np.cumsum(np.arange(1, len(names) + 1.0) ** -exponent)
+    at = np.searchsorted(weights, rng.random(BATCH) * weights[-1])
+    return np.minimum(at, len(names) - 1)
+
+
+def criteo(rows, dim):
+    """Dynamic tables that have a row for each of some names, and their names."""
+    rng = np.random.default_rng(0)
+    names = names_of(rng, int(rows * 0.9))
+    features = {f"f{i}": f"f{i}" for i in range(FEATURES)}
+    tables = {name: DynamicTableConfig(rows, dim) for name in features}
+    embeddings, optimizer = filled(tables, features, names, BATCH)
+    return rng, names, features, embeddings, optimizer
+
+
+def lookup(rows, dim):
+    rng, names, features, embeddings, _ = criteo(rows, dim)
+    found = {}
+    # Only one collection fits at a time.
+    batches = {
+        kind: {name: zipf(rng, names, exponent) for name in features}
+        for kind, exponent in (("zipf .8", 0.8), ("uniform", 0.0))
+    }
+    for kind, places in batches.items():
+        wide = {name: WideIds.of(names[at]) for name, at in places.items()}
+        batch = put(embeddings.pack(wide))
+        found[kind] = {"dynamic": seconds(functools.partial(read, embeddings, batch))}
+    del embeddings
+    tables = {name: TableConfig(rows, dim, placement="rows") for name in features}
+    static = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    for kind, places in batches.items():
+        ids = {name: jnp.asarray(at.astype(np.int32)) for name, at in places.items()}
+        batch = static.pack(ids)
+        found[kind]["static"] = seconds(functools.partial(read, static, batch))
+        found[kind]["ratio"] = found[kind]["dynamic"] / found[kind]["static"]
+    return {"rows": rows, "dim": dim, **found}
+
+
+def new(rows, dim, steps=12):
+    rng, names, features, embeddings, optimizer = criteo(rows, dim)
+    found = {}
+    for share in (0.0, 0.01, 0.1):
+        batches = []
+        for _ in range(steps):
+            ids = {}
+            for name in features:
+                some = names[zipf(rng, names, 0.8)]
+                is_new = rng.random(BATCH) < share
+                ids[name] = WideIds.of(np.where(is_new, names_of(rng, BATCH), some))
+            batches.append(put(embeddings.pack(ids)))
+        jax.block_until_ready(assign_and_read(embeddings, optimizer, batches[0]))
+        before = embeddings.stats()
+        start = time.perf_counter()
+        for batch in batches[1:]:
+            result = assign_and_read(embeddings, optimizer, batch)
+        jax.block_until_ready(result)
+        taken = (time.perf_counter() - start) / (steps - 1)
+        after = embeddings.stats()
+        found[f"{share:.0%} new"] = {
+            "seconds": taken,
+            "inserted": sum(after[n].inserted - before[n].inserted for n in features),
+            "evicted": sum(after[n].evicted - before[n].evicted for n in features),
+        }
+    first = found["0% new"]["seconds"]
+    for each in found.values():
+        each["ratio"] = each["seconds"] / first
+    return {"rows": rows, "dim": dim, **found}
+
+
+def evict(rows):
+    """Of a full table without vectors; the arrays are overwritten."""
+    table = DynamicTableConfig(rows, 1)
+    embeddings = sj.embeddings.EmbeddingCollection(
+        {"id": table}, {"id": "id"}, rngs=nnx.Rngs(0)
+    )
+    (stack,) = embeddings.stacks
+    layout, configs = states.layout_of(stack), states.configs_of(stack)
+
+    @jax.jit
+    def full(key):
+        state = states.empty(stack)
+        index = state.index
+        words = jax.random.bits(key, index.keys.shape, jnp.uint32)
+        used = index.used.at[:, : layout.sizes[0]].set(True)
+        slots = jax.random.randint(key, index.slots.shape, 0, layout.sizes[0])
+        last = jax.random.randint(key, state.last.shape, 0, 2**30)
+        index = index._replace(
+            keys=words, used=used, slots=slots, num_free=0 * index.num_free
+        )
+        return state._replace(index=index, last=last)
+
+    def freed(state):
+        needed = jnp.ones_like(state.index.num_free)
+        kept = jnp.zeros_like(state.index.used)
+        return eviction.evict(configs, layout, state, needed, kept, jnp.int32(2**30))
+
+    program = jax.jit(freed, donate_argnums=0)
+    taken = []
+    for i in range(4):
+        state = jax.block_until_ready(full(jax.random.key(i)))
+        start = time.perf_counter()
+        jax.block_until_ready(program(state))
+        taken.append(time.perf_counter() - start)
+    return {"rows": rows, "seconds": min(taken[1:])}
+
+
+PARTS = {"keys": keys, "lookup": lookup, "new": new, "evict": evict}
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("part", choices=[*PARTS])
+    parser.add_argument("--rows", type=int, help="of each table")
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--output", help="a JSON file")
+    args = parser.parse_args()
+    rows = args.rows or {"keys": 2**24, "evict": 50_000_000}.get(args.part, 2**20)
+    options = {"dim": args.dim} if args.part in ("lookup", "new") else {}
+    result = PARTS[args.part](rows, **options)
+    result = {"device": jax.devices()[0].device_kind, "part": args.part, **result}
+    text = json.dumps(result, indent=2)
+    print(text)
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            file.write(text + "\n")
+
+
+if __name__ == "__main__":
+    main()
