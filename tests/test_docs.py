@@ -162,7 +162,8 @@ def test_embedding_collections():
     assert rows["recent"].shape == (batch, 20, 64)
 
 
-def test_dynamic_tables(capsys):
+def test_dynamic_tables(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
     given: dict[str, typing.Any] = {}
     for code in python("dynamic_tables.md"):
         exec(compile(code, "dynamic_tables.md", "exec"), given)  # noqa: S102

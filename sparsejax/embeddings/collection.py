@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -25,7 +25,7 @@ from sparsejax.embeddings.config import (
     TableConfig,
     check_floating,
 )
-from sparsejax.embeddings.dynamic import admission
+from sparsejax.embeddings.dynamic import admission, files
 from sparsejax.embeddings.dynamic import state as dynamic
 from sparsejax.embeddings.dynamic.assignment import (
     Assign,
@@ -57,7 +57,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import RowParam
-from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.optimizer import Optimizer, first_state
 from sparsejax.sparse import CSR
 
 
@@ -348,9 +348,7 @@ class EmbeddingCollection(nnx.Module):
     def ids(self, name: str) -> np.ndarray:
         """`[ids]` uint64: the ids of a dynamic table that have a row, ascending."""
         stack, table = self._dynamic_table(name)
-        known = self.indexes[stack.name]
-        used, keys = to_host(known["used"][...]), to_host(known["keys"][...])
-        ids, _ = dynamic.rows_of(stack, table, used, keys)
+        ids, _ = dynamic.rows_of(stack, table, *self._used_and_keys(stack))
         return ids
 
     def halve_counts(self) -> None:
@@ -429,6 +427,8 @@ class EmbeddingCollection(nnx.Module):
         path: str | os.PathLike[str],
         *,
         names: Sequence[object] | None = None,
+        optimizer: Optimizer | None = None,
+        within: Sequence[Any] = (),
     ) -> None:
         """Writes the rows of a table in the order of ids, some rows at a time.
 
@@ -436,6 +436,10 @@ class EmbeddingCollection(nnx.Module):
 
             .parquet    columns `id`, `name` if there are names, `row` (a list of fixed size)
             .npy        the array `[num_rows, dim]`
+
+        Of a dynamic table `.parquet` has the columns `id` (uint64), `row`, `count` (how often
+        the id was seen), `last` (when, by the clock of `assign_rows`) and, with `optimizer`,
+        one for each array of its state. `load_table` reads it.
 
         The file appears whole or not at all. Neither the host nor a device needs room for
         the whole table. With several processes all call this and the first one writes.
@@ -452,18 +456,112 @@ class EmbeddingCollection(nnx.Module):
           name: of the table. Under a rule whose rows drift, `optimizer.flush(model)` before.
           path: the file, which is replaced if it exists.
           names: what ids stand for, in their order. If these are fewer than ids, they are
-            of the last ones: those of `ClickDataset.vocabularies` begin with id 2.
+            of the last ones: those of `ClickDataset.vocabularies` begin with id 2. Not of
+            a dynamic table.
+          optimizer: of which the state of rows is written, too; of a dynamic table.
+          within: see `assign_rows`.
 
         Raises:
           OSError: the file cannot be written.
           OtherProcessError: process 0 could not write the file; the message says why.
           ValueError: there is no such table, `path` has another ending or cannot be a file,
-            or there are more names than rows.
+            there are more names than rows, or an argument is for tables of the other kind.
         """
         stack, pieces = self._table(name)
+        if stack.dynamic:
+            if names is not None:
+                raise ValueError("a dynamic table has ids of its own: leave names out")
+            used, keys = self._used_and_keys(stack)
+            ids, rows = dynamic.rows_of(stack, pieces[0], used, keys)
+            variables = self._columns(stack, optimizer, within)
+            arrays = {
+                column: variable[...]
+                if column not in _BY_PARTS
+                else files.flat(variable[...])
+                for column, variable in variables.items()
+            }
+            steps = None if optimizer is None else int(optimizer.step[...])
+            files.save(path, ids, rows, arrays, steps)
+            return
+        if optimizer is not None:
+            raise ValueError(
+                f"table {name!r} is not dynamic: its file has no state, leave optimizer out"
+            )
         shape = (pieces[0].config.num_rows, pieces[0].config.dim)
         like = jax.ShapeDtypeStruct(shape, stack.dtype)
         table_files.save_table(path, self.table_rows(name), like, names)
+
+    def load_table(
+        self,
+        name: str,
+        path: str | os.PathLike[str],
+        optimizer: Optimizer | None,
+        *,
+        within: Sequence[Any] = (),
+    ) -> None:
+        """Replaces the ids and rows of a dynamic table by those of a file of `save_table`.
+
+        The mesh may be another, and the table may have more rows or fewer. An error leaves
+        the table as it is. The host needs room for the file.
+
+        Args:
+          name: of the table.
+          path: a Parquet file with the columns `id` and `row`. Without `count` and `last` ids
+            were seen once, at 0.
+          optimizer: that trains the model, which must have done as many steps as that whose
+            state is in the file. If the file has none, the rows have the state of a new
+            optimizer. With None the state is not touched: for a model that is not trained.
+          within: see `assign_rows`.
+
+        Raises:
+          OSError: the file cannot be read.
+          ValueError: there is no such dynamic table; the file has rows of another width or
+            dtype, an id twice, numbers that are not finite, more ids than there is room for,
+            or the state of another rule or after other steps.
+        """
+        stack, table = self._dynamic_table(name)
+        variables = self._columns(stack, optimizer, within)
+        like = {
+            column: jax.ShapeDtypeStruct(
+                (stack.num_rows,) if column in _BY_PARTS else variable.shape,
+                variable.dtype,
+            )
+            for column, variable in variables.items()
+        }
+        read = files.read(path, stack, table, like)
+        columns = dict(read.columns)
+        columns.setdefault("count", np.ones(len(read.ids), np.int32))
+        columns.setdefault("last", np.zeros(len(read.ids), np.int32))
+        if optimizer is not None:
+            rule, step = (
+                optimizer.rule_of(self.kernels[stack.name]),
+                optimizer.step[...],
+            )
+            if read.steps is None:
+                fresh = first_state(rule, jnp.asarray(columns["row"]), step)
+                columns |= {files.STATE + n: np.asarray(a) for n, a in fresh.items()}
+            elif read.steps != int(step):
+                raise ValueError(
+                    f"{path} has the state after {read.steps:,} steps, but the optimizer has "
+                    f"done {int(step):,}: set `optimizer.step[...]`, or load a file without "
+                    "state"
+                )
+        known = self.indexes[stack.name]
+        index, rows = files.insert(stack, table, _state(known).index, read.ids)
+        if (rows < 0).any():
+            raise ValueError(
+                f"{path}: {np.sum(rows < 0):,} ids found no slot of the index, whose buckets "
+                "were full: make the table larger"
+            )
+        _set_state(known, _state(known)._replace(index=index))
+        for column, variable in variables.items():
+            write = functools.partial(
+                files.overwritten,
+                rows=rows,
+                values=columns[column],
+                by_parts=column in _BY_PARTS,
+            )
+            _overwrite(variable, write)
 
     def table_rows(self, name: str) -> Iterator[np.ndarray]:
         """The rows of a table in the order of ids, some at a time: `[n, dim]` on the host.
@@ -495,6 +593,22 @@ class EmbeddingCollection(nnx.Module):
             if pieces := tuple(table for table in stack.tables if table.name == name):
                 break
         return stack, pieces
+
+    def _used_and_keys(self, stack: Stack) -> tuple[np.ndarray, np.ndarray]:
+        known = self.indexes[stack.name]
+        return to_host(known["used"][...]), to_host(known["keys"][...])
+
+    def _columns(
+        self, stack: Stack, optimizer: Optimizer | None, within: Sequence[Any]
+    ) -> dict[str, nnx.Variable]:
+        """The variables that have something for each row, by their column of a file."""
+        kernel = self.kernels[stack.name]
+        found: dict[str, nnx.Variable] = {"row": kernel}
+        found |= {name: self.indexes[stack.name][name] for name in _BY_PARTS}
+        if optimizer is not None:
+            arrays = optimizer.rows_within((*within, "kernels", stack.name), kernel)
+            found |= {files.STATE + name: array for name, array in arrays.items()}
+        return found
 
     def _dynamic_table(self, name: str) -> tuple[Stack, StackedTable]:
         stack, pieces = self._table(name)
@@ -610,6 +724,10 @@ def kernel_of(stack: Stack, value: jax.Array) -> RowParam:
     return RowParam(value, **metadata)
 
 
+# Columns of a file that the index has.
+_BY_PARTS = "count", "last"
+
+
 class IndexState(nnx.Variable):
     """Knowledge about the ids of dynamic tables."""
 
@@ -634,6 +752,10 @@ def _set_state(known: Mapping[str, nnx.Variable], state: dynamic.State) -> None:
     for name, array in {**state.index._asdict(), **state._asdict()}.items():
         if name != "index":
             known[name].set_value(array)
+
+
+def _overwrite(variable: nnx.Variable, write: Callable[[jax.Array], jax.Array]) -> None:
+    inplace.overwrite([variable], lambda: ([write(variable[...])], None))
 
 
 def _with_columns(x: CSR, columns: jax.Array) -> CSR:

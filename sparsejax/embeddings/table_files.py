@@ -5,8 +5,8 @@ from __future__ import annotations
 import functools
 import os
 import pathlib
-from collections.abc import Iterator, Sequence
-from typing import BinaryIO
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, BinaryIO
 
 import jax
 import jax.numpy as jnp
@@ -89,12 +89,17 @@ def save_table(
     dtype = np.dtype(np.float64 if like.dtype.itemsize == 8 else np.float32)
     wide = (np.ascontiguousarray(piece, dtype) for piece in pieces)
     write = functools.partial(_write, path, wide, like.shape, dtype, names)
+    write_in_first(write, wide)
+
+
+def write_in_first(write: Callable[[], object], pieces: Iterator[Any]) -> None:
+    """Calls `write`, which takes all pieces, in the first process. Others take them, too."""
     if not processes.is_first():
-        _take_all(wide)
-    processes.in_first(lambda: _or_take_all(write, wide))
+        _take_all(pieces)
+    processes.in_first(lambda: _or_take_all(write, pieces))
 
 
-def _or_take_all(write, pieces: Iterator[np.ndarray]) -> None:
+def _or_take_all(write: Callable[[], object], pieces: Iterator[Any]) -> None:
     try:
         write()
     except Exception:
@@ -102,7 +107,7 @@ def _or_take_all(write, pieces: Iterator[np.ndarray]) -> None:
         raise
 
 
-def _take_all(pieces: Iterator[np.ndarray]) -> None:
+def _take_all(pieces: Iterator[Any]) -> None:
     for _ in pieces:
         pass
 

@@ -1,10 +1,14 @@
 """Dynamic tables against static ones, and against a dictionary."""
 
+import contextlib
 import math
+import pathlib
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
@@ -478,3 +482,128 @@ def test_wrong_calls():
     with pytest.raises(ValueError, match="leave outside out"):
         config = FeatureConfig("id", outside="drop")
         Model({"id": DynamicTableConfig(9, 2)}, {"id": config}).embeddings.pack(ids)
+
+
+# --- files ---
+
+
+def saved(path, steps=3, **options):
+    """A trained table, its optimizer, and its file with the optimizer's state."""
+    model, optimizer = one_table(**options)
+    rng = np.random.default_rng(9)
+    for _ in range(steps):
+        names = rng.integers(0, 2**64, 128, np.uint64)
+        names[:2] = 0, 2**64 - 1
+        target = rng.random((128, 2)).astype(np.float32)
+        train(model, optimizer, model.embeddings.pack({"id": names}), target)
+    optimizer.flush(model)
+    model.embeddings.save_table("id", path, optimizer=optimizer)
+    return model, optimizer
+
+
+def of_ids(model, optimizer):
+    """All that is known of each id, in the order of ids."""
+    table = pq.read_table(path_of(model, optimizer))
+    return {name: table.column(name).to_pylist() for name in table.column_names}
+
+
+def path_of(model, optimizer):
+    path = pathlib.Path("again.parquet")
+    model.embeddings.save_table("id", path, optimizer=optimizer)
+    return path
+
+
+@pytest.mark.parametrize("mesh", [None, (2, 4)])
+def test_a_file_is_loaded_into_a_larger_table_on_another_mesh(
+    mesh, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    model, optimizer = saved("one.parquet")
+    before = of_ids(model, optimizer)
+    assert (
+        before["id"] == model.embeddings.ids("id").tolist() and len(before["id"]) > 200
+    )
+    assert {"id", "row", "count", "last"} < before.keys() and max(before["count"]) == 3
+    names = np.array(before["id"][:128], np.uint64)
+
+    def trained_on(model, optimizer):
+        packed = model.embeddings.pack({"id": names})
+        train(model, optimizer, packed, np.ones((128, 2), np.float32))
+        optimizer.flush(model)
+        return of_ids(model, optimizer)
+
+    step = int(optimizer.step[...])
+    after = trained_on(model, optimizer)
+    sizes = {} if mesh is None else {"data": mesh[0], "model": mesh[1]}
+    with jax.set_mesh(sj.make_mesh(**sizes)) if mesh else contextlib.nullcontext():
+        other = Model({"id": DynamicTableConfig(5000, 2)}, {"id": "id"})
+        of_other = sj.Optimizer(other, sj.optimizers.adam(0.1))
+        given(other, of_other, np.arange(100, 200))  # which the file replaces
+        of_other.step[...] = jnp.int32(step)
+        other.embeddings.load_table("id", "one.parquet", of_other)
+        assert of_ids(other, of_other) == before
+        after_other = trained_on(other, of_other)
+    for name in ("id", "count", "last"):
+        assert after[name] == after_other[name]
+    np.testing.assert_allclose(after["row"], after_other["row"], atol=1e-6)
+    assert after["row"] != before["row"]
+
+
+def test_vectors_of_elsewhere_are_loaded(tmp_path):
+    path = tmp_path / "vectors.parquet"
+    rows = np.arange(6, dtype=np.float32).reshape(3, 2)
+    flat = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), 2)
+    pq.write_table(pa.table({"id": np.array([9, 2**40, 4]), "row": flat}), path)
+    model, optimizer = one_table()
+    given(model, optimizer, np.arange(50))
+    model.embeddings.load_table("id", path, optimizer)
+    assert model.embeddings.ids("id").tolist() == [4, 9, 2**40]
+    found = model.embeddings({"id": np.array([9, 2**40, 4])})["id"]
+    np.testing.assert_array_equal(found, rows)
+
+
+def test_wrong_files(tmp_path):
+    model, optimizer = one_table()
+    given(model, optimizer, np.arange(50))
+    before = arrays_of(model)
+    path = tmp_path / "wrong.parquet"
+
+    def refused(message, ids, rows, width=2, **columns):
+        flat = pa.FixedSizeListArray.from_arrays(np.asarray(rows).reshape(-1), width)
+        pq.write_table(pa.table({"id": ids, "row": flat, **columns}), path)
+        with pytest.raises(ValueError, match=message) as error:
+            model.embeddings.load_table("id", path, optimizer)
+        assert str(path) in str(error.value)
+
+    two, rows = np.array([1, 2]), np.zeros((2, 2), np.float32)
+    refused("'row' has .*float.*3.*expected", two, np.zeros(6, np.float32), width=3)
+    refused("'row' has .*double.*expected", two, rows.astype(np.float64))
+    refused("the id 1 twice", np.array([1, 1]), rows)
+    refused("not finite", two, np.full((2, 2), np.nan, np.float32))
+    refused("id -1 is negative", np.array([-1, 2]), rows)
+    refused("ids must be uint64", np.array([0.5, 2]), rows)
+    many = np.arange(3000, dtype=np.uint64)
+    refused("3,000 ids, .* in one of 256 parts", many, np.zeros((3000, 2), np.float32))
+    path.write_bytes(b"PAR1 not more")
+    with pytest.raises(ValueError, match="not a Parquet file"):
+        model.embeddings.load_table("id", path, optimizer)
+    pq.write_table(pa.table({"id": two}), path)
+    with pytest.raises(ValueError, match="expected one 'row'"):
+        model.embeddings.load_table("id", path, optimizer)
+    for a, b in zip(before, arrays_of(model), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_state_of_another_rule_or_step_is_refused(tmp_path):
+    path = tmp_path / "one.parquet"
+    model, _ = saved(path)
+    after = sj.Optimizer(model, sj.optimizers.adam(0.1))
+    with pytest.raises(ValueError, match="after 3 steps, but the optimizer has done 0"):
+        model.embeddings.load_table("id", path, after)
+    other = sj.Optimizer(model, sj.optimizers.adagrad(0.1))
+    with pytest.raises(ValueError, match="the state of another rule"):
+        model.embeddings.load_table("id", path, other)
+    with pytest.raises(ValueError, match="leave names out"):
+        model.embeddings.save_table("id", path, names=["a"])
+    with pytest.raises(ValueError, match=".parquet files"):
+        model.embeddings.save_table("id", tmp_path / "one.npy")

@@ -1,6 +1,7 @@
 """Tables as files, and rows in fewer bits."""
 
 import itertools
+from typing import Any
 
 import jax
 import numpy as np
@@ -52,12 +53,13 @@ def test_a_table_by_pieces(model, axes, tmp_path, monkeypatch):
 
 def test_what_is_wrong_with_a_table_file(tmp_path):
     collection = sj.embeddings.EmbeddingCollection(TABLES, FEATURES, rngs=nnx.Rngs(0))
-    for path, options, message in (
+    cases: tuple[tuple[str, dict[str, Any], str], ...] = (
         ("a.csv", {}, "a.csv: tables are written to .npy, .parquet files"),
         ("a.npy", {"names": ["x"]}, "has no names; write .parquet"),
         ("a.parquet", {"names": ["x"] * 8}, "8 names, but the table has 7 rows"),
         ("no/a.npy", {}, "there is no folder"),
-    ):
+    )
+    for path, options, message in cases:
         with pytest.raises(ValueError, match=message):
             collection.save_table("item", tmp_path / path, **options)
     assert not list(tmp_path.iterdir())

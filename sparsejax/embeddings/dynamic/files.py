@@ -1,0 +1,339 @@
+"""Dynamic tables as Parquet files: ids with their vectors, in ascending order of ids."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jax.typing import ArrayLike
+
+from sparsejax.embeddings import table_files
+from sparsejax.embeddings.dynamic.state import layout_of
+from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.embeddings.wide_ids import WideIds
+from sparsejax.mesh.layout import (
+    BY_ROWS,
+    call_on_each_device,
+    call_with_auto_axes,
+    jit_sharded,
+    mesh_is_set,
+    replicated,
+)
+from sparsejax.ops import hash_index
+from sparsejax.ops.hash_index import Index, TableKeys
+from sparsejax.sparse import MAX_ENTRIES
+from sparsejax.whole_files import check_writable, whole_file
+
+# In the metadata of the file's schema: the steps of the optimizer whose state it has.
+_STEPS = b"sparsejax.steps"
+# Before the names of arrays of an optimizer.
+STATE = "state."
+# Rows that are read or written at a time.
+_BLOCK = 65_536
+
+
+class Rows(NamedTuple):
+    """Rows of a table with what belongs to them: arrays of numbers for each id.
+
+    Attributes:
+      ids: uint64, ascending.
+      columns: by name; `[ids]`, `[ids, 1]` or `[ids, dim]`.
+      steps: of the optimizer whose state is among them; None if it is not.
+    """
+
+    ids: np.ndarray
+    columns: dict[str, np.ndarray]
+    steps: int | None
+
+
+def save(
+    path: str | os.PathLike[str],
+    ids: np.ndarray,
+    rows: np.ndarray,
+    arrays: Mapping[str, jax.Array],
+    steps: int | None,
+) -> None:
+    """Writes rows of arrays, one for each id; see `EmbeddingCollection.save_table`.
+
+    Args:
+      path: of the file.
+      ids: ascending.
+      rows: where the numbers of each id are in the arrays.
+      arrays: by the name of the column.
+      steps: see `Rows`.
+    """
+    path = pathlib.Path(path)
+    if path.suffix != ".parquet":
+        raise ValueError(f"{path}: dynamic tables are written to .parquet files")
+    check_writable(path)
+    fields = [("id", pa.uint64())]
+    fields += [(name, _type_of(array)) for name, array in arrays.items()]
+    metadata = {} if steps is None else {_STEPS: str(steps).encode()}
+    schema = pa.schema(fields, metadata=metadata)
+    pieces = _pieces(ids, rows, arrays)
+
+    def write() -> None:
+        with (
+            whole_file(path) as file,
+            pq.ParquetWriter(file, schema, compression="zstd") as writer,
+        ):
+            for some, columns in pieces:
+                data = [pa.array(some), *map(_column, columns)]
+                writer.write_table(pa.Table.from_arrays(data, schema=schema))
+
+    table_files.write_in_first(write, pieces)
+
+
+def flat(array: jax.Array) -> jax.Array:
+    """`[rows]` of `[parts, rows of a part]`."""
+    return jit_sharded(_flat, P("model"), static=())(array)
+
+
+def _flat(array: jax.Array) -> jax.Array:
+    return call_with_auto_axes(lambda a: a.reshape(-1), array, out_specs=P("model"))
+
+
+def _pieces(
+    ids: np.ndarray, rows: np.ndarray, arrays: Mapping[str, jax.Array]
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    read, block = jit_sharded(_read, None, static=()), _block(ids)
+    for start in range(0, len(ids), block):
+        some = rows[start : start + block]
+        at = np.pad(some, (0, block - len(some))).astype(np.int32)
+        found = read(list(arrays.values()), at)
+        columns = [np.asarray(each)[: len(some)] for each in found]
+        yield ids[start : start + block], columns
+
+
+def _block(rows: np.ndarray) -> int:
+    """Rows that are worked on at a time: few sizes, so that programs are found again."""
+    return min(_BLOCK, 1 << max(0, len(rows) - 1).bit_length())
+
+
+def _read(arrays: list[jax.Array], rows: ArrayLike) -> list[jax.Array]:
+    def read(arrays, rows):
+        return [replicated(_narrowest(array[rows])) for array in arrays]
+
+    return call_with_auto_axes(read, arrays, rows, out_specs=P())
+
+
+def _narrowest(array: jax.Array) -> jax.Array:
+    """In a dtype that files have."""
+    return array.astype(jnp.float32) if array.dtype.itemsize == 2 else array
+
+
+def _type_of(array: jax.Array | jax.ShapeDtypeStruct) -> pa.DataType:
+    dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
+    kind = pa.from_numpy_dtype(dtype)
+    return kind if array.ndim == 1 else pa.list_(kind, array.shape[1])
+
+
+def _column(values: np.ndarray) -> pa.Array:
+    if values.ndim == 1:
+        return pa.array(values)
+    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
+    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
+
+
+def read(
+    path: str | os.PathLike[str],
+    stack: Stack,
+    table: StackedTable,
+    like: Mapping[str, jax.ShapeDtypeStruct],
+) -> Rows:
+    """The rows of a file, whose columns are to be those of `like`, as far as it has them.
+
+    Raises:
+      ValueError: it is no such file, is of another width or dtype, has an id twice or a
+        number that is not finite, or more ids than a part of the table has room for.
+    """
+    path = pathlib.Path(path)
+    try:
+        data = pq.read_table(path)
+    except pa.ArrowInvalid as error:
+        raise ValueError(
+            f"{path} is not a Parquet file that can be read, as save_table writes it: "
+            f"{error}"
+        ) from None
+    for name in ("id", "row"):
+        if name not in data.column_names:
+            raise ValueError(
+                f"{path} has the columns {data.column_names}, expected one {name!r}, as "
+                "save_table writes it for a dynamic table"
+            )
+    if data.schema.field("id").type not in (pa.uint64(), pa.int64()):
+        raise ValueError(
+            f"{path}: ids must be uint64 or int64, got {data.schema.field('id').type}"
+        )
+    if any(column.null_count for column in data.columns):
+        raise ValueError(f"{path} has missing values; every id needs its numbers")
+    ids = data.column("id").to_numpy()
+    if ids.dtype.kind == "i" and (ids < 0).any():
+        raise ValueError(f"{path}: id {ids.min()} is negative; write ids as uint64")
+    columns = {}
+    for name, array in like.items():
+        if name in data.column_names:
+            columns[name] = _numbers(path, data.column(name), name, array)
+    found = [name for name in like if name.startswith(STATE)]
+    told = (data.schema.metadata or {}).get(_STEPS)
+    steps = None if told is None or not found else int(told)
+    if steps is not None and (lacking := set(found) - columns.keys()):
+        names = sorted(name.removeprefix(STATE) for name in lacking)
+        raise ValueError(
+            f"{path} has the state of another rule: it lacks {names}; load it with "
+            "optimizer=None, or save it without an optimizer"
+        )
+    order = np.argsort(ids, kind="stable")
+    ids = ids.astype(np.uint64)[order]
+    if len(twice := np.flatnonzero(ids[1:] == ids[:-1])):
+        raise ValueError(f"{path} has the id {ids[twice[0]]} twice")
+    _check_room(path, stack, table, ids)
+    return Rows(ids, {name: values[order] for name, values in columns.items()}, steps)
+
+
+def _numbers(
+    path: pathlib.Path, column: pa.ChunkedArray, name: str, like: jax.ShapeDtypeStruct
+) -> np.ndarray:
+    expected = _type_of(like)
+    if column.type != expected:
+        raise ValueError(
+            f"{path}: the column {name!r} has {column.type}, expected {expected}, as the "
+            "table has them"
+        )
+    whole = column.combine_chunks()
+    if isinstance(whole, pa.ChunkedArray):  # of no rows
+        return np.zeros((0, *like.shape[1:]), _numpy_type(expected))
+    if like.ndim > 1:
+        flat = whole.flatten()
+        values = flat.to_numpy(zero_copy_only=False).reshape(-1, like.shape[1])
+    else:
+        values = whole.to_numpy(zero_copy_only=False)
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError(f"{path}: the column {name!r} has a number that is not finite")
+    return values
+
+
+def _numpy_type(kind: pa.DataType) -> np.dtype:
+    return np.dtype(getattr(kind, "value_type", kind).to_pandas_dtype())
+
+
+def _check_room(
+    path: pathlib.Path, stack: Stack, table: StackedTable, ids: np.ndarray
+) -> None:
+    size = table.config.num_rows // hash_index.PARTS
+    keys = _keys(stack, table, ids)
+    most = int(np.bincount(hash_index.part_of(keys), minlength=1).max())
+    if most > size:
+        raise ValueError(
+            f"{path} has {len(ids):,} ids, {most:,} of them in one of 256 parts, of which "
+            f"each has {size:,} rows in the table {table.name!r}: make it for at least "
+            f"{most * hash_index.PARTS:,} rows"
+        )
+
+
+def _keys(stack: Stack, table: StackedTable, ids: np.ndarray) -> TableKeys:
+    words = WideIds.of(ids)
+    number = np.full(len(ids), stack.tables.index(table), np.int32)
+    return TableKeys(number, words.high, words.low)
+
+
+def insert(
+    stack: Stack, table: StackedTable, index: Index, ids: np.ndarray
+) -> tuple[Index, np.ndarray]:
+    """An index whose ids of a table are these, and the row of the kernel of each; or -1."""
+    by_parts = P("model")
+    clear = jit_sharded(_cleared, by_parts, static=(0, 1))
+    index = clear(stack, stack.tables.index(table), index)
+    add, block, rows = jax.jit(_added, static_argnums=0), _block(ids), []
+    for start in range(0, len(ids), block):
+        some = ids[start : start + block]
+        wanted = np.arange(block) < len(some)
+        keys = _keys(stack, table, np.pad(some, (0, block - len(some))))
+        index, found = add(stack, index, keys, wanted)
+        rows.append(np.asarray(found)[: len(some)])
+    return index, np.concatenate(rows) if rows else np.zeros(0, np.int32)
+
+
+def _cleared(stack: Stack, table: int, index: Index) -> Index:
+    layout = layout_of(stack)
+
+    def cleared(index):
+        first, gone = layout.firsts[table], jnp.zeros_like(index.used)
+        gone = gone.at[:, first : first + layout.sizes[table]].set(True)
+        return hash_index.remove(layout, index, gone)
+
+    return call_with_auto_axes(cleared, index, out_specs=P("model"))
+
+
+def _added(
+    stack: Stack, index: Index, keys: TableKeys, wanted: jax.Array
+) -> tuple[Index, jax.Array]:
+    layout = layout_of(stack)
+
+    def part(index, keys, wanted, first):
+        of_part = hash_index.part_of(keys) - first
+        mine = wanted & (of_part >= 0) & (of_part < len(index.used))
+        of, _ = hash_index.distinct(layout, keys, mine)
+        index, rows = hash_index.insert(layout, index, of, of.first, first)
+        return index, jnp.full(len(rows), -1, jnp.int32).at[of.place].set(rows)
+
+    def on_device(index, keys, wanted):
+        first = lax.axis_index("model") * len(index.used)
+        index, rows = part(index, keys, wanted, first)
+        rows = jnp.where(rows >= 0, rows + first * layout.rows, -1)
+        return index, lax.pmax(rows, "model")
+
+    if not mesh_is_set():
+        return part(index, keys, wanted, 0)
+    by_parts = P("model")
+    return call_on_each_device(
+        on_device,
+        index,
+        keys,
+        wanted,
+        in_specs=(by_parts, P(), P()),
+        out_specs=(by_parts, P()),
+    )
+
+
+def overwritten(
+    array: jax.Array, rows: np.ndarray, values: np.ndarray, *, by_parts: bool
+) -> jax.Array:
+    """An array with some rows replaced, in its own memory.
+
+    Args:
+      array: `[rows, ...]`, or `[parts, rows of a part]`.
+      rows: of it, or of all parts one after the other.
+      values: of each row.
+      by_parts: whether it is the second form.
+    """
+    spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
+    write = jit_sharded(_written, spec, static=(0, 1), donate=(2,))
+    block = _block(rows)
+    for start in range(0, len(rows), block):
+        some, data = rows[start : start + block], values[start : start + block]
+        more = block - len(some)
+        at = np.pad(some, (0, more), constant_values=MAX_ENTRIES).astype(np.int32)
+        data = np.pad(data, ((0, more), *((0, 0),) * (data.ndim - 1)))
+        array = write(by_parts, spec, array, at, data)
+    return array
+
+
+def _written(
+    by_parts: bool, spec: P, array: jax.Array, rows: ArrayLike, values: ArrayLike
+) -> jax.Array:
+    def written(array, rows, values):
+        flat: Any = array.reshape(-1) if by_parts else array
+        flat = flat.at[rows].set(values.astype(flat.dtype), mode="drop")
+        return flat.reshape(array.shape)
+
+    return call_with_auto_axes(written, array, rows, values, out_specs=spec)
