@@ -130,7 +130,7 @@ def test_sold_out_items_are_recommended_to_nobody(board, tmp_path, capsys):
     assert main([*argv, "--exclude-items", "item3,nothing"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
     assert (
-        "--exclude-items: 1 of 2 names are no items" in error and "'nothing'" in error
+        "--exclude-items: 1 of 2 names are not items" in error and "'nothing'" in error
     )
 
 

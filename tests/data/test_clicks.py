@@ -336,7 +336,7 @@ def test_saved(tmp_path):
     damaged("is damaged: 3 examples, not 2,000", rows=2000)
     damaged("is damaged: .*ids/C2", table.drop_columns(["ids/C2"]))
     pq.write_table(pa.table(LISTS), tmp_path / "saved")
-    with pytest.raises(sj.DataError, match="no saved data set of clicks"):
+    with pytest.raises(sj.DataError, match="not a saved data set of clicks"):
         sj.ClickDataset.load(tmp_path / "saved")
     with pytest.raises(sj.DataError, match="no such file"):
         sj.ClickDataset.load(tmp_path / "other")
@@ -381,7 +381,7 @@ def test_saved_parts_are_scanned(tmp_path, form):
         sj.data.scan_clicks(tmp_path / "parts")
     pq.write_table(pa.table(LISTS), tmp_path / "plain")
     with pytest.raises(
-        sj.DataError, match="no saved data set .* give their ClickSchema"
+        sj.DataError, match="not a saved data set .* give their ClickSchema"
     ):
         sj.data.scan_clicks(tmp_path / "plain")
     with pytest.raises(ValueError, match="leave out vocabulary"):

@@ -373,7 +373,8 @@ def test_other_formats_are_named(what, tmp_path):
     for suffix in ("", ".csv", ".jsonl", ".gz"):
         path = tmp_path / f"plays{suffix}"
         path.write_bytes(gzip.compress(data) if suffix == ".gz" else data)
-        for read in (sj.read, lambda p: sj.prepare(p, tmp_path / "out")):
+        ways = [sj.read, lambda p: sj.prepare(p, tmp_path / "out")]
+        for read in [*ways, lambda p: sj.read_clicks(p, SCHEMA)]:
             with pytest.raises(DataError, match=f"seems to be .*{what.rstrip(',')}"):
                 read(path)
 

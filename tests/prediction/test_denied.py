@@ -120,7 +120,7 @@ def test_what_is_wrong_is_said(data):
     model = built(data)
     wrong: list[tuple[str, dict[str, Any]]] = [
         (
-            "only_items: 1 of 2 names are no items.*'nothing'",
+            "only_items: 1 of 2 names are not items.*'nothing'",
             {"only_items": ["item1", "nothing"]},
         ),
         ("exclude_items has the id 19, but there are 19", {"exclude_items": [3, 19]}),

@@ -17,9 +17,9 @@ from sparsejax.data.events.pair_layout import typed_header
 from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.records import TextLayout, read_records, record_cells
 from sparsejax.data.events.sniff import is_parquet
-from sparsejax.data.files import parquet
+from sparsejax.data.files import others, parquet
 from sparsejax.data.files.columns import SourceColumn, unclear
-from sparsejax.data.files.opening import Path, head, open_data, progress_bar
+from sparsejax.data.files.opening import DataError, Path, head, open_data, progress_bar
 from sparsejax.data.scan import Group
 from sparsejax.data.sets.click_schema import ClickSchema
 
@@ -70,9 +70,15 @@ def click_blocks(
 
 
 def guess_clicks(path: Path) -> str:
-    """The format of a file of clicks that is not Parquet: "jsonl", or "pairs" of columns."""
-    is_json = head(path).data.lstrip().startswith(b"{")
-    return "jsonl" if is_json else "pairs"
+    """The format of a file of clicks that is not Parquet: "jsonl", or "pairs" of columns.
+
+    Raises:
+      DataError: it seems to be of a format that is not read.
+    """
+    text = head(path).data.decode()
+    if problem := others.of_lines([line for line in text.split("\n") if line.strip()]):
+        raise DataError.at(path, problem)
+    return "jsonl" if text.lstrip().startswith("{") else "pairs"
 
 
 def _check_columns(path: Path, schema: pa.Schema, names: Sequence[str]) -> None:
