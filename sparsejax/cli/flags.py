@@ -841,6 +841,7 @@ class Serve:
       max_wait: Seconds for which a batch that is not full waits on an idle device.
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
+      keep: Versions before the one that serves which still answer, in memory, who names them.
       grace: Seconds after SIGTERM in which the process ends.
       compilation: How programs for the device are compiled.
     """
@@ -860,6 +861,7 @@ class Serve:
     ] = ()
     max_wait: float = 0.0
     watch: Annotated[float | None, _value("FLOAT", "")] = None
+    keep: int = 0
     grace: float = 30.0
     compilation: Compilation = Compilation()
 

@@ -59,6 +59,11 @@ def serve(command: flags.Serve) -> None:
             "--watch is a positive number of seconds, for a folder of versions like "
             "models/films with models/films/3/model.predictor"
         )
+    if command.keep < 0 or (command.keep and command.watch is None):
+        raise ValueError(
+            "--keep is 0 or more, and goes with --watch, which lets newer versions serve; "
+            f"got {command.keep}"
+        )
     shapes = tuple(map(Shape.parse, command.shapes))
     path = pathlib.PurePath(
         os.path.abspath(command.model) if is_folder else command.model
@@ -73,7 +78,7 @@ def serve(command: flags.Serve) -> None:
     server.run(
         command.model,
         command.name or (path.name if is_folder else path.stem),
-        Settings(shapes=shapes, max_wait=command.max_wait),
+        Settings(shapes=shapes, max_wait=command.max_wait, keep=command.keep),
         address,
         grace=command.grace,
         watch=command.watch,

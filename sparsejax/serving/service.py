@@ -33,6 +33,7 @@ class Settings:
       timeout: seconds for a request, in which it is answered or refused.
       body_seconds: for a client to send the head of a request, and for its body.
       limits: of a request.
+      keep: versions before the one that serves, which answer who names them.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -42,6 +43,7 @@ class Settings:
     timeout: float = 30.0
     body_seconds: float = 10.0
     limits: Limits = dataclasses.field(default_factory=Limits)
+    keep: int = 0
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -95,6 +97,7 @@ class Service:
         self.name, self.settings, self.metrics = name, settings, Metrics()
         self.draining = False
         self._version: Version | None = None
+        self._older: list[Version] = []  # the latest first
         self._in_hand = 0
         self.last_request = time.monotonic()
 
@@ -121,15 +124,18 @@ class Service:
         ]
         return Version(name, form, *batchers, *[None] * (2 - len(batchers)))
 
-    def swap(self, version: Version) -> Version | None:
-        """Lets a version answer from now on, and gives the one that did before.
+    def swap(self, version: Version) -> list[Version]:
+        """Lets a version answer from now on, and gives those that do not any more.
 
-        Whoever calls it in the thread of the requests, and closes the batcher of the other
-        version after that, loses no request.
+        Whoever calls it in the thread of the requests, and closes the other versions after
+        that, loses no request.
         """
-        before, self._version = self._version, version
+        before = [] if self._version is None else [self._version]
+        before += self._older
+        others = [each for each in before if each.name != version.name]
+        self._version, self._older = version, others[: self.settings.keep]
         self.metrics.serving(self.name, version.name)
-        return before
+        return [each for each in before if each not in self._older]
 
     def load(self, path: str | os.PathLike[str], name: str = "1") -> None:
         """Lets a predictor answer that is the first one; see `made`."""
@@ -138,9 +144,14 @@ class Service:
     def close(self) -> None:
         """Answers what waits, and takes no further requests."""
         self.draining = True
-        if self._version is not None:
-            self._version.close()
+        for version in self._versions:
+            version.close()
         self.metrics.close()
+
+    @property
+    def _versions(self) -> list[Version]:
+        """All that answer, the one that serves first."""
+        return [*([] if self._version is None else [self._version]), *self._older]
 
     @property
     def in_hand(self) -> int:
@@ -170,13 +181,16 @@ class Service:
             )
         if self._version is None:
             raise RefusedError(503, "the model is being loaded", retry_after=1)
-        if number not in (None, self._version.name):
-            raise RefusedError(
-                404,
-                f"unknown version {number!r:.80} of the model {model!r}; this service has "
-                f"{self._version.name!r}",
-            )
-        return self._version
+        if number is None:
+            return self._version
+        for version in self._versions:
+            if version.name == number:
+                return version
+        known = ", ".join(repr(each.name) for each in self._versions)
+        raise RefusedError(
+            404,
+            f"unknown version {number!r:.80} of the model {model!r}; this service has {known}",
+        )
 
     def about(self) -> dict[str, Any]:
         """The metadata of the server, as the protocol states them."""
@@ -188,7 +202,7 @@ class Service:
         both = {"inputs": version.form.inputs, "outputs": version.form.outputs}
         return {
             "name": self.name,
-            "versions": [version.name],
+            "versions": [each.name for each in self._versions],
             "platform": NAME,
             **{
                 what: [

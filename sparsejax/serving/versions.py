@@ -88,9 +88,9 @@ class Versions:
             version = await asyncio.to_thread(self._loaded, each)
             if version is None:
                 continue
-            before, self._serves = self._service.swap(version), each
-            if before is not None:  # it answers what it has
-                await asyncio.to_thread(before.close)
+            others, self._serves = self._service.swap(version), each
+            for other in others:  # they answer what they have
+                await asyncio.to_thread(other.close)
             return
 
     def _loaded(self, found: _Found) -> Version | None:

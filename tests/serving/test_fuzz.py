@@ -51,6 +51,8 @@ NASTY = [
         "items",
         "lengths",
         "exclude",
+        "candidates",
+        "candidates_lengths",
     ),
 ]
 

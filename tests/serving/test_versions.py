@@ -1,6 +1,9 @@
 """A newer version takes the place of the older one between two batches, and loses nothing."""
 
+import asyncio
+import contextlib
 import gc
+import json
 import os
 import pathlib
 import re
@@ -185,3 +188,36 @@ def test_a_version_that_gives_nan_does_not_serve(tmp_path, files, service, monke
     with pytest.raises(ValueError, match="none could be loaded"):
         Versions(service, tmp_path).first()
     assert count(service, "failed") == 1
+
+
+def test_versions_that_are_kept(tmp_path, files):
+    service = Service("films", Settings(shapes=(Shape(1, 256),), keep=1))
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+    versions.first()
+
+    def answer(client: Client, number: int) -> object:
+        body = json.dumps({"inputs": [tensor("items", "BYTES", ["same"])]}).encode()
+        path = f"/v2/models/films/versions/{number}/infer"
+        status, _, found = client.ask("POST", path, body)
+        document = json.loads(found)
+        if status != 200:
+            return status, document["error"]
+        return document["model_version"], sorted(document["outputs"][0]["data"])
+
+    with contextlib.closing(service), listening(service) as port:
+        client = Client(port)
+        for number in (2, 3):
+            put(tmp_path, number, files[number % 2])
+            asyncio.run(versions.look())
+            _, about = client.get("/v2/models/films")
+            assert about["versions"] == [str(number), str(number - 1)]
+        assert answer(client, 3) == ("3", ["odd a", "odd b"])
+        assert answer(client, 2) == ("2", ["even a", "even b"])
+        refused = answer(client, 1)
+        assert isinstance(refused, tuple) and refused[0] == 404
+        assert "has '3', '2'" in refused[1]
+        assert service.version("films", None).name == "3"
+        shutil.rmtree(tmp_path / "3")  # version 2 is loaded again, and there once
+        asyncio.run(versions.look())
+        assert client.get("/v2/models/films")[1]["versions"] == ["2", "3"]
