@@ -67,6 +67,7 @@ def training_of(command: flags.Train) -> Training:
         decay=command.decay,
         batch_size=command.batch_size,
         chunk_rows=command.chunk_rows,
+        item_features=command.item_features,
         fused=command.fused,
         deterministic=command.deterministic,
         num_epochs=command.epochs,

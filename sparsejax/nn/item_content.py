@@ -161,7 +161,9 @@ class ItemContent(nnx.Module):
                 )
         if tags is not None:
             assert self.tags is not None
-            blocks = _in_blocks(tags, max(given.entries, self.sizes.entries))
+            most = max(given.entries, self.sizes.entries)
+            self.sizes = dataclasses.replace(self.sizes, entries=most)
+            blocks = _in_blocks(tags, most)
             for name, value in blocks.items():
                 _put(self.tags[name], value)
         if vectors is not None:

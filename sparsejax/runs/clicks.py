@@ -54,7 +54,7 @@ class Clicks(Runs):
     name = "clicks"
     numbered = "ids"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("format", "k", "negatives", "fused", *COLUMNS),
+        "train": ("format", "k", "negatives", "fused", "item_features", *COLUMNS),
         "evaluate": (
             *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
             *("baselines", "by", "k", "format", *COLUMNS, *COUNTING),

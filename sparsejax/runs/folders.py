@@ -6,6 +6,7 @@
     vocabulary.parquet    the names of the features, in the model's order; of clicks the schema
                           and the categories
     checkpoints/          see `sparsejax.engine.train.checkpoint`
+    item_features.parquet content of the items, if they have some
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax import codec, optimizers
+from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.kind import Runs, config_of, runs_of
 from sparsejax.verbs.build import new_modules, set_linear_part
@@ -35,6 +38,7 @@ from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
 _SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkpoints"
+_FEATURES = "item_features.parquet"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -63,6 +67,8 @@ class Settings:
       patience: epochs without a higher `ndcg@k`, or AUC, after which training stops; None if
         it does not stop early.
       origin: the folder of the run whose model was trained on, as it was named.
+      content: the sizes of what is known of the items; None if they have no content.
+      item_features: `fingerprint` of their content.
     """
 
     network: NetworkConfig | codec.ModelConfig
@@ -81,6 +87,8 @@ class Settings:
     k: int
     patience: int | None
     origin: str | None = None
+    content: ContentSizes | None = None
+    item_features: str | None = None
 
     @property
     def runs(self) -> Runs:
@@ -128,12 +136,15 @@ class Settings:
 
     def _maker(self, known: Any) -> Maker:
         like = self.runs.like(known)
-        return kind_of(self.network).maker(self.network, like)
+        options = {} if self.content is None else {"content": self.content}
+        return kind_of(self.network).maker(self.network, like, **options)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
         document = {"version": VERSION, **_shallow_dict(self)}
         document["network"] = self.network.to_json()
+        if self.content is not None:
+            document["content"] = dataclasses.asdict(self.content)
         document["optimizer"] = optimizers.to_json(self.optimizer)
         return document
 
@@ -221,6 +232,7 @@ class Settings:
         """The settings that a resume must keep, as `{name: plain value}`."""
         plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
         plain += () if self.origin is None else ("origin",)
+        plain += () if self.item_features is None else ("item_features",)
         settings = _settings_of(self.network)
         settings |= {name: getattr(self, name) for name in plain}
         rule = optimizers.to_json(self.optimizer)
@@ -397,6 +409,22 @@ def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
         nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
 
 
+def item_features_of(directory: str | pathlib.Path) -> ItemFeatures | None:
+    """The content of the items of a run; None if they have none.
+
+    Raises:
+      ValueError: the run has content, but its file is missing or of another run.
+    """
+    directory = pathlib.Path(directory)
+    settings = load_settings(directory)
+    if settings.content is None:
+        return None
+    features = ItemFeatures.load(directory / _FEATURES)
+    if features.fingerprint() != settings.item_features:
+        raise ValueError(f"{directory / _FEATURES}: is not the content of this run")
+    return features
+
+
 def restored_model(directory: str | pathlib.Path, run: Settings, known: Any) -> Any:
     """The model that `load_model` returns, given what `load_run` returns."""
     return restored_modules(directory, run, known)[0]
@@ -430,7 +458,12 @@ def has_checkpoints(directory: str | pathlib.Path) -> bool:
 
 @contextlib.contextmanager
 def begun(
-    directory: str | pathlib.Path, run: Settings, known: Any, *, resume: bool
+    directory: str | pathlib.Path,
+    run: Settings,
+    known: Any,
+    *,
+    resume: bool,
+    features: ItemFeatures | None = None,
 ) -> Generator[Checkpoints]:
     """Begins or resumes a run, and keeps other trainings out of its folder meanwhile.
 
@@ -443,6 +476,7 @@ def begun(
       known: see `load_run`.
       resume: continue if the folder exists. As long as it has no checkpoint, nothing
         was trained, so other settings may replace those in it.
+      features: content of the items, if they have some.
 
     Yields:
       The checkpoints of the run.
@@ -470,6 +504,8 @@ def begun(
 
         def make():
             run.runs.save_known(directory / _VOCABULARY, known)
+            if features is not None:
+                features.save(directory / _FEATURES)
             write(run)
 
         try:
@@ -518,7 +554,7 @@ def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
         )
     if not directory.is_dir():
         raise ValueError(f"{directory}: is not a folder")
-    other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS}
+    other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS, _FEATURES}
     if other and not (directory / _SETTINGS).exists():
         raise ValueError(f"{directory}: is not a run folder, it holds {min(other)}")
 

@@ -59,6 +59,8 @@ class Histories(interactions.Interactions):
         data = everything = read_histories(training.data, training.reading)
         if before is not None:
             data = everything = data.append_features(before)
+        data, features = interactions.with_content(training, data)
+        everything = data
         heldout = validation = split = None
         if (asked := training.validation) is not None:
             parts = validation_split(asked, data)
@@ -81,6 +83,7 @@ class Histories(interactions.Interactions):
             heldout=heldout,
             validation=validation,
             split=split,
+            features=features,
         )
 
     def scanned(self, training: Training) -> Source:

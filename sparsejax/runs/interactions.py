@@ -10,12 +10,13 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax.data import SparseDataset
+from sparsejax.data import ItemFeatures, SparseDataset, read_item_features
 from sparsejax.data.files.names import Names
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.runs import folders
 from sparsejax.runs.kind import Opened, Runs
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
@@ -158,7 +159,52 @@ def warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
     return measured
 
 
+def with_content(training: Training, data: Any) -> tuple[Any, ItemFeatures | None]:
+    """The data with the items that only the content has, and the content of all items.
+
+    Raises:
+      ValueError: a run that goes on from another one has content and the other has none,
+        or the other way round.
+    """
+    known = given = training.item_features
+    if training.origin is not None:
+        known = folders.item_features_of(training.origin)
+        if (known is None) != (given is None):
+            has = "without" if known is None else "with"
+            remedy = "leave it out" if known is None else "give that of all items"
+            raise ValueError(
+                f"{training.origin}: was trained {has} content of its items, "
+                f"item_features=...; {remedy}"
+            )
+    if given is None:
+        return data, None
+    features = given
+    if not isinstance(given, ItemFeatures):
+        features = read_item_features(given)
+    features.align(data)  # is it of these items?
+    events = data.num_features
+    data = data.align_features(features.names_after(data))
+    features = features.align(data)
+    if training.origin is not None:
+        features = features.like(known)
+    training.reading.say(
+        f"content of items: {len(features.tag_names):,} tags"
+        + (
+            ""
+            if features.vectors is None
+            else f", {features.vectors.shape[1]:,} numbers"
+        )
+        + f"; {features.num_empty:,} of {data.num_features:,} items have none, and "
+        f"{data.num_features - events:,} are in no event"
+    )
+    return data, features
+
+
 def check_scanned(training: Training) -> None:
     """Raises ValueError for what needs all of the data."""
+    if training.item_features is not None:
+        raise ValueError(
+            "item_features=... needs all of the data; leave out chunk_rows"
+        )
     if training.validation is not None:
         raise ValueError("validation=... needs all of the data; leave out chunk_rows")

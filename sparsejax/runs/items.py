@@ -55,6 +55,8 @@ class Items(interactions.Interactions):
         data = everything = read_file(training.data, training.reading)
         if before is not None:
             data = everything = data.append_features(before)
+        data, features = interactions.with_content(training, data)
+        everything = data
         heldout = validation = split = None
         indicator = data.matrix.data is None
         asked = training.validation
@@ -80,6 +82,7 @@ class Items(interactions.Interactions):
             heldout=heldout,
             validation=validation,
             split=split,
+            features=features,
         )
 
     def scanned(self, training: Training) -> Source:

@@ -11,6 +11,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Protocol
 
 from sparsejax import codec
+from sparsejax.data import ItemFeatures
 from sparsejax.data.files.names import Names
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.optimizers.optimizer import Optimizer
@@ -42,6 +43,7 @@ class Source:
       heldout: what to measure on after each epoch, if there is anything.
       validation: `fingerprint` of what is held out.
       split: how it was chosen from the data, unless a file has it.
+      features: content of the items, in the order of `known`, if it is given.
     """
 
     data: Any
@@ -54,6 +56,7 @@ class Source:
     heldout: Any = None
     validation: str | None = None
     split: str | None = None
+    features: ItemFeatures | None = None
 
 
 class Runs(abc.ABC):

@@ -63,6 +63,7 @@ class Training:
 
     data: Any
     config: Any
+    item_features: Any = None
     suited: Collection[str] = ()
     origin: pathlib.Path | None = None
     reading: Reading = Reading()

@@ -98,6 +98,7 @@ class Run:
         batch_size: int | None = None,
         num_epochs: int | None = None,
         chunk_rows: int | None = None,
+        item_features: Any = None,
         fused: bool = False,
         deterministic: bool = False,
         seed: int = 0,
@@ -141,6 +142,8 @@ class Run:
           batch_size: rows a step; 512 by default, of histories 256, of clicks 4096.
           num_epochs: passes over the data; by default as `sparsejax.training.recipe` has it.
           chunk_rows: read a Parquet file while training, so many rows at a time.
+          item_features: what the items are: a file or a table, see `read_item_features`, or
+            `ItemFeatures`. Items that are in no event are recommended, too.
           fused: see `fit`; so are `deterministic`, `seed`, `checkpoint_seconds` and `log`.
           resume: go on from the last checkpoint in `directory`.
           format: of files, see `read`; so are `user`, `item`, `value`, `time`, `delimiter`,

@@ -11,6 +11,7 @@ from flax import nnx
 
 from sparsejax.codec import ModelConfig
 from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
+from sparsejax.kinds.content import content_of
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
@@ -96,6 +97,7 @@ def save_model(
         validation_split=None,
         k=20,
         patience=None,
+        content=None if (content := content_of(model)) is None else content.sizes,
     )
     modules = (model, optimizer)
     _check_fits(modules, settings.shapes(known))

@@ -12,6 +12,7 @@ from typing import Any
 from sparsejax import optimizers
 from sparsejax.engine.train.dispatch import Epochs, Program, check_seed
 from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.kinds.content import set_content, sizes_of
 from sparsejax.kinds.kind import Defaults, kind_of, used
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
@@ -62,20 +63,34 @@ def train(
         training.reading.say(chosen)
     check_seed(training.seed)
     settings = settings_of(training, config, source)
+    if restored and source.features is not None:
+        # A run that goes on from another one may have more room for tags.
+        content = folders.load_settings(directory).content
+        settings = dataclasses.replace(settings, content=content)
     if training.origin is None or restored:
         linear_part = None
         if not restored:
             linear_part = linear_part_of(settings, source, keep=training.keep_linear)
         computed = None if linear_part is None else meanwhile(linear_part)
         model, optimizer = settings.build(source.known)
+        if source.features is not None:
+            set_content(model, source.features, new=True)
         if computed is not None:
             _compile_meanwhile(training, settings, source, model, optimizer)
             model.output.linear.set_to(*computed())
     else:
         model, optimizer = _continued(training, settings, source)
+        if source.features is not None:
+            set_content(model, source.features, new=False)
+            content = model.output.content.sizes
+            settings = dataclasses.replace(settings, content=content)
     cutoff = {"k": None if source.heldout is None else training.k}
     with folders.begun(
-        directory, settings, source.known, resume=training.resume
+        directory,
+        settings,
+        source.known,
+        resume=training.resume,
+        features=source.features,
     ) as checkpoints:
         if summary is not None:
             summary(runs.account(source.data), model)
@@ -190,6 +205,10 @@ def settings_of(training: Training, config: Any, source: Source) -> Settings:
         k=training.k,
         patience=training.patience,
         origin=None if training.origin is None else str(training.origin),
+        content=None if source.features is None else sizes_of(source.features),
+        item_features=None
+        if source.features is None
+        else source.features.fingerprint(),
     )
 
 

@@ -193,7 +193,7 @@ class ItemFeatures:
             )
         facts = {"version": VERSION, "numbers": dict(self.numbers)}
         document = json.dumps(facts).encode()
-        metadata = {_CHECKSUM: self._checksum()}
+        metadata = {_CHECKSUM: self.fingerprint().encode()}
         stored.write(
             path, "item features", columns, document, metadata, group_rows=2**14
         )
@@ -247,13 +247,14 @@ class ItemFeatures:
                 vectors=vectors,
                 numbers=numbers,
             )
-        if (schema.metadata or {}).get(_CHECKSUM) != made._checksum():
+        if (schema.metadata or {}).get(_CHECKSUM) != made.fingerprint().encode():
             raise DataError.at(
                 path, "is damaged: its checksum does not fit its content"
             )
         return made
 
-    def _checksum(self) -> bytes:
+    def fingerprint(self) -> str:
+        """A checksum of the names, the tags and the vectors."""
         leaves = [stored.names_as_bytes(n) for n in (self.item_names, self.tag_names)]
         leaves += [
             self.tags.indptr.astype(np.int64).tobytes(),
@@ -263,7 +264,7 @@ class ItemFeatures:
             if self.vectors is None
             else np.ascontiguousarray(self.vectors).tobytes(),
         ]
-        return f"{stored.checksum(leaves):08x}".encode()
+        return f"{stored.checksum(leaves):08x}"
 
 
 _CHECKSUM = b"sparsejax.item_features.crc32"

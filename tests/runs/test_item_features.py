@@ -1,0 +1,132 @@
+"""Runs whose items have content: from events and a table of items to new items."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+
+USERS, ITEMS, NEW = 60, 30, 3
+
+
+def kind_of_item(item: str) -> int:
+    return int(item[1:]) % 3
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Each user has items of one of three kinds; items 30 to 32 are in no event."""
+    folder, rng = tmp_path_factory.mktemp("files"), np.random.default_rng(0)
+    events = ["user,item,time"]
+    for i, user in enumerate(np.repeat(np.arange(USERS), 6)):
+        item = 3 * rng.integers(0, ITEMS // 3) + user % 3
+        events.append(f"u{user},i{item},{i}")
+    (folder / "events.csv").write_text("\n".join(events) + "\n")
+    items = ["item,kind", *(f"i{i},k{i % 3}" for i in range(ITEMS + NEW))]
+    (folder / "items.csv").write_text("\n".join(items) + "\n")
+    (folder / "others.csv").write_text("item,kind\ni1,a\ni2,b\n")
+    return folder
+
+
+def recommended(path):
+    """The new items among the recommendations, and the users of each."""
+    found = []
+    for line in path.read_text().splitlines():
+        user, items = line.split("\t")
+        names = [entry.split(",")[0] for entry in items.split(":")]
+        found += [(user, name) for name in names if int(name[1:]) >= ITEMS]
+    return found
+
+
+def test_one_command_from_events_and_attributes(files, tmp_path, capsys):
+    events, items = str(files / "events.csv"), str(files / "items.csv")
+    run = str(tmp_path / "run")
+    train = [
+        "train",
+        events,
+        "--item-features",
+        items,
+        "--run",
+        run,
+        "--model",
+        "sasrec",
+    ]
+    config = tmp_path / "config.json"
+    config.write_text(
+        json.dumps(
+            {"version": 1, "model": "sasrec", "width": 8, "blocks": 1, "dropout": 0.0}
+        )
+    )
+    train += ["--config", str(config), "--epochs", "12", "--learning-rate", ".02"]
+    assert main([*train, "--batch-size", "20"]) == 0
+    assert "0 of 33 items have none, and 3 are in no event" in capsys.readouterr().err
+    out = tmp_path / "out.tsv"
+    assert main(["predict", run, events, "--out", str(out), "--k", "5"]) == 0
+    found = recommended(out)
+    right = [kind_of_item(item) == int(user[1:]) % 3 for user, item in found]
+    assert found and np.mean(right) > 0.8
+
+    # A resume has the same content, and loads it.
+    assert main([*train, "--batch-size", "20", "--resume"]) == 0
+    train[train.index(items)] = str(files / "others.csv")
+    assert main([*train, "--batch-size", "20", "--resume"]) == 1
+    assert "the model was made for 3 and 0" in capsys.readouterr().err
+
+
+def test_runs_in_python(files, tmp_path):
+    options: dict[str, Any] = {"batch_size": 20, "learning_rate": 0.02, "decay": "none"}
+    config = sj.NetworkConfig.autoencoder((8,), tied=True)
+    run = sj.Run.train(
+        files / "events.csv",
+        config=config,
+        num_epochs=2,
+        item_features=sj.read_item_features(files / "items.csv"),
+        **options,
+    )
+    assert run.known.tolist()[ITEMS:] == [f"i{i}" for i in range(ITEMS, ITEMS + NEW)]
+    run.save(tmp_path / "run")
+    again = sj.Run.load(tmp_path / "run")
+    np.testing.assert_array_equal(
+        sj.item_vectors(again.model), sj.item_vectors(run.model)
+    )
+    assert set(run.similar(["i30"], k=3).names()[0]) <= set(run.known)
+
+    # Later there are further items, and further tags that the model does not know.
+    later = tmp_path / "later.csv"
+    lines = (files / "items.csv").read_text() + "i40,k1\ni41,k9\n"
+    later.write_text(lines)
+    with pytest.raises(ValueError, match="was trained with content of its items"):
+        run.train_more(files / "events.csv", **options)
+    run.train_more(
+        files / "events.csv",
+        tmp_path / "more",
+        item_features=later,
+        num_epochs=1,
+        **options,
+    )
+    assert run.known.tolist()[-2:] == ["i40", "i41"]
+    vectors = sj.item_vectors(run.model)
+    assert vectors[-2].any() and not vectors[-1].any()
+    sj.Run.load(tmp_path / "more").evaluate(
+        files / "events.csv",
+        inputs=files / "events.csv",
+        exclude_seen=False,
+        by="entries",
+    )
+
+
+def test_what_cannot_be(files, tmp_path, capsys):
+    plain = sj.Run.train(files / "events.csv", num_epochs=1)
+    items = files / "items.csv"
+    with pytest.raises(ValueError, match="was trained without content of its items"):
+        plain.train_more(files / "events.csv", item_features=items)
+    argv = ["train", str(files / "events.csv"), "--run", str(tmp_path / "run")]
+    (tmp_path / "wrong.csv").write_text("item,kind\nx,y\n")
+    assert main([*argv, "--item-features", str(tmp_path / "wrong.csv")]) == 1
+    said = capsys.readouterr().err
+    assert "none of" in said and not (tmp_path / "run").exists()
+    assert main([*argv, "--item-features", str(items), "--chunk-rows", "10"]) == 1
+    assert "--item-features needs all of the data" in capsys.readouterr().err
