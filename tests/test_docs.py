@@ -202,7 +202,7 @@ def test_clicks(tmp_path, monkeypatch, capsys):
         code = code.replace("1_000_000", "1_000")
         exec(compile(code, "clicks.md", "exec"), given)  # noqa: S102
     assert capsys.readouterr().out == (
-        "ClickDataset(300 examples, 33.3 % clicks, 1 dense, 2 features)\n"
+        "ClickDataset(300 examples, 33.3 % clicks, 1 dense, 2 features)\n1.0\n"
     )
     assert given["train"].num_rows == 270 and given["train"].num_ids["item"] == 6
     assert 0.9 < given["found"].auc < 0.95

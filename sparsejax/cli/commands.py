@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pathlib
 import sys
@@ -14,7 +15,12 @@ from sparsejax import whole_files
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands, commands_of
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import cutoffs_of, read_features, reading_of
+from sparsejax.cli.reading import (
+    correcting_of,
+    cutoffs_of,
+    read_features,
+    reading_of,
+)
 from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
@@ -24,7 +30,7 @@ from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
 from sparsejax.metrics import comparison
 from sparsejax.runs.folders import Folder
-from sparsejax.runs.options import Measuring
+from sparsejax.runs.options import Measuring, Reading
 from sparsejax.runs.reading import (
     read_file,
     read_histories,
@@ -84,7 +90,9 @@ def export(command: flags.Export) -> None:
     opened = Folder.of(command.run)
     commands = _commands(command, opened)
     whole_files.check_writable(command.out)
-    model = opened.model()
+    say = functools.partial(print, file=sys.stderr)
+    correcting = correcting_of(command)
+    model = commands.runs.corrected(opened, correcting, Reading(say=say))
     if getattr(model, "uses_times", False):
         print(
             "note: the predictor recommends without times; export_predictor in Python, "

@@ -219,6 +219,25 @@ class Counting:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Correcting:
+    """How the probabilities of a click model are corrected.
+
+    Attributes:
+      calibrate: File of examples, none of which were trained on or dropped, by which the
+        probabilities are corrected.
+      method: platt keeps the order of the examples. isotonic follows any curve that rises, and
+        needs thousands of examples.
+      negatives_kept: The share of the examples without a click that the training data kept.
+    """
+
+    calibrate: Annotated[str | None, _OptionalFile] = None
+    method: Annotated[
+        Literal["platt", "isotonic"] | None, _value("{platt,isotonic}", "platt")
+    ] = None
+    negatives_kept: Annotated[float | None, _value("SHARE", "1")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(OfKinds):
     """Trains a model on a file of interactions, or of clicks.
 
@@ -429,6 +448,7 @@ class Evaluate(OfKinds):
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
       counting: How interactions count that the model cannot find.
+      correcting: How the probabilities of a click model are corrected.
       devices: The devices to compute on.
       compilation: How programs for the device are compiled.
     """
@@ -448,6 +468,7 @@ class Evaluate(OfKinds):
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
     counting: Counting = Counting()
+    correcting: Correcting = Correcting()
     devices: Devices = Devices()
     compilation: Compilation = Compilation()
 
@@ -567,6 +588,7 @@ class Export(OfKinds):
       batch_size: Largest number of rows that the predictor scores at a time.
       compile: Also compile its programs for the device here, up to 256 items a row, and keep
         them for the processes that load it.
+      correcting: How the probabilities of a click model are corrected.
       compilation: How programs for the device are compiled.
     """
 
@@ -575,6 +597,7 @@ class Export(OfKinds):
     k: int = 10
     batch_size: int = 512
     compile: bool = False
+    correcting: Correcting = Correcting()
     compilation: Compilation = Compilation()
 
 

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from sparsejax.cli import flags
-from sparsejax.cli.reading import cutoffs_of, reading_of
+from sparsejax.cli.reading import correcting_of, cutoffs_of, reading_of
 from sparsejax.kinds.kind import Kind, kind_of
 from sparsejax.runs import kind as runs_of_kinds
 from sparsejax.runs.kind import Runs
@@ -146,6 +146,7 @@ class Commands(abc.ABC):
             candidates=command.candidates,
             k=cutoffs_of(command.k),
             keep_rows=isinstance(command, flags.Compare),
+            correcting=correcting_of(command),
             by=by,
             **more,
             **vars(command.counting),

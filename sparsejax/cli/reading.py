@@ -14,7 +14,7 @@ from sparsejax.data.files.columns import BY_NAME
 from sparsejax.data.files.opening import lines_of
 from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.sets.assemble import Features
-from sparsejax.runs.options import Reading
+from sparsejax.runs.options import Correcting, Reading
 
 
 def reading_of(command: Flags) -> Reading:
@@ -43,6 +43,12 @@ def reading_of(command: Flags) -> Reading:
 
 def _print(command: Command, text: str) -> None:
     print(in_flags(text, command), file=sys.stderr)
+
+
+def correcting_of(command: Command) -> Correcting:
+    """How a command corrects probabilities."""
+    given = getattr(command, "correcting", None)
+    return Correcting() if given is None else Correcting(**vars(given))
 
 
 def cutoffs_of(text: str) -> int | tuple[int, ...]:

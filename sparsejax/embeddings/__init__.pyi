@@ -1,3 +1,4 @@
+from .calibrated import Calibrated as Calibrated
 from .collection import EmbeddingCollection as EmbeddingCollection
 from .config import Admit as Admit
 from .config import DynamicTableConfig as DynamicTableConfig

@@ -60,6 +60,8 @@ class Rows:
         """The AUC as a function of weights `[rows]`, if there is one."""
         if self.scores is None or self.labels is None:
             return None
+        if len(np.unique(self.labels)) < 2:
+            return None
         return _area(self.scores, self.labels)
 
 

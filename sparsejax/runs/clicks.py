@@ -25,6 +25,7 @@ from sparsejax.data.sets.clicks import (
 from sparsejax.embeddings.model_config import ClickModelConfig
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream
+from sparsejax.kinds.clicks.calibrate import calibrate
 from sparsejax.kinds.clicks.job import ScanOfClicks
 from sparsejax.kinds.clicks.scores import (
     check_same_columns,
@@ -34,7 +35,13 @@ from sparsejax.kinds.clicks.scores import (
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.kind import COLUMNS, COUNTING, Opened, Runs, Source
-from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.options import (
+    Correcting,
+    Measuring,
+    Reading,
+    Recommending,
+    Training,
+)
 from sparsejax.runs.reading import (
     is_file,
     is_last,
@@ -189,12 +196,27 @@ class Clicks(Runs):
         if (examples := measuring.heldout) is None:
             raise ValueError("give heldout=..., the examples to measure on")
         reading = meanwhile(lambda: _read_like(examples, run.known, measuring.reading))
-        model = run.model()
+        model = self.corrected(run, measuring.correcting, measuring.reading)
         return evaluate_clicks(
             model,
             reading(),
             groups=measuring.groups,
             keep_rows=measuring.keep_rows,
+        )
+
+    def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
+        model, source = run.model(), correcting.calibrate
+        if source is None and correcting.method is not None:
+            raise ValueError(
+                "method=... needs calibrate=..., the examples to correct by"
+            )
+        if source is None and correcting.negatives_kept is None:
+            return model
+        return calibrate(
+            model,
+            None if source is None else _read_like(source, run.known, reading),
+            method=correcting.method or "platt",
+            negatives_kept=correcting.negatives_kept,
         )
 
     def recommend(

@@ -13,7 +13,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs import interactions
-from sparsejax.runs.kind import Opened, Source
+from sparsejax.runs.kind import CORRECTING, Opened, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
@@ -35,9 +35,10 @@ class Histories(interactions.Interactions):
         "train": ("schema",),
         "evaluate": (
             *("fold_in", "seed", "history", "baselines"),
-            *("popularity", "groups"),
+            *("popularity", "groups", *CORRECTING),
         ),
         "report": ("groups",),
+        "export": CORRECTING,
     }
 
     def read_config(self, document: object) -> SequenceConfig:

@@ -20,7 +20,7 @@ from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.kinds.items.job import ScannedItems
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.runs import interactions
-from sparsejax.runs.kind import Opened, Source
+from sparsejax.runs.kind import CORRECTING, Opened, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
@@ -41,8 +41,9 @@ class Items(interactions.Interactions):
     name = "items"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "train": ("negatives", "schema"),
-        "evaluate": ("groups",),
+        "evaluate": ("groups", *CORRECTING),
         "report": ("groups",),
+        "export": CORRECTING,
     }
 
     def read_config(self, document: object) -> NetworkConfig:

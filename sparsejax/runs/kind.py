@@ -16,7 +16,13 @@ from sparsejax.data.files.names import Names
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
-from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.options import (
+    Correcting,
+    Measuring,
+    Reading,
+    Recommending,
+    Training,
+)
 
 # Which columns of a table of interactions hold what.
 COLUMNS = (
@@ -25,6 +31,8 @@ COLUMNS = (
 )
 # How held-out items count, and which are ranked.
 COUNTING = ("unknown", "unknown_users", "keep_seen")
+# How probabilities of clicks are corrected.
+CORRECTING = ("calibrate", "method", "negatives_kept")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -185,6 +193,10 @@ class Runs(abc.ABC):
           run: by which run.
           check: called with the names of rows before the model is.
         """
+
+    def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
+        """The model of a run, which may be corrected."""
+        return run.model()
 
     def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
         """The vectors of the rows of some data, and their names."""

@@ -88,6 +88,20 @@ class Training:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Correcting:
+    """How probabilities of clicks are corrected, see `sparsejax.calibrate`.
+
+    Attributes:
+      calibrate: the examples to correct by.
+      method: see `sparsejax.calibrate`; so is `negatives_kept`.
+    """
+
+    calibrate: Any = None
+    method: Literal["platt", "isotonic"] | None = None
+    negatives_kept: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Measuring:
     """How a run is measured; `Run.evaluate` says what each attribute means.
 
@@ -111,6 +125,7 @@ class Measuring:
     unknown_users: Literal["count", "skip"] = "count"
     keep_seen: bool = False
     keep_rows: bool = False
+    correcting: Correcting = Correcting()
     reading: Reading = Reading()
 
     def counted(self) -> dict[str, Any]:

@@ -27,9 +27,15 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders, kind, training
 from sparsejax.runs.folders import Folder, Settings
-from sparsejax.runs.kind import Runs, Source
+from sparsejax.runs.kind import CORRECTING, Runs, Source
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
-from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.options import (
+    Correcting,
+    Measuring,
+    Reading,
+    Recommending,
+    Training,
+)
 from sparsejax.runs.reading import is_file, read_titles
 from sparsejax.verbs.export import export_predictor
 from sparsejax.verbs.vectors import similar_items
@@ -339,6 +345,9 @@ class Run:
         unknown_users: Literal["count", "skip"] = "count",
         exclude_seen: bool = True,
         keep_rows: bool = False,
+        calibrate: Any = None,
+        method: Literal["platt", "isotonic"] | None = None,
+        negatives_kept: float | None = None,
     ) -> Mapping[str, float]:
         """How well the model finds held-out items, or predicts clicks; see `evaluate`.
 
@@ -356,6 +365,8 @@ class Run:
           k: cut-off, or several; 20 by default.
           exclude_seen: do not rank what a row has in `inputs`.
           keep_rows: keep the figures of each row, for `compare`.
+          calibrate: of clicks, examples by which the probabilities are corrected first, see
+            `calibrate`; so are `method` and `negatives_kept`.
 
         Raises:
           ValueError: see `evaluate`; or `inputs` are needed.
@@ -485,6 +496,9 @@ class Run:
         k: int | None = None,
         table_dtype: TableDtype | None = None,
         batch_size: int = 512,
+        calibrate: Any = None,
+        method: Literal["platt", "isotonic"] | None = None,
+        negatives_kept: float | None = None,
     ) -> None:
         """Writes a predictor, see `export_predictor`. It knows the names of the items.
 
@@ -493,11 +507,15 @@ class Run:
           k: of items, the most that are recommended to a row; 10 by default.
           table_dtype: of clicks, see `export_predictor`.
           batch_size: most rows that are scored at a time.
+          calibrate: of clicks, examples by which the probabilities are corrected, see
+            `calibrate`; so are `method` and `negatives_kept`.
         """
-        if k is not None:
-            self._runs.check("export", {"k"})
+        given = {n: v for n, v in locals().items() if n not in ("self", "path")}
+        changed = _changed("export", given)
+        self._runs.check("export", changed.keys())
+        correcting = Correcting(**_part_of(changed, CORRECTING))
         export_predictor(
-            self.model,
+            self._runs.corrected(self._kept, correcting, self._reading),
             path,
             names=self.known,
             batch_size=batch_size,
@@ -514,7 +532,10 @@ class Run:
         keep_seen = not options.pop("exclude_seen", True)
         options["inputs"] = inputs
         options.pop("titles", None)
-        return Measuring(**options, keep_seen=keep_seen, reading=self._reading)
+        correcting = Correcting(**_part_of(options, CORRECTING))
+        how = {"keep_seen": keep_seen, "correcting": correcting}
+        rest = {n: v for n, v in options.items() if n not in CORRECTING}
+        return Measuring(**rest, **how, reading=self._reading)
 
     def _inputs(self, method: str, inputs: Any) -> Any:
         """The data that the model is shown, if that is not the examples to measure on."""
@@ -613,6 +634,11 @@ def _defaults(method: str) -> dict[str, Any]:
     """The arguments of a method of `Run`, and their defaults."""
     parameters = inspect.signature(getattr(Run, method)).parameters
     return {name: found.default for name, found in parameters.items()}
+
+
+def _part_of(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
+    """The options of these names."""
+    return {name: value for name, value in options.items() if name in names}
 
 
 def _changed(method: str, given: Mapping[str, Any]) -> dict[str, Any]:

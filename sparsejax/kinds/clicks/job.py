@@ -30,6 +30,8 @@ from sparsejax.kinds.clicks.scores import (
 )
 from sparsejax.sparse import CSR
 
+_ONE_CLASS = "validation needs examples with label 0 and with label 1, for its AUC"
+
 
 @dataclasses.dataclass(frozen=True)
 class ClickTask:
@@ -159,9 +161,7 @@ def click_job(
             isinstance(validation, ClickDataset)
             and len(np.unique(validation.labels)) < 2
         ):
-            raise ValueError(
-                "validation needs examples with label 0 and with label 1, for its AUC"
-            )
+            raise ValueError(_ONE_CLASS)
         prepare = functools.partial(_measure, validation)
     if isinstance(clicks, ClickDataset):
         examples = click_examples(clicks, weights)
@@ -172,12 +172,15 @@ def click_job(
 
 def _measure(validation: Clicks, batch_size: int) -> Measure:
     def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
-        return evaluate_clicks(
+        found = evaluate_clicks(
             model,
             validation,
             optimizer=optimizer,
             batch_size=max(batch_size, 8192),
             deterministic=deterministic,
         )
+        if METRICS[0] not in found:
+            raise ValueError(_ONE_CLASS)
+        return found
 
     return measured

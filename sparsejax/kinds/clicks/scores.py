@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any, Protocol, runtime_checkable
 
@@ -87,6 +88,14 @@ def predict_clicks(
     return _probabilities(found.logits).astype(np.float32)
 
 
+def logits_of(
+    model: ClickModel, clicks: Clicks, *, batch_size: int = 8192
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[examples]` logits and labels."""
+    found = _Scores(model, None, batch_size).of_all(clicks)
+    return found.logits, found.labels
+
+
 def _probabilities(logits: np.ndarray) -> np.ndarray:
     import scipy.special  # only models of clicks need it
 
@@ -123,12 +132,22 @@ def evaluate_clicks(
     found = scores.of_all(clicks, groups if isinstance(groups, str) else None)
     # In float64, so that a sure prediction is not rounded to 0 or 1.
     p = _probabilities(found.logits.astype(np.float64))
-    measured = {
-        "auc": metrics.auc(found.logits, found.labels),
-        "log_loss": metrics.log_loss(p, found.labels),
-        "normalized_entropy": metrics.normalized_entropy(p, found.labels),
-        "calibration": metrics.calibration(p, found.labels),
-    }
+    log_loss = {"log_loss": metrics.log_loss(p, found.labels)}
+    if len(np.unique(found.labels)) == 2:
+        measured = {
+            "auc": metrics.auc(found.logits, found.labels),
+            **log_loss,
+            "normalized_entropy": metrics.normalized_entropy(p, found.labels),
+        }
+    else:
+        warnings.warn(
+            f"all labels are {found.labels[0]:g}: such examples have a log loss, but no AUC "
+            "and no normalized entropy",
+            stacklevel=2,
+        )
+        measured, groups = log_loss, None
+    if found.labels.any():
+        measured["calibration"] = metrics.calibration(p, found.labels)
     if groups is not None:
         by = found.groups if isinstance(groups, str) else np.asarray(groups)
         grouped = metrics.group_auc(found.logits, found.labels, by)

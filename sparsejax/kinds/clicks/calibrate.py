@@ -1,0 +1,123 @@
+"""Corrections of probabilities of clicks, fitted on examples that were not trained on."""
+
+from __future__ import annotations
+
+from typing import Literal, get_args
+
+import numpy as np
+
+from sparsejax.embeddings.calibrated import Calibrated
+from sparsejax.kinds.clicks.scores import ClickModel, Clicks, logits_of
+
+Method = Literal["platt", "isotonic"]
+
+
+def calibrate(
+    model: ClickModel,
+    clicks: Clicks | None = None,
+    *,
+    method: Method = "platt",
+    negatives_kept: float | None = None,
+) -> Calibrated:
+    """A click model whose probabilities are corrected, so that they are shares of clicks.
+
+    ::
+
+        negatives_kept=r    logit + log r: the odds before all but a share r of the examples
+                            without a click were dropped from the training data
+        method="platt"      a logit + b, of the least log loss on the examples (Platt 1999),
+                            of labels (n_1 + 1) / (n_1 + 2) and 1 / (n_0 + 2)
+        method="isotonic"   the shares of clicks that never fall as the logit rises, of the
+                            least squared error (pool adjacent violators), on straight lines
+                            between the mean logits of the parts
+
+    >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
+    >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
+    >>> model, _ = build(WideDeepConfig(dim=4, hidden=(8,)), clicks)
+    >>> better = calibrate(model, clicks)
+    >>> round(evaluate(better, clicks)["calibration"], 1)
+    1.1
+
+    The model stays as it is. Platt's line keeps the order of the examples, and so the AUC.
+    Isotonic corrections need thousands of examples, and make ties.
+
+    Args:
+      model: see `ClickModel`.
+      clicks: examples that the model was not trained on, none of which were dropped; or None
+        for `negatives_kept` alone.
+      method: how the correction is fitted on `clicks`.
+      negatives_kept: the share of the examples without a click that the training data kept.
+
+    Raises:
+      ValueError: there is nothing to do, there are no examples, or a share is wrong.
+    """
+    if clicks is None and negatives_kept is None:
+        raise ValueError(
+            "give clicks=..., examples to correct by, or negatives_kept=..., the share of "
+            "negatives in the training data"
+        )
+    if method not in get_args(Method):
+        raise ValueError(f'method is "platt" or "isotonic", got {method!r}')
+    offset = 0.0
+    if negatives_kept is not None:
+        if not 0 < negatives_kept <= 1:
+            raise ValueError(f"negatives_kept is in (0, 1], got {negatives_kept}")
+        offset = float(np.log(negatives_kept))
+    if clicks is None:
+        return Calibrated(model, offset=offset)
+    logits, labels = logits_of(model, clicks)
+    if not len(labels):
+        raise ValueError("there are no examples to correct by")
+    given = logits.astype(np.float64) + offset
+    if method == "isotonic":
+        return Calibrated(model, offset=offset, knots=isotonic(given, labels))
+    slope, intercept = platt(given, labels)
+    return Calibrated(model, slope=slope, offset=slope * offset + intercept)
+
+
+def platt(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
+    """Slope and offset of the least log loss, by Newton's method in float64."""
+    import scipy.special  # only this needs it
+
+    clicked = labels > 0
+    ones, zeros = int(clicked.sum()), int((~clicked).sum())
+    wanted = np.where(clicked, (ones + 1) / (ones + 2), 1 / (zeros + 2))
+    x = np.stack([logits, np.ones_like(logits)])
+
+    def loss(w: np.ndarray) -> float:
+        z = w @ x
+        return float(np.sum(np.logaddexp(0, z) - wanted * z))
+
+    w = np.array([0.0, np.log((ones + 1) / (zeros + 1))])
+    before = loss(w)
+    for _ in range(100):
+        p = scipy.special.expit(w @ x)
+        slope = x @ (p - wanted)
+        # Where all logits are alike, only the offset counts.
+        curve = (x * (p * (1 - p))) @ x.T + 1e-12 * np.eye(2) * len(labels)
+        step, size = np.linalg.solve(curve, slope), 1.0
+        while size > 1e-10 and loss(w - size * step) > before:
+            size /= 2
+        w = w - size * step
+        after = loss(w)
+        if abs(before - after) <= 1e-12 * abs(before):
+            break
+        before = after
+    return float(w[0]), float(w[1])
+
+
+def isotonic(logits: np.ndarray, labels: np.ndarray) -> list[tuple[float, float]]:
+    """Knots: the mean logit of each part, and the logit of its share of clicks."""
+    import scipy.optimize  # only this needs it
+    import scipy.special
+
+    values, at, counts = np.unique(logits, return_inverse=True, return_counts=True)
+    shares = np.bincount(at, labels) / counts
+    fitted = scipy.optimize.isotonic_regression(shares, weights=counts).x
+    parts = np.cumsum(np.append(False, np.diff(fitted) > 0))
+    sizes = np.bincount(parts, counts)
+    middle = np.bincount(parts, counts * values) / sizes
+    # A share of 0 or 1 would be a sure prediction, which costs without end if it is wrong.
+    least = 0.5 / len(labels)
+    share = np.clip(np.bincount(parts, counts * fitted) / sizes, least, 1 - least)
+    return list(zip(middle.tolist(), scipy.special.logit(share).tolist(), strict=True))

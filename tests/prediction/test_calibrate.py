@@ -1,0 +1,155 @@
+"""Corrected probabilities of clicks."""
+
+import json
+from typing import Any
+
+import numpy as np
+import pytest
+import scipy.optimize
+import scipy.special
+from run_folders import parameters
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+from sparsejax.kinds.clicks.calibrate import isotonic, platt
+
+SCHEMA = sj.ClickSchema(
+    "click",
+    dense={"x": sj.data.DenseColumn()},
+    ids={"user": sj.data.VocabularyColumn(), "item": sj.data.HashedColumn(9)},
+)
+
+
+def drawn(rows, *, kept=1.0, seed=0):
+    """Clicks of a known share; of those without a click only some are kept."""
+    rng = np.random.default_rng(seed)
+    found = []
+    while len(found) < rows:
+        user, item, x = int(rng.integers(8)), int(rng.integers(6)), float(rng.normal())
+        click = rng.random() < scipy.special.expit((user % 3) + 0.5 * x - 3)
+        if click or rng.random() < kept:
+            found.append({"click": int(click), "user": user, "item": item, "x": x})
+    return found
+
+
+def test_platt_is_the_least_log_loss():
+    rng = np.random.default_rng(0)
+    logits = rng.normal(size=300) * 2
+    labels = (rng.random(300) < scipy.special.expit(0.5 * logits - 1)).astype(float)
+    ones = labels.sum()
+    wanted = np.where(labels > 0, (ones + 1) / (ones + 2), 1 / (302 - ones))
+
+    def loss(w):
+        z = w[0] * logits + w[1]
+        return np.sum(np.logaddexp(0, z) - wanted * z)
+
+    best = scipy.optimize.minimize(loss, [1.0, 0.0], tol=1e-10).x
+    np.testing.assert_allclose(platt(logits, labels), best, rtol=1e-4)
+    # Also where the line is steep, of one class, and where all logits are alike.
+    steep = platt(logits, (logits > 0.1).astype(float))
+    assert 5 < steep[0] < 1e3 and np.isfinite(steep).all()
+    for label in (0.0, 1.0):
+        slope, offset = platt(logits, np.full(300, label))
+        p = scipy.special.expit(slope * logits + offset)
+        np.testing.assert_allclose(p, (300 * label + 1) / 302, rtol=1e-6)
+    alike = platt(np.full(300, 0.7), labels)
+    p = scipy.special.expit(alike[0] * 0.7 + alike[1])
+    np.testing.assert_allclose(p, wanted.mean(), rtol=1e-6)
+
+
+def test_isotonic_pools_what_falls():
+    logits = np.array([3.0, 1.0, 2.0, 2.0, 0.0, 4.0])
+    labels = np.array([0.0, 1.0, 1.0, 0.0, 0.0, 1.0])
+    # By logit: 0 | 1 | 1 0 | 0 | 1: the shares 1, 1/2, 0 fall, and become one of 1/2.
+    knots = np.array(isotonic(logits, labels))
+    np.testing.assert_allclose(knots[:, 0], [0, 2, 4])
+    found = scipy.special.expit(knots[:, 1])
+    np.testing.assert_allclose(found, [1 / 12, 0.5, 11 / 12])
+    one = isotonic(logits, np.zeros(6))
+    np.testing.assert_allclose(scipy.special.expit(one[0][1]), 1 / 12)
+    assert len(one) == 1
+
+
+def test_dropped_negatives_are_corrected(tmp_path, capsys):
+    """A model of data of which a fifth of the negatives was kept, on all data."""
+    train = sj.read_clicks(drawn(3000, kept=0.2), SCHEMA)
+    test, other = (
+        sj.read_clicks(drawn(3000, seed=seed), SCHEMA, vocabulary=train)
+        for seed in (1, 2)
+    )
+    config = sj.DLRMConfig(dim=4, bottom=(8,), top=(8,))
+    how = {"num_epochs": 6, "batch_size": 64, "learning_rate": 0.01}
+    run = sj.Run.train(train, tmp_path / "run", config=config, **how)
+    plain = run.evaluate(test)
+    assert plain["calibration"] > 2
+    sampled = run.evaluate(test, negatives_kept=0.2)
+    assert abs(sampled["calibration"] - 1) < 0.12
+    assert sampled["auc"] == pytest.approx(plain["auc"], abs=1e-6)
+    before = run.predict(test).astype(np.float64)
+    after = sj.predict_clicks(sj.calibrate(run.model, negatives_kept=0.2), test)
+    odds = 0.2 * before / (1 - before)
+    np.testing.assert_allclose(after, odds / (1 + odds), rtol=1e-4)
+
+    losses = {}
+    for method in ("platt", "isotonic"):
+        measured = run.evaluate(test, calibrate=other, method=method)
+        assert abs(measured["calibration"] - 1) < 0.12
+        losses[method] = measured["log_loss"]
+        assert losses[method] < plain["log_loss"] - 0.03
+    # The command says the same, and the exported file predicts so.
+    for name, data in (("test", test), ("other", other)):
+        data.save(tmp_path / f"{name}.parquet")
+    flags = ["--calibrate", str(tmp_path / "other.parquet"), "--method", "isotonic"]
+    capsys.readouterr()
+    argv = ["evaluate", str(tmp_path / "run"), str(tmp_path / "test.parquet"), *flags]
+    assert main(argv) == 0
+    said = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert said["log_loss"] == losses["isotonic"]
+    kept = parameters(tmp_path / "run")
+    path = tmp_path / "clicks.predictor"
+    assert main(["export", str(tmp_path / "run"), str(path), *flags]) == 0
+    assert parameters(tmp_path / "run") == kept
+    better = sj.calibrate(run.model, other, method="isotonic")
+    found = sj.load_predictor(path).predict(test)
+    np.testing.assert_allclose(found, sj.predict_clicks(better, test), rtol=1e-5)
+    assert len(np.unique(found)) < len(np.unique(before))
+
+
+def test_examples_of_one_class_have_a_log_loss():
+    clicks = sj.read_clicks(drawn(200), SCHEMA)
+    model, _ = sj.build(sj.DLRMConfig(dim=4, bottom=(4,), top=(4,)), clicks)
+    for label, names in ((0, {"log_loss"}), (1, {"log_loss", "calibration"})):
+        part = clicks.rows(np.flatnonzero(clicks.labels == label))
+        with pytest.warns(UserWarning, match=f"all labels are {label}: .* no AUC"):
+            found = sj.evaluate(model, part, groups="user", keep_rows=True)
+        assert found.keys() == names
+        p = sj.predict_clicks(model, part).astype(np.float64)
+        right = p if label else 1 - p
+        np.testing.assert_allclose(found["log_loss"], -np.log(right).mean(), rtol=1e-5)
+        assert isinstance(found, sj.metrics.Measured)
+        assert found.intervals().keys() == {"log_loss"}
+
+
+@pytest.mark.usefixtures("wrong_types")
+def test_what_is_wrong_is_said(tmp_path, capsys):
+    clicks = sj.read_clicks(drawn(20), SCHEMA)
+    model, _ = sj.build(sj.DLRMConfig(dim=4, bottom=(4,), top=(4,)), clicks)
+    wrong: list[tuple[str, dict[str, Any]]] = [
+        ("give clicks=.* or negatives_kept", {}),
+        ('method is "platt" or "isotonic"', {"clicks": clicks, "method": "x"}),
+        (r"negatives_kept is in \(0, 1\]", {"negatives_kept": 0.0}),
+        (r"negatives_kept is in \(0, 1\]", {"negatives_kept": 1.5}),
+        ("no examples", {"clicks": clicks.rows(slice(0, 0))}),
+    ]
+    for match, options in wrong:
+        with pytest.raises(ValueError, match=match):
+            sj.calibrate(model, **options)
+    sj.save_model(
+        tmp_path / "run", model, sj.Optimizer(model, sj.optimizers.sgd(0.1)), clicks
+    )
+    run = sj.Run.load(tmp_path / "run")
+    with pytest.raises(ValueError, match="needs calibrate=.*the examples"):
+        run.export(tmp_path / "a.predictor", method="platt")
+    argv = ["export", str(tmp_path / "run"), str(tmp_path / "x"), "--method", "platt"]
+    assert main(argv) == 1
+    assert "--method needs --calibrate, the examples" in capsys.readouterr().err
