@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import AxisType, NamedSharding
@@ -272,8 +273,14 @@ def _with_auto_axes(mesh: jax.sharding.Mesh) -> jax.sharding.Mesh:
 
 
 def out_sharding(spec: P) -> dict[str, Any]:
-    """Options of a `flax.nnx.Variable` that is divided by `spec`, if a mesh is set."""
-    return {"out_sharding": spec} if mesh_is_set() else {}
+    """Options of a `flax.nnx.Variable` that is divided by `spec`, if a mesh is set.
+
+    Its value has to be divided so already, see `jit_sharded`: flax would divide it once more,
+    and so copy it, for which large tables leave no memory.
+    """
+    if not mesh_is_set():
+        return {}
+    return {"out_sharding": spec, "eager_sharding": False}
 
 
 def jit_sharded[**Args, Made](
@@ -329,6 +336,24 @@ def put_rows(array: np.ndarray, mesh: jax.sharding.Mesh) -> jax.Array:
     return jax.make_array_from_callback(
         array.shape, NamedSharding(mesh, P("data")), lambda index: array[index]
     )
+
+
+def dealt(loads: jax.Array, parts: int) -> jax.Array:
+    """Deals items to parts, to each as many, so that their loads are nearly equal.
+
+    The largest are dealt first, there and back: to parts 0, 1, 2, then 2, 1, 0, then 0, ...
+    Two parts differ by no more than the largest load.
+
+    Args:
+      loads: `[items]`.
+      parts: number of parts; it divides that of the items.
+
+    Returns:
+      `[parts, items of a part]`: the items of each part.
+    """
+    rounds = jnp.argsort(loads, descending=True).reshape(-1, parts)
+    back = jnp.arange(len(rounds))[:, None] % 2 > 0
+    return jnp.where(back, rounds[:, ::-1], rounds).T
 
 
 def replicated[Tree](tree: Tree) -> Tree:

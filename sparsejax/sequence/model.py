@@ -190,8 +190,9 @@ class SequenceModel(nnx.Module):
           times: of each place, or None.
           max_targets: the most places that have a next item. The output layer computes as
             many rows, and `SASRec` and `HSTU` are computed on as many, so that padding
-            costs them nothing. On a mesh they divide it evenly over "data". More places
-            make the loss NaN. None is all places.
+            costs them nothing. On a mesh they divide it evenly over "data", and deal out
+            the histories so that parts have nearly the same number. More places make the
+            loss NaN. None is all places.
 
         Raises:
           ValueError: histories are longer, or have less than two places.

@@ -11,7 +11,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.layout import axis_sizes, call_on_each_device, mesh_is_set
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device, dealt, mesh_is_set
 from sparsejax.ops.history_attention import history_attention
 from sparsejax.ops.implementations import Implementation
 from sparsejax.sparse import segment_ids
@@ -23,7 +23,8 @@ class Tokens(NamedTuple):
     """The tokens that a model reads of a batch of histories.
 
     On a mesh each part of the axis "data" has its own histories, and as much room for
-    their tokens as the others; else there is one part.
+    their tokens as the others; else there is one part. `packed` deals histories to the
+    parts, so that each has nearly the same number of tokens.
 
     Attributes:
       ids: the items; `PADDING` where there is none.
@@ -99,7 +100,7 @@ class Tokens(NamedTuple):
             fits = (indptr[-1] <= room)[None]
             return tokens, at(histories, places + 1, PADDING), fits
 
-        tokens, targets, fits = _by_part(of_part, histories, times)
+        tokens, targets, fits = _by_part(of_part, histories, times, deal=True)
         return tokens, targets, jnp.all(fits)
 
     def attend(self, q, k, v, *, place_bias=None, time_bias=None, **rule):
@@ -178,14 +179,35 @@ def _divided(parts: int) -> bool:
     return mesh_is_set() and axis_sizes()[0] == parts
 
 
-def _by_part(function, histories, times):
-    """Calls `function` with numbers of rows, histories and times of each part."""
+def _by_part(function, histories, times, *, deal: bool = False):
+    """Calls `function` with numbers of rows, histories and times of each part.
+
+    Args:
+      function: whose results the parts have one after the other.
+      histories: of the batch.
+      times: of each place, or None.
+      deal: whether parts exchange histories, so that those of each have nearly the same
+        number of places with a next item. Ids and times are few bytes beside vectors.
+    """
     if times is not None:
         # A time before an earlier one counts as that.
         times = lax.cummax(times, axis=1)
     rows = jnp.arange(len(histories), dtype=jnp.int32)
-    if not _divided(_parts(len(histories))):
+    parts = _parts(len(histories))
+    if not _divided(parts):
         return function(rows, histories, times)
+
+    def of_dealt(*batch):
+        every = jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), batch)
+        targets = jnp.sum(every[1][:, 1:] != PADDING, axis=1)
+        own = dealt(targets, parts)[lax.axis_index("data")]
+        return function(*jax.tree.map(lambda x: x[own], every))
+
     return call_on_each_device(
-        function, rows, histories, times, in_specs=P("data"), out_specs=P("data")
+        of_dealt if deal and parts > 1 else function,
+        rows,
+        histories,
+        times,
+        in_specs=P("data"),
+        out_specs=P("data"),
     )

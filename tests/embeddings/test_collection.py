@@ -491,6 +491,26 @@ def test_a_seed_gives_the_same_tables_everywhere():
     assert not np.array_equal(one.table("item")[:1], one.table("one"))
 
 
+def test_tables_on_a_mesh_are_not_copied(monkeypatch):
+    """Else a table would need twice its memory while it is made."""
+    divided, divide = [], jax.lax.with_sharding_constraint
+
+    def noted(x, *rest):
+        divided.append(isinstance(x, jax.core.Tracer))
+        return divide(x, *rest)
+
+    monkeypatch.setattr(jax.lax, "with_sharding_constraint", noted)
+    with jax.set_mesh(sj.make_mesh(data=1, model=8)):
+        table = sj.embeddings.TableConfig(1024, 8, placement="rows")
+        made = sj.embeddings.EmbeddingCollection(
+            {"a": table}, {"a": "a"}, rngs=nnx.Rngs(0)
+        )
+        sj.Optimizer(made, sj.optimizers.rowwise_adagrad(0.1))
+        [kernel] = made.kernels.values()
+        assert kernel[...].addressable_shards[0].data.shape == (128, 8)
+    assert all(divided)
+
+
 @pytest.mark.parametrize("mesh", [None, (1, 8)])
 def test_set_table(mesh):
     rows = np.random.default_rng(0).standard_normal((700, 6)).astype(np.float32)

@@ -12,6 +12,7 @@ from flax import nnx
 from memory import temporary_bytes
 
 import sparsejax as sj
+from sparsejax.mesh.layout import dealt
 from sparsejax.ops import implementations
 
 ITEMS = 11
@@ -245,6 +246,35 @@ def test_dropout_does_not_depend_on_room_or_mesh(name):
     np.testing.assert_allclose(on_mesh, [first, second], rtol=1e-5)
     # Each part of a mesh has its share of the room.
     assert np.isnan(loss(16, sj.make_mesh(data=4, model=2))).all()
+
+
+def test_parts_of_a_mesh_have_as_many_places():
+    lengths = np.arange(64) // 11  # all long ones are of the last part
+    shown = jnp.asarray(np.where(np.arange(6) <= lengths[:, None], 3, -1))
+    room = int(lengths.sum())
+
+    def loss():
+        config = dataclasses.replace(CONFIGS["sasrec"], dropout=0.0)
+        model = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+        # Places for which a part has no room make it NaN.
+        return [float(model.loss(shown, max_targets=n)) for n in (room + 8, room - 9)]
+
+    one, too_few = loss()
+    assert np.isnan(too_few)
+    with jax.set_mesh(sj.make_mesh(data=4, model=2)):
+        on_mesh, too_few = loss()
+    assert np.isnan(too_few)
+    assert on_mesh == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.parametrize(("count", "parts"), [(4, 4), (12, 3), (64, 2), (8, 1)])
+def test_loads_are_dealt_evenly(count, parts):
+    loads = np.random.default_rng(count).integers(0, 50, count)
+    found = np.asarray(dealt(jnp.asarray(loads), parts))
+    assert found.shape == (parts, count // parts)
+    np.testing.assert_array_equal(np.sort(found.ravel()), np.arange(count))
+    sums = loads[found].sum(axis=1)
+    assert sums.max() - sums.min() <= loads.max()
 
 
 @pytest.mark.parametrize("name", ["sasrec", "hstu"])

@@ -398,6 +398,14 @@ def test_a_batch_has_room_for_its_places():
     windows, places = job.capacities(1, 1)
     assert windows == found[0]
     assert found[1] / 1.3 < places < found[1] * 1.3
+    # Long histories are dealt to the parts, which so need no more room together.
+    with jax.set_mesh(sj.make_mesh(data=4, model=2)):
+        model, _ = sj.build(SASREC, data)
+        placed = training.place(data, model=model)
+        epochs = training.Epochs(placed, batch_size=64, num_epochs=5)
+        parts = next(epochs.dispatches(0)).sizes.capacities
+    assert parts[1] < found[1] * 1.3
+    assert job.capacities(4, 2)[1] == places
 
 
 @functools.cache

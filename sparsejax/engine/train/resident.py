@@ -37,6 +37,7 @@ from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
     axis_sizes,
     call_on_each_device,
+    dealt,
     mesh_is_set,
     put_on_mesh,
     put_rows,
@@ -74,7 +75,8 @@ class TrainingTask(Protocol):
 
     @property
     def even(self) -> bool:
-        """Whether the room of such a matrix is divided evenly over the parts of a batch."""
+        """Whether each part of a batch has equal room for the entries of such a matrix, and
+        rows are `dealt` to the parts by their entries."""
         ...
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
@@ -387,7 +389,6 @@ class Resident:
 
     def needed(self, rows: jax.Array) -> list[jax.Array]:
         """For each matrix the room that `take` needs: entries, or numbers of an array."""
-        by_part = rows.reshape(-1, rows.shape[2])
         every, rows = rows.reshape(len(rows), -1), self.local(rows)
 
         def of(matrix):
@@ -395,7 +396,7 @@ class Resident:
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
                 if self.roles.even:
-                    return rows.shape[1] * _largest(matrix, by_part)
+                    return rows.shape[1] * _largest_dealt(matrix, every, rows.shape[1])
                 return _largest(matrix, every)
             return jnp.int32(rows.shape[2] * math.prod(matrix.shape[2:]))
 
@@ -458,8 +459,21 @@ def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:
+    return jnp.max(jnp.sum(_lengths(matrix, rows), axis=1))
+
+
+def _largest_dealt(matrix: CSR, rows: jax.Array, parts: int) -> jax.Array:
+    """Entries of the fullest part of a batch, of `rows: [steps, batch]`."""
+
+    def of_batch(lengths):
+        return jnp.max(jnp.sum(lengths[dealt(lengths, parts)], axis=1))
+
+    return jnp.max(jax.vmap(of_batch)(_lengths(matrix, rows)))
+
+
+def _lengths(matrix: CSR, rows: jax.Array) -> jax.Array:
     lengths = matrix.row_lengths().at[rows].get(mode="fill", fill_value=0)
-    return jnp.max(jnp.sum(jnp.where(rows >= 0, lengths, 0), axis=1))
+    return jnp.where(rows >= 0, lengths, 0)
 
 
 def _canonical(array):

@@ -108,11 +108,10 @@ class HistoryWorkload(Workload):
     def capacities(self, data: int, model: int) -> list[int]:
         windows = bucket(self.batch // data * self.window)
         targets = self._targets()
-        # The fullest batch, or part of one, is 3 standard deviations above the mean.
-        parts = data if self._of_tokens else 1
-        rows = self.batch // parts
+        # The fullest batch is 3 standard deviations above the mean. Its parts are alike.
+        rows = self.batch
         fullest = rows * targets.mean() + 3 * math.sqrt(rows) * targets.std()
-        most = parts * min(math.ceil(fullest), rows * self.network.max_length)
+        most = min(math.ceil(fullest), rows * self.network.max_length)
         return [windows] * (1 + self.times) + [bucket(most)]
 
     @property
@@ -269,6 +268,9 @@ class HistoryWorkload(Workload):
                 hidden // model, data
             ) + gathered(hidden, data)
             over_data["gradient of the last hidden layer"] = gathered(hidden, data)
+        if data > 1 and self._of_tokens:
+            shown = 4 * (1 + self.times) * self.batch * self.window
+            over_data["histories of the batch"] = gathered(shown, data)
         if data > 1:
             if drawn is None:
                 over_data["gradient of the vectors"] = gathered(read, data)

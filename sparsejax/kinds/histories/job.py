@@ -42,7 +42,7 @@ class SequenceTask:
 
     Attributes:
       packs: whether the loss of the model takes `max_targets`.
-      even: whether it divides them evenly over "data".
+      even: whether it deals rows to the parts of "data", which have equal room for them.
     """
 
     packs: bool
