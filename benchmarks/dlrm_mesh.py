@@ -9,7 +9,8 @@ row-wise Adagrad, layers by Adagrad. A step is a loop of a person's own: `sj.jit
 `value_and_grad` and `update`. *Rows* divides all tables by their rows over "model". *Sums* is the
 same without knowing the law of the ids: a sum crosses for each id. *Narrow* is *rows* with bfloat16
 on the wire. *Copies* has all tables on both GPUs. *Planned* is what `plan_embeddings` chooses for two
-devices along "model". The first step is timed where no compiled program is found again.
+devices along "model". *Large* is *rows* with 47 M rows in each of the first four tables: 100 GB, more
+than an H100 has. The first step is timed where no compiled program is found again.
 
 A step in float32 by its parts, predicted at 4.3 TB/s, 400 TFLOP/s and 329 GB/s between two GPUs, for
 65,536 examples. On two GPUs zipf is 1.05: of the ids of a device .28 differ, so that 142,000 rows have
@@ -62,6 +63,7 @@ if TYPE_CHECKING:
     from sparsejax.embeddings.config import Placement
 
 _ROWS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
+_LARGE = (47_000_000,) * 4 + _ROWS[4:]
 _DENSE, _DIM = 13, 128
 _BOTTOM, _TOP = (512, 256), (1024, 1024, 512, 256)
 _RATE, _EPS = 0.02, 1e-8
@@ -75,6 +77,7 @@ _WAYS: dict[str, tuple[tuple[int, int], Placement | None]] = {
     "narrow": ((1, 2), "rows"),
     "sums": ((1, 2), "rows"),
     "copies": ((2, 1), "replicated"),
+    "large": ((1, 2), "rows"),
     "planned": ((1, 2), None),
 }
 # How tables lie, the batch as a multiple of 65,536, and the dtype of the layers.
@@ -85,9 +88,13 @@ _MEASURED = (
     "rows 2 float32",
     "one 2 bfloat16",
     "narrow 2 bfloat16",
+    "large 1 float32",
 )
 _PARTS = {
-    part: {"CUDA_VISIBLE_DEVICES": "0" if part.startswith("one") else "0,1"}
+    part: {
+        "CUDA_VISIBLE_DEVICES": "0" if part.startswith("one") else "0,1",
+        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".92",
+    }
     for part in _MEASURED
 }
 
@@ -102,7 +109,9 @@ def _measure(part: str) -> Iterator[dict]:
     way, times, dtype = part.split()
     on_gpu = jax.default_backend() == "gpu"
     batch = int(times) * (_BATCH if on_gpu else 64)
-    rows = _ROWS if on_gpu else tuple(n // 10_000 + 50 for n in _ROWS)
+    rows = _LARGE if way == "large" else _ROWS
+    if not on_gpu:
+        rows = tuple(n // 10_000 + 50 for n in rows)
     before = None
     for skew in _SKEWS:
         with reported(part, str(skew)):
@@ -139,7 +148,7 @@ class _Case:
         self.plan: sj.embeddings.EmbeddingPlan | dict[str, Placement] = {}
         if placement is not None:
             self.plan = dict.fromkeys(names, placement)
-        if way in ("rows", "narrow", "planned"):
+        if way in ("rows", "narrow", "planned", "large"):
             self.plan = sj.embeddings.plan_embeddings(
                 tables,
                 dict(zip(names, names, strict=True)),
@@ -241,6 +250,13 @@ class _Case:
             "steps_with_too_few_places": f"{crowded} of {_ROUNDS * _STEPS}",
             "loss": first,
             "placements": placements,
+            "table_bytes_of_a_device": sum(
+                value[...].addressable_shards[0].data.nbytes
+                for value in self.modules[0].embeddings.kernels.values()
+            ),
+            "peak_bytes": (jax.devices()[0].memory_stats() or {}).get(
+                "peak_bytes_in_use"
+            ),
             "kernel_microseconds": round(sum(kernels.values()), 1),
             "kernels": [(name[:80], round(t, 1)) for name, t in largest],
             "versions": {
@@ -255,19 +271,21 @@ def _write_table(report: dict) -> None:
     rows, results = [], report["results"]
     for r in results:  # a result that was measured again has a commit of its own
         r.setdefault("commit", report["commit"])
+        r.setdefault("device", report["versions"]["device"])
     one = {
-        (r["dtype"], r["zipf"], r["commit"]): r
+        (r["device"], r["dtype"], r["zipf"], r["commit"]): r
         for r in results
         if r["way"] == "one" and r["batch"] == _BATCH
     }
     for r in results:
-        base = one.get((r["dtype"], r["zipf"], r["commit"]))
+        base = one.get((r["device"], r["dtype"], r["zipf"], r["commit"]))
         times = "-"
         if base:
             rate = r["examples_per_second"] / base["examples_per_second"]
             times = f"{rate:.2f}x"
         rows.append(
             [
+                r["device"].removeprefix("NVIDIA ").partition(" ")[0],
                 r["way"],
                 f"{r['batch']:,}",
                 r["dtype"],
@@ -280,7 +298,7 @@ def _write_table(report: dict) -> None:
                 r["commit"],
             ]
         )
-    columns = ["tables", "batch", "layers", "zipf", "ms a step", "M examples/s"]
+    columns = ["GPU", "tables", "batch", "layers", "zipf", "ms a step", "M examples/s"]
     columns += ["of one GPU", "first step, s", "steps with too few places", "commit"]
     write_section("dlrm_mesh", [origin(report), "", *table(columns, rows)])
 
