@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import os
 import re
 import threading
@@ -20,9 +21,11 @@ from sparsejax.data import (
     read_pairs,
 )
 from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.files import stored
 from sparsejax.data.files.columns import account_of, account_of_histories
 from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.data.files.opening import shown
+from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.click_files import guess_clicks
@@ -78,11 +81,15 @@ def read_file(
     if isinstance(source, SparseDataset):
         data = source if features is None else source.align_features(features)
         return data.without_values() if indicator else data
-    if isinstance(source, SequenceDataset):
-        raise ValueError(
-            "these are histories: pass data.to_sparse() for a model of items, or name a "
-            "model of histories, such as model='hstu'"
+    if _has_histories(source):
+        silent = dataclasses.replace(reading, value=None, say=Reading().say)
+        histories = read_histories(source, silent)
+        data = histories.to_sparse()
+        reading.say(
+            f"{name_of(source)}: histories, whose order and repeats this model does not see: "
+            f"{histories.num_entries:,} events, {data.num_entries:,} entries"
         )
+        return data if features is None else data.align_features(features)
     options = {
         "user": reading.user,
         "item": reading.item,
@@ -101,6 +108,15 @@ def read_file(
         account += "; no times"
     reading.say(f"{name_of(source)}: {account}")
     return data
+
+
+def _has_histories(source: Any) -> bool:
+    """Whether a source is a `SequenceDataset`, or a file of one."""
+    if isinstance(source, SequenceDataset):
+        return True
+    if not is_file(source) or not is_parquet(source):
+        return False
+    return stored.kind_of(first_schema(parquet_files(source))[1]) == "histories"
 
 
 def read_histories(

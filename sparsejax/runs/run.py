@@ -129,7 +129,8 @@ class Run:
             `read_sequences` takes; clicks a `ClickDataset`, or what `read_clicks` takes.
           directory: a new folder for the run. Without one the run is kept in a temporary
             folder until it is saved.
-          model: "autoencoder" learns which items go together, and is the default. "sasrec",
+          model: "autoencoder" learns which items go together, and is the default. It sees
+            neither order nor repeats, also of histories. "sasrec",
             "hstu" and "gru" learn what comes next in histories. "dlrm", the default for
             clicks, "dcn", "deepfm" and "wide_deep" predict clicks.
           config: the configuration of the model, in place of one that suits the data.

@@ -316,3 +316,34 @@ def test_clicks_go_on_with_new_categories(folder, tmp_path, capsys):
     assert "takes the columns of its run: leave out --schema" in capsys.readouterr().err
     assert main([*argv, str(tmp_path / "no"), "--chunk-rows", "9"]) == 1
     assert "leave out --chunk-rows" in capsys.readouterr().err
+
+
+def test_a_model_of_items_takes_saved_histories(tmp_path, capsys):
+    """It sees neither their order nor their repeats."""
+    rng = np.random.default_rng(0)
+    events = [
+        (u, (u + 2 * int(i)) % 12) for u in range(24) for i in rng.integers(0, 4, 9)
+    ]
+    histories = sj.read_sequences(
+        [{"user": f"u{u}", "item": f"i{i}"} for u, i in events]
+    )
+    histories.save(tmp_path / "histories.parquet")
+    how: dict[str, Any] = {
+        "num_epochs": 2,
+        "config": sj.NetworkConfig.autoencoder((8,)),
+    }
+    sparse = sj.Run.train(histories.to_sparse(), **how)
+    for source in (histories, tmp_path / "histories.parquet"):
+        run = sj.Run.train(source, **how)
+        assert parameters(run.directory) == parameters(sparse.directory)
+        found, expected = (each.recommend(["u3"], k=4) for each in (run, sparse))
+        assert found.names() == expected.names()
+    run.save(tmp_path / "run")
+    argv = [
+        "evaluate",
+        str(tmp_path / "run"),
+        *[str(tmp_path / "histories.parquet")] * 2,
+    ]
+    assert main([*argv, "--keep-seen"]) == 0
+    said = capsys.readouterr().err
+    assert f"216 events, {histories.to_sparse().num_entries} entries" in said
