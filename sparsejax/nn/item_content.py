@@ -319,21 +319,25 @@ def _backward(how: _How, residuals, slopes: jax.Array):
     dtype, axes = how
 
     def part(kernel, learned, fixed, slopes):
-        def chunk(sums, own):
-            (own, slope) = own
+        def chunk(carry, part):
+            sums, found = carry
+            number, own = part
             wide = accumulator(own[0].dtype)
             _, pull = jax.vjp(
                 lambda learned, rows: _of_chunk(dtype, learned, rows, *own[1:]),
                 learned,
                 own[0],
             )
-            of_learned, of_rows = pull(slope.astype(wide))
-            return jax.tree.map(jnp.add, sums, of_learned), of_rows
+            of_learned, of_rows = pull(found[number].astype(wide))
+            # The gradient of the rows takes the place of that of the vectors.
+            found = found.at[number].set(of_rows.astype(found.dtype))
+            return (jax.tree.map(jnp.add, sums, of_learned), found), None
 
         own = _chunks(kernel, fixed)
-        by_chunk = slopes.reshape(own[0].shape)
+        by_chunk = slopes.reshape(own[0].shape).astype(kernel.dtype)
         zeros = jax.tree.map(jnp.zeros_like, learned)
-        sums, of_rows = lax.scan(chunk, zeros, (own, by_chunk))
+        numbers = jnp.arange(len(own[0]))
+        (sums, of_rows), _ = lax.scan(chunk, (zeros, by_chunk), (numbers, own))
         if axes is not None:
             sums = lax.psum(sums, axes)
         return of_rows.reshape(kernel.shape), sums

@@ -165,3 +165,28 @@ def test_same_on_a_mesh(features):
     alone = trained()
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
         np.testing.assert_allclose(trained(), alone, rtol=1e-3, atol=1e-5)
+
+
+def test_two_towers(features):
+    """Features of users are the input, and items have content: as the page shows."""
+    purchases = items()
+    groups = [f"g{int(row[1:]) % 3}" for row in purchases.row_names]
+    users = sj.data.from_arrow(
+        pa.table({"user": purchases.row_names.tolist(), "item": groups})
+    )
+    config = sj.NetworkConfig.autoencoder((8,), corruption=0.0)
+    model, optimizer = sj.build(
+        config,
+        users,
+        sj.optimizers.adam(0.05),
+        targets=purchases,
+        item_features=features,
+    )
+    sj.fit(model, optimizer, users, purchases, num_epochs=30, batch_size=20)
+    found = sj.recommend(model, users, k=5).ids
+    kinds = [
+        [kind_of_item(int(name[1:])) for name in purchases.feature_names[row]]
+        for row in found
+    ]
+    wanted = [int(row[1:]) % 3 for row in users.row_names]
+    assert np.mean(np.array(kinds) == np.array(wanted)[:, None]) > 0.9
