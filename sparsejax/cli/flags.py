@@ -283,9 +283,9 @@ class Train(OfKinds):
         that does not fit in memory: saved data sets, tables with a list of items on each
         row, or pairs sorted by user; or clicks. No batch mixes rows of two chunks. Cannot
         be used with --validation, except with a file of clicks.
-      item_features: What the items are: a CSV, Parquet or JSON file with a column of items, and
-        columns of tags, numbers or vectors. Items that are in no event are recommended, too. A run
-        --from another one needs the file again, with all items.
+      item_features: Content of the items: a CSV, Parquet or JSON file with a column of items,
+        and columns of tags, numbers or vectors. Items that are in no event are recommended, too.
+        A run --from another one needs the file again, with all items.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with --tied.
       deterministic: Give the same bits in every process on the same kind of GPU. It can

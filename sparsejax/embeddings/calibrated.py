@@ -45,7 +45,7 @@ class Calibrated(nnx.Module):
         self.knots = nnx.data(nnx.Variable(pairs) if len(knots) else None)
 
     def __getattr__(self, name: str) -> Any:
-        # What the data are compared with.
+        # The data are compared with these of the model.
         if name in ("num_dense", "num_ids"):
             return getattr(self.model, name)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
