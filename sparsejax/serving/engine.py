@@ -20,7 +20,8 @@ from sparsejax.predictors.runtime import Entries, Rows, sizes_for
 from sparsejax.sparse import CSR, host_rows
 
 # By default: programs of no more rows on a CPU, which takes 17 ms for them, and one for a
-# single row of so many entries. A GPU takes 1.5 times as long for 1,024 rows as for one.
+# single row of so many entries. A GPU's program computes for up to 128 rows what it does for
+# one, and its compiler takes seconds for each: there, none for 8 rows.
 _MOST_ROWS, _LONG_ROW = 64, 1024
 
 
@@ -126,6 +127,8 @@ class Engine:
         sizes, least = [*self._programs.by_rows], min(self._programs.by_rows)
         if jax.default_backend() == "cpu":
             sizes = [size for size in sizes if size <= max(_MOST_ROWS, least)]
+        else:
+            sizes = [size for size in sizes if size == least or size >= _MOST_ROWS]
         usual = {Shape(size, room(size, 1)) for size in sizes}
         return usual | {Shape(least, room(least, _LONG_ROW))}
 

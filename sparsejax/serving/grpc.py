@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
 import numpy as np
+from google.protobuf.message import DecodeError
 from open_inference.grpc import protocol as messages
-from open_inference.grpc import service as stubs
 
 from sparsejax.serving import logs, protocol
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
@@ -22,6 +22,11 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_SERVICE = "inference.GRPCInferenceService"
+_METHODS = (
+    *("ServerLive", "ServerReady", "ModelReady"),
+    *("ServerMetadata", "ModelMetadata", "ModelInfer"),
+)
 # The field of a message that has numbers of a type.
 _FIELDS = {
     "BOOL": "bool_contents",
@@ -40,8 +45,41 @@ def server(service: Service) -> grpc.aio.Server:
     most = service.settings.limits.body
     options = [("grpc.max_receive_message_length", most), ("grpc.so_reuseport", 0)]
     made = grpc.aio.server(options=options)
-    stubs.add_GRPCInferenceServiceServicer_to_server(_Answers(service), made)
+    answers = _Answers(service)
+    methods = {
+        name: grpc.unary_unary_rpc_method_handler(
+            _of_whole_messages(getattr(answers, name)),
+            request_deserializer=_parser(getattr(messages, f"{name}Request")),
+            response_serializer=getattr(messages, f"{name}Response").SerializeToString,
+        )
+        for name in _METHODS
+    }
+    handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
+    made.add_generic_rpc_handlers((handler,))
     return made
+
+
+def _parser(kind: Any) -> Callable[[bytes], Any]:
+    """A function that gives a message, or the refusal of bytes that are none."""
+
+    def parse(data: bytes) -> Any:
+        try:
+            return kind.FromString(data)
+        except DecodeError as error:
+            return RefusedError(400, f"the message cannot be read: {error}")
+
+    return parse
+
+
+def _of_whole_messages(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
+    """A method that is not called with bytes that are no message."""
+
+    async def answered(request: Any, context: Any) -> Any:
+        if isinstance(request, RefusedError):
+            await _abort(context, request)
+        return await method(request, context)
+
+    return answered
 
 
 def read(request: Any, limits: Limits) -> Asked:

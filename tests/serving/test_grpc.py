@@ -17,7 +17,7 @@ ROWS = ["item 3", "unheard", "jalapeño", "item 1"]
 
 
 @pytest.fixture(scope="module")
-def stub(service) -> Iterator[stubs.GRPCInferenceServiceStub]:
+def channel(service) -> Iterator[grpc.Channel]:
     loop, started, ports = asyncio.new_event_loop(), threading.Event(), []
 
     async def serve() -> None:
@@ -33,10 +33,24 @@ def stub(service) -> Iterator[stubs.GRPCInferenceServiceStub]:
     thread.start()
     assert started.wait(60)
     with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
-        yield stubs.GRPCInferenceServiceStub(channel)
+        yield channel
     loop.call_soon_threadsafe(stop.set)
     thread.join()
     loop.close()
+
+
+@pytest.fixture(scope="module")
+def stub(channel) -> stubs.GRPCInferenceServiceStub:
+    return stubs.GRPCInferenceServiceStub(channel)
+
+
+@pytest.mark.parametrize("method", ["ModelInfer", "ModelReady", "ModelMetadata"])
+def test_bytes_that_are_no_message(channel, method):
+    ask = channel.unary_unary(f"/inference.GRPCInferenceService/{method}")
+    with pytest.raises(grpc.RpcError) as refused:
+        ask(b"\n\x05films*\xff")
+    assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "the message cannot be read" in refused.value.details()
 
 
 def asked(*inputs: dict, **facts) -> messages.ModelInferRequest:
