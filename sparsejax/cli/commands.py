@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import json
+import os
 import pathlib
 import sys
+import tempfile
+from collections.abc import Generator
 from typing import Any
 
 import numpy as np
@@ -38,6 +42,8 @@ from sparsejax.runs.reading import (
     with_times,
 )
 from sparsejax.verbs import vectors as vector_files
+
+_MOST_SERVED = 100  # items that a service of a run recommends to a row
 
 
 def evaluate(command: flags.Evaluate) -> None:
@@ -109,6 +115,22 @@ def export(command: flags.Export) -> None:
     print(f"the predictor is in {command.out}", file=sys.stderr)
     if command.compile:
         load_predictor(command.out).warm_up(rows=command.batch_size)
+
+
+@contextlib.contextmanager
+def exported(command: flags.Serve) -> Generator[flags.Serve]:
+    """Within it, a command that serves a run serves a predictor of it, in its place."""
+    from sparsejax.verbs.export import export_predictor
+
+    run = pathlib.Path(command.model)
+    opened = Folder.of(run)
+    kind = commands_of(opened.settings.network).kind
+    k = used(kind, "export_predictor", {"k": _MOST_SERVED})
+    name = command.name or run.absolute().name
+    with tempfile.TemporaryDirectory(prefix="sparsejax-serve-") as folder:
+        path = os.path.join(folder, "model.predictor")
+        export_predictor(opened.model(), path, names=opened.known, **k)
+        yield dataclasses.replace(command, model=path, name=name)
 
 
 def convert(command: flags.Convert) -> None:

@@ -857,7 +857,8 @@ class Serve:
 
     Attributes:
       model: File that export wrote, or its address in a store; or a folder of versions, such
-        as models/films with models/films/3/model.predictor.
+        as models/films with models/films/3/model.predictor; or the folder of a run, whose
+        model then recommends up to 100 items a row.
       name: The model's name in the protocol.
       host: Name or address to listen at. 0.0.0.0 is all that this machine has.
       port: Port of HTTP; 0 takes a free one.

@@ -132,9 +132,18 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
                 from sparsejax.cli import commands as module
     if isinstance(command, flags.Train | flags.Tune | flags.Plan):
         _check_network(command)
-    with _programs(command, devices):
+    with _programs(command, devices), contextlib.ExitStack() as stack:
+        if isinstance(command, flags.Serve) and _is_run(command.model):
+            from sparsejax.cli import commands
+
+            command = stack.enter_context(commands.exported(command))
         result = getattr(module, _function_of(command))(command)
     return 1 if result is False else 0  # a plan that does not fit
+
+
+def _is_run(path: str) -> bool:
+    """Whether this is the folder of a run."""
+    return os.path.isfile(os.path.join(path, "run.json"))
 
 
 def _function_of(command: flags.Command) -> str:

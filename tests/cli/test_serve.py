@@ -17,6 +17,7 @@ from open_inference.grpc import service as stubs
 from served import Client, tensor
 
 import sparsejax as sj
+from sparsejax.cli import commands, flags
 from sparsejax.cli.main import main
 
 
@@ -111,6 +112,22 @@ def _ask(client: Client, answers: list[int]) -> None:
 def test_wrong_flags(file, capsys, words, message):
     assert main(["serve", str(file), "--port", "0", *words]) == 1
     assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_a_run_is_served(tmp_path, capsys):
+    lines = "".join(f"u{u},i{i}\n" for u in range(6) for i in range(u % 2, 6, 2))
+    (tmp_path / "plays.csv").write_text("user,item\n" + lines)
+    run = sj.Run.train(tmp_path / "plays.csv", tmp_path / "run", num_epochs=1)
+    command = flags.Serve(model=str(run.directory))
+    with commands.exported(command) as served:
+        predictor = sj.load_predictor(served.model)
+        assert served.name == "run"
+        found = predictor.recommend_names(["i0", "i2"])
+        assert len(found) == 4 and {*found} == {"i1", "i3", "i4", "i5"}
+    assert not pathlib.Path(served.model).exists()
+    words = ["serve", str(run.directory), "--port", "0", "--shapes", "3x64"]
+    assert main(words) == 1  # else it would serve
+    assert "has programs of 1, 8, 64, 512 rows" in capsys.readouterr().err
 
 
 def test_what_is_no_predictor(tmp_path, capsys):
