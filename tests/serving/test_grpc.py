@@ -50,7 +50,7 @@ def test_bytes_that_are_no_message(channel, method):
     with pytest.raises(grpc.RpcError) as refused:
         ask(b"\n\x05films*\xff")
     assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
-    assert "the message cannot be read" in refused.value.details()
+    assert "the message cannot be read" in str(refused.value.details())
 
 
 def asked(*inputs: dict, **facts) -> messages.ModelInferRequest:
