@@ -60,7 +60,7 @@ def server(service: Service) -> grpc.aio.Server:
 
 
 def _parser(kind: Any) -> Callable[[bytes], Any]:
-    """A function that gives a message, or the refusal of bytes that are none."""
+    """A function that reads a message. If there is none, it gives a refusal."""
 
     def parse(data: bytes) -> Any:
         try:
