@@ -107,8 +107,13 @@ def keys(rows, count=2**20):
     return {"rows": stats.rows, "capacity": stats.capacity, "ids": count, **each}
 
 
+@functools.cache
+def weights_of(count, exponent):
+    return np.cumsum(np.arange(1, count + 1.0) ** -exponent)
+
+
 def zipf(rng, names, exponent):
-    weights = np.cumsum(np.arange(1, len(names) + 1.0) ** -exponent)
+    weights = weights_of(len(names), exponent)
     at = np.searchsorted(weights, rng.random(BATCH) * weights[-1])
     return np.minimum(at, len(names) - 1)
 
@@ -146,7 +151,7 @@ def lookup(rows, dim):
     return {"rows": rows, "dim": dim, **found}
 
 
-def new(rows, dim, steps=12):
+def new(rows, dim, steps=6):
     rng, names, features, embeddings, optimizer = criteo(rows, dim)
     found = {}
     for share in (0.0, 0.01, 0.1):
@@ -155,8 +160,8 @@ def new(rows, dim, steps=12):
             ids = {}
             for name in features:
                 some = names[zipf(rng, names, 0.8)]
-                is_new = rng.random(BATCH) < share
-                ids[name] = WideIds.of(np.where(is_new, names_of(rng, BATCH), some))
+                some[: round(share * BATCH)] = names_of(rng, round(share * BATCH))
+                ids[name] = WideIds.of(some)
             batches.append(put(embeddings.pack(ids)))
         jax.block_until_ready(assign_and_read(embeddings, optimizer, batches[0]))
         before = embeddings.stats()

@@ -67,6 +67,11 @@ class TableConfig:
                 f"{type(self.rule).__name__}"
             )
 
+    @property
+    def index_bytes(self) -> int:
+        """Bytes for each row, beside its numbers and state; 0 unless it is dynamic."""
+        return 0
+
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Admit:
@@ -149,6 +154,13 @@ class DynamicTableConfig(TableConfig):
         rows = math.ceil(self.num_rows / ROW_MULTIPLE) * ROW_MULTIPLE
         object.__setattr__(self, "num_rows", rows)
         object.__setattr__(self, "placement", "rows")
+
+    @property
+    def index_bytes(self) -> int:
+        """Bytes for each row, beside its numbers and state."""
+        # A key, a flag, a place in the free list, two slots with tags, `last` and `count`.
+        index = 8 + 1 + 4 + 2 * (4 + 1) + 4 + 4
+        return index + (16 if self.admit and self.admit.count else 0)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -25,7 +25,7 @@ class PlannedTable:
       dim: numbers in a row.
       placement: how it lies on a mesh.
       why: the reason, in words.
-      memory: bytes of its rows and their state, once.
+      memory: bytes of its rows and their state, once; of a dynamic table with its index.
       entries: ids of a batch.
       sent: its part of the bytes that each device sends in a step.
     """

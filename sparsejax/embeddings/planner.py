@@ -216,6 +216,9 @@ def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
         own = stack.num_rows // (problem.model if stack.divided else 1)
         row = stack.dim * stack.dtype.itemsize
         rows += own * row
+        for table in stack.tables:
+            parts = problem.model if stack.divided else 1
+            rows += table.config.num_rows * table.config.index_bytes // parts
         state += own * problem.state(stack.rule, stack.dim)
         if not stack.features:
             continue
@@ -278,6 +281,7 @@ def _table(problem: Problem, name: str, placed: Placed, sent: float) -> PlannedT
     table = problem.tables[name]
     dim = table.dim // max(1, len(placed.parts))
     row = dim * np.dtype(table.dtype).itemsize + problem.state(table.rule, dim)
+    row += table.index_bytes
     return PlannedTable(
         name=name,
         num_rows=table.num_rows,

@@ -192,9 +192,10 @@ def find(
         left, found = state
         lowest = lax.population_count((left & (~left + 1)) - 1).astype(jnp.int32)
         bucket = jnp.where(lowest < SLOTS, buckets[:, 0], buckets[:, 1])
-        slot = bucket * SLOTS + lowest % SLOTS
+        # Keys that are done read the same slot, which is in a cache.
+        slot = jnp.where(left != 0, bucket * SLOTS + lowest % SLOTS, 0)
         row = index.slots.reshape(-1)[slot]
-        place = part * layout.rows + row
+        place = jnp.where(left != 0, part * layout.rows + row, 0)
         key = index.keys.reshape(-1, 2)[place]
         hit = (left != 0) & (key[:, 0] == keys.low) & (key[:, 1] == keys.high)
         hit &= (row >= first) & (row < first + size)
@@ -270,7 +271,7 @@ def insert(
         # The rank of a key in its bucket.
         at = jnp.where(left, bucket, MAX_ENTRIES).astype(jnp.uint32)
         at, key = lax.sort((at, order), num_keys=2)
-        ranks = _rank(jnp.ones(len(at), bool), at)
+        ranks = order - lax.cummax(jnp.where(_differs(at), order, 0))
         rank = jnp.zeros_like(ranks).at[key].set(ranks, unique_indices=True)
         fits = left & (rank < room)
         free = ~jnp.take_along_axis(taken, choice[:, None, None], axis=1)[:, 0]

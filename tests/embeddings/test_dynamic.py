@@ -607,3 +607,19 @@ def test_a_state_of_another_rule_or_step_is_refused(tmp_path):
         model.embeddings.save_table("id", path, names=["a"])
     with pytest.raises(ValueError, match=".parquet files"):
         model.embeddings.save_table("id", tmp_path / "one.npy")
+
+
+def test_a_plan_counts_the_index():
+    tables = {
+        "user": DynamicTableConfig(60_000, 16, admit=Admit(count=2)),
+        "item": DynamicTableConfig(100_000, 16),
+    }
+    features = {name: name for name in tables}
+    plan = sj.embeddings.plan_embeddings(
+        tables, features, rule=sj.optimizers.sgd(0.1), batch_size=64, data=1, model=1
+    )
+    model = Model(tables, features, plan=plan)
+    arrays = jax.tree.leaves(nnx.state(model.embeddings))
+    (device,) = plan.devices
+    assert device.tables == pytest.approx(sum(a.nbytes for a in arrays), rel=0.01)
+    assert device.tables == pytest.approx(sum(t.memory for t in plan.tables), rel=0.02)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 import jax
@@ -43,34 +44,52 @@ def evict(
     """
     index, count = state.index, state.count
     gone = jnp.zeros_like(index.used)
-    ranges = zip(configs, layout.firsts, layout.sizes, strict=True)
-    for table, (config, first, size) in enumerate(ranges):
-        rows = slice(first, first + size)
-        lacking = needed[:, table] - index.num_free[:, table]
-        can = index.used[:, rows] & ~kept[:, rows] & (lacking > 0)[:, None]
-        last = state.last[:, rows]
+    parts = len(gone)
+    for first, tables in _alike(configs):
+        # The rows of a table in a part are what is looked at together.
+        config, size = configs[first], layout.sizes[first]
+        rows = slice(layout.firsts[first], layout.firsts[first] + tables * size)
+
+        def of_tables(array, rows=rows, shape=(parts * tables, size)):
+            return array[:, rows].reshape(*shape, *array.shape[2:])
+
+        which = slice(first, first + tables)
+        lacking = (needed[:, which] - index.num_free[:, which]).reshape(-1)
+        can = of_tables(index.used) & ~of_tables(kept) & (lacking > 0)[:, None]
+        last = of_tables(state.last)
         expired = jnp.zeros_like(can)
         if config.time_to_live is not None:
             # Not `now - last`, which may not fit.
             expired = can & (last < now - config.time_to_live)
         lowest = jnp.zeros_like(can)
         if config.evict is not None:
-            score = last if config.evict == "lru" else count[:, rows]
+            score = last if config.evict == "lru" else of_tables(count)
             # As unsigned numbers in the same order.
             score = lax.bitcast_convert_type(score, jnp.uint32) ^ jnp.uint32(1 << 31)
-            keys = index.keys[:, rows]
+            keys = of_tables(index.keys)
             words = jnp.stack([score, keys[..., 1], keys[..., 0]])
             wanted = jnp.maximum(lacking, -(-size // _SHARE))
             wanted -= jnp.sum(expired, axis=1, dtype=jnp.int32)
             lowest = _lowest(words, can & ~expired, jnp.maximum(wanted, 0))
-        gone = gone.at[:, rows].set(expired | lowest)
+        gone = gone.at[:, rows].set((expired | lowest).reshape(parts, -1))
         if config.evict == "lfu":
-            mine = count[:, rows]
+            mine = of_tables(count)
             halved = jnp.where((lacking > 0)[:, None], mine // 2, mine)
-            count = count.at[:, rows].set(halved)
+            count = count.at[:, rows].set(halved.reshape(parts, -1))
     freed = layout.per_table(gone.astype(jnp.int32))
     index = hash_index.remove(layout, index, gone)
     return counted(state._replace(index=index, count=count), EVICTED, freed)
+
+
+def _alike(configs: Sequence[DynamicTableConfig]) -> list[tuple[int, int]]:
+    """Neighbours of one size and policy: the first table, and how many there are."""
+    kinds = [(c.num_rows, c.evict, c.time_to_live) for c in configs]
+    found, first = [], 0
+    for _, members in itertools.groupby(kinds):
+        count = len(list(members))
+        found.append((first, count))
+        first += count
+    return found
 
 
 def _lowest(
@@ -81,11 +100,15 @@ def _lowest(
     """The `wanted` candidates of each part with the lowest words, the first word counting most.
 
     By the digits of the words, from the highest one on: candidates below the digit of the
-    last one wanted are taken, those that have it are looked at further.
+    last one wanted are taken, those that have it are looked at further, until none is wanted.
     """
 
-    def narrow(i, state):
-        taken, tied, wanted = state
+    def goes_on(state):
+        i, _, _, wanted = state
+        return (i < len(words) * _DIGITS) & jnp.any(wanted > 0)
+
+    def narrow(state):
+        i, taken, tied, wanted = state
         word = lax.dynamic_index_in_dim(words, i // _DIGITS, keepdims=False)
         shift = (32 - _DIGIT - _DIGIT * (i % _DIGITS)).astype(jnp.uint32)
         digit = (word >> shift & (2**_DIGIT - 1)).astype(jnp.int32)
@@ -95,7 +118,10 @@ def _lowest(
         last = jnp.sum(upto <= wanted[:, None], axis=1, dtype=jnp.int32)[:, None]
         below = jnp.pad(upto, ((0, 0), (1, 0)))
         below = jnp.take_along_axis(below, last, axis=1)[:, 0]
-        return taken | (tied & (digit < last)), tied & (digit == last), wanted - below
+        taken |= tied & (digit < last)
+        return i + 1, taken, tied & (digit == last), wanted - below
 
-    state = jnp.zeros_like(candidates), candidates, wanted
-    return lax.fori_loop(0, len(words) * _DIGITS, narrow, state)[0]
+    # Where nothing is wanted, nothing is looked at.
+    tied = candidates & (wanted > 0)[:, None]
+    state = jnp.int32(0), jnp.zeros_like(candidates), tied, wanted
+    return lax.while_loop(goes_on, narrow, state)[1]

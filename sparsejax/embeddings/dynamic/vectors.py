@@ -54,26 +54,33 @@ def apart(x: CSR, keys: TableKeys) -> tuple[CSR, Guests]:
     without = used & (x.indices == WITHOUT_ROW)
     kept = used & ~without
 
+    weight = jnp.ones(size, jnp.float32) if x.data is None else jnp.asarray(x.data)
+    entries = x.data, jnp.asarray(x.indices), ends
+
     def moved(mask, values):
         at = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size + place)
         zeros = jnp.zeros_like(values)
         return zeros.at[at].set(values, mode="drop", unique_indices=True)
 
-    weight = jnp.ones(size, jnp.float32) if x.data is None else jnp.asarray(x.data)
-    guests = Guests(
-        TableKeys(*(moved(without, word) for word in keys)),
-        moved(without, x.row_ids()),
-        moved(without, weight),
-        jnp.sum(without, dtype=jnp.int32),
-    )
-    before = jnp.concatenate(
-        [jnp.zeros(1, jnp.int32), jnp.cumsum(kept, dtype=jnp.int32)]
-    )
-    # A row that lacks ids still says so.
-    indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
-    data = None if x.data is None else moved(kept, jnp.asarray(x.data))
-    leaves = (data, moved(kept, jnp.asarray(x.indices)), indptr, None)
-    return CSR.tree_unflatten(x.num_cols, leaves), guests
+    def some():
+        ids = TableKeys(*(moved(without, word) for word in keys))
+        guests = ids, moved(without, x.row_ids()), moved(without, weight)
+        counted = jnp.cumsum(kept, dtype=jnp.int32)
+        before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])
+        # A row that lacks ids still says so.
+        indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
+        data = None if x.data is None else moved(kept, jnp.asarray(x.data))
+        return (data, moved(kept, entries[1]), indptr), guests
+
+    def none():
+        zeros = jax.tree.map(jnp.zeros_like, (keys, x.indices, weight))
+        return entries, zeros
+
+    count = jnp.sum(without, dtype=jnp.int32)
+    # As a rule all ids have rows, and nothing has to move.
+    leaves, (ids, bag, weight) = lax.cond(count > 0, some, none)
+    found = CSR.tree_unflatten(x.num_cols, (*leaves, None))
+    return found, Guests(ids, bag, weight, count)
 
 
 def with_guests(

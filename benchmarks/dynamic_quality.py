@@ -1,0 +1,158 @@
+"""Clicks of 20 days on whose each day a tenth of the users is new: which table tells the next day?
+
+    python benchmarks/dynamic_quality.py --output benchmarks/results/dynamic_quality.json
+
+Users that leave do not come back, and few users make most clicks. A model is trained on each day,
+once through, and measured on the next day before it is trained on that. Its users have a table
+without limit, a dynamic one of 30 % of all users ever seen, one of the same size in which users
+share rows by a hash, or the vocabulary of the first day, the most active ones up to that size.
+"""
+
+import argparse
+import json
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.embeddings import Admit, DynamicTableConfig, FeatureConfig, TableConfig
+from sparsejax.metrics import clicks as metrics
+
+DAYS, ITEMS, DIM, BATCH = 20, 1000, 8, 2048
+INIT = jax.nn.initializers.normal(0.05)
+
+
+class Model(nnx.Module):
+    """A bias of the user and of the item, and the product of their vectors."""
+
+    def __init__(self, table):
+        tables = {"user": table, "item": TableConfig(ITEMS, DIM, init=INIT)}
+        self.embeddings = sj.embeddings.EmbeddingCollection(
+            tables, {name: FeatureConfig(name) for name in tables}, rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, ids):
+        rows = self.embeddings(ids)
+        user, item = rows["user"], rows["item"]
+        return user[:, 0] + item[:, 0] + jnp.sum(user[:, 1:] * item[:, 1:], axis=1)
+
+
+@sj.jit
+def step(model, optimizer, ids, click):
+    if model.embeddings.indexes:
+        ids = model.embeddings.assign_rows(ids, optimizer)
+
+    def loss_fn(model):
+        return optax.sigmoid_binary_cross_entropy(model(ids), click).sum()
+
+    loss, grads = optimizer.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@sj.jit
+def scored(model, optimizer, ids):
+    with optimizer.reading(model):
+        return model(ids)
+
+
+def days(active, examples, seed=0):
+    """For each day the users, the items and whether they were clicked."""
+    rng = np.random.default_rng(seed)
+    names = rng.permutation(4 * active).astype(np.uint64) * np.uint64(2**40 + 27)
+    planted = rng.normal(size=(4 * active, DIM)) / np.sqrt(DIM) * 1.5
+    items = rng.normal(size=(ITEMS, DIM)) / np.sqrt(DIM) * 1.5
+    chosen = np.arange(active, dtype=float) + 1
+    chosen = np.cumsum(chosen**-1.05)
+    here, arrived = np.arange(active), active
+    for _ in range(DAYS + 1):
+        at = np.searchsorted(chosen, rng.random(examples) * chosen[-1])
+        user, item = here[np.minimum(at, active - 1)], rng.integers(0, ITEMS, examples)
+        logit = planted[user, 0] * 2 + items[item, 0]
+        logit += np.sum(planted[user, 1:] * items[item, 1:], axis=1) * 2
+        click = rng.random(examples) < 1 / (1 + np.exp(-logit))
+        yield names[user], item.astype(np.int32), click.astype(np.float32)
+        # As many are new, at places of all activities.
+        leaving = rng.choice(active, active // 10, replace=False)
+        here[leaving] = np.arange(arrived, arrived + len(leaving))
+        arrived += len(leaving)
+
+
+def measured(events, table, encode):
+    """The AUC of each day but the first, before it is trained on."""
+    model = Model(table)
+    optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.2))
+    found = []
+    for day, (users, items, clicks) in enumerate(events):
+        batches = [
+            model.embeddings.pack({"user": encode(users[i]), "item": items[i]})
+            for i in np.split(np.arange(len(users)), len(users) // BATCH)
+        ]
+        if day:
+            scores = [np.asarray(scored(model, optimizer, ids)) for ids in batches]
+            found.append(metrics.auc(np.concatenate(scores), clicks))
+        for ids, click in zip(batches, np.split(clicks, len(batches)), strict=True):
+            step(model, optimizer, ids, click)
+    return found, model.embeddings.stats().get("user")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--active", type=int, default=10_000, help="users of a day")
+    parser.add_argument("--examples", type=int, default=20, help="batches of a day")
+    parser.add_argument("--output", help="a JSON file")
+    args = parser.parse_args()
+    events = list(days(args.active, args.examples * BATCH))
+    seen = np.unique(np.concatenate([users for users, _, _ in events]))
+    few = int(0.3 * len(seen))
+    first, counts = np.unique(events[0][0], return_counts=True)
+    known = np.sort(first[np.argsort(-counts, kind="stable")[:few]])
+
+    def of_vocabulary(users):
+        at = np.minimum(np.searchsorted(known, users), len(known) - 1)
+        return np.where(known[at] == users, at + 1, 0).astype(np.int32)
+
+    def hashed(users):
+        mixed = users * np.uint64(0x9E3779B97F4A7C15)
+        return ((mixed >> np.uint64(32)) % np.uint64(few)).astype(np.int32)
+
+    def same(users):
+        return users
+
+    def dynamic(rows, **options):
+        return DynamicTableConfig(rows, DIM, init=INIT, **options)
+
+    def static(rows):
+        return TableConfig(rows, DIM, init=INIT, placement="rows")
+
+    forms = {
+        "without limit": (dynamic(2 * len(seen), evict=None), same),
+        "dynamic, lru": (dynamic(few), same),
+        "vocabulary of day 1": (static(len(known) + 1), of_vocabulary),
+        "hashed": (static(few), hashed),
+        "dynamic, lfu": (dynamic(few, evict="lfu"), same),
+        "dynamic, lru, seen twice": (dynamic(few, admit=Admit(count=2)), same),
+    }
+    result = {"users": len(seen), "rows": few, "auc": {}}
+    for name, (table, encode) in forms.items():
+        start = time.perf_counter()
+        found, stats = measured(events, table, encode)
+        result["auc"][name] = {
+            "days 11 to 20": float(np.mean(found[10:])),
+            "each": found,
+            "refused": None if stats is None else stats.refused,
+            "evicted": None if stats is None else stats.evicted,
+        }
+        taken = time.perf_counter() - start
+        print(f"{name:26} {np.mean(found[10:]):.4f}  {taken:.0f} s {stats}", flush=True)
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            file.write(json.dumps(result, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
