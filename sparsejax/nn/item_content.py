@@ -15,7 +15,7 @@ import scipy.sparse
 from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Bool, Float
 
 from sparsejax.mesh.layout import (
     call_on_each_device,
@@ -184,6 +184,16 @@ class ItemContent(nnx.Module):
         extra = padded_rows(self.items) - self.items
         _put(self.entries, np.pad(np.asarray(counts, np.float32), (0, extra)))
 
+    def unseen(self) -> Bool[Array, "rows"]:
+        """Whether an item has no entries, where others have some.
+
+        The softmax in training leaves such items out: as negatives of all examples they would
+        be pushed behind all others, together with what they have in common with known ones.
+        """
+        none = self.entries[...] == 0
+        is_item = jnp.arange(len(none)) < self.items
+        return none & is_item & ~jnp.all(none)
+
     def scale_start(self) -> None:
         """Divides the initial V by the norm that the items' vectors have on average."""
         if self.given is not None and self.vector_kernel is not None:
@@ -257,7 +267,8 @@ def with_vectors[Model: HasItems](model: Model) -> Model:
     kernel = nnx.Param(output.vectors(), **metadata)
     # Not by attributes, which cannot be set within another trace.
     made = copy.copy(model)
-    vars(made)["output"] = vars(made)["output"].finished(kernel)
+    unseen = output.content.unseen()
+    vars(made)["output"] = vars(made)["output"].finished(kernel, unseen)
     first = getattr(model, "first", None)
     if first is not None and first.kernel is output.kernel:
         tied = copy.copy(first)

@@ -211,6 +211,7 @@ class SparseOutput(nnx.Module):
         self.linear: LinearPart | None = nnx.data(linear)
         self.folded_scale: nnx.Variable | None = nnx.data(None)
         self.content: ItemContent | None = nnx.data(None)
+        self.unseen: jax.Array | None = nnx.data(None)  # of a layer from `finished`
         if content is not None:
             self.content = ItemContent(num_items, in_features, content, rngs=rngs)
 
@@ -221,12 +222,25 @@ class SparseOutput(nnx.Module):
             return kernel
         return self.content.vectors_with(kernel, self.dtype)
 
-    def finished(self, kernel: nnx.Param) -> SparseOutput:
-        """The layer with these vectors in place of its kernel and its content."""
+    def finished(self, kernel: nnx.Param, unseen: jax.Array) -> SparseOutput:
+        """The layer with these vectors in place of its kernel and its content.
+
+        Args:
+          kernel: the vectors.
+          unseen: see `ItemContent.unseen`.
+        """
         made = copy.copy(self)
         # Not by attributes, which cannot be set within another trace.
-        vars(made).update(kernel=kernel, content=None)
+        vars(made).update(kernel=kernel, content=None, unseen=unseen)
         return made
+
+    def _without_unseen(self, bias: jax.Array | None) -> jax.Array | None:
+        """The bias of a softmax in training, which denies items without entries."""
+        unseen = self.unseen if self.content is None else self.content.unseen()
+        if unseen is None:
+            return bias
+        denied = jnp.where(unseen, -jnp.inf, 0).astype(jnp.float32)
+        return denied if bias is None else bias + denied
 
     def add_items(self, count: int) -> None:
         """Adds items behind the known ones, in place: see `FeedForward.add_items`.
@@ -297,6 +311,8 @@ class SparseOutput(nnx.Module):
                 f"{self.num_items:,} items; read both with the same vocabulary"
             )
         h, kernel, bias, scale = self._operands(h)
+        if isinstance(losses.get(loss), losses.SoftmaxCrossEntropy):
+            bias = self._without_unseen(bias)
         return output.output_loss(
             h,
             kernel,
@@ -328,6 +344,7 @@ class SparseOutput(nnx.Module):
         See `sparsejax.linear_cross_entropy`.
         """
         h, kernel, bias, scale = self._operands(h)
+        bias = self._without_unseen(bias)
         return linear_cross_entropy(
             h,
             kernel,

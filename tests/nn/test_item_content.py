@@ -196,7 +196,7 @@ def test_models_of_histories_read_and_score_one_matrix(name, temperature):
     with_content, plain = made
     content: Any = with_content.output.content
     content.set_to(tags, vectors)
-    content.set_entries(some_counts(60))
+    content.set_entries(some_counts(60) + 1)
     a, _, t, v = dense_parts(content, tags, vectors)
     r = np.asarray(with_content.output.kernel[...], np.float64)
     kernels = kernel_of(content.tag_kernel, t), kernel_of(content.vector_kernel, v)
@@ -252,3 +252,29 @@ def test_wrong_content():
         content.set_to(some_tags(19), some_vectors(19))
     with pytest.raises(ValueError, match="one for each of 20 items"):
         content.set_entries(np.ones(19))
+
+
+def test_a_softmax_leaves_out_items_without_entries():
+    """In training they are no negatives; they are ranked like all others."""
+    tags, histories = some_tags(60), jnp.array([[0, 7, 59, 3, 3], [5, 1, -1, -1, -1]])
+    config = sj.SASRecConfig(max_length=4, width=WIDTH, blocks=1)
+    sizes = ContentSizes.of(tags, None)
+    model = build_sequence_model(config, items=60, content=sizes, rngs=nnx.Rngs(0))
+    model.eval()
+    content: Any = model.output.content
+    content.set_to(tags, None)
+    counts = np.arange(60) % 2  # the items of the histories have some
+    counts[[0, 59, 3, 7, 5, 1]] = 1
+    content.set_entries(counts)
+    h = model(histories[:, :4])
+    scores = np.asarray(model.output.scores(h.reshape(8, -1)), np.float64)
+    targets = np.asarray(histories[:, 1:]).reshape(-1)
+    rows = np.flatnonzero(targets >= 0)
+    kept = np.where(counts > 0, scores, -np.inf)[rows]
+    lse = np.log(np.exp(kept).sum(axis=1))
+    want = np.mean(lse - kept[np.arange(len(rows)), targets[rows]])
+    near(model.loss(histories), want, jnp.float32, 64)
+    slopes = nnx.grad(lambda m: m.loss(histories))(model)
+    assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
+    ids, _ = model.top_k(histories[:, :4], 60)
+    assert set(np.asarray(ids[0]).tolist()) == set(range(60))
