@@ -22,6 +22,11 @@ class Calibrated(nnx.Module):
     Beyond the first and the last knot, the logit is that of the knot. `predict_clicks`,
     `evaluate` and `export_predictor` take it like the model itself, which it holds.
 
+    >>> def same(dense, ids):
+    ...     return jnp.array([-1.0, 3.0])
+    >>> Calibrated(same, slope=2.0, offset=-1.0)(None, None).tolist()
+    [-3.0, 5.0]
+
     Args:
       model: the click model.
       slope: of the line.
