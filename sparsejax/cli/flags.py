@@ -885,7 +885,7 @@ class Serve:
     tls_cert: Annotated[pathlib.Path | None, _OptionalFile] = None
     tls_key: Annotated[pathlib.Path | None, _OptionalFile] = None
     shapes: Annotated[
-        tuple[str, ...], _value("INTxINT", "up to 64 rows, as the predictor has them")
+        tuple[str, ...], _value("INTxINT", "on a CPU up to 64 rows, on a GPU all but 8")
     ] = ()
     max_wait: float = 0.0
     watch: Annotated[float | None, _value("FLOAT", "")] = None
@@ -913,7 +913,7 @@ class ExportTriton:
         str | None, _value("NAME", "that of the file, without its ending")
     ] = None
     shapes: Annotated[
-        tuple[str, ...], _value("INTxINT", "up to 64 rows, as the predictor has them")
+        tuple[str, ...], _value("INTxINT", "on a CPU up to 64 rows, on a GPU all but 8")
     ] = ()
 
 

@@ -16,10 +16,12 @@ from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
+from sparsejax.nn.models import FeedForward
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.ranking import ITEMS, unflattened
 from sparsejax.predictors.signature import OutputLayer, of_ranking
 from sparsejax.predictors.stablehlo import inputs_like
+from sparsejax.sequence.model import SequenceModel
 from sparsejax.sequence.tokens import Attention
 from sparsejax.sparse import CSR
 
@@ -76,12 +78,18 @@ def _on_this_process(state: jax.Array) -> jax.Array:
 def _ends_in_its_layer(model: Any) -> bool:
     """Whether `top_k` is that of the output layer for what `queries` gives.
 
-    A class that has its own `top_k` says so by its own `queries`.
+    It is so in the classes here. Of another class a method of that name says nothing.
     """
-    classes = type(getattr(model, "trained", model)).__mro__
-    return any("queries" in vars(each) for each in classes) and next(
-        "queries" in vars(each) for each in classes if "top_k" in vars(each)
+    model = getattr(model, "trained", model)
+    return isinstance(model, FeedForward | SequenceModel) and all(
+        _class_with(type(model), name) in (FeedForward, SequenceModel)
+        for name in ("queries", "top_k")
     )
+
+
+def _class_with(kind: type, method: str) -> type:
+    """The class that a method of a class is from."""
+    return next(each for each in kind.__mro__ if method in vars(each))
 
 
 def _stated_layer(

@@ -21,7 +21,7 @@ from sparsejax.sparse import CSR, host_rows
 
 # By default: programs of no more rows on a CPU, which takes 17 ms for them, and one for a
 # single row of so many entries. A GPU's program computes for up to 128 rows what it does for
-# one, and its compiler takes seconds for each: there, none for 8 rows.
+# one, and its compiler takes seconds for each: there, none for 8 rows unless that is the most.
 _MOST_ROWS, _LONG_ROW = 64, 1024
 
 
@@ -49,6 +49,17 @@ class Shape(NamedTuple):
         if not found:
             raise ValueError(f"a shape is rows x entries, like 8x512, got {text!r}")
         return cls(int(found[1]), int(found[2]))
+
+
+def check_shapes(shapes: Iterable[Shape], known: Iterable[int]) -> None:
+    """Raises ValueError if a predictor with programs of these rows has none for a shape."""
+    known = sorted(known)
+    for shape in shapes:
+        if shape.rows not in known:
+            raise ValueError(
+                f"the shape {shape}: the predictor has programs of "
+                f"{', '.join(map(str, known))} rows; choose among them"
+            )
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,7 +102,7 @@ class Engine:
           shapes: by default those for rows of usual length, on a CPU for up to 64 of them,
             and one for a single row of 1,024 entries.
           only: rank the items of a row's last input alone, see `Programs.only`. Of the shapes
-            those with the fewest rows are compiled.
+            those with the fewest rows are compiled, and the smallest with the most entries.
 
         Raises:
           ValueError: the predictor has no program of so many rows, or gives NaN for an empty
@@ -102,14 +113,13 @@ class Engine:
         self.shapes = tuple(sorted({*shapes} or self._default_shapes()))
         if only:
             self._programs, least = self._programs.only, self.shapes[0].rows
-            self.shapes = tuple(each for each in self.shapes if each.rows == least)
-        known = self._programs.by_rows
-        for shape in self.shapes:
-            if shape.rows not in known:
-                raise ValueError(
-                    f"the shape {shape}: the predictor has programs of "
-                    f"{', '.join(map(str, known))} rows; choose among them"
-                )
+            # No request is refused that another shape has room for.
+            widest = max(self.shapes, key=lambda each: (each.entries, -each.rows))
+            kept = (
+                each for each in self.shapes if each.rows == least or each == widest
+            )
+            self.shapes = tuple(kept)
+        check_shapes(self.shapes, self._programs.by_rows)
         # A GPU's compiler takes seconds for each. It works outside of Python's lock.
         with concurrent.futures.ThreadPoolExecutor() as pool:
             found = pool.map(lambda shape: self._programs.compiled(*shape), self.shapes)
@@ -128,7 +138,8 @@ class Engine:
         if jax.default_backend() == "cpu":
             sizes = [size for size in sizes if size <= max(_MOST_ROWS, least)]
         else:
-            sizes = [size for size in sizes if size == least or size >= _MOST_ROWS]
+            always = least, max(sizes)
+            sizes = [size for size in sizes if size in always or size >= _MOST_ROWS]
         usual = {Shape(size, room(size, 1)) for size in sizes}
         return usual | {Shape(least, room(least, _LONG_ROW))}
 

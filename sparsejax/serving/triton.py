@@ -25,7 +25,7 @@ from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.serving import protocol
 from sparsejax.serving.batcher import Answer, Batcher, DeviceError
-from sparsejax.serving.engine import Engine, Shape, TooLargeError
+from sparsejax.serving.engine import Engine, Shape, TooLargeError, check_shapes
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
 from sparsejax.serving.questions import Form, Question, form_of
 from sparsejax.whole_files import whole_folder
@@ -61,14 +61,15 @@ def export(
 
     Raises:
       OSError: a file cannot be read or written.
-      ValueError: the file is no predictor, it cannot be asked by names, or versions of the
-        model that exist are asked in another way.
+      ValueError: the file is no predictor, it cannot be asked by names, it has no program of
+        a shape's rows, or versions of the model that exist are asked in another way.
     """
     if not re.fullmatch(r"[A-Za-z0-9][\w.-]*", name, re.ASCII):
         raise ValueError(
             f"the name of a model must have letters, digits and _ . - only, got {name!r}"
         )
     predictor = load_predictor(path)
+    check_shapes(shapes, predictor.signature.rows)
     config = _config(name, predictor, shapes)
     model = pathlib.Path(repository) / name
     model.parent.mkdir(exist_ok=True)
@@ -105,7 +106,7 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
         _declared(each, wide=not is_clicks)
         + ("optional: true " if not is_clicks and each.name != "items" else "")
         + ("" if is_clicks else "allow_ragged_batch: true ")
-        for each in _inputs(form)
+        for each in (form.inputs if is_clicks else _inputs(form))
     ]
     outputs = [
         _declared(each, wide=each.name in ("items", "scores")) for each in form.outputs
@@ -127,7 +128,7 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
 
 
 def _inputs(form: Form) -> list[Tensor]:
-    """The inputs of a model in Triton: rows of several lengths are filled up with ""."""
+    """The inputs of lists in Triton: rows of several lengths are filled up with ""."""
     others = "lengths", "candidates"
     return [each for each in form.inputs if not each.name.endswith(others)]
 

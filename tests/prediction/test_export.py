@@ -337,6 +337,9 @@ def test_other_dtypes_and_own_modules(tmp_path):
             self.output = sj.SparseOutput(8, ITEMS, rngs=rngs)
             self.num_features, self.num_items = FEATURES, ITEMS
 
+        def queries(self, x):  # of its own: no vectors for the output layer
+            return -self.first(x).astype(jnp.float32)
+
         def top_k(self, x, k, *, exclude=None):
             h = self.norm(self.first(x).astype(jnp.float32))
             return self.output.top_k(h, k, exclude=exclude)

@@ -164,3 +164,15 @@ def test_shapes_are_those_of_programs(predictor):
             Shape.parse(text)
     with pytest.raises(ValueError, match="3x64.*programs of 1, 4 rows"):
         Engine(predictor, [Shape(3, 64)])
+
+
+def test_the_largest_program_is_among_the_default_ones(engine, monkeypatch):
+    for backend in ("cpu", "gpu"):
+        monkeypatch.setattr("jax.default_backend", lambda backend=backend: backend)
+        assert {shape.rows for shape in engine._default_shapes()} == {1, 4}
+
+
+def test_as_many_candidates_as_the_largest_shape_has_room_for(predictor):
+    shapes = [Shape(1, 2), Shape(1, 3), Shape(4, 3), Shape(4, 8)]
+    assert Engine(predictor, shapes, only=True).shapes == (*shapes[:2], shapes[3])
+    assert Engine(predictor, shapes[:3], only=True).shapes == (*shapes[:2],)

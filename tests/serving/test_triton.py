@@ -16,6 +16,7 @@ import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.serving import triton
 from sparsejax.serving.engine import Shape
+from sparsejax.serving.protocol import Tensor
 
 
 class _Tensor(NamedTuple):
@@ -154,6 +155,8 @@ def test_versions_of_one_model_are_asked_alike(file, tmp_path, capsys):
     ]
     with pytest.raises(ValueError, match="cannot have both as versions"):
         triton.export(file, repository, name="films", shapes=[Shape(4, 64)])
+    with pytest.raises(ValueError, match="3x64.*programs of 1, 4 rows"):
+        triton.export(file, repository, name="films", shapes=[Shape(3, 64)])
     (folder / "config.pbtxt").unlink()
     with pytest.raises(ValueError, match="is no model of Triton"):
         triton.export(file, repository, name="films")
@@ -178,3 +181,17 @@ def test_clicks_have_one_value_a_row(kinds, tmp_path, backend):
     records = {"age": ages, "city": ["c3", "nowhere"], "user": ["u1", "u0"]}
     expected = predictor.predict_records(records)
     np.testing.assert_array_equal(_found(response)["probabilities"], expected)
+
+
+def test_columns_of_clicks_may_have_any_name(kinds, monkeypatch):
+    predictor = sj.load_predictor(kinds / "clicks")
+    columns = [
+        Tensor(name, "FP32", (-1,), None)
+        for name in ("num_candidates", "dwell_lengths", "lengths")
+    ]
+    form = types.SimpleNamespace(inputs=columns, outputs=[])
+    monkeypatch.setattr(triton, "form_of", lambda predictor: form)
+    text = triton._config("clicks", predictor, ())
+    assert re.findall(r'^input \{ name: "(\w+)"', text, re.MULTILINE) == [
+        each.name for each in columns
+    ]
