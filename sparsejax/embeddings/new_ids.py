@@ -58,8 +58,8 @@ def add_ids(
       optimizer: the model's. Rows that drift are brought up to date first, as by its `flush`.
 
     Raises:
-      ValueError: no collection has such a table, a number is negative, or a table does not
-        have the id `like`.
+      ValueError: no collection has such a table, it is dynamic, a number is negative, or a
+        table does not have the id `like`.
     """
     collections = {
         tuple(path): node
@@ -106,10 +106,22 @@ def _check(
         for stack in collection.stacks
         for table in stack.tables
     }
+    dynamic = {
+        table.name
+        for collection in collections
+        for stack in collection.stacks
+        for table in stack.tables
+        if stack.dynamic
+    }
     for name, count in added.items():
         if name not in tables:
             raise ValueError(
                 f"the model has no table {name!r}; it has {sorted(tables)}"
+            )
+        if name in dynamic:
+            raise ValueError(
+                f"cannot add ids to {name!r}: a dynamic table takes new ids by itself. For "
+                "more room make a larger collection, and load the rows by `load_table`"
             )
         if count < 0:
             raise ValueError(f"cannot add {count:,} ids to {name!r}: it is negative")

@@ -144,6 +144,24 @@ def test_pieces_of_rows():
     assert (after[9:] == before[1]).all() and len(after) == 309
 
 
+def test_a_dynamic_table_stays_as_it_is():
+    tables = {
+        "user": sj.embeddings.DynamicTableConfig(1024, 2),
+        "item": sj.embeddings.TableConfig(9, 2),
+    }
+    features = {name: name for name in tables}
+    model = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.1))
+    ids = {"user": np.arange(20), "item": np.zeros(20, np.int32)}
+    model.assign_rows(ids, optimizer)
+    with pytest.raises(ValueError, match="'user': a dynamic table takes new ids"):
+        sj.embeddings.add_ids(model, {"user": 300}, optimizer=optimizer)
+    before = jax.tree.map(np.asarray, (model(ids), model.ids("user")))
+    sj.embeddings.add_ids(model, {"item": 4}, optimizer=optimizer)
+    after = model(ids), model.ids("user")
+    jax.tree.map(np.testing.assert_array_equal, before, after)
+
+
 def test_what_cannot_be_added_is_said():
     model, _ = built(BEFORE, {}, RULES["adam"])
     with pytest.raises(ValueError, match=r"no table 'shop'; it has \['item', 'user'\]"):
