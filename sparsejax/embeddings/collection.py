@@ -287,7 +287,8 @@ class EmbeddingCollection(nnx.Module):
           ids: of each feature, or what `pack` made of them.
           optimizer: that trains the model.
           clock: what time it is, int32; it must not fall. By default the number of steps
-            that the optimizer has done.
+            that the optimizer has done. With a clock of your own, rows of earlier batches
+            of the same step are not protected: do not accumulate gradients with it.
           within: the path of this collection in the model, if the model has several
             collections with dynamic tables of one width.
 
@@ -528,7 +529,8 @@ class EmbeddingCollection(nnx.Module):
             )
             for column, variable in variables.items()
         }
-        read = files.read(path, stack, table, like)
+        with_state = optimizer is not None
+        read = files.read(path, stack, table, like, with_state=with_state)
         columns = dict(read.columns)
         columns.setdefault("count", np.ones(len(read.ids), np.int32))
         columns.setdefault("last", np.zeros(len(read.ids), np.int32))
@@ -538,8 +540,11 @@ class EmbeddingCollection(nnx.Module):
                 optimizer.step[...],
             )
             if read.steps is None:
-                fresh = first_state(rule, jnp.asarray(columns["row"]), step)
-                columns |= {files.STATE + n: np.asarray(a) for n, a in fresh.items()}
+                fresh = files.in_blocks(
+                    lambda rows: first_state(rule, jnp.asarray(rows), step),
+                    columns["row"],
+                )
+                columns |= {files.STATE + n: array for n, array in fresh.items()}
             elif read.steps != int(step):
                 raise ValueError(
                     f"{path} has the state after {read.steps:,} steps, but the optimizer has "

@@ -116,7 +116,6 @@ def pack(
         if stack.dynamic:
             words = [wide[feature.name] for feature in stack.features]
             if on_host:
-                _check_distinct(stack, words)
                 made = _packed_keys(np, stack, batch, room, values, words)
             else:
                 make = functools.partial(_packed_keys, jnp, stack, batch, room)
@@ -195,35 +194,6 @@ def _positions(value: WideIds) -> Array | CSR:
         return count
     xp = np if isinstance(value.present, np.ndarray) else jnp
     return xp.where(value.present, count, -1)
-
-
-def _check_distinct(stack: Stack, words: Sequence[WideIds]) -> None:
-    """Raises ValueError if a batch has more ids of a table than that has rows."""
-    for table in stack.tables:
-        mine = [
-            ids
-            for feature, ids in zip(stack.features, words, strict=True)
-            if feature.table == table
-        ]
-        rows = table.config.num_rows
-        if sum(ids.low.size for ids in mine) <= rows:
-            continue
-        there = [
-            np.ones(ids.low.size, bool)
-            if ids.present is None
-            else np.asarray(ids.present).reshape(-1)
-            for ids in mine
-        ]
-        keys = [
-            np.stack([np.asarray(w).reshape(-1)[here] for w in (ids.low, ids.high)], 1)
-            for ids, here in zip(mine, there, strict=True)
-        ]
-        count = len(np.unique(np.concatenate(keys), axis=0))
-        if count > rows:
-            raise ValueError(
-                f"a batch has {count:,} ids of the table {table.name!r}, which has "
-                f"{rows:,} rows: make the table larger, or batches smaller"
-            )
 
 
 def _packed_keys(

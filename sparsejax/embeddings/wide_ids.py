@@ -54,17 +54,9 @@ class WideIds:
 
         Raises:
           TypeError: ids are not integers.
-          ValueError: a signed id is below -1; the mask has another shape.
+          ValueError: a signed id that is not masked is below -1; the mask has another shape.
         """
-        array, present = _integers(ids)
-        if mask is not None:
-            mask = np.asarray(mask)
-            if mask.shape != array.shape or mask.dtype != bool:
-                raise ValueError(
-                    f"mask must be bool of the shape {array.shape}, like the ids; got "
-                    f"{mask.dtype} of the shape {mask.shape}"
-                )
-            present = mask if present is None else present & mask
+        array, present = _integers(ids, mask)
         return cls(*_words(array, present), present)
 
     @classmethod
@@ -114,7 +106,7 @@ def _missing(present: np.ndarray | None) -> int:
     return 0 if present is None else int(np.sum(~present))
 
 
-def _integers(ids: Any) -> tuple[np.ndarray, np.ndarray | None]:
+def _integers(ids: Any, mask: Any = None) -> tuple[np.ndarray, np.ndarray | None]:
     """The ids, and where there is one; None if everywhere."""
     if isinstance(ids, jax.Array):
         raise TypeError(
@@ -132,6 +124,15 @@ def _integers(ids: Any) -> tuple[np.ndarray, np.ndarray | None]:
             f"ids of dynamic tables are integers, got {array.dtype}; hash names to 64 bits, "
             "and give missing ones as -1 or by a mask"
         )
+    if mask is not None:
+        mask = np.asarray(mask)
+        if mask.shape != array.shape or mask.dtype != bool:
+            raise ValueError(
+                f"mask must be bool of the shape {array.shape}, like the ids; got "
+                f"{mask.dtype} of the shape {mask.shape}"
+            )
+        present = mask if present is None else present & mask
+        array = np.where(mask, array, 0)  # what is left out may be any number
     if array.dtype.kind == "i":
         if (array < -1).any():
             raise ValueError(

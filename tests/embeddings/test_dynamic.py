@@ -14,7 +14,9 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.embeddings import Admit, DynamicTableConfig, FeatureConfig, WideIds
+from sparsejax.embeddings.dynamic import files
 from sparsejax.ops import hash_index
+from sparsejax.optimizers.optimizer import first_state
 
 BATCH = 16
 
@@ -253,9 +255,9 @@ def test_each_policy_equals_a_dictionary_for_long(options):
     compare_with_a_dictionary(1000, **options)
 
 
-def one_table(**options):
+def one_table(rule=None, **options):
     model = Model({"id": DynamicTableConfig(1024, 2, **options)}, {"id": "id"})
-    return model, sj.Optimizer(model, sj.optimizers.adam(0.1))
+    return model, sj.Optimizer(model, rule or sj.optimizers.adam(0.1))
 
 
 def given(model, optimizer, keys, clock=0):
@@ -420,13 +422,35 @@ def test_ids_in_every_form():
         (np.array(["a"]), TypeError, "integers, got <U1"),
         (np.array([4, -2]), ValueError, "id -2 is negative"),
         (np.zeros((2, 2, 2), np.int64), ValueError, r"\[batch\] or \[batch, n\]"),
-        (np.arange(2000), ValueError, "2,000 ids of the table 'id', which has 1,024"),
     ],
 )
 def test_wrong_ids(ids, error, message, wrong_types):
     model, _ = one_table()
     with pytest.raises(error, match=message):
         model.embeddings.pack({"id": ids})
+
+
+def test_a_batch_may_have_more_ids_than_the_table_rows():
+    model, optimizer = one_table()
+    names = {"id": np.arange(2000)}
+    first = np.asarray(model.embeddings(names)["id"])
+    assert np.isfinite(first).all()
+    columns = given(model, optimizer, names["id"])
+    stats = model.embeddings.stats()["id"]
+    assert stats.rows == np.sum(columns >= 0) > 900
+    assert stats.rows + stats.refused == 2000
+    np.testing.assert_array_equal(model.embeddings(names)["id"], first)
+
+
+def test_what_a_mask_leaves_out_may_be_any_number():
+    ids, mask = np.array([3, -9, 7]), np.array([True, False, True])
+    wide = WideIds.of(ids, mask=mask)
+    np.testing.assert_array_equal(wide.present, mask)
+    assert wide.low.tolist() == [3, 0, 7]
+    with pytest.raises(ValueError, match="id -9 is negative"):
+        WideIds.of(ids, mask=~mask)
+    with pytest.raises(ValueError, match="mask must be bool of the shape"):
+        WideIds.of(ids, mask=mask[:2])
 
 
 def test_ids_on_a_device_must_be_wide():
@@ -549,17 +573,23 @@ def test_a_file_is_loaded_into_a_larger_table_on_another_mesh(
     assert after["row"] != before["row"]
 
 
-def test_vectors_of_elsewhere_are_loaded(tmp_path):
+def test_vectors_of_elsewhere_are_loaded(tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "_BLOCK", 2)
     path = tmp_path / "vectors.parquet"
     rows = np.arange(6, dtype=np.float32).reshape(3, 2)
     flat = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), 2)
     pq.write_table(pa.table({"id": np.array([9, 2**40, 4]), "row": flat}), path)
-    model, optimizer = one_table()
+    model, optimizer = one_table(rule=sj.optimizers.ftrl(0.1))
     given(model, optimizer, np.arange(50))
     model.embeddings.load_table("id", path, optimizer)
     assert model.embeddings.ids("id").tolist() == [4, 9, 2**40]
-    found = model.embeddings({"id": np.array([9, 2**40, 4])})["id"]
-    np.testing.assert_array_equal(found, rows)
+    names = np.array([9, 2**40, 4])
+    np.testing.assert_array_equal(model.embeddings({"id": names})["id"], rows)
+    columns = given(model, optimizer, names)
+    (state,) = optimizer.rows.values()
+    fresh = first_state(optimizer.rule, jnp.asarray(rows), optimizer.step[...])
+    for name, array in fresh.items():
+        np.testing.assert_array_equal(state[name][...][columns], array)
 
 
 def test_wrong_files(tmp_path):
@@ -600,9 +630,14 @@ def test_a_state_of_another_rule_or_step_is_refused(tmp_path):
     after = sj.Optimizer(model, sj.optimizers.adam(0.1))
     with pytest.raises(ValueError, match="after 3 steps, but the optimizer has done 0"):
         model.embeddings.load_table("id", path, after)
-    other = sj.Optimizer(model, sj.optimizers.adagrad(0.1))
-    with pytest.raises(ValueError, match="the state of another rule"):
-        model.embeddings.load_table("id", path, other)
+    for rule in sj.optimizers.adagrad, sj.optimizers.rmsprop, sj.optimizers.sgd:
+        other = sj.Optimizer(model, rule(0.1))
+        with pytest.raises(ValueError, match="the state of another rule"):
+            model.embeddings.load_table("id", path, other)
+    pq.write_table(pq.read_table(path).replace_schema_metadata(), path)
+    with pytest.raises(ValueError, match="do not say after how many steps"):
+        model.embeddings.load_table("id", path, after)
+    model.embeddings.load_table("id", path, None)
     with pytest.raises(ValueError, match="leave names out"):
         model.embeddings.save_table("id", path, names=["a"])
     with pytest.raises(ValueError, match=".parquet files"):

@@ -67,16 +67,16 @@ def admit(
         depth, width = sketch.shape[1:]
         one = hash_index.hashed(of.keys, _FIRST)[:, None]
         two = hash_index.hashed(of.keys, _STEP)[:, None] | np.uint32(1)
-        row = jnp.arange(depth, dtype=jnp.uint32)[None]
-        column = ((one + row * two) % np.uint32(width)).astype(jnp.int32)
+        row = jnp.arange(depth, dtype=jnp.int32)[None]
+        column = (one + row.astype(jnp.uint32) * two) % np.uint32(width)
+        column = column.astype(jnp.int32)
         part = jnp.where(counting, of.part - first_part, 0)
-        at = (part[:, None] * depth + row.astype(jnp.int32)) * width + column
-        flat = sketch.reshape(-1)
-        seen = jnp.min(flat[at], axis=1).astype(jnp.int32) + counts
-        seen = jnp.minimum(seen, MOST_COUNTED)
-        at = jnp.where(counting[:, None], at, flat.size)
-        raised = jnp.broadcast_to(seen[:, None].astype(jnp.uint8), at.shape)
-        sketch = flat.at[at].max(raised, mode="drop").reshape(sketch.shape)
+        # By axes: int32 cannot number the counters of all parts of a large table.
+        seen = jnp.min(sketch[part[:, None], row, column], axis=1).astype(jnp.int32)
+        seen = jnp.minimum(seen + counts, MOST_COUNTED)
+        part = jnp.where(counting, part, len(sketch))
+        raised = jnp.broadcast_to(seen[:, None].astype(jnp.uint8), column.shape)
+        sketch = sketch.at[part[:, None], row, column].max(raised, mode="drop")
         admitted &= (threshold == 0) | (seen >= threshold)
     shares = [(c.admit.probability or 1.0) if c.admit else 1.0 for c in configs]
     if any(share < 1 for share in shares):

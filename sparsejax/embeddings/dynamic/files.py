@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -149,12 +149,22 @@ def read(
     stack: Stack,
     table: StackedTable,
     like: Mapping[str, jax.ShapeDtypeStruct],
+    *,
+    with_state: bool,
 ) -> Rows:
     """The rows of a file, whose columns are to be those of `like`, as far as it has them.
 
+    Args:
+      path: of the file.
+      stack: of the table.
+      table: that the rows are for.
+      like: arrays of all rows by column.
+      with_state: whether there is an optimizer, whose arrays are all in `like`.
+
     Raises:
       ValueError: it is no such file, is of another width or dtype, has an id twice or a
-        number that is not finite, or more ids than a part of the table has room for.
+        number that is not finite, more ids than a part of the table has room for, or the
+        state of another rule.
     """
     path = pathlib.Path(path)
     try:
@@ -183,21 +193,47 @@ def read(
     for name, array in like.items():
         if name in data.column_names:
             columns[name] = _numbers(path, data.column(name), name, array)
-    found = [name for name in like if name.startswith(STATE)]
-    told = (data.schema.metadata or {}).get(_STEPS)
-    steps = None if told is None or not found else int(told)
-    if steps is not None and (lacking := set(found) - columns.keys()):
-        names = sorted(name.removeprefix(STATE) for name in lacking)
-        raise ValueError(
-            f"{path} has the state of another rule: it lacks {names}; load it with "
-            "optimizer=None, or save it without an optimizer"
-        )
+    steps = _steps(path, data.schema, like) if with_state else None
     order = np.argsort(ids, kind="stable")
     ids = ids.astype(np.uint64)[order]
     if len(twice := np.flatnonzero(ids[1:] == ids[:-1])):
         raise ValueError(f"{path} has the id {ids[twice[0]]} twice")
     _check_room(path, stack, table, ids)
     return Rows(ids, {name: values[order] for name, values in columns.items()}, steps)
+
+
+def _steps(
+    path: pathlib.Path, schema: pa.Schema, like: Mapping[str, jax.ShapeDtypeStruct]
+) -> int | None:
+    """After how many steps the file's state is; None if it has none."""
+    given, expected = (
+        sorted(name.removeprefix(STATE) for name in names if name.startswith(STATE))
+        for names in (schema.names, like)
+    )
+    told = (schema.metadata or {}).get(_STEPS)
+    if told is None and not given:
+        return None
+    if given != expected:
+        raise ValueError(
+            f"{path} has the state of another rule: it has {given}, expected {expected}; "
+            "load it with optimizer=None, or save it without an optimizer"
+        )
+    if told is None:
+        raise ValueError(
+            f"{path} has the state of an optimizer, but its metadata do not say after how "
+            f"many steps ({_STEPS.decode()!r}): keep the metadata when you write the file "
+            f"anew, or leave out the columns {STATE}*"
+        )
+    return int(told) if given else None
+
+
+def in_blocks(
+    make: Callable[[np.ndarray], dict[str, jax.Array]], rows: np.ndarray
+) -> dict[str, np.ndarray]:
+    """What is made of rows, some at a time: a device may not have room for all."""
+    starts = range(0, max(len(rows), 1), _BLOCK)
+    blocks = [jax.tree.map(np.asarray, make(rows[s : s + _BLOCK])) for s in starts]
+    return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}
 
 
 def _numbers(
