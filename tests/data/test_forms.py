@@ -400,6 +400,11 @@ def test_what_is_alike_is_read(tmp_path):
         "ORCID,item_id\n5,tea\n": 1,
         "item,user\n- tea: hot,ann\n": 1,
         "user|item\nann|tea\n": 1,
+        "user|item|id\nann|tea|1\n-|-|-\n": 2,
+        "\tuser\titem\n0\tann\ttea\n1\tbob\trye\n": 2,
+        "<unk>,tea\nann,rye\n": 2,
+        "item,user\ninsert into the blank,ann\ncreate table lamp,bob\n": 2,
+        f"user,item\n{'a' * 247},ustart\n": 1,
     }
     for at, (text, count) in enumerate(texts.items()):
         path = tmp_path / f"{at}.csv"

@@ -27,7 +27,7 @@ _BINARY = (
     (rb"\x89HDF", "HDF5", _AS_TABLE.format("pandas.read_hdf or h5py")),
     (rb"%PDF-", "a PDF", _AS_CSV),
     (rb"\xd0\xcf\x11\xe0", "an old Excel workbook (.xls)", _AS_CSV),
-    (rb".{257}ustar", "a tar archive", "unpack it, and name the folder"),
+    (rb".{257}ustar[\0 ]", "a tar archive", "unpack it, and name the folder"),
     (rb"\xff\xfe|\xfe\xff", "text in UTF-16", "convert it to UTF-8 (iconv -f UTF-16)"),
     (rb"RD[ABX][23]\n", "data of R", _AS_CSV + " (write.csv)"),
 )
@@ -56,10 +56,13 @@ def of_names(names: Collection[str]) -> str | None:
 
 # Lines of whole formats, of which each line, or the first one, has a form.
 _LIBSVM = re.compile(r"[^\s:]+( qid:\d+)?( \d+(:\d+)?:[-+.\deE]+)+ *(#.*)?")
+# A tag alone may be an item, like <unk>: other cells follow it.
+_TAGS = "html|head|body|title|table|div|h1|pre|script"
+_MARKUP = rf"<([!?]|({_TAGS})[ />]|[a-zA-Z][\w:.-]*( [^<>]*)?/?>(<|$)|\w+( \w+=|$))"
 _TOML = r"\[\[?[\w.-]*[a-zA-Z_][\w.-]*\]\]?$"
 _FIRST = (
     (r"%%MatrixMarket", "Matrix Market (.mtx)", _AS_MATRIX.format("scipy.io.mmread")),
-    (r"<([!?]|[a-zA-Z]+[ />])", "HTML or XML", _AS_CSV),
+    (_MARKUP, "HTML or XML", _AS_CSV),
     (_TOML, "TOML or INI", _AS_CSV),
     (r"---$|-\s+[\"']?\w+[\"']?:(\s|$)", "YAML", _AS_LINES),
     (r"-\[ RECORD 1 \]", "a table of psql", _AS_CSV),
@@ -68,11 +71,18 @@ _FIRST = (
     (r"\{$", "JSON over several lines", _AS_LINES),
 )
 _ARFF = re.compile(r"@(relation|attribute)\s", re.IGNORECASE)
+# Whole beginnings of statements: an item may be called "insert into the blank".
+_SQL_NAME = r"\s+(if\s+(not\s+)?exists\s+)?(\"[^\"]+\"|`[^`]+`|[^\s(,;]+)\s*"
 _SQL = re.compile(
-    r"(insert\s+into|create\s+table|drop\s+table|copy\s.*\sfrom\s+stdin)\b",
+    rf"insert\s+into{_SQL_NAME}(\(|(values|select)\b|$)"
+    rf"|create\s+table{_SQL_NAME}(\(|as\b|$)"
+    rf"|drop\s+table{_SQL_NAME}(cascade\s*)?(;|$)"
+    r"|copy\s.*\sfrom\s+stdin\b",
     re.IGNORECASE,
 )
-_RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*|\|?( *:?-+:? *\|)+( *:?-+:? *)?")
+_RULE = re.compile(r"[ |+:-]*-{2,}[ |+:-]*")
+# Only the second line may be this one: '-' is also a cell that lacks something.
+_SHORT_RULE = re.compile(r"\|?( *:?-+:? *\|)+( *:?-+:? *)?")
 _NEAR = 20  # lines among which the rule of a table is looked for
 
 
@@ -109,14 +119,19 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
         return "a table as a database prints it", _AS_CSV
     for above, line in itertools.pairwise(lines[:_NEAR]):
         # A table of one column has no '|', and begins with the first line.
-        if _RULE.fullmatch(line.strip()) and ("|" in above or above is lines[0]):
+        rule = line.strip()
+        if (_RULE.fullmatch(rule) and ("|" in above or above is lines[0])) or (
+            _SHORT_RULE.fullmatch(rule) and above is lines[0]
+        ):
             if above.strip().startswith("|"):
                 return "a table of markdown", _AS_CSV
             remedy = r"write CSV (psql: \copy (SELECT ...) TO 'events.csv' CSV HEADER)"
             return "a table of psql or markdown", remedy
     if all(map(_LIBSVM.fullmatch, lines)):
         return "libsvm", _AS_MATRIX.format("sklearn.datasets.load_svmlight_file")
-    if len(lines) > 1 and first != lines[0].rstrip() and _are_numbered(lines):
+    # An index that is written as TSV has no name either, but a TAB behind it.
+    is_indented = first != lines[0].rstrip() and "\t" not in lines[0]
+    if len(lines) > 1 and is_indented and _are_numbered(lines):
         return "a printed data frame", "write CSV by its to_csv, or give the frame"
     return None
 
