@@ -339,8 +339,17 @@ def _direction(name: str) -> str:
     return ""
 
 
+# Rows that all resamples of a page draw together: some 15 s of clicks.
+_DRAWN = 10**8
+
+
 def _intervals(measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
-    return measured.intervals() if isinstance(measured, Measured) else {}
+    """Intervals by as many resamples as there is time for; none of very many rows."""
+    if not isinstance(measured, Measured):
+        return {}
+    resamples = min(1000, _DRAWN // max(len(measured.rows), 1))
+    # Fewer would not show the ends; and the interval of so many rows is very narrow.
+    return measured.intervals(resamples=resamples) if resamples >= 50 else {}
 
 
 def _interval(ends: tuple[float, float] | None) -> str:

@@ -157,6 +157,10 @@ def test_rows_give_intervals(tmp_path):
     assert f"recall@2 ↑0.5000{low:.3f} to {high:.3f}coverage@2" in text.replace(
         " ↑0.1", ""
     )
+    # Resamples of very many rows would take minutes.
+    rows = sj.metrics.Rows(None, {"recall@2": np.zeros(2_000_001)})
+    measured = sj.metrics.Measured({"recall@2": 0.0}, rows)
+    assert "95 %" not in page(tmp_path, model_of(), [], measured=measured).text
 
 
 def test_curves_go_through_the_values(tmp_path):
