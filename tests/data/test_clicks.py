@@ -600,3 +600,12 @@ def test_numbers_are_found_in_vocabularies_of_earlier_releases():
     for found in (read, sj.read_clicks(rows, schema).append_vocabulary(known)):
         assert found.vocabularies["user"].tolist() == ["7.0", "8"]
         assert single(found, "user").tolist() == [2, 3]
+    # Both vocabularies are of an earlier release.
+    own = sj.read_clicks(rows, schema)
+    own = dataclasses.replace(own, vocabularies={"user": np.array(["7.0", "True"])})
+    known = {"user": np.array(["7", "True", "7.0"])}
+    found = own.append_vocabulary(known)
+    assert found.vocabularies["user"].tolist() == ["7", "True", "7.0"]
+    assert single(found, "user").tolist() == [4, 3]
+    known = {"user": np.array(["True", "7"])}
+    assert single(own.append_vocabulary(known), "user").tolist() == [3, 2]

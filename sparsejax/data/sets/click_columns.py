@@ -204,8 +204,15 @@ class Numbering:
 
 
 def find_categories(names: Names, known: Names) -> np.ndarray:
-    """`[names]` places among known categories, in their one spelling; -1 of new ones."""
-    return find_texts(to_arrow(names), spelling.as_categories(to_arrow(known)))
+    """`[names]` places among known categories; -1 of new ones.
+
+    Vocabularies that were made before there was one spelling have cells as they were
+    written; all others have them in the one spelling.
+    """
+    texts, others = to_arrow(names), to_arrow(known)
+    found = find_texts(texts, others)
+    again = find_texts(spelling.as_categories(texts), spelling.as_categories(others))
+    return np.where(found < 0, again, found)
 
 
 class Learner:
