@@ -216,12 +216,10 @@ def compare(
         n: (float(a.mean()), float(b.mean())) for n, (a, b) in pairs.items()
     }
     areas: list[Area] = []
-    if one.scores is not None and other.scores is not None:
+    # Labels of one class have no AUC.
+    if (area := one.area) is not None and other.scores is not None:
         assert one.labels is not None
-        areas = [
-            _area(one.scores, one.labels),
-            _area(other.scores[places], one.labels),
-        ]
+        areas = [area, _area(other.scores[places], one.labels)]
         every = np.ones(len(one))
         figures[_AUC] = areas[0](every), areas[1](every)
     by_auc = [lambda w: areas[1](w) - areas[0](w)] if areas else []

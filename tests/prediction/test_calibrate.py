@@ -128,6 +128,7 @@ def test_examples_of_one_class_have_a_log_loss():
         np.testing.assert_allclose(found["log_loss"], -np.log(right).mean(), rtol=1e-5)
         assert isinstance(found, sj.metrics.Measured)
         assert found.intervals().keys() == {"log_loss"}
+        assert sj.compare(found, found, resamples=9).keys() == {"log_loss"}
 
 
 @pytest.mark.usefixtures("wrong_types")
