@@ -304,6 +304,7 @@ def test_repeats_across_a_cut_are_counted(tmp_path):
     sets.append(parts[0].merge(parts[1]))
     for each in sets:
         assert each.split_at(5).repeats == 1
+        assert each.split_at(5)._replace(train=each).repeats == 0
         with pytest.warns(UserWarning, match=REPEATED):
             each.split_last()
         each.split_rows(0.5, seed=0)  # nothing to warn of

@@ -35,7 +35,7 @@ class Split[T](_Parts[T]):
         the features in `train`; see `split_at`.
     """
 
-    repeats: int
+    repeats: int = 0  # for what NamedTuple makes without __new__, as _replace does
 
     def __new__(cls, train: T, heldout: T, *, repeats: int = 0) -> Self:
         self = super().__new__(cls, train, heldout)
