@@ -21,7 +21,7 @@ from sparsejax.data.reading.sources import (
     check_same_features,
 )
 from sparsejax.data.sets.sequences import SequenceDataset
-from sparsejax.engine.rank.denied import denied_items, with_denied
+from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_denied
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors.runtime import Programs, Rows, room_for
@@ -439,7 +439,14 @@ class Items:
                 "again with a larger k"
             )
         x, matrices = shown.rows, self._matrices(shown)
-        batches = self.programs.batches(x.num_rows)
+        most = max(1, x.num_rows)
+        if denied.size:
+            most = min(most, rows_at_a_time(denied, seen, self.num_items))
+        batches = [
+            (size, slice(start + part.start, start + part.stop))
+            for start in range(0, x.num_rows, most)
+            for size, part in self.programs.batches(min(most, x.num_rows - start))
+        ]
 
         def results() -> Iterator[Any]:
             for size, part in batches:

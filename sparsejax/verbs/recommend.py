@@ -27,7 +27,7 @@ from sparsejax.engine.batching import (
     held_inputs,
     rows_in_a_batch,
 )
-from sparsejax.engine.rank.denied import denied_items, with_denied
+from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_denied
 from sparsejax.engine.rank.loop import (
     check_positive,
     collect,
@@ -92,7 +92,7 @@ def recommend(
       only_items: recommend only these.
       optimizer: the model's optimizer. Pass it while rows of the weights may be behind
         (see `Optimizer.flush`): they are then read as if they were up to date.
-      batch_size: rows scored at a time.
+      batch_size: rows scored at a time; fewer where they would be denied very many items.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
@@ -104,26 +104,30 @@ def recommend(
     ranker, shown, exclude = kind_of(inputs).shown(model, inputs, exclude)
     check_inputs(shown, features_of(ranker))
     x = shown.rows
-    batch_size = rows_in_a_batch(batch_size, x.num_rows)
-    held = held_inputs(shown)
-    rows = np.arange(x.num_rows)
-    batches = batches_of(shown, held, rows, batch_size)
     names = getattr(inputs, "feature_names", None)
     if names is not None and len(names) != ranker.num_items:
         names = None  # of the features, which are not the items
     denied = denied_items(
         ranker.num_items, names, exclude_items=exclude_items, only_items=only_items
     )
-    unwanted = seen = None
+    seen = None
     if exclude is not None:
         seen = shown.named("exclude", cast(Source | str, exclude))
         check_columns("exclude", seen.matrix.num_cols, ranker.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
-        if not denied.size:
-            unwanted = exclusion(shown, rows, held, seen, batch_size)
+    if denied.size:
+        had = None if seen is None else seen.matrix
+        batch_size = min(batch_size, rows_at_a_time(denied, had, ranker.num_items))
+    batch_size = rows_in_a_batch(batch_size, x.num_rows)
+    held = held_inputs(shown)
+    rows = np.arange(x.num_rows)
+    batches = batches_of(shown, held, rows, batch_size)
+    unwanted = None
     if denied.size:
         unwanted = _denied(x, seen, denied, ranker.num_items, batch_size)
+    elif seen is not None:
+        unwanted = exclusion(shown, rows, held, seen, batch_size)
     graphdef, state = split(ranker, optimizer)
     results = (
         recommended[False](graphdef, state, *step, k)

@@ -11,6 +11,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.engine.rank import denied as module
+from sparsejax.predictors import ranking
 
 ROWS, ITEMS = 23, 19
 ONLY, WITHOUT = ["item3", "item7", "item8", "item18"], ["item8", "item0"]
@@ -48,11 +49,23 @@ def oracle(model, data, k, allowed, *, seen):
     return np.where(best == -np.inf, -1, order)
 
 
+def counting(given: list[int]):
+    """`with_denied`, which notes the numbers of entries."""
+
+    def counted(*arguments):
+        found = module.with_denied(*arguments)
+        given.append(found.nse)
+        return found
+
+    return counted
+
+
 @pytest.mark.parametrize(
     ("shape", "seen"), [(None, True), ((2, 4), False), ((2, 4), True)]
 )
 def test_the_best_of_those_that_are_allowed(data, shape, seen, monkeypatch):
     monkeypatch.setattr(module, "_TABLE", 3 * ITEMS)  # three rows at a time
+    monkeypatch.setattr(module, "_ENTRIES", 7 * ITEMS)  # seven rows in a batch
     mesh = contextlib.nullcontext()
     if shape is not None:
         mesh = jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
@@ -73,7 +86,7 @@ def test_the_best_of_those_that_are_allowed(data, shape, seen, monkeypatch):
             np.testing.assert_array_equal(found.ids, expected)
 
 
-def test_predictors_and_histories(data, tmp_path):
+def test_predictors_and_histories(data, tmp_path, monkeypatch):
     model = built(data)
     sj.export_predictor(model, tmp_path / "a.predictor", k=5, names=data, batch_size=8)
     predictor = sj.load_predictor(tmp_path / "a.predictor")
@@ -86,6 +99,15 @@ def test_predictors_and_histories(data, tmp_path):
             )
         )
         np.testing.assert_array_equal(ours.ids, theirs.ids)
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "_ENTRIES", 5 * ITEMS)  # five rows in a batch
+            given: list[int] = []
+            patch.setattr(ranking, "with_denied", counting(given))
+            cut = predictor.recommend(
+                data, exclude=exclude, only_items=ONLY, exclude_items=WITHOUT
+            )
+        np.testing.assert_array_equal(cut.ids, ours.ids)
+        assert max(given) <= 5 * ITEMS and len(given) > 3
     some = predictor.recommend_names(
         [["item3"], []], only_items=ONLY, exclude_items=["item7"]
     )

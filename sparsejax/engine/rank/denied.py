@@ -11,6 +11,8 @@ from sparsejax.sparse import CSR
 
 # Entries of a table of truth values that is made to find what a row is denied.
 _TABLE = 2**26
+# Entries that the rows of one batch may be denied.
+_ENTRIES = 2**25
 
 
 def denied_items(
@@ -45,6 +47,18 @@ def denied_items(
     return np.flatnonzero(denied).astype(np.int32)
 
 
+def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:
+    """How many rows may be in a batch, so that `with_denied` has not too many entries.
+
+    Args:
+      denied: from `denied_items`.
+      seen: what rows have.
+      num_items: number of items.
+    """
+    had = 0 if seen is None else np.diff(np.asarray(seen.indptr)).max(initial=0)
+    return max(1, _ENTRIES // max(1, min(num_items, denied.size + int(had))))
+
+
 def with_denied(seen: CSR, denied: np.ndarray, num_items: int) -> CSR:
     """Rows of what each has, in NumPy, with the denied items in each of them.
 
@@ -71,7 +85,7 @@ def with_denied(seen: CSR, denied: np.ndarray, num_items: int) -> CSR:
     if ends[-1] >= 2**31:
         raise ValueError(
             f"{rows:,} rows are too many at a time where {denied.size:,} items are denied; "
-            "lower batch_size"
+            "divide batches into fewer parts"
         )
     matrix = np.concatenate(found), ends.astype(np.int32)
     return CSR(None, *matrix, num_cols=num_items)
