@@ -303,7 +303,8 @@ class Train(OfKinds):
         next version is written there after training. It recommends up to --k items, or as many
         as the version before.
       gate: Write the version only if it is better in this metric than the newest one in the
-        folder, on the events that --validation holds out: hit_rate, map, mrr, ndcg or recall.
+        folder that loads, on the events that --validation, last or a file, holds out:
+        hit_rate, map, mrr, ndcg or recall. The newest one must not have been trained on them.
       network: The network to train.
       columns: Which columns of a table hold what. By default their names say it.
       clicks: The columns of a file of clicks.

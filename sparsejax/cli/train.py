@@ -32,8 +32,8 @@ def train(command: flags.Train) -> None:
     new_writer = None if command.tensorboard is None else _summary_writer()
     asked = training_of(command)
     if command.export_to is not None:
-        runs, heldout = commands_of(asked.config).runs, asked.validation is not None
-        publishing.check(command.export_to, gate, runs, heldout=heldout)
+        runs = commands_of(asked.config).runs
+        publishing.check(command.export_to, gate, runs, validation=asked.validation)
     with _logging(command, new_writer) as log:
         source = training.train(
             command.run, asked, log=log, summary=printing.print_summary

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import re
-import tempfile
 import warnings
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.kind import Runs, Source
+from sparsejax.runs.reading import validation_share
 from sparsejax.verbs.export import export_predictor
-from sparsejax.whole_files import whole_folder
+from sparsejax.whole_files import temporary_folder, whole_folder
 
 FILE = "model.predictor"  # of each version, in a folder with its number as name
 _METRICS: dict[str, Callable[..., Any]] = {
@@ -65,7 +66,7 @@ class Gate(NamedTuple):
 
 
 def check(
-    folder: pathlib.Path, gate: Gate | None, runs: Runs, *, heldout: bool
+    folder: pathlib.Path, gate: Gate | None, runs: Runs, *, validation: Any
 ) -> None:
     """Raises ValueError before a training after which `publish` would not work.
 
@@ -73,7 +74,7 @@ def check(
       folder: of versions.
       gate: a metric, or None.
       runs: the kind of the run.
-      heldout: whether there will be held-out events.
+      validation: what is held out, or None.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder of versions, but this is a file")
@@ -81,24 +82,75 @@ def check(
         raise ValueError(
             "several processes cannot write a version: train, then export the run"
         )
-    if gate is None:
-        return
-    if runs.name == "clicks":
+    if gate is not None and runs.name == "clicks":
         raise ValueError(f"{gate} is measured of models that rank items, not of clicks")
-    if not heldout:
+    if gate is not None and validation is None:
         raise ValueError(
             f"{gate} is measured on held-out events: give validation, such as last"
         )
+    if gate is not None and validation_share(validation) is not None:
+        raise ValueError(
+            f"{gate} on a share of the events is unfair: the version before was trained on "
+            "most of them; give validation=last, or a file of events that it has not seen"
+        )
+    number, before = _newest(folder)
+    if before is not None:
+        _check_before(folder, number, before, gate, runs)
 
 
-def newest(folder: pathlib.Path) -> int:
-    """The number of the newest version in a folder; 0 if there is none."""
-    found = [
-        int(each.parent.name)
-        for each in folder.glob(f"*/{FILE}")
-        if each.parent.name.isascii() and each.parent.name.isdigit()
-    ]
-    return max(found, default=0)
+def numbers(folder: pathlib.Path) -> list[int]:
+    """The numbers of the versions in a folder, the newest first."""
+    # Only as str(number) is written, as a service finds them: 03 and 3 would be one.
+    names = (each.parent.name for each in folder.glob(f"*/{FILE}"))
+    found = [name for name in names if _is_number(name) and name == str(int(name))]
+    return sorted(map(int, found), reverse=True)
+
+
+def _is_number(name: str) -> bool:
+    return name.isascii() and name.isdigit()
+
+
+def following(folder: pathlib.Path) -> int:
+    """The number of the next version: above all that a folder or file has as name."""
+    found = [int(each.name) for each in folder.iterdir() if _is_number(each.name)]
+    return max(found, default=0) + 1
+
+
+def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:
+    """The newest version that loads, which is what serves; 0 and None if none does."""
+    for number in numbers(folder):
+        with contextlib.suppress(ValueError):  # it is damaged
+            return number, load_predictor(folder / str(number) / FILE)
+    return 0, None
+
+
+def _check_before(
+    folder: pathlib.Path,
+    number: int,
+    before: Predictor,
+    gate: Gate | None,
+    runs: Runs,
+) -> None:
+    """Raises ValueError if a run cannot follow a version, or be compared with it."""
+    kind = before.signature.kind
+    differs = kind != runs.name and (gate is not None or "clicks" in (kind, runs.name))
+    if differs:
+        raise ValueError(
+            f"{folder}: version {number} is of {kind}, but the run of {runs.name}; name "
+            "another folder"
+        )
+    if gate is not None:
+        _check_ranks(before, gate)
+
+
+def _check_ranks(predictor: Predictor, gate: Gate) -> None:
+    """Raises ValueError if a predictor recommends fewer items than a gate ranks, or no names."""
+    if predictor.k < gate.k or predictor.items is None:
+        raise ValueError(
+            f"a version recommends {predictor.k} items "
+            f"{'with' if predictor.items is not None else 'without'} names, but {gate} "
+            "ranks more, by name: choose a lower cut-off, or train once without the gate"
+        )
 
 
 def publish(
@@ -106,8 +158,8 @@ def publish(
 ) -> str:
     """Writes the next version into a folder, and says so.
 
-    With a gate it is written only if it is better than the newest version on the run's
-    held-out events. Both are measured as they serve: by their predictors.
+    With a gate it is written only if it is better than the newest version that loads, on the
+    run's held-out events. Both are measured as they serve: by their predictors.
 
     Args:
       run: folder of the run.
@@ -119,23 +171,19 @@ def publish(
 
     Raises:
       OSError: a version cannot be read or written.
-      ValueError: the newest version is no predictor, or cannot be compared with this run.
+      ValueError: the newest version cannot be compared with this run.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    number, opened = newest(folder), Folder.of(run)
-    before = load_predictor(folder / str(number) / FILE) if number else None
-    ranks = opened.settings.runs.name != "clicks"
-    if before is not None and (before.signature.kind != "clicks") != ranks:
-        raise ValueError(
-            f"{folder}: version {number} is of {before.signature.kind}, but the run of "
-            f"{opened.settings.runs.name}; name another folder"
-        )
+    (number, before), opened = _newest(folder), Folder.of(run)
+    runs = opened.settings.runs
+    if before is not None:
+        _check_before(folder, number, before, gate, runs)
     options: dict[str, Any] = {}
-    if ranks:
+    if runs.name != "clicks":
         least = 1 if gate is None else gate.k
         options["k"] = max(k, least, 1 if before is None else before.k)
-    with tempfile.TemporaryDirectory(prefix=".new-", dir=folder) as place:
-        path, said = pathlib.Path(place) / FILE, ""
+    with temporary_folder(folder) as place:
+        path, said = place / FILE, ""
         export_predictor(opened.model(), path, names=opened.known, **options)
         if gate is not None and before is not None:
             new, old = (
@@ -144,9 +192,10 @@ def publish(
             said = f": {gate} {new:.4f}, of version {number} {old:.4f}"
             if not new > old:
                 return f"{folder}: version {number} stays{said}"
-        with whole_folder(folder / str(number + 1)) as made:
+        new_number = following(folder)
+        with whole_folder(folder / str(new_number)) as made:
             os.replace(path, made / FILE)
-    return f"{folder}: version {number + 1} is new{said}"
+    return f"{folder}: version {new_number} is new{said}"
 
 
 def measured(predictor: Predictor, source: Source, gate: Gate) -> float:
@@ -158,12 +207,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> float:
       ValueError: the predictor has no names, knows no item of the data, or recommends fewer
         items than the gate ranks; or no row has held-out events.
     """
-    if predictor.k < gate.k or predictor.items is None:
-        raise ValueError(
-            f"a version recommends {predictor.k} items "
-            f"{'with' if predictor.items is not None else 'without'} names, but {gate} "
-            "ranks more, by name: choose a lower cut-off, or train once without the gate"
-        )
+    _check_ranks(predictor, gate)
     heldout = source.heldout
     if isinstance(heldout, SequenceDataset):
         heldout = heldout.to_sparse()

@@ -11,18 +11,27 @@ import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.runs import publishing
 from sparsejax.runs.kind import Source
-from sparsejax.runs.publishing import FILE, Gate, newest
+from sparsejax.runs.publishing import FILE, Gate, following, numbers
 
 USERS, KNOWN, ITEMS = 48, 18, 20
 
 
 def write(path, items):
-    """Users like the items of their parity; the last items are new."""
-    with open(path, "w", newline="") as file:
-        lines = csv.writer(file)
-        lines.writerow(["user", "item"])
+    """Users like the items of their parity; the last items are new.
+
+    What is held out of them is in a file beside it.
+    """
+    with (
+        open(path, "w", newline="") as file,
+        open(f"{path}.heldout.csv", "w", newline="") as other,
+    ):
+        kept, heldout = csv.writer(file), csv.writer(other)
+        for lines in (kept, heldout):
+            lines.writerow(["user", "item"])
         for u in range(USERS):
-            lines.writerows([f"u{u}", f"i{i}"] for i in range(u % 2, items, 2))
+            for i in range(u % 2, items, 2):
+                is_held = (i // 2 + u // 2) % 5 == 0
+                (heldout if is_held else kept).writerow([f"u{u}", f"i{i}"])
     return str(path)
 
 
@@ -35,10 +44,12 @@ def test_each_night_the_better_version_is_written(tmp_path, capsys):
     films = tmp_path / "models" / "films"
     days = [write(tmp_path / f"{n}.csv", size) for n, size in enumerate((KNOWN, ITEMS))]
     options = [*FIT, "--export-to", str(films), "--gate", "ndcg@3", "--k", "3"]
-    options += ["--validation", "0.2", "--decay", "none"]
+    options += ["--decay", "none"]
 
     def night(day, run, *more):
-        argv = ["train", days[day], "--run", str(tmp_path / run), *options, *more]
+        heldout = ["--validation", f"{days[day]}.heldout.csv"]
+        argv = ["train", days[day], "--run", str(tmp_path / run)]
+        argv += [*heldout, *options, *more]
         assert main(argv) == 0
         return capsys.readouterr().err
 
@@ -49,10 +60,23 @@ def test_each_night_the_better_version_is_written(tmp_path, capsys):
     assert f"{films}: version 2 is new: ndcg@3 " in said and ", of version 1 " in said
     assert "i19" not in sj.load_predictor(films / "1" / FILE).items
     assert "i19" in sj.load_predictor(films / "2" / FILE).items
+    # A version that is damaged does not serve, so the gate compares with the one before.
+    (films / "3").mkdir()
+    (films / "3" / FILE).write_bytes((films / "2" / FILE).read_bytes()[:-99])
     # The same data, and a model that has learned next to nothing.
     said = night(1, "third", *continued, "--epochs", "1", "--learning-rate", "1e-6")
     assert f"{films}: version 2 stays: ndcg@3 " in said
-    assert versions(films) == [1, 2]
+    assert versions(films) == [1, 2, 3]
+    faults = {
+        "ndcg@9 ranks more": (days[1], "ndcg@9", "autoencoder"),
+        "version 2 is of items, but the run of histories": (days[1], "ndcg@3", "gru"),
+    }
+    for message, (data, gate, model) in faults.items():
+        argv = ["train", data, "--run", str(tmp_path / "none"), "--export-to"]
+        argv += [str(films), "--gate", gate, "--validation", "last", "--model", model]
+        assert main(argv) == 1
+        assert message in capsys.readouterr().err
+    assert not (tmp_path / "none").exists()
 
 
 @pytest.fixture(scope="module")
@@ -102,13 +126,15 @@ def test_a_metric_by_hand(tmp_path, history):
         publishing.measured(predictor, source, Gate("ndcg", 4))
 
 
-def test_the_newest_version(tmp_path):
-    assert newest(tmp_path / "none") == 0
-    for name in ("2", "10", "11", "new", ".new-x"):
+def test_the_newest_version_and_the_next(tmp_path):
+    assert numbers(tmp_path / "none") == []
+    assert following(tmp_path) == 1
+    for name in ("2", "10", "11", "new", ".new-x", "012"):
         (tmp_path / name).mkdir()
-    for name in ("2", "10", "new"):  # 11 has no file yet
+    for name in ("2", "10", "new", "012"):  # 11 has no file yet
         (tmp_path / name / FILE).write_text("")
-    assert newest(tmp_path) == 10
+    assert numbers(tmp_path) == [10, 2]
+    assert following(tmp_path) == 13
 
 
 @pytest.mark.parametrize(
@@ -118,6 +144,10 @@ def test_the_newest_version(tmp_path):
         (["--gate", "ndcg", "--export-to", "out"], "like ndcg@20, got 'ndcg'"),
         (["--gate", "auc@2", "--export-to", "out"], "metrics are hit_rate, map"),
         (["--gate", "map@2", "--export-to", "out"], "map@2 is measured on held-out"),
+        (
+            ["--gate", "map@2", "--export-to", "out", "--validation", ".1"],
+            "map@2 on a share of the events is unfair",
+        ),
         (["--export-to", "data.csv"], "expected a folder of versions"),
     ],
 )
