@@ -88,6 +88,28 @@ def test_vectors_of_texts_stay_small(tmp_path):
     assert both.vectors is not None and both.vectors.shape == (3, 8)
 
 
+@pytest.mark.parametrize("options", [{}, {"item": "item"}])
+def test_names_in_csv_are_text(tmp_path, options):
+    """As they are in events: Arrow would make numbers of them, and nulls."""
+    path = tmp_path / "items.csv"
+    lines = [
+        "item,kind,brand,title,price",
+        "007,NA,010,12,1",
+        "1E5,tea,10,,NA",
+        "NA,,,7,3",
+    ]
+    path.write_text("\ufeff" + "\n".join(lines) + "\n", encoding="utf-8")
+    features = sj.read_item_features(path, tags=["brand"], words=["title"], **options)
+    assert as_dicts(features) == {
+        "007": {"kind=NA": 1, "brand=010": 1, "title:12": 1, "price": -1},
+        "1E5": {"kind=tea": 1, "brand=10": 1},
+        "NA": {"title:7": 1, "price": 1},
+    }
+    path.write_text("item,x\n007,1\n,2\n")
+    with pytest.raises(sj.DataError, match="'item' of row 1 is empty"):
+        sj.read_item_features(path)
+
+
 def test_attributes_in_one_json_object(tmp_path):
     path = tmp_path / "attributes.json"
     path.write_text('{"4": [1, 2],\n "83": [2], "5": []}')
@@ -140,6 +162,34 @@ def test_new_items_in_the_units_of_known_ones():
     vectors = sj.read_item_features([{"item": "oat", "v": [0.5, 1.0]}])
     with pytest.raises(ValueError, match="vectors of 2 numbers, but .* have 0"):
         vectors.like(known)
+    both = sj.read_item_features([{"item": "tea", "kind": "drink", "v": [1.0, 2.0]}])
+    with pytest.raises(ValueError, match="no tag .there is none. is one that"):
+        vectors.like(both)
+
+
+def test_other_units_are_other_content():
+    one, two = (
+        sj.read_item_features([{"item": "a", "x": 0}, {"item": "b", "x": top}])
+        for top in (1, 2)
+    )
+    assert (one.tags != two.tags).nnz == 0
+    assert one.fingerprint() != two.fingerprint()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"item": "item"},
+        {"columns": ["kind"]},
+        {"tags": ["price"]},
+        {"words": ["title"]},
+        {"separator": ""},
+    ],
+)
+def test_saved_content_has_no_options(tmp_path, options):
+    sj.read_item_features(ROWS).save(tmp_path / "saved.parquet")
+    with pytest.raises(ValueError, match=f"{next(iter(options))}=... has no effect"):
+        sj.read_item_features(tmp_path / "saved.parquet", **options)
 
 
 def test_saved_and_damaged(tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import csv
+import io
 import json
 import re
 from collections.abc import Collection, Mapping
@@ -55,7 +57,8 @@ def read_item_features(
     ==============================  ====================================================
 
     A cell may be empty. A JSON file may also be one object with a list of tags for each
-    item: `{"tea": [4, 7], "rice": [4]}`.
+    item: `{"tea": [4, 7], "rice": [4]}`. In CSV the columns of items, `tags` and `words` are
+    text, so that "007" and "NA" are names.
 
     Args:
       source: a path, or several; a data frame or another table of Arrow; or dicts.
@@ -71,15 +74,29 @@ def read_item_features(
         is named twice. A column has another type, or has one value alone. A number is
         NaN or infinite, or vectors differ in their lengths; the message names column and
         item.
-      ValueError: a column that is named does not exist.
+      ValueError: a column that is named does not exist, or an option is given for a file
+        that `ItemFeatures.save` wrote.
     """
     if is_path(source) and is_parquet(source):
         with parquet.parquet_files(source)[0].open() as file:
-            if stored.kind_of(file.schema_arrow) == "item features":
-                return ItemFeatures.load(source)
+            are_saved = stored.kind_of(file.schema_arrow) == "item features"
+        if are_saved:
+            for option, is_given in (
+                ("item", item is not None),
+                ("columns", columns is not None),
+                ("tags", tags),
+                ("words", words),
+                ("separator", separator != "|"),
+            ):
+                if is_given:
+                    raise ValueError(
+                        f"{source}: {option}=... has no effect on what ItemFeatures.save "
+                        "wrote; leave it out, or read the file that the features are from"
+                    )
+            return ItemFeatures.load(source)
     pieces = find_pieces(source)
     path = pieces[0].path
-    tables = [_table(piece) for piece in pieces]
+    tables = [_table(piece, item, (*tags, *words)) for piece in pieces]
     try:
         table = pa.concat_tables(tables, promote_options="default").combine_chunks()
     except pa.ArrowInvalid as error:
@@ -284,8 +301,7 @@ def _item_column(path: Path, table: pa.Table, given: str | None) -> str:
                 f"item={given!r}, but the columns are {quoted(known, count=20)}"
             )
         return given
-    found = [name for name in known if role_of(name) == "item"]
-    found = ["item"] if "item" in found else found
+    found = _columns_of_items(known)
     if len(found) != 1:
         what = "no column has" if not found else f"{quoted(found)} have"
         raise DataError.at(
@@ -295,8 +311,22 @@ def _item_column(path: Path, table: pa.Table, given: str | None) -> str:
     return found[0]
 
 
-def _table(piece: Piece) -> pa.Table:
-    """All rows of a file or of a table in memory."""
+def _columns_of_items(known: list[str]) -> list[str]:
+    """The columns that may be that of items, by their names."""
+    found = [name for name in known if role_of(name) == "item"]
+    return ["item"] if "item" in found else found
+
+
+def _table(
+    piece: Piece, item: str | None = None, names: Collection[str] = ()
+) -> pa.Table:
+    """All rows of a file or of a table in memory.
+
+    Args:
+      piece: the file or the table.
+      item: the column of items, if it is named.
+      names: further columns of names.
+    """
     path = piece.path
     if piece.table is not None:
         return piece.table.read_all()
@@ -317,7 +347,7 @@ def _table(piece: Piece) -> pa.Table:
         return _json_lines(path) if are_lines else _json(path)
     if start.startswith(b"["):
         return _json(path)
-    return _csv(path)
+    return _csv(path, item, names)
 
 
 def _json_lines(path: Path) -> pa.Table:
@@ -349,8 +379,9 @@ def _json(path: Path) -> pa.Table:
     return pa.table({"item": pa.array(list(found)), _ATTRIBUTES: lists})
 
 
-def _csv(path: Path) -> pa.Table:
-    first = head(path).data.lstrip(b"\n").partition(b"\n")[0]
+def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
+    start = head(path).data.lstrip(b"\n")
+    first = start.partition(b"\n")[0]
     delimiter = (
         "\t"
         if b"\t" in first
@@ -358,6 +389,12 @@ def _csv(path: Path) -> pa.Table:
         if first.count(b";") > first.count(b",")
         else ","
     )
+    # Names are text, as in events: Arrow would make the number 7 of "007".
+    if item is None:
+        header = io.StringIO(start.decode("utf-8-sig"), newline="")
+        items = _columns_of_items(next(csv.reader(header, delimiter=delimiter)))
+    else:
+        items = [item]
     with open_data(path) as stream:
         try:
             return pyarrow.csv.read_csv(
@@ -365,7 +402,11 @@ def _csv(path: Path) -> pa.Table:
                 parse_options=pyarrow.csv.ParseOptions(
                     delimiter=delimiter, newlines_in_values=True
                 ),
-                convert_options=pyarrow.csv.ConvertOptions(strings_can_be_null=True),
+                convert_options=pyarrow.csv.ConvertOptions(
+                    column_types=dict.fromkeys([*items, *names], pa.string()),
+                    # A text may be "NA"; a number that is "NA" is missing all the same.
+                    strings_can_be_null=False,
+                ),
             )
         except pa.ArrowInvalid as error:
             raise DataError.at(path, f"cannot be read as CSV: {error}") from error

@@ -139,9 +139,14 @@ class ItemFeatures:
                 f"knows have {others:,}; make them by the same model of texts or images"
             )
         place = _names.find_names(self.tag_names, known.tag_names)
-        if len(known.tag_names) and len(self.tag_names) and not (place >= 0).any():
+        if len(known.tag_names) and not (place >= 0).any():
+            have = (
+                _names.quoted(self.tag_names)
+                if len(self.tag_names)
+                else "there is none"
+            )
             raise ValueError(
-                f"no tag ({_names.quoted(self.tag_names)}) is one that the model knows "
+                f"no tag ({have}) is one that the model knows "
                 f"({_names.quoted(known.tag_names)}); give the same columns"
             )
         tags = scipy.sparse.coo_array(self.tags)
@@ -254,7 +259,7 @@ class ItemFeatures:
         return made
 
     def fingerprint(self) -> str:
-        """A checksum of the names, the tags and the vectors."""
+        """A checksum of the names, the tags, the units of numbers, and the vectors."""
         leaves = [stored.names_as_bytes(n) for n in (self.item_names, self.tag_names)]
         leaves += [
             self.tags.indptr.astype(np.int64).tobytes(),
@@ -263,6 +268,7 @@ class ItemFeatures:
             b""
             if self.vectors is None
             else np.ascontiguousarray(self.vectors).tobytes(),
+            json.dumps(dict(self.numbers)).encode(),
         ]
         return f"{stored.checksum(leaves):08x}"
 
