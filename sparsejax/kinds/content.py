@@ -9,6 +9,7 @@ import numpy as np
 from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.reading.sources import num_columns
 from sparsejax.data.sets.item_features import ItemFeatures
+from sparsejax.mesh.layout import to_host
 from sparsejax.nn.item_content import ContentSizes, ItemContent
 
 
@@ -70,7 +71,7 @@ def count_entries(model: Any, counts: np.ndarray) -> None:
     the data forgets no item.
     """
     if (content := content_of(model)) is not None:
-        known = np.asarray(content.entries[...])[: len(counts)]
+        known = to_host(content.entries[...])[: len(counts)]
         content.set_entries(np.maximum(known, counts))
 
 

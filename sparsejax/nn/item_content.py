@@ -24,6 +24,7 @@ from sparsejax.mesh.layout import (
     mesh_is_set,
     out_sharding,
     padded_rows,
+    to_host,
 )
 from sparsejax.nn.linear_part import FromData
 from sparsejax.ops.gather_matmul import gather_matmul
@@ -217,7 +218,7 @@ class ItemContent(nnx.Module):
     def _stored_tags(self) -> scipy.sparse.csr_array:
         assert self.tags is not None
         names = ("values", "indices", "indptr")
-        blocks = [np.asarray(self.tags[name][...]) for name in names]
+        blocks = [to_host(self.tags[name][...]) for name in names]
         parts = [
             scipy.sparse.csr_array(
                 (data[: ptr[-1]], column[: ptr[-1]], ptr),

@@ -378,13 +378,14 @@ class SparseOutput(nnx.Module):
         See `sparsejax.nn.sampled_cross_entropy`. It does not read the kernel elsewhere: if that
         is a `RowParam`, its gradient has the rows of targets and negatives alone.
         """
+        bias = None if self.bias is None else self.bias[...]
         return sampled_cross_entropy(
             self.hidden_operand(h),
             self.kernel if self.content is None else self.vectors(),
             targets,
             negatives,
             log_q=log_q,
-            bias=None if self.bias is None else self.bias[...],
+            bias=self._without_unseen(bias),
             scale=None if self.temperature is None else self.score_scale,
         )
 

@@ -254,7 +254,8 @@ def sampled_cross_entropy(
         factors = scale(vectors).astype(dtype)
         mine, others = mine * factors[:rows], others * factors[None, rows:]
     if bias is not None:
-        of_ids = bias[ids].astype(dtype)
+        # -1 would be the last item, whose bias may be -inf.
+        of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(dtype)
         mine, others = mine + of_ids[:rows], others + of_ids[None, rows:]
     counted = used[None] & (negatives[None] != target.columns[:, None])
     # Logarithm of how many items a negative stands for.

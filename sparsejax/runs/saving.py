@@ -10,8 +10,13 @@ from typing import Any
 from flax import nnx
 
 from sparsejax.codec import ModelConfig
-from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
-from sparsejax.kinds.content import content_of
+from sparsejax.data import (
+    ClickDataset,
+    ItemFeatures,
+    SequenceDataset,
+    SparseDataset,
+)
+from sparsejax.kinds.content import content_of, fitting
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
@@ -31,6 +36,7 @@ def save_model(
     data: SparseDataset | SequenceDataset | ClickDataset,
     *,
     history: Sequence[Mapping[str, float]] = (),
+    item_features: ItemFeatures | None = None,
 ) -> None:
     """Writes a model as the run folder that `Run.load` and all commands read.
 
@@ -54,12 +60,14 @@ def save_model(
       data: what the model was trained on. The names of its items or categories are kept, and
         its schema, but no rows.
       history: what `fit` returned, for the report.
+      item_features: the content of the items, if the model has some: the run keeps it.
 
     Raises:
       FileExistsError: the folder exists, and holds something.
       TypeError: the model has no configuration, or the data are of another kind.
       ValueError: the model is not what its configuration describes for this data; or the
-        optimizer was made with `dense` or `wrt`, which a run does not keep.
+        optimizer was made with `dense` or `wrt`, which a run does not keep. The model has
+        content and `item_features` is missing or other, or it has none.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, NetworkConfig | ModelConfig):
@@ -79,6 +87,7 @@ def save_model(
         raise ValueError(
             "a run keeps the rule of an optimizer alone: make it without dense= and wrt="
         )
+    features = _checked(item_features, model, data)
     known = runs.known_of(data)
     valued = isinstance(data, SparseDataset) and data.matrix.data is not None
     settings = Settings(
@@ -98,6 +107,7 @@ def save_model(
         k=20,
         patience=None,
         content=None if (content := content_of(model)) is None else content.sizes,
+        item_features=None if features is None else features.fingerprint(),
     )
     modules = (model, optimizer)
     _check_fits(modules, settings.shapes(known))
@@ -105,9 +115,34 @@ def save_model(
         {"epoch": number} | {**entry} for number, entry in enumerate(history, start=1)
     ]
     directory = pathlib.Path(directory)
-    with folders.begun(directory, settings, known, resume=False) as checkpoints:
+    with folders.begun(
+        directory, settings, known, resume=False, features=features
+    ) as checkpoints:
         step = int(optimizer.step[...])
         checkpoints.save(step, modules, {"history": entries})
+
+
+def _checked(given: ItemFeatures | None, model: Any, data: Any) -> ItemFeatures | None:
+    """The content of the items of the data, if the model has content."""
+    content = content_of(model)
+    if (content is None) != (given is None):
+        has = "no content of its items" if content is None else "content of its items"
+        remedy = "leave it out" if content is None else "give what build was given"
+        raise ValueError(f"the model has {has}: item_features=...; {remedy}")
+    if content is None or given is None:
+        return None
+    features = fitting(given, data)
+    width = 0 if features.vectors is None else features.vectors.shape[1]
+    found, wanted = (
+        (len(features.tag_names), width),
+        (content.sizes.tags, content.sizes.vectors),
+    )
+    if found != wanted:
+        raise ValueError(
+            f"item_features has {found[0]:,} tags and vectors of {found[1]:,} numbers, but "
+            f"the model was made for {wanted[0]:,} and {wanted[1]:,}; give what build was given"
+        )
+    return features
 
 
 def _check_fits(modules: tuple[Any, Optimizer], expected: tuple[Any, Any]) -> None:

@@ -66,6 +66,10 @@ def train(
     if restored and source.features is not None:
         # A run that goes on from another one may have more room for tags.
         content = folders.load_settings(directory).content
+        if content is None:
+            raise ValueError(
+                "cannot resume with item_features=...: the run was begun without"
+            )
         settings = dataclasses.replace(settings, content=content)
     if training.origin is None or restored:
         linear_part = None

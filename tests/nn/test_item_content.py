@@ -1,5 +1,6 @@
 """Vectors of items with content, and their gradients, against dense float64."""
 
+import types
 from typing import Any
 
 import jax
@@ -12,6 +13,9 @@ from jax.sharding import AxisType
 from tolerances import assert_close
 
 import sparsejax as sj
+from sparsejax.kinds import content as kinds_content
+from sparsejax.kinds.content import count_entries
+from sparsejax.mesh import layout
 from sparsejax.nn import ContentSizes, ItemContent, item_content
 from sparsejax.sequence.build import build_sequence_model
 
@@ -243,6 +247,27 @@ def test_new_items_are_their_content():
     near(content.vectors_with(kernel)[250:], want[250:], jnp.float32, 64)
 
 
+def test_arrays_that_span_processes_are_exchanged(monkeypatch):
+    taken = []
+
+    def spy(array):
+        taken.append(array.shape)
+        return layout.to_host(array)
+
+    for module in (kinds_content, item_content):
+        monkeypatch.setattr(module, "to_host", spy)
+    content = some_content(some_tags(20), None, 20)
+    model: Any = types.SimpleNamespace(output=types.SimpleNamespace(content=content))
+    counts = np.arange(20)
+    count_entries(model, counts)
+    np.testing.assert_array_equal(
+        content.entries[:20], np.maximum(counts, some_counts(20))
+    )
+    assert len(taken) == 1
+    content.add_items(3)
+    assert len(taken) == 4
+
+
 def test_wrong_content():
     tags, vectors = some_tags(20), some_vectors(20)
     content = some_content(tags, vectors, 20)
@@ -278,3 +303,36 @@ def test_a_softmax_leaves_out_items_without_entries():
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(slopes))
     ids, _ = model.top_k(histories[:, :4], 60)
     assert set(np.asarray(ids[0]).tolist()) == set(range(60))
+
+
+@pytest.mark.parametrize("use_bias", [True, False])
+def test_items_without_entries_are_no_sampled_negatives(use_bias):
+    """Drawn or not, they change neither the loss nor what is learned."""
+    tags, vectors = None, np.eye(4, 3, dtype=np.float32)
+    layer: Any = sj.nn.SparseOutput(
+        3,
+        4,
+        use_bias=use_bias,
+        content=ContentSizes.of(tags, vectors),
+        rngs=nnx.Rngs(0),
+    )
+    layer.content.set_to(tags, vectors)
+    layer.content.set_entries(np.array([3, 0, 2, 0]))
+    h, targets = jnp.ones((3, 3)), jnp.array([0, 2, -1])
+
+    def found(negatives):
+        def loss(layer):
+            return layer.sampled_cross_entropy(h, targets, jnp.array(negatives))
+
+        return nnx.value_and_grad(loss)(layer)
+
+    (got, slopes), (want, others) = found([0, 1, 2, 3, -1]), found([0, 2])
+    np.testing.assert_allclose(got, want, rtol=1e-6)
+    pairs = zip(jax.tree.leaves(slopes), jax.tree.leaves(others), strict=True)
+    for one, other in pairs:
+        np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-7)
+    # The vector of item 1 alone has the second number.
+    assert not slopes["content"]["vector_kernel"][1].any()
+    loss, slopes = found([1, 3, -1])
+    assert loss == 0
+    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(slopes))

@@ -118,6 +118,44 @@ def test_runs_in_python(files, tmp_path):
     )
 
 
+def test_a_model_that_is_saved_goes_on(files, tmp_path):
+    """A model of a loop of one's own is a run that goes on, with its content."""
+    features = sj.read_item_features(files / "items.csv")
+    data = sj.read(files / "events.csv", indicator=True)
+    config = sj.NetworkConfig.autoencoder((8,))
+    model, optimizer = sj.build(config, data, item_features=features)
+    arguments = tmp_path / "run", model, optimizer, data
+    with pytest.raises(ValueError, match="has content of its items: item_features"):
+        sj.save_model(*arguments)
+    wide = sj.read_item_features([{"item": "i1", "kind": "k"}])
+    with pytest.raises(ValueError, match="has 1 tags .* was made for 3 and 0"):
+        sj.save_model(*arguments, item_features=wide)
+    sj.save_model(*arguments, item_features=features)
+    run = sj.Run.load(tmp_path / "run")
+    run.train_more(
+        files / "events.csv", item_features=features, num_epochs=1, batch_size=20
+    )
+    assert run.known.tolist()[-1] == f"i{ITEMS + NEW - 1}"
+
+
+def test_content_for_a_model_without(files, tmp_path):
+    features = sj.read_item_features(files / "items.csv")
+    data = sj.read(files / "events.csv", indicator=True)
+    config = sj.NetworkConfig.autoencoder((8,))
+    without = sj.build(config, data)
+    with pytest.raises(ValueError, match="has no content of its items: .*leave it out"):
+        sj.save_model(tmp_path / "no", *without, data, item_features=features)
+    sj.save_model(tmp_path / "no", *without, data)
+    with pytest.raises(ValueError, match="cannot resume with item_features"):
+        sj.Run.train(
+            files / "events.csv",
+            tmp_path / "no",
+            config=config,
+            item_features=features,
+            resume=True,
+        )
+
+
 def test_what_cannot_be(files, tmp_path, capsys):
     plain = sj.Run.train(files / "events.csv", num_epochs=1)
     items = files / "items.csv"
