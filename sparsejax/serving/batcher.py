@@ -35,6 +35,22 @@ class DeviceError(RuntimeError):
     """The device could not run a batch."""
 
 
+class Failures:
+    """Batches in a row that a device could not run, of all batchers that have this count.
+
+    Attributes:
+      count: number of them.
+    """
+
+    def __init__(self):
+        self.count, self._lock = 0, threading.Lock()
+
+    def tell(self, *, failed: bool) -> None:
+        """Counts a batch. One that ran begins anew."""
+        with self._lock:
+            self.count = self.count + 1 if failed else 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Batch:
     """A batch that ran, for metrics.
@@ -89,7 +105,6 @@ class Batcher:
 
     Attributes:
       engine: that runs them.
-      failures: batches in a row that the device could not run.
     """
 
     def __init__(
@@ -99,6 +114,7 @@ class Batcher:
         max_wait: float = 0.0,
         max_rows: int = 4096,
         observe: Callable[[Batch], None] = lambda batch: None,
+        failures: Failures | None = None,
     ):
         """Starts two threads, which pack and run.
 
@@ -107,6 +123,7 @@ class Batcher:
           max_wait: seconds that a batch which is not full may wait on an idle device.
           max_rows: that may wait; further requests are refused.
           observe: is told of each batch, in a thread of the batcher.
+          failures: a count that it shares with other batchers of the device.
 
         Raises:
           ValueError: `max_wait` is negative, or `max_rows` not positive.
@@ -116,7 +133,8 @@ class Batcher:
                 "expected max_wait of 0 or more and max_rows of 1 or more, got "
                 f"{max_wait} and {max_rows}"
             )
-        self.engine, self.failures = engine, 0
+        self.engine = engine
+        self._failures = Failures() if failures is None else failures
         self._max_wait, self._max_rows, self._observe = max_wait, max_rows, observe
         self._changed = threading.Condition()
         self._queue: collections.deque[_Piece] = collections.deque()
@@ -181,6 +199,11 @@ class Batcher:
         """Takes what this thread submits in the block when the block is done."""
         with self._changed:
             yield
+
+    @property
+    def failures(self) -> int:
+        """Batches in a row that the device could not run."""
+        return self._failures.count
 
     @property
     def waiting(self) -> int:
@@ -304,7 +327,7 @@ class Batcher:
             with self._changed:  # the next batch begins before answers are given
                 self._working = False
                 self._changed.notify_all()
-            self.failures = 0 if failed is None else self.failures + 1
+            self._failures.tell(failed=failed is not None)
             if failed is None:
                 _answer(packed.pieces, found)
             else:

@@ -6,11 +6,18 @@ import asyncio
 import dataclasses
 import os
 import time
+from collections.abc import Collection
 from typing import Any, NamedTuple
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
-from sparsejax.serving.batcher import Batcher, BusyError, ClosedError, DeviceError
+from sparsejax.serving.batcher import (
+    Batcher,
+    BusyError,
+    ClosedError,
+    DeviceError,
+    Failures,
+)
 from sparsejax.serving.engine import Engine, Shape, TooLargeError
 from sparsejax.serving.metrics import Metrics
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor, wanted
@@ -64,9 +71,8 @@ class Version:
 
     @property
     def failures(self) -> int:
-        """Batches in a row that the device could not run."""
-        both = self.batcher, self.of_candidates
-        return max(each.failures for each in both if each is not None)
+        """Batches in a row, of both batchers, that the device could not run."""
+        return self.batcher.failures
 
     def close(self) -> None:
         """Returns when the requests that it has are answered; it takes no others."""
@@ -113,9 +119,11 @@ class Service:
         engines = [Engine(predictor, shapes)]
         if predictor.signature.layer is not None:
             engines.append(Engine(predictor, shapes, only=True))
+        failures = Failures()
         batchers = [
             Batcher(
                 engine,
+                failures=failures,
                 max_wait=self.settings.max_wait,
                 max_rows=self.settings.max_rows,
                 observe=self.metrics.batch,
@@ -135,7 +143,17 @@ class Service:
         others = [each for each in before if each.name != version.name]
         self._version, self._older = version, others[: self.settings.keep]
         self.metrics.serving(self.name, version.name)
-        return [each for each in before if each not in self._older]
+        answer = version, *self._older
+        return [each for each in before if each not in answer]
+
+    def drop(self, versions: Collection[Version]) -> list[Version]:
+        """Gives those of some versions that answered who named them, and do not any more.
+
+        See `swap` for who closes them. The version that serves stays.
+        """
+        gone = [each for each in self._older if each in versions]
+        self._older = [each for each in self._older if each not in gone]
+        return gone
 
     def load(self, path: str | os.PathLike[str], name: str = "1") -> None:
         """Lets a predictor answer that is the first one; see `made`."""

@@ -56,6 +56,7 @@ class Versions:
         self._service, self._folder = service, pathlib.Path(folder)
         self._serves: _Found | None = None
         self._bad: set[_Found] = set()
+        self._answer: dict[_Found, Version] = {}  # also those that are kept
 
     def first(self) -> None:
         """Loads the newest version that can be loaded.
@@ -68,8 +69,7 @@ class Versions:
         for each in found:
             version = self._loaded(each)
             if version is not None:
-                self._service.swap(version)
-                self._serves = each
+                self._swap(each, version)
                 return
         tried = "; the log says why none could be loaded" if found else ""
         raise ValueError(
@@ -77,30 +77,49 @@ class Versions:
         )
 
     async def look(self) -> None:
-        """Lets the newest version serve that can be loaded, unless it does already."""
+        """Lets the newest version serve that can be loaded, unless it does already.
+
+        Versions that are kept end with their files.
+        """
         found = await asyncio.to_thread(found_in, self._folder)
         self._bad &= {*found}
         for each in found:
             if each == self._serves:
-                return
+                break
             if each in self._bad:
                 continue
-            version = await asyncio.to_thread(self._loaded, each)
+            version = self._answer.get(each)  # it is kept
             if version is None:
-                continue
-            others, self._serves = self._service.swap(version), each
-            for other in others:  # they answer what they have
-                await asyncio.to_thread(other.close)
-            return
+                version = await asyncio.to_thread(self._loaded, each)
+            if version is not None:
+                await self._close(self._swap(each, version))
+                break
+        gone = [its for file, its in self._answer.items() if file not in found]
+        await self._close(self._service.drop(gone))
+
+    def _swap(self, found: _Found, version: Version) -> list[Version]:
+        """Lets a version serve, and gives those that do not answer any more."""
+        self._serves, self._answer[found] = found, version
+        return self._service.swap(version)
+
+    async def _close(self, versions: list[Version]) -> None:
+        """Ends versions. They answer what they have."""
+        self._answer = {
+            file: its for file, its in self._answer.items() if its not in versions
+        }
+        for version in versions:
+            await asyncio.to_thread(version.close)
 
     def _loaded(self, found: _Found) -> Version | None:
-        """The version of a file; None if it is bad, which is told."""
+        """The version of a file; None if it cannot be loaded, which is told."""
         name, metrics = str(found.number), self._service.metrics
         try:
             version = self._service.made(found.path, name)
         # JAX raises many kinds for a file that is damaged or too large.
         except Exception as error:  # noqa: BLE001 - the older version goes on
-            self._bad.add(found)
+            # What is wrong with the file stays. Memory, say, may be free at the next look.
+            if isinstance(error, ValueError):
+                self._bad.add(found)
             metrics.reload("failed")
             log("reload", version=name, result="failed", error=str(error)[:500])
             return None

@@ -11,7 +11,13 @@ from served import NAMES
 
 from sparsejax.predictors.signature import Array
 from sparsejax.serving import batcher
-from sparsejax.serving.batcher import Batcher, BusyError, ClosedError, DeviceError
+from sparsejax.serving.batcher import (
+    Batcher,
+    BusyError,
+    ClosedError,
+    DeviceError,
+    Failures,
+)
 from sparsejax.serving.engine import Engine, Shape
 
 DENSE = Array(name="x", dtype="float32", shape=(1,))
@@ -170,6 +176,22 @@ def test_a_device_that_fails(engine):
     assert numbers(service.submit(given(1))) == [2]
     assert service.failures == 0
     service.close()
+
+
+def test_a_batch_that_ran_ends_the_failures_of_both_batchers(engine):
+    failures, other = Failures(), Doubling(1)
+    broken, good = (Batcher(each, failures=failures) for each in (engine, other))
+    engine.gate.set()
+    other.gate.set()
+    engine.fails = True
+    for _ in range(2):
+        with pytest.raises(DeviceError, match="out of memory"):
+            broken.submit(given(1)).result(60)
+    assert (broken.failures, good.failures) == (2, 2)
+    assert numbers(good.submit(given(1))) == [2]
+    assert (broken.failures, good.failures) == (0, 0)
+    broken.close()
+    good.close()
 
 
 def test_a_large_request_goes_in_parts(engine):

@@ -218,6 +218,36 @@ def test_versions_that_are_kept(tmp_path, files):
         assert isinstance(refused, tuple) and refused[0] == 404
         assert "has '3', '2'" in refused[1]
         assert service.version("films", None).name == "3"
-        shutil.rmtree(tmp_path / "3")  # version 2 is loaded again, and there once
+        shutil.rmtree(tmp_path / "3")  # version 2 is here, and is not loaded again
         asyncio.run(versions.look())
-        assert client.get("/v2/models/films")[1]["versions"] == ["2", "3"]
+        assert client.get("/v2/models/films")[1]["versions"] == ["2"]
+        assert answer(client, 2) == ("2", ["even a", "even b"])
+        assert count(service, "loaded") == 3
+        put(tmp_path, 3, files[1])
+        asyncio.run(versions.look())
+        assert client.get("/v2/models/films")[1]["versions"] == ["3", "2"]
+        shutil.rmtree(tmp_path / "2")
+        asyncio.run(versions.look())
+        assert client.get("/v2/models/films")[1]["versions"] == ["3"]
+        assert answer(client, 3) == ("3", ["odd a", "odd b"])
+
+
+def test_an_error_that_passes_is_tried_again(tmp_path, files, service, monkeypatch):
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+    versions.first()
+    put(tmp_path, 2, files[0])
+
+    def full(*_):
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "made", full)
+        asyncio.run(versions.look())
+    assert service.version("films", None).name == "1"
+    asyncio.run(versions.look())
+    assert service.version("films", None).name == "2"
+    put(tmp_path, 3, files[1], damaged=True)
+    for _ in range(2):
+        asyncio.run(versions.look())
+    assert (count(service, "failed"), count(service, "loaded")) == (2, 2)
