@@ -230,7 +230,7 @@ def _steps(
 def in_blocks(
     make: Callable[[np.ndarray], dict[str, jax.Array]], rows: np.ndarray
 ) -> dict[str, np.ndarray]:
-    """What is made of rows, some at a time: a device may not have room for all."""
+    """Makes arrays of rows, some at a time: a device may not have room for all."""
     starts = range(0, max(len(rows), 1), _BLOCK)
     blocks = [jax.tree.map(np.asarray, make(rows[s : s + _BLOCK])) for s in starts]
     return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}
