@@ -52,7 +52,15 @@ def of_kind(clicks):
 
 # What each kind has a use for; `model` and `inputs` are given always.
 ANY = {"optimizer", "batch_size", "keep_rows"}
-RANKED = ANY | {"heldout", "k", "exclude", "unknown", "unknown_users", "popularity"}
+RANKED = ANY | {
+    "heldout",
+    "k",
+    "exclude",
+    "unknown",
+    "unknown_users",
+    "popularity",
+    "by",
+}
 EVALUATE = {
     "clicks": ANY | {"groups"},
     "histories": RANKED | {"candidates"},
@@ -71,6 +79,7 @@ GIVEN = {
     "candidates": DATA,
     "popularity": None,
     "groups": "city",
+    "by": "entries",
 }
 
 
