@@ -117,7 +117,7 @@ class Versions:
             version = self._service.made(found.path, name)
         # JAX raises many kinds for a file that is damaged or too large.
         except Exception as error:  # noqa: BLE001 - the older version goes on
-            # What is wrong with the file stays. Memory, say, may be free at the next look.
+            # A fault of the file stays. Memory, say, may be free at the next look.
             if isinstance(error, ValueError):
                 self._bad.add(found)
             metrics.reload("failed")
