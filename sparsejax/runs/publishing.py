@@ -19,13 +19,13 @@ from sparsejax.data import SequenceDataset, UnknownFeaturesWarning
 from sparsejax.data.files.names import find_names
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
+from sparsejax.predictors.versions import FILE, following, numbered
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.kind import Runs, Source
 from sparsejax.runs.reading import validation_share
 from sparsejax.verbs.export import export_predictor
 from sparsejax.whole_files import temporary_folder, whole_folder
 
-FILE = "model.predictor"  # of each version, in a folder with its number as name
 _METRICS: dict[str, Callable[..., Any]] = {
     "hit_rate": metrics.hit_rate_at_k,
     "map": metrics.map_at_k,
@@ -99,21 +99,9 @@ def check(
 
 
 def numbers(folder: pathlib.Path) -> list[int]:
-    """The numbers of the versions in a folder, the newest first."""
-    # Only as str(number) is written, as a service finds them: 03 and 3 would be one.
-    names = (each.parent.name for each in folder.glob(f"*/{FILE}"))
-    found = [name for name in names if _is_number(name) and name == str(int(name))]
-    return sorted(map(int, found), reverse=True)
-
-
-def _is_number(name: str) -> bool:
-    return name.isascii() and name.isdigit()
-
-
-def following(folder: pathlib.Path) -> int:
-    """The number of the next version: above all that a folder or file has as name."""
-    found = [int(each.name) for each in folder.iterdir() if _is_number(each.name)]
-    return max(found, default=0) + 1
+    """The numbers of the versions in a folder, the newest first; none if it does not exist."""
+    found = numbered(folder) if folder.exists() else []
+    return [number for number in found if (folder / str(number) / FILE).exists()]
 
 
 def _newest(folder: pathlib.Path) -> tuple[int, Predictor | None]:

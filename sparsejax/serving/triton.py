@@ -23,6 +23,7 @@ import numpy as np
 
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
+from sparsejax.predictors.versions import FILE, following
 from sparsejax.serving import protocol
 from sparsejax.serving.batcher import Answer, Batcher, DeviceError
 from sparsejax.serving.engine import Engine, Shape, TooLargeError, check_shapes
@@ -31,7 +32,7 @@ from sparsejax.serving.questions import Form, Question, form_of
 from sparsejax.whole_files import whole_folder
 
 _LIMITS = Limits()
-_CONFIG, _MODEL, _PREDICTOR = "config.pbtxt", "model.py", "model.predictor"
+_CONFIG, _MODEL = "config.pbtxt", "model.py"
 _TYPES = {"BYTES": "TYPE_STRING"}
 _SOURCE = '''"""Answers for Triton: the predictor beside this file, on the engine of sparsejax."""
 
@@ -86,8 +87,7 @@ def export(
             f"{model / _CONFIG}: differs from that of this predictor, so one model cannot "
             "have both as versions; choose another name, or move that folder away"
         )
-    numbers = [int(each.name) for each in model.iterdir() if each.name.isdecimal()]
-    version = model / str(max(numbers, default=0) + 1)
+    version = model / str(following(model))
     with whole_folder(version) as folder:
         _fill(folder, path)
     return version
@@ -96,7 +96,7 @@ def export(
 def _fill(folder: pathlib.Path, path: str | os.PathLike[str]) -> None:
     """Writes the files of a version."""
     (folder / _MODEL).write_text(_SOURCE, encoding="utf-8")
-    shutil.copyfile(path, folder / _PREDICTOR)
+    shutil.copyfile(path, folder / FILE)
 
 
 def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
@@ -151,7 +151,7 @@ class TritonPythonModel:
         folder = pathlib.Path(args["model_repository"], args["model_version"])
         config = json.loads(args["model_config"])
         given = config.get("parameters", {}).get("shapes", {}).get("string_value", "")
-        predictor = load_predictor(folder / _PREDICTOR)
+        predictor = load_predictor(folder / FILE)
         self._form = form_of(predictor)
         engine = Engine(predictor, map(Shape.parse, given.split()))
         self._batcher = Batcher(engine)

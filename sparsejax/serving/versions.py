@@ -14,10 +14,9 @@ import os
 import pathlib
 from typing import NamedTuple
 
+from sparsejax.predictors.versions import FILE, numbered
 from sparsejax.serving.logs import log
 from sparsejax.serving.service import Service, Version
-
-FILE = "model.predictor"
 
 
 class _Found(NamedTuple):
@@ -33,20 +32,15 @@ class _Found(NamedTuple):
 def found_in(folder: pathlib.Path) -> list[_Found]:
     """The versions in a folder, the newest first."""
     found = []
-    with os.scandir(folder) as entries:
-        for entry in entries:
-            path = folder / entry.name / FILE
-            # Only as str(number) is written: 03 and 3 would be one version.
-            if not (entry.name.isascii() and entry.name.isdigit()):
-                continue
-            try:
-                facts = path.stat()
-            except OSError:  # it is being written, or being removed
-                continue
-            if entry.name == str(int(entry.name)):
-                times = facts.st_size, facts.st_mtime_ns, facts.st_ino
-                found.append(_Found(int(entry.name), path, *times))
-    return sorted(found, reverse=True)
+    for number in numbered(folder):
+        path = folder / str(number) / FILE
+        try:
+            facts = path.stat()
+        except OSError:  # it is being written, or being removed
+            continue
+        times = facts.st_size, facts.st_mtime_ns, facts.st_ino
+        found.append(_Found(number, path, *times))
+    return found
 
 
 class Versions:
