@@ -63,6 +63,24 @@ def sum_over(threads: int, layout) -> Callable[[jax.Array], jax.Array]:
     return total
 
 
+def elements_of(row: jax.Array, layout) -> list[jax.Array]:
+    """The elements of a row that one thread has, as numbers."""
+    kind, (width,) = row.dtype, row.shape
+    number = plgpu.ShapeDtypeStruct((), kind, layout=plgpu.Layout.WG_SPLAT(()))
+    signed = jnp.issubdtype(kind, jnp.signedinteger)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=[number] * width)
+    def elements(_, row):
+        (register,) = row.registers.flat
+        found = [
+            vector.extract(register, dynamic_position=[], static_position=[i])
+            for i in range(width)
+        ]
+        return [mgpu.FragmentedArray.splat(x, (), is_signed=signed) for x in found]
+
+    return elements(row)
+
+
 def look_up(table, index: jax.Array, layout) -> jax.Array:
     """`table[index]`: float32 numbers of a vector in memory, each at a place of its own."""
     found = plgpu.ShapeDtypeStruct(index.shape, jnp.dtype(jnp.float32), layout=layout)

@@ -89,6 +89,14 @@ class Team:
         """The row in memory."""
         return plgpu.load(ref, layout=self.layout, optimized=False)
 
+    def elements(self, row: jax.Array) -> list[jax.Array]:
+        """The elements of a row that one thread has, as numbers."""
+        if self.count == 1:
+            return [row[i] for i in range(self.width)]
+        from pallas_kernels.lanes import elements_of  # imports Mosaic GPU
+
+        return elements_of(row, self.layout)
+
     def sum(self, row: jax.Array) -> jax.Array:
         """The sum of the row's elements, in float32."""
         if self.count == 1:

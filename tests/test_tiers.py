@@ -53,6 +53,7 @@ PROGRAMS = {
     "gather_matmul": "pallas_kernels/test_gather_matmul.py::test_equals_float64",
     "catch_up": "pallas_kernels/test_catch_up.py",
     "gram_loss": "pallas_kernels/test_gram_loss.py::test_squared_gradient",
+    "hash_index": "pallas_kernels/test_hash_index.py::test_equals_the_operations_of_xla",
     "history_attention": "pallas_kernels/test_history_attention.py",
     "output_loss": "pallas_kernels/test_output_loss.py::test_slopes",
     "rounding": "pallas_kernels/test_rounding.py::test_bits_are_those_of_murmur3",

@@ -27,11 +27,17 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
-from sparsejax.mesh.layout import ROW_MULTIPLE
+from pallas_kernels import hash_index as mosaic
+from sparsejax.mesh.layout import ROW_MULTIPLE, varying_axes
+from sparsejax.ops.implementations import (
+    HOPPER_OR_NEWER,
+    Implementation,
+    custom_call_can_run,
+)
 from sparsejax.sparse import MAX_ENTRIES
 
 PARTS = ROW_MULTIPLE
-SLOTS = 16  # of a bucket
+SLOTS = mosaic.SLOTS
 _WORDS = SLOTS // 4
 # Sorts behind all groups.
 _LAST = np.uint32(0xFFFFFFFF)
@@ -165,6 +171,8 @@ def find(
     keys: TableKeys,
     wanted: Bool[Array, "keys"],
     first_part: int | jax.Array = 0,
+    *,
+    implementation: Implementation = None,
 ) -> Int[Array, "keys"]:
     """The row of each key among the rows of these parts, one part after the other; or -1.
 
@@ -174,8 +182,14 @@ def find(
       keys: each of any part.
       wanted: others are not looked for, and have no row.
       first_part: the number of the first of these parts.
+      implementation: "xla" or "mosaic_gpu", see `implementations`.
     """
-    part, buckets, tag = _places(layout, keys)
+    if implementation is None and _program_can_run(index, keys):
+        implementation = "mosaic_gpu"
+    if implementation == "mosaic_gpu":
+        return _find_by_program(layout, index, keys, wanted, first_part)
+    part, first, second, tag = _places(layout, keys)
+    buckets = jnp.stack([first, second], axis=1).astype(jnp.int32)
     part = part - first_part
     wanted &= (part >= 0) & (part < len(index.used))
     part = jnp.where(wanted, part, 0)
@@ -205,6 +219,36 @@ def find(
     return lax.while_loop(lambda state: jnp.any(state[0] != 0), compare, (left, found))[
         1
     ]
+
+
+def _program_can_run(index: Index, keys: TableKeys) -> bool:
+    # Its results have no type that varies over axes of a mesh.
+    return not varying_axes((index, keys)) and custom_call_can_run(HOPPER_OR_NEWER)
+
+
+def _find_by_program(
+    layout: Layout,
+    index: Index,
+    keys: TableKeys,
+    wanted: Bool[Array, "keys"],
+    first_part: int | jax.Array,
+) -> Int[Array, "keys"]:
+    def places(table, high, low):
+        part, first, second, tag = _places(layout, TableKeys(table, high, low))
+        return part, first.astype(jnp.int32), second.astype(jnp.int32), tag
+
+    firsts, sizes = np.array(layout.firsts), np.array(layout.sizes)
+    return mosaic.find(
+        places,
+        index.tags,
+        index.slots,
+        index.keys,
+        jnp.asarray(np.stack([firsts, firsts + sizes], axis=1), jnp.int32),
+        jnp.where(wanted, keys.table, -1),
+        jnp.asarray(keys.high),
+        jnp.asarray(keys.low),
+        jnp.asarray(first_part, jnp.int32),
+    )
 
 
 def distinct(
@@ -253,7 +297,8 @@ def insert(
     group = part * tables + of.keys.table
     num_free = index.num_free.reshape(-1)[group]
     left = new & (_rank(new, of.group) < num_free)
-    _, buckets, tag = _places(layout, of.keys)
+    _, *both, tag = _places(layout, of.keys)
+    buckets = jnp.stack(both, axis=1).astype(jnp.int32)
     buckets = part[:, None] * layout.buckets + buckets
     order = jnp.arange(len(new), dtype=jnp.int32)
 
@@ -338,16 +383,18 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
     )
 
 
-def _places(
-    layout: Layout, keys: TableKeys
-) -> tuple[Int[Array, "keys"], Int[Array, "keys 2"], UInt32[Array, "keys"]]:
-    """The part of each key, its two buckets in the part, and its tag, 1 to 255."""
+def _places(layout: Layout, keys: TableKeys) -> tuple[Any, Any, Any, Any]:
+    """The part of each key, its two buckets in the part, and its tag, 1 to 255.
+
+    Of numbers in a GPU program, too.
+    """
     one, two, below = hashed(keys, 1), hashed(keys, 2), np.uint32(0xFFFFFF)
     buckets = np.uint32(layout.buckets)
-    first, second = (one & below) % buckets, (two & below) % buckets
-    second = jnp.where(second == first, (first + 1) % buckets, second)
-    both = jnp.stack([first, second], axis=1).astype(jnp.int32)
-    return part_of(keys), both, (two >> 24) % np.uint32(255) + np.uint32(1)
+    first, second = lax.rem(one & below, buckets), lax.rem(two & below, buckets)
+    next_one = lax.rem(first + np.uint32(1), buckets)
+    second = jnp.where(second == first, next_one, second)
+    tag = lax.rem(two >> np.uint32(24), np.uint32(255)) + np.uint32(1)
+    return (one >> np.uint32(24)).astype(np.int32), first, second, tag
 
 
 def _bytes(words: UInt32[Array, "*n words"]) -> UInt32[Array, "*n bytes"]:
