@@ -10,18 +10,21 @@ are not recommended; k is 20 of the 100 that the predictor was exported with.
 "engine" is the time of packed batches on the device, with the copies of the outputs; "device" is
 the time without them, of batches that wait for each other on the device. "read" is the time in
 which a program adds up all numbers of the kernel, which it has to read. "large" does the same with
-ten million items, on a GPU. "rest"
+ten million items, and "huge" with a hundred million, on a GPU; the latter are made there, without a
+file. "ready" is the time to load and compile, and "loaded" that to load. "rest"
 starts `sparsejax serve` and sends requests of one row over connections that stay open. Their
 times of arrival are drawn ahead (exponential gaps), and latency counts from then on, so a
 service that falls behind shows it. The client works on the same machine: on two cores it takes
 part of what it measures. "most" sends as fast as answers come, over 64 connections; on a GPU
-four processes send. "grpc" sends requests of 256 rows, with names as bytes, over 16 calls.
+four processes send. "grpc" sends requests of 256 rows, with names as bytes, over 16 calls. "cold" is
+a start without compiled programs on disk; the service finds those of "engine" there.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import itertools
 import json
 import math
@@ -34,8 +37,8 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -71,45 +74,120 @@ class Case(NamedTuple):
 _CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
 _GPU = Case(1_000_000, "bfloat16", (1, 8, 64, 256, 1024), (200, 1000), 8.0, 4)
 _LARGE = Case(10_000_000, "bfloat16", (1, 64, 1024), (), 0.0, 0)
+_HUGE = Case(100_000_000, "bfloat16", (64,), (), 0.0, 0)
 
 
 def main() -> None:
     if sys.argv[1:2] == ["client"]:  # one of several processes
         asyncio.run(_client(*map(int, sys.argv[2:])))
         return
-    parts = "engine", "service", "large"
+    parts = "usual", "large", "huge"
     command(__doc__, __file__, {part: {} for part in parts}, _measure, _write_table)
 
 
 def _measure(part: str) -> Iterator[dict]:
     import jax
 
-    case = _CPU if jax.default_backend() == "cpu" else _GPU
-    if part == "large":
-        if case is _CPU:
-            return
-        case = _LARGE
+    usual = _CPU if jax.default_backend() == "cpu" else _GPU
+    case = {"usual": usual, "large": _LARGE, "huge": _HUGE}[part]
+    if usual is _CPU and case is not _CPU:
+        return
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+    for result in _of_case(part, case):
+        yield {"items": case.items} | result | {"versions": versions}
+
+
+def _of_case(part: str, case: Case) -> Iterator[dict]:
+    import jax
+
+    import sparsejax as sj
+
+    if part == "huge":
+        yield from _engine(part, case, lambda: _on_device(case))
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model.predictor"
+        began = time.perf_counter()
         _export(path, case)
+        seconds = {"exported": time.perf_counter() - began}
         jax.clear_caches()
-        versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-        for result in (_of_service if part == "service" else _engine)(path, case):
-            yield {"items": case.items} | result | {"versions": versions}
+        for result in _engine(
+            "engine" if part == "usual" else part,
+            case,
+            lambda: sj.load_predictor(path),
+        ):
+            yield result | seconds | {"bytes": path.stat().st_size}
+        if part == "usual":
+            yield from _of_service(path, case)
 
 
-def _export(path: pathlib.Path, case: Case) -> None:
+def _model(case: Case, **options: Any) -> Any:
     from flax import nnx
 
     import sparsejax as sj
 
     size, half = case.items, case.dtype == "bfloat16"
     config = sj.NetworkConfig.autoencoder(
-        (_HIDDEN,), temperature=0.1, param_dtype=case.dtype, tied=half
+        (_HIDDEN,), param_dtype=case.dtype, tied=half, **options
     )
-    model = sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
-    names = [f"item {i}" for i in range(size)] if case.rates else None
+    return sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
+
+
+def _export(path: pathlib.Path, case: Case) -> None:
+    import sparsejax as sj
+
+    model = _model(case, temperature=0.1)
+    names = [f"item {i}" for i in range(case.items)] if case.rates else None
     sj.export_predictor(model, path, k=_MOST, names=names, batch_size=max(case.rows))
+
+
+def _on_device(case: Case) -> Any:
+    """A predictor of random numbers, which never were on the host."""
+    import jax
+    import jax.numpy as jnp
+    from flax import nnx
+    from jax import lax
+
+    from sparsejax.kinds.kind import kind_of_model
+    from sparsejax.predictors.files import model_of
+    from sparsejax.predictors.predictor import Predictor
+    from sparsejax.predictors.runtime import Programs, sizes_of_programs
+    from sparsejax.predictors.signature import PLATFORMS, Array, Signature
+    from sparsejax.predictors.stablehlo import program
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def drawn(shape, dtype):
+        # A hash of places is one program without another array of this size.
+        word = jnp.uint32(2654435769) * lax.broadcasted_iota(jnp.uint32, shape, 0)
+        if len(shape) > 1:
+            column = lax.broadcasted_iota(jnp.uint32, shape, len(shape) - 1)
+            word = word + jnp.uint32(2246822507) * column
+        for shift, factor in ((16, 2246822507), (13, 3266489909), (16, 1)):
+            word = (word ^ (word >> shift)) * jnp.uint32(factor)
+        return (word.astype(jnp.int32).astype(jnp.float32) / 2.0**34).astype(dtype)
+
+    model = nnx.eval_shape(lambda: _model(case))
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, nnx.Param):
+            node.set_value(drawn(node.shape, node.dtype))
+        elif isinstance(node, nnx.RngState):
+            is_key = isinstance(node, nnx.RngKey)
+            node.set_value(jax.random.key(0) if is_key else jnp.uint32(0))
+    kind = kind_of_model(model)
+    portable = kind.portable(model, None, k=_MOST)
+    weights = [weight.like for weight in portable.weights]
+    signature = Signature(
+        kind=kind.name,
+        **portable.stated,
+        weights=tuple(Array.of(weight, None) for weight in weights),
+        rows=sizes_of_programs(max(case.rows)),
+        platforms=PLATFORMS,
+        calling_convention=jax.config.jax_export_calling_convention_version,
+        jax=jax.__version__,
+    )
+    made = {n: program(signature, n, portable.function) for n in signature.rows}
+    runtime = Programs.of(signature, made, weights)
+    return Predictor(signature=signature, model=model_of(signature, {})(runtime))
 
 
 def _numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
@@ -125,16 +203,15 @@ def _histories(count: int, case: Case, seed: int = 0) -> list[list[str]]:
     return [[f"item {i}" for i in row] for row in _numbers(count, case, seed)]
 
 
-def _engine(path: pathlib.Path, case: Case) -> Iterator[dict]:
+def _engine(part: str, case: Case, load: Callable[[], Any]) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
 
     import sparsejax as sj
     from sparsejax.serving.engine import Engine
 
-    part, sizes = "engine" if case.rates else "large", {"bytes": path.stat().st_size}
     began = time.perf_counter()
-    predictor = sj.load_predictor(path)
+    predictor = load()
     jax.block_until_ready(predictor.weights)
     loaded = time.perf_counter() - began
     engine = Engine(predictor)
@@ -166,7 +243,7 @@ def _engine(path: pathlib.Path, case: Case) -> Iterator[dict]:
             found["device"] = (
                 _queued(lambda s=shape, p=packed: engine.started(s, p)) * 1e3
             )
-        yield found | sizes | seconds | _milliseconds(times)
+        yield found | seconds | _milliseconds(times)
 
 
 def _queued(call: Callable[[], object]) -> float:
@@ -194,14 +271,26 @@ def _of_service(path: pathlib.Path, case: Case) -> Iterator[dict]:
         for result in asyncio.run(_loads(ports["port"], case)):
             yield result | {"ready": ready}
         yield asyncio.run(_calls(ports["grpc_port"], case)) | {"ready": ready}
+    with tempfile.TemporaryDirectory() as empty:
+        kept = {"JAX_COMPILATION_CACHE_DIR": empty}
+        with _service(path, kept) as (_, ready):
+            yield {"part": "cold", "ready": ready}
 
 
 @contextlib.contextmanager
-def _service(path: pathlib.Path) -> Iterator[tuple[dict[str, int], float]]:
-    """Within it a process serves: its ports, and the seconds until it was ready."""
+def _service(
+    path: pathlib.Path, more: Mapping[str, str] | None = None
+) -> Iterator[tuple[dict[str, int], float]]:
+    """Within it a process serves: its ports, and the seconds until it was ready.
+
+    Args:
+      path: of the predictor.
+      more: environment variables.
+    """
     words = [sys.executable, "-m", "sparsejax", "serve", str(path), "--name", "model"]
     paths = [str(_HERE.parent), *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    environment |= more or {}
     said = path.with_name("log")
     began = time.perf_counter()
     with said.open("w") as log:
@@ -418,7 +507,7 @@ def _tables(report: dict) -> list[str]:
             f"{r['ready']:.1f}",
         ]
         for r in ({"items": _CPU.items} | each for each in results)
-        if r["part"] in ("engine", "large")
+        if r["part"] in ("engine", "large", "huge")
     ]
     names = {"most": " (as many as go)", "grpc": " (gRPC, as many as go)"}
     rates = [

@@ -31,7 +31,7 @@ from sparsejax.ops.implementations import (
     custom_call_can_run,
 )
 from sparsejax.ops.item_chunks import accumulator
-from sparsejax.ops.piece_sum import by_pieces
+from sparsejax.ops.piece_sum import by_pieces, by_steps
 from sparsejax.sparse import CSR
 
 # Rows read per turn of the CPU loop: 4 to 32 are within 10 % of each other, 8 is the
@@ -98,13 +98,15 @@ def _sum_on_device(
         implementation = "cusparse"
     if implementation == "cusparse" and _cusparse_fits(x, w):
         return by_cusparse(x, w).astype(dtype)
+    # An exported program has a symbol for the number of entries.
+    for_gpu = by_pieces if isinstance(x.nse, int) else by_steps
     if implementation in ("xla_gpu", "cusparse"):
-        return by_pieces(x, w, dtype)
+        return for_gpu(x, w, dtype)
     return lax.platform_dependent(
         x,
         w,
         cpu=functools.partial(by_loop, dtype=dtype),
-        default=functools.partial(by_pieces, dtype=dtype),
+        default=functools.partial(for_gpu, dtype=dtype),
     )
 
 

@@ -1,4 +1,6 @@
-"""Sums of gathered rows by XLA's operations without a scatter: the form for a GPU.
+"""Sums of gathered rows by XLA's operations without a scatter: the forms for a GPU.
+
+`by_pieces` is the fast one, `by_steps` that for programs which are exported.
 
 ::
 
@@ -37,6 +39,10 @@ _SMALLEST, _LARGEST = 4, 32
 # Nodes that a node of level 2, of level 3, and of each further level adds. Half as many
 # nodes as level 1 has may be of level 2, so these add few.
 _FAN_IN = 8, 32, 64
+# Of `by_steps`: entries of a row in a step, as many as a row usually has. Few rows have more,
+# so that one long row is one step; very many rows have fewer.
+_STEP, _LEAST_STEP = 64, 8
+_LEAST_TERMS, _MOST_TERMS = 2**10, 2**16
 # In place of the id of a row: there is no entry, or its row does not exist.
 _NOTHING, _OUTSIDE = -1, -2
 
@@ -114,6 +120,43 @@ def by_pieces(
     return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(dtype)
 
 
+def by_steps(
+    x: CSR, w: Float[Array, "features hidden"], dtype: jnp.dtype | None = None
+) -> Float[Array, "batch hidden"]:
+    """`by_pieces` as a small program, for any number of entries.
+
+    An exported program has a symbol for the number of entries. `by_pieces` would then have
+    levels for the most entries that there can be, and take a GPU's compiler many seconds.
+    This is a loop, mostly of one step: in each the next entries of all rows are added, and
+    the steps are added in order.
+    """
+    num_rows, dtype = x.num_rows, dtype or w.dtype
+    if 0 in (num_rows, x.nse, w.shape[0]):
+        return by_pieces(x, w, dtype)
+    x = dataclasses.replace(x, transposed=None)
+    size = max(
+        min(_STEP, _MOST_TERMS // num_rows), _LEAST_TERMS // num_rows, _LEAST_STEP
+    )
+    indptr = jnp.minimum(jnp.asarray(x.indptr, jnp.int32), x.nse)
+    starts, lengths = indptr[:-1], jnp.diff(indptr)
+    longest, sums = jnp.max(lengths), accumulator(w.dtype)
+
+    def step(carry):
+        done, total = carry
+        counts = jnp.clip(lengths - done, 0, size)
+        found = _entries(x, w, starts + done, counts, size)
+        terms = w.at[found.ids].get(mode="clip").astype(sums)
+        if found.values is not None:
+            terms = terms * found.values[:, :, None]
+        terms = jnp.where(found.ids[:, :, None] >= 0, terms, 0)
+        more = jnp.where(found.broken[:, None], jnp.nan, jnp.sum(terms, axis=1))
+        return done + size, total + more
+
+    nothing = jnp.int32(0), jnp.zeros((num_rows, w.shape[1]), sums)
+    _, y = lax.while_loop(lambda carry: carry[0] < longest, step, nothing)
+    return jnp.where(x.overfull_rows()[:, None], jnp.nan, y).astype(dtype)
+
+
 def _rest(x, w, starts, lengths, piece, levels):
     """The sums of the entries that follow the first piece of each row."""
     num_rows = x.num_rows
@@ -172,23 +215,18 @@ def _sums_so_far(counts: Int[Array, "levels rows"]) -> Int[Array, "levels rows"]
 
 def _piece(nse: int, num_rows: int) -> int:
     """Entries of a piece; a power of 2."""
-    if not isinstance(nse, int):  # an exported program has a symbol there
-        return _LARGEST
     average = -(-nse // num_rows)
     return min(max(1 << (average - 1).bit_length(), _SMALLEST), _LARGEST)
 
 
 def _levels(nse: int, piece: int) -> list[_Level]:
     """The levels that rows with `nse` entries in all can need."""
-    pieces, spare = (nse - 1) // piece, 0
-    most = pieces
-    if not isinstance(nse, int):
-        most, spare = MAX_ENTRIES // piece, 1
+    pieces = (nse - 1) // piece
     levels, over, size, fan_in = [], 0, 1, piece
     fan_ins = itertools.chain(_FAN_IN, itertools.repeat(_FAN_IN[-1]))
-    while most > over:
+    while pieces > over:
         # Each row with a node here has at least `over + 1` pieces for each of its nodes.
-        levels.append(_Level(over, size, fan_in, pieces // (over + 1) + spare))
+        levels.append(_Level(over, size, fan_in, pieces // (over + 1)))
         fan_in = next(fan_ins)
         over, size = size, min(size * fan_in, MAX_ENTRIES)
     return levels

@@ -15,10 +15,13 @@ from memory import temporary_bytes
 from tolerances import assert_close
 
 from sparsejax.ops.gather_matmul import (
+    Combiner,
+    combined,
     data_gradient_by_gather,
     data_gradient_by_loop,
     gather_matmul,
 )
+from sparsejax.ops.piece_sum import by_steps
 from sparsejax.sparse import CSR
 
 compiled = jax.jit(gather_matmul, static_argnames=("combiner", "implementation"))
@@ -27,6 +30,15 @@ FORMS = {
     name: functools.partial(compiled, implementation=name)
     for name in ("xla", "xla_gpu", "cusparse")
 }
+
+
+@functools.partial(jax.jit, static_argnames="combiner")
+def stepwise(x: CSR, w: jax.Array, combiner: Combiner = "sum") -> jax.Array:
+    """By the form of exported programs, which has no derivative."""
+    return by_steps(combined(x, combiner), jnp.asarray(w))
+
+
+SUMS = FORMS | {"steps": stepwise}
 
 
 def scale(x: CSR, combiner: str) -> np.ndarray:
@@ -60,22 +72,22 @@ def check(actual, x: CSR, w, factor=None) -> None:
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 @given(x=csrs(), combiner=st.sampled_from(["sum", "mean", "sqrtn"]))
 def test_equals_scipy(form, x, combiner):
     w = weights(x.num_cols, hidden={7: 16, 1: 1, 40: 3}[x.num_cols])
-    y = FORMS[form](x, w, combiner=combiner)
+    y = SUMS[form](x, w, combiner=combiner)
     factor = scale(x, combiner)
     # A mean divides by what may nearly cancel: compare where it is well conditioned.
     fine = np.abs(factor) * sizes(x).sum(axis=1) < 20
     check(np.where(fine[:, None], y, 0), x, w, np.where(fine, factor, 0))
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 def test_very_long_row(form):
     x = random_csr(3, 5000, 0.99, seed=2)
     w = weights(5000, 2)
-    check(FORMS[form](x, w), x, w)
+    check(SUMS[form](x, w), x, w)
 
 
 def rows_of_lengths(lengths: list[int], seed: int, *, valued: bool = False) -> CSR:
@@ -90,7 +102,8 @@ def rows_of_lengths(lengths: list[int], seed: int, *, valued: bool = False) -> C
 
 
 # On average a row has 1, 5, 9 or 60 entries: the form for GPUs adds pieces of 4, 8, 16 or 32.
-# To the others one is like another.
+# That of exported programs adds up to 20, 64, 64, 64 or 1,024 entries in a step. To the others
+# one is like another.
 PIECES = {
     "4": [*[0] * 3000, 2900, *[0] * 90, 5, 4, 3],
     "8": [*[5] * 300, 8, 9, 64, 65, 72, 73],
@@ -102,28 +115,32 @@ PIECES = {
 
 @pytest.mark.parametrize(
     ("form", "pieces"),
-    [*(("xla_gpu", pieces) for pieces in PIECES), ("xla", "32"), ("cusparse", "32")],
+    [
+        *((form, pieces) for form in ("xla_gpu", "steps") for pieces in PIECES),
+        ("xla", "32"),
+        ("cusparse", "32"),
+    ],
 )
 def test_rows_in_pieces(form, pieces):
     lengths = PIECES[pieces]
     for valued in (False, True):
         x = rows_of_lengths(lengths, seed=len(lengths), valued=valued)
         w = weights(50, 3)
-        check(FORMS[form](x, w), x, w)
+        check(SUMS[form](x, w), x, w)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 def test_nan_stays_in_the_rows_that_read_it(form):
     x = rows_of_lengths([3, 0, 700, 1, 40, 90], seed=1)
     w = weights(50, 2)
     w[[0, 7]] = np.nan
     dense = oracle(x)
     reads = dense[:, [0, 7]].any(axis=1)
-    y = np.asarray(FORMS[form](x, w))
+    y = np.asarray(SUMS[form](x, w))
     np.testing.assert_array_equal(np.isnan(y).all(axis=1), reads)
     np.testing.assert_array_equal(np.isnan(y).any(axis=1), reads)
     w[7] = np.inf
-    y = np.asarray(FORMS[form](x, w))
+    y = np.asarray(SUMS[form](x, w))
     reads_inf = (dense[:, 7] > 0) & (dense[:, 0] == 0)
     np.testing.assert_array_equal(np.isposinf(y).all(axis=1), reads_inf)
 
@@ -154,11 +171,11 @@ def test_form_for_gpus_has_no_row_for_each_entry():
     assert largest <= nse * hidden / 4
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 def test_bfloat16_is_summed_in_float32(form):
     x = random_csr(4, 900, 0.9)
     w = weights(900, 3, jnp.bfloat16)
-    y = FORMS[form](x, w)
+    y = SUMS[form](x, w)
     assert y.dtype == jnp.bfloat16
     # One rounding of the result; a bfloat16 sum would be off by several percent.
     np.testing.assert_allclose(
@@ -169,34 +186,32 @@ def test_bfloat16_is_summed_in_float32(form):
     )
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 def test_kernel_rows_beyond_the_columns_are_not_read(form):
     x = random_csr(4, 10)
     w = weights(16, 3)
     w[10:] = np.nan
-    check(FORMS[form](x, w), x, w)
+    check(SUMS[form](x, w), x, w)
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 def test_bad_entries_are_nan_in_their_row_only(form):
     indices = jnp.array([0, 3, 1, 7, -1, 2, 2], jnp.int32)
     x = CSR(None, indices, jnp.array([0, 2, 4, 5, 5, 7]), num_cols=7)
-    y = np.asarray(FORMS[form](x, jnp.ones((7, 2))))
+    y = np.asarray(SUMS[form](x, jnp.ones((7, 2))))
     np.testing.assert_array_equal(np.isnan(y).all(1), [False, True, True, False, False])
     np.testing.assert_array_equal(y[[0, 3, 4]], [[2, 2], [0, 0], [2, 2]])
     overfull = CSR(None, indices[:6], x.indptr, num_cols=8)
-    y = np.asarray(FORMS[form](overfull, jnp.ones((8, 2))))
+    y = np.asarray(SUMS[form](overfull, jnp.ones((8, 2))))
     assert np.isnan(y[4]).all() and not np.isnan(y[[0, 1, 3]]).any()
 
 
-@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("form", SUMS)
 def test_empty_and_zero_sized(form):
     empty = CSR(None, jnp.zeros(0, jnp.int32), jnp.zeros(4, jnp.int32), num_cols=5)
-    np.testing.assert_array_equal(
-        FORMS[form](empty, jnp.ones((5, 2))), np.zeros((3, 2))
-    )
+    np.testing.assert_array_equal(SUMS[form](empty, jnp.ones((5, 2))), np.zeros((3, 2)))
     no_rows = random_csr(4, 5).take(np.array([]))
-    assert FORMS[form](no_rows, jnp.ones((5, 2))).shape == (0, 2)
+    assert SUMS[form](no_rows, jnp.ones((5, 2))).shape == (0, 2)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -385,7 +385,8 @@ def test_weights_are_no_constants(path):
     target = path.parent / "large"
     sj.export_predictor(large, target, batch_size=8)
     with zipfile.ZipFile(target) as archive:
-        assert archive.getinfo("programs/8").file_size < 100_000
+        # A larger one would take a GPU's compiler long.
+        assert archive.getinfo("programs/8").file_size < 20_000
         weights = [i.file_size for i in archive.infolist() if "weights" in i.filename]
     assert sum(weights) > 2 * 9000 * 64 * 4
 
