@@ -318,7 +318,10 @@ def ways(floor: dict[str, int]) -> dict[str, Any]:
             items,
             lambda d, n: sj.evaluate(model, d, d, k=3, exclude=None, batch_size=n),
         ),
-        "recommend": (items, lambda d, n: sj.recommend(model, d, k=3, batch_size=n)),
+        "recommend": (
+            items,
+            lambda d, n: sj.recommend(model, d, k=3, batch_size=n, exclude=None),
+        ),
     }
     found = {}
     for name, (data, call) in calls.items():

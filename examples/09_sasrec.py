@@ -58,7 +58,7 @@ def main(num_epochs: int = 15) -> dict[str, float]:
             **reached
         )
     )
-    found = sj.recommend(model, train, k=3).names(train.feature_names)
+    found = sj.recommend(model, train, k=3, exclude=None).names(train.feature_names)
     print(f"next for user {train.row_names[0]}: {', '.join(found[0])}")
     return reached
 

@@ -469,7 +469,9 @@ def test_a_loop_of_your_own(trained):
     assert 0 < trained["loss"] < 100
     model, optimizer = (nnx.clone(trained[name]) for name in ("model", "optimizer"))
     assert np.isfinite(np.asarray(trained["losses"])).all()
-    ranked = sj.recommend(model, trained["train"], k=3, optimizer=optimizer)
+    ranked = sj.recommend(
+        model, trained["train"], k=3, optimizer=optimizer, exclude=None
+    )
     assert ranked.ids.shape == (60, 3)
 
 

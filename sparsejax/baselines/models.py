@@ -24,7 +24,7 @@ from sparsejax.sparse import CSR
 def popularity(train: Source) -> Popularity:
     """Recommends the items with the most entries to everyone.
 
-    >>> found = recommend(baselines.popularity(train), train, k=2)
+    >>> found = recommend(baselines.popularity(train), train, k=2, exclude=None)
     >>> found.names(train)[0]
     ['/...', '/...']
 

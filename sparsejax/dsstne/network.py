@@ -481,7 +481,7 @@ def load_network(path: Path) -> Network:
 
     >>> network = dsstne.load_network("gl.nc")
     >>> data = dsstne.read_datasets("gl_input.nc", features="features")["gl_input"]
-    >>> found = recommend(network, data, k=10)
+    >>> found = recommend(network, data, k=10, exclude=None)
 
     Raises:
       DataError: the file is missing, damaged or wrong.

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import enum
 from collections.abc import Iterable, Iterator
 from typing import cast
 
 import jax
 import numpy as np
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.reading.histories import Unordered
 from sparsejax.data.reading.sources import (
+    Inputs,
     Named,
     NamedCSR,
     Source,
@@ -19,6 +22,7 @@ from sparsejax.data.reading.sources import (
     check_same_features,
     features_of,
 )
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.batching import (
     Batch,
     Batches,
@@ -48,6 +52,18 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR, host_rows
 
 
+class Unsaid(enum.Enum):
+    """Nothing is said about what rows have."""
+
+    UNSAID = enum.auto()
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+UNSAID = Unsaid.UNSAID
+
+
 @promoting()
 @using_auto_axes()
 def recommend(
@@ -55,7 +71,7 @@ def recommend(
     inputs: Sources | OfKind,
     k: int = 10,
     *,
-    exclude: Unordered = None,
+    exclude: Unordered | Unsaid = UNSAID,
     exclude_items: Iterable[str] | np.ndarray = (),
     only_items: Iterable[str] | np.ndarray | None = None,
     optimizer: Optimizer | None = None,
@@ -68,25 +84,26 @@ def recommend(
     similar size. Under `jax.set_mesh`, with a model made there, batches and kernels are
     divided over the mesh.
 
-    >>> found = recommend(model, train, k=10, exclude=train)
+    >>> found = recommend(model, train, k=10, exclude="inputs")
     >>> found.names(train)[0]
     ['/...', '/...', ...]
 
     For histories, a `SequenceDataset`, these are the items that are most likely next. Users
-    that the model was not trained on need nothing else. Items that a history has may come
-    again, unless it is passed as `exclude`::
+    that the model was not trained on need nothing else. Where items repeat, let those of a
+    history come again::
 
-        recommend(model, histories, k=10, exclude=histories)
+        recommend(model, histories, k=10, exclude=None)
 
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
         histories a `SASRec`, or another `HistoryModel`.
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
       k: items per row. Where there are fewer candidates, ids end with -1.
-      exclude: `[rows, items]`, what not to recommend. Pass `inputs` itself for what a
-        row already has, or the name of one of several inputs. Two data sets are matched
-        by row name, and a row that `exclude` lacks has nothing excluded. Otherwise row
-        `i` belongs to row `i`.
+      exclude: "inputs" leaves out what a row already has, None ranks it, too. 0.2 leaves it
+        out by default, as `evaluate` and predictors do. Until then nothing is left out, with
+        a FutureWarning where that makes a difference. Or the name of one of several inputs,
+        or `[rows, items]`: two data sets are matched by row name, and a row that `exclude`
+        lacks has nothing excluded; otherwise row `i` belongs to row `i`.
       exclude_items: names of items that nobody is recommended, such as those sold out; or
         their ids.
       only_items: recommend only these.
@@ -101,7 +118,10 @@ def recommend(
         other; there is no such item, or none is left.
     """
     check_positive(k=k, batch_size=batch_size)
-    ranker, shown, exclude = kind_of(inputs).shown(model, inputs, exclude)
+    is_said = exclude is not UNSAID
+    ranker, shown, exclude = kind_of(inputs).shown(
+        model, inputs, exclude if is_said else None
+    )
     check_inputs(shown, features_of(ranker))
     x = shown.rows
     names = getattr(inputs, "feature_names", None)
@@ -110,6 +130,13 @@ def recommend(
     denied = denied_items(
         ranker.num_items, names, exclude_items=exclude_items, only_items=only_items
     )
+    if not is_said and _have_items(inputs, shown, ranker.num_items):
+        warn_caller(
+            "rows are recommended what they already have. 0.2 leaves it out by default, as "
+            'evaluate and predictors do: pass exclude="inputs" to leave it out now, or '
+            "exclude=None to keep it",
+            FutureWarning,
+        )
     seen = None
     if exclude is not None:
         seen = shown.named("exclude", cast(Source | str, exclude))
@@ -136,6 +163,15 @@ def recommend(
     starts = range(0, x.num_rows, batch_size)
     counts = [min(batch_size, x.num_rows - start) for start in starts]
     return collect(x, k, counts, results)
+
+
+def _have_items(inputs: Sources | OfKind, shown: Inputs, num_items: int) -> bool:
+    """Whether the entries of the rows are items, so that some may be recommended again."""
+    if isinstance(inputs, SequenceDataset):
+        return inputs.indices.size > 0
+    rows = shown.rows
+    is_alone = shown.alone and isinstance(rows, NamedCSR)
+    return is_alone and rows.matrix.num_cols == num_items and rows.matrix.nse > 0
 
 
 def _denied(

@@ -19,7 +19,7 @@ def test_a_run_is_exported(board, tmp_path, capsys):
     assert capsys.readouterr().err == f"the predictor is in {path}\n"
     predictor = sj.load_predictor(path)
     model, names = folders.load_model(board.run)
-    found = sj.recommend(model, board.train.align_features(names), 4)
+    found = sj.recommend(model, board.train.align_features(names), 4, exclude=None)
     row = 3
     items = board.train.to_scipy()[[row]].indices
     history = board.train.feature_names[items].tolist()

@@ -74,7 +74,9 @@ def test_one_model_from_a_file_to_recommendations(folder, capsys):
     ]
     assert main([*argv, "--keep-seen"]) == 0
     lines = [json.loads(line) for line in out.read_text().splitlines()]
-    expected = sj.recommend(model, data.align_rows(["u7", "u3"]), 2).names(names)
+    expected = sj.recommend(
+        model, data.align_rows(["u7", "u3"]), 2, exclude=None
+    ).names(names)
     assert [line["items"] for line in lines] == expected
     assert main([*argv, "--exclude-seen", "--exclude", files[1]]) == 0
     seen = {"u7": set(), "u3": set()}
@@ -118,7 +120,7 @@ def test_export(folder, symbolic_sizes):
     model, names = sj.load_model(folder / "run")
     history = sj.read_sequences(folder / "histories.txt", features=names)
     user = history.align_rows(["u9"])
-    expected = sj.recommend(model, user, 2).names(names)[0]
+    expected = sj.recommend(model, user, 2, exclude=None).names(names)[0]
     found = predictor.recommend_names(
         names[user.indices].tolist(), exclude_seen=False, k=2
     )
@@ -190,7 +192,7 @@ def test_new_items_go_to_the_end(folder, capsys):
     known, (model, names) = folders.load_run(folder / "run")[1], sj.load_model(argv[5])
     assert names.tolist() == [*known.tolist(), "late"]
     more = sj.read_sequences(folder / "more.txt", format="adjacency", features=names)
-    found = sj.recommend(model, more.split_last().train, 1).ids
+    found = sj.recommend(model, more.split_last().train, 1, exclude=None).ids
     assert (found == ITEMS).all()
 
 

@@ -326,7 +326,7 @@ def test_a_network_that_cannot_be_trained_is_read_and_ranks(
     units = network.values(x, "Output", deterministic=True)
     np.testing.assert_allclose(units, expected, atol=1e-5)
     if (attributes, message) in (UNTRAINED[0], UNTRAINED[2]):  # each is compiled
-        found = sj.recommend(network, x, k=2)
+        found = sj.recommend(network, x, k=2, exclude=None)
         assert found.ids.tolist() == [[0, 1], [0, 1]]
         np.testing.assert_allclose(found.scores, expected[:, :2], atol=1e-5)
     refused(network, x, rows([0.0, 1, 0], [1, 0, 0]), message)

@@ -335,7 +335,9 @@ def read_run(folder: pathlib.Path, name: str) -> dict[str, Any]:
         vocabularies = {n: v.tolist() for n, v in names.vocabularies.items()}
         return {"clicks": scores.astype(float).tolist(), "vocabulary": vocabularies}
     data = data_of(folder, name)
-    return lists(sj.recommend(model, data, k=K)) | {"vocabulary": names.tolist()}
+    return lists(sj.recommend(model, data, k=K, exclude=None)) | {
+        "vocabulary": names.tolist()
+    }
 
 
 def data_of(folder: pathlib.Path, name: str) -> Any:
@@ -390,7 +392,7 @@ def fit(
     )
     found: dict[str, Any] = {"losses": [entry["loss"] for entry in history]}
     if isinstance(data, sj.SparseDataset):
-        return found | lists(sj.recommend(model, data, k=K))
+        return found | lists(sj.recommend(model, data, k=K, exclude=None))
     if name == "fit_dlrm" and not resume:
         sj.export_predictor(
             model, folder / "fit_dlrm.predictor", names=data, batch_size=8

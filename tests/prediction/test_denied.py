@@ -38,7 +38,7 @@ def built(data):
 
 
 def oracle(model, data, k, allowed, *, seen):
-    every = sj.recommend(model, data, ITEMS, batch_size=8)
+    every = sj.recommend(model, data, ITEMS, batch_size=8, exclude=None)
     scores = np.full((ROWS, ITEMS), -np.inf)
     np.put_along_axis(scores, every.ids, every.scores, axis=1)
     scores[:, [i for i in range(ITEMS) if i not in allowed]] = -np.inf
@@ -152,8 +152,8 @@ def test_what_is_wrong_is_said(data):
     ]
     for message, options in wrong:
         with pytest.raises(ValueError, match=message):
-            sj.recommend(model, data, **options)
+            sj.recommend(model, data, exclude=None, **options)
     with pytest.raises(ValueError, match="the items here have none: give their ids"):
-        sj.recommend(model, data.matrix, only_items=["item1"])
+        sj.recommend(model, data.matrix, only_items=["item1"], exclude=None)
     with pytest.raises(TypeError, match="only_items is a list of names, got the text"):
-        sj.recommend(model, data, only_items="item1")
+        sj.recommend(model, data, only_items="item1", exclude=None)

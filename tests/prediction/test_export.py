@@ -129,12 +129,12 @@ def test_any_number_of_rows(model, predictor, rows, valued):
     x = random_rows(40, FEATURES, 3, valued=valued)[:rows]
     found = predictor.recommend(x)
     assert found.ids.shape == (rows, K)
-    assert_same(found, sj.recommend(model, x, K))
+    assert_same(found, sj.recommend(model, x, K, exclude=None))
 
 
 def test_fewer_items_than_exported(model, predictor):
     x = random_rows(3, FEATURES, 3)
-    assert_same(predictor.recommend(x, k=2), sj.recommend(model, x, 2))
+    assert_same(predictor.recommend(x, k=2), sj.recommend(model, x, 2, exclude=None))
     with pytest.raises(ValueError, match="k is 7 but the predictor was exported for"):
         predictor.recommend(x, k=7)
     with pytest.raises(ValueError, match="k must be at least 1, got 0"):
@@ -145,7 +145,7 @@ def test_rows_on_the_device_and_long_ones(model, predictor):
     dense = np.random.default_rng(5).random((10, FEATURES))
     x = CSR.from_scipy(scipy.sparse.csr_array(dense), nse=4000)
     on_device = jax.tree.map(jnp.asarray, x)
-    assert_same(predictor.recommend(on_device), sj.recommend(model, x, K))
+    assert_same(predictor.recommend(on_device), sj.recommend(model, x, K, exclude=None))
     outside = CSR(None, jnp.array([FEATURES]), jnp.array([0, 1]), num_cols=FEATURES)
     with pytest.raises(ValueError, match="column 300: the column is outside"):
         predictor.recommend(outside)
@@ -157,7 +157,7 @@ def test_a_layer_is_folded(tmp_path):
     sj.export_predictor(model, tmp_path / "p", k=K, batch_size=1)
     x = random_rows(3, FEATURES, 3)
     predictor = sj.load_predictor(tmp_path / "p")
-    found, expected = predictor.recommend(x), sj.recommend(model, x, K)
+    found, expected = predictor.recommend(x), sj.recommend(model, x, K, exclude=None)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5, atol=1e-6)
     (kernel,) = [i for i, w in enumerate(predictor.weights) if w.shape == (256, 16)]
     assert predictor.weights[kernel].dtype == jnp.bfloat16
@@ -185,7 +185,7 @@ def test_a_class_with_its_own_top_k_keeps_it(tmp_path):
     predictor = sj.load_predictor(tmp_path / "p")
     assert predictor.signature.layer is None
     x = random_rows(3, FEATURES, 3)
-    assert_same(predictor.recommend(x), sj.recommend(model, x, K))
+    assert_same(predictor.recommend(x), sj.recommend(model, x, K, exclude=None))
 
 
 @pytest.fixture
@@ -350,7 +350,7 @@ def test_other_dtypes_and_own_modules(tmp_path):
     x = random_rows(9, FEATURES, 4)
     predictor = sj.load_predictor(tmp_path / "own")
     found = predictor.recommend(x)
-    assert_same(found, sj.recommend(model, x, ITEMS + 2))
+    assert_same(found, sj.recommend(model, x, ITEMS + 2, exclude=None))
     assert (found.ids[:, ITEMS:] == -1).all()
     with pytest.raises(ValueError, match="no names; export it with names="):
         predictor.names(found)
@@ -702,7 +702,7 @@ def test_a_linear_part_becomes_one_kernel_with_the_output(tmp_path):
     model, _ = sj.build(config, data)
     sj.export_predictor(model, tmp_path / "linear", k=K, batch_size=8)
     found = sj.load_predictor(tmp_path / "linear").recommend(data[:5])
-    expected = sj.recommend(model, data[:5], K)
+    expected = sj.recommend(model, data[:5], K, exclude=None)
     np.testing.assert_array_equal(found.ids, expected.ids)
     np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-4, atol=1e-5)
 

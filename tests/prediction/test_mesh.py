@@ -82,7 +82,7 @@ def results(made):
     )
     some = {"k": 5, "batch_size": 20}
     found = sj.recommend(made, train, exclude=train, **some)
-    plain = sj.recommend(made, train, 7)
+    plain = sj.recommend(made, train, 7, exclude=None)
     similar = sj.similar_items(made, [3, ITEMS - 1, 40], k=4)
     measured = sj.evaluate(made, train, heldout, **some)
     # Fewer candidates than k, and most of them held out.

@@ -158,8 +158,27 @@ def test_all_items_are_ranked(problem, model, k, excluding):
     assert len(found) == inputs.shape[0]
 
 
+def test_what_rows_have_is_kept_with_a_warning(problem, model):
+    """Until it is left out by default, as elsewhere. No warning where nothing differs."""
+    inputs = problem[0]
+    with pytest.warns(
+        FutureWarning, match=r'what they already have.*exclude="inputs"'
+    ) as w:
+        found = recommend(model, inputs, 5)
+    assert w[0].filename == __file__
+    kept = recommend(model, inputs, 5, exclude=None)
+    np.testing.assert_array_equal(found.ids, kept.ids)
+    left_out = recommend(model, inputs, 5, exclude="inputs")
+    np.testing.assert_array_equal(
+        left_out.ids, oracle(scores_of(problem), 5, inputs)[0]
+    )
+    recommend(
+        model, scipy.sparse.csr_array((2, inputs.shape[1])), 5
+    )  # warns of nothing
+
+
 def test_rows_without_entries_get_the_bias(problem, model):
-    found = recommend(model, problem[0], 19)
+    found = recommend(model, problem[0], 19, exclude=None)
     np.testing.assert_array_equal(found.ids[3], np.argsort(-problem[3]))
     np.testing.assert_array_equal(found.scores[8], np.sort(problem[3])[::-1])
 
@@ -241,9 +260,9 @@ def test_nan_names_the_row(problem):
     with pytest.raises(
         FloatingPointError, match=rf"row {row} \('row{row}'\) of inputs"
     ):
-        recommend(model, data, 3, batch_size=4)
+        recommend(model, data, 3, batch_size=4, exclude=None)
     with pytest.raises(FloatingPointError, match=rf"row {row} of inputs"):
-        recommend(model, inputs, 5)
+        recommend(model, inputs, 5, exclude=None)
     scored = (inputs.toarray()[:, column] > 0) & (heldout.sum(axis=1) > 0)
     row = int(np.flatnonzero(scored)[0])
     with pytest.raises(FloatingPointError, match=rf"row {row} .*of heldout"):
@@ -420,12 +439,12 @@ def test_rows_that_are_behind_are_read_up_to_date(problem):
     for part in (inputs, columns, columns, columns):
         step(model, optimizer, on_device(CSR.from_scipy(part)))
     before = jax.tree.map(np.asarray, nnx.state(model, nnx.Param))
-    found = recommend(model, inputs, 5, optimizer=optimizer)
+    found = recommend(model, inputs, 5, optimizer=optimizer, exclude=None)
     measured = evaluate(model, inputs, heldout, k=5, optimizer=optimizer)
-    stale = recommend(model, inputs, 5)
+    stale = recommend(model, inputs, 5, exclude=None)
     jax.tree.map(np.testing.assert_array_equal, nnx.state(model, nnx.Param), before)
     optimizer.flush(model)
-    current = recommend(model, inputs, 5)
+    current = recommend(model, inputs, 5, exclude=None)
     np.testing.assert_array_equal(found.ids, current.ids)
     np.testing.assert_allclose(found.scores, current.scores, rtol=1e-5)
     assert measured == pytest.approx(evaluate(model, inputs, heldout, k=5), rel=1e-5)

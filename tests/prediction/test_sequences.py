@@ -42,11 +42,14 @@ def scores_of(model, histories):
 def test_recommendations(model):
     data = made([3, 1, 3, 8, 9, 2], [], [5])
     scores = scores_of(model, data)
-    found = sj.recommend(model, data, k=6, batch_size=2)
+    found = sj.recommend(model, data, k=6, batch_size=2, exclude=None)
     np.testing.assert_array_equal(found.ids, np.argsort(-scores, axis=1)[:, :6])
     np.testing.assert_allclose(
         found.scores, -np.sort(-scores, axis=1)[:, :6], rtol=1e-5, atol=1e-6
     )
+    with pytest.warns(FutureWarning, match="what they already have"):
+        kept = sj.recommend(model, data, k=6, batch_size=2)
+    np.testing.assert_array_equal(kept.ids, found.ids)
     # What a history has, also what is too old to be read.
     for row in range(3):
         scores[row, data.indices[data.indptr[row] : data.indptr[row + 1]]] = -np.inf
@@ -146,7 +149,7 @@ def test_a_predictor(model, tmp_path, symbolic_sizes):
     with pytest.raises(ValueError, match="reads no times; leave out times"):
         predictor.recommend_names(names, times=[0.0] * len(names))
     all_items = predictor.recommend_names([names, []], exclude_seen=False)
-    expected = sj.recommend(model, data, k=6)
+    expected = sj.recommend(model, data, k=6, exclude=None)
     assert all_items == predictor.names(expected)[:2]
     entries = data.indptr, data.indices, data.row_names
     with pytest.raises(ValueError, match="'item19' in inputs but 'item0' in the pred"):

@@ -50,7 +50,7 @@ def test_scores_are_made_of_the_vectors(tied):
     assert users.shape == (21, HIDDEN) and users.dtype == np.float32
     assert model.output.bias is not None
     bias = np.asarray(model.output.bias[...])[:FEATURES]
-    found = sj.recommend(model, data, FEATURES)
+    found = sj.recommend(model, data, FEATURES, exclude=None)
     scores = np.take_along_axis(users @ items.T + bias, found.ids, axis=1)
     np.testing.assert_allclose(scores, found.scores, rtol=1e-5, atol=1e-6)
 
@@ -60,7 +60,7 @@ def test_scores_of_cosines():
     items, users = sj.item_vectors(model), sj.user_vectors(model, data)
     items /= np.linalg.norm(items, axis=1, keepdims=True)
     users /= np.maximum(np.linalg.norm(users, axis=1, keepdims=True), 1e-30)
-    found = sj.recommend(model, data, FEATURES)
+    found = sj.recommend(model, data, FEATURES, exclude=None)
     scores = np.take_along_axis(users @ items.T / 0.2, found.ids, axis=1)
     np.testing.assert_allclose(scores, found.scores, rtol=1e-4, atol=1e-5)
 

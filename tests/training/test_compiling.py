@@ -95,7 +95,7 @@ def test_training_a_second_model_compiles_nothing(compiled):
         model = MODELS[name]()
         optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
         sj.fit(model, optimizer, data, num_epochs=1, batch_size=4)
-        sj.recommend(model, data, 2)
+        sj.recommend(model, data, 2, exclude=None)
 
     for name, of_kind in (("gru", data), ("feed-forward", matrix)):
         train(name, of_kind)

@@ -106,7 +106,7 @@ def test_trained_to_the_end(tmp_path, features, name):
 
     sj.export_predictor(model, tmp_path / "predictor", names=data, k=5)
     predictor = sj.load_predictor(tmp_path / "predictor")
-    shown = sj.recommend(model, data, k=5)
+    shown = sj.recommend(model, data, k=5, exclude=None)
     served = predictor.recommend(data, k=5)
     np.testing.assert_array_equal(served.ids, shown.ids)
     np.testing.assert_allclose(served.scores, shown.scores, rtol=1e-4, atol=1e-5)
@@ -183,7 +183,7 @@ def test_two_towers(features):
         item_features=features,
     )
     sj.fit(model, optimizer, users, purchases, num_epochs=30, batch_size=20)
-    found = sj.recommend(model, users, k=5).ids
+    found = sj.recommend(model, users, k=5, exclude=None).ids
     kinds = [
         [kind_of_item(int(name[1:])) for name in purchases.feature_names[row]]
         for row in found

@@ -44,7 +44,9 @@ def losses(data: sj.SparseDataset, *, rank: bool) -> list[float]:
             assert {str(leaf.dtype) for leaf in leaves} == {"float32"}
             if rank:
                 sj.evaluate(model, data, data, k=3, exclude=None)
-                assert np.isfinite(sj.recommend(model, data, k=3).scores).all()
+                assert np.isfinite(
+                    sj.recommend(model, data, k=3, exclude=None).scores
+                ).all()
         found.append(history[-1]["loss"])
     return found
 
@@ -58,7 +60,7 @@ def test_with_x64_training_is_the_same(tmp_path):
         model = network()
         sj.export_predictor(model, tmp_path / "predictor", k=3)
         got = sj.load_predictor(tmp_path / "predictor").recommend(data)
-        want = sj.recommend(model, data, k=3)
+        want = sj.recommend(model, data, k=3, exclude=None)
         np.testing.assert_allclose(got.scores, want.scores, rtol=1e-5)
 
 
@@ -68,7 +70,7 @@ def strict_loss() -> float:
     [*_, last] = sj.fit(model, optimizer, data, num_epochs=2, batch_size=64)
     jax.config.update("jax_debug_infs", False)  # an item is denied by -inf
     sj.evaluate(model, data, data, k=3, exclude=None)
-    assert np.isfinite(sj.recommend(model, data, k=3).scores).all()
+    assert np.isfinite(sj.recommend(model, data, k=3, exclude=None).scores).all()
     return last["loss"]
 
 

@@ -280,7 +280,7 @@ def test_a_model_of_ones_own_with_times():
     history = sj.fit(model, optimizer, train, **options)
     assert history[0]["loss"] == pytest.approx(before, rel=1e-4)  # one batch
     assert history[-1]["recall@5"] > 0.4
-    found = sj.recommend(model, train, k=3)
+    found = sj.recommend(model, train, k=3, exclude=None)
     expected, _ = model.top_k(
         jnp.asarray(train.padded(LENGTH)), 3, times=jnp.zeros((150, LENGTH))
     )
@@ -313,7 +313,7 @@ def test_the_shortest_histories():
     expected = model.loss(jnp.array([[8, 9], [4, 5]]))
     [entry] = sj.fit(model, optimizer, data, num_epochs=1)
     np.testing.assert_allclose(entry["loss"], expected, rtol=1e-5)
-    assert sj.recommend(model, data, k=2).ids.shape == (4, 2)
+    assert sj.recommend(model, data, k=2, exclude=None).ids.shape == (4, 2)
 
 
 def test_wrong_arguments():

@@ -98,7 +98,7 @@ def test_networks(options, flagged):
     data = rows(np.float32)
     model, _ = sj.build(sj.NetworkConfig.autoencoder((4,), **options), data)
     trained(model, sj.optimizers.adam(0.01), data, weights=np.ones(16))
-    sj.recommend(model, data, 2)
+    sj.recommend(model, data, 2, exclude=None)
 
 
 @pytest.mark.parametrize(
