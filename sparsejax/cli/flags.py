@@ -115,6 +115,21 @@ class Network:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Histories:
+    """A model of histories. --config has its other options.
+
+    Attributes:
+      width: Numbers in the vector of an item.
+      blocks: Number of blocks, one after the other.
+      heads: Heads of each attention, of sasrec and hstu. They divide the width.
+    """
+
+    width: Annotated[int | None, _value("INT", "128")] = None
+    blocks: Annotated[int | None, _value("INT", "2")] = None
+    heads: Annotated[int | None, _value("INT", "2")] = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices:
     """One device or several, in one process or in several that run the same command.
 
@@ -306,6 +321,7 @@ class Train(OfKinds):
         folder that loads, on the events that --validation, last or a file, holds out:
         hit_rate, map, mrr, ndcg or recall. The newest one must not have been trained on them.
       network: The network to train.
+      histories: The model of histories to train.
       columns: Which columns of a table hold what. By default their names say it.
       clicks: The columns of a file of clicks.
       devices: The devices to train on.
@@ -348,6 +364,7 @@ class Train(OfKinds):
     export_to: Annotated[pathlib.Path | None, _value("DIR", "")] = None
     gate: Annotated[str | None, _value("METRIC@K", "any")] = None
     network: Network = Network()
+    histories: Histories = Histories()
     columns: Columns = Columns()
     clicks: Clicks = Clicks()
     devices: Devices = Devices()
@@ -393,6 +410,7 @@ class Tune(OfKinds):
       seed: Seed of the trials' settings and of each training.
       network: The network of the first trial, if it is an autoencoder. Also fixes what is not
         tuned.
+      histories: The model of histories of the first trial. Also fixes what is not tuned.
       columns: Which columns of a table hold what. By default their names say it.
       clicks: The columns of a file of clicks.
       compilation: How programs for the device are compiled.
@@ -415,6 +433,7 @@ class Tune(OfKinds):
     batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     seed: int = 0
     network: Network = Network()
+    histories: Histories = Histories()
     columns: ColumnsOfTune = ColumnsOfTune()
     clicks: Clicks = Clicks()
     compilation: Compilation = Compilation()
@@ -822,6 +841,7 @@ class Plan(OfKinds):
       batch_size: Rows per step.
       fused: Plan for training with --fused.
       network: The network to plan for.
+      histories: The model of histories to plan for.
       clicks: The columns of a file of clicks.
       compilation: How programs for the device are compiled.
     """
@@ -846,6 +866,7 @@ class Plan(OfKinds):
     batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     fused: Flag = False
     network: Network = Network()
+    histories: Histories = Histories()
     clicks: Clicks = Clicks()
     compilation: Compilation = Compilation()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
@@ -27,6 +28,19 @@ class Histories(interactions.Interactions):
     }
     held_out = "last"
 
+    def described(
+        self, command: flags.Train | flags.Plan | flags.Tune
+    ) -> tuple[SequenceConfig, Collection[str]]:
+        assert command.kind is not None  # else it is an autoencoder
+        config, suited = self.runs.described(command.kind)
+        given = {n: v for n, v in vars(command.histories).items() if v is not None}
+        for name in given:
+            if not hasattr(config, name):
+                raise ValueError(
+                    f"--{name} is of no use for {command.kind}: leave it out"
+                )
+        return dataclasses.replace(config, **given), suited
+
     def plan_config(
         self, config: SequenceConfig, command: flags.Plan
     ) -> SequenceConfig:
@@ -43,7 +57,7 @@ class Histories(interactions.Interactions):
         return config
 
     def start(self, command: flags.Tune) -> dict[str, Any]:
-        config = self.runs.read_config({"version": 1, "model": command.kind})
+        config, _ = self.described(command)
         tuned = ("width", "dropout", "temperature")
         return {name: getattr(config, name) for name in tuned}
 

@@ -36,6 +36,9 @@ _CALLED_OTHERWISE = {
     "--wd": "--weight-decay",
 }
 
+# The flags that describe a model, by its kind. Those of clicks are in --config.
+_OPTIONS = {"items": flags.Network, "histories": flags.Histories}
+
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out a command and returns its exit status.
@@ -190,16 +193,24 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
         why = "--from takes the network of its run: leave out {}, or --from"
     elif config is not None:
         why = "--config describes the whole network: leave out {}, or --config"
-    elif model not in (None, flags.DEFAULT_MODEL):
-        why = (
-            f"{{}} is for an {flags.DEFAULT_MODEL}; options of --model {model} are in "
-            "--config"
-        )
     else:
+        _check_given(command, flags.MODELS[model or flags.DEFAULT_MODEL])
         return
-    for name, flag in flags.flags_of(flags.Network).items():
-        if name in command.given:
-            raise ValueError(why.format(flag))
+    for options in _OPTIONS.values():
+        for name, flag in flags.flags_of(options).items():
+            if name in command.given:
+                raise ValueError(why.format(flag))
+
+
+def _check_given(command: flags.Train | flags.Tune | flags.Plan, kind: str) -> None:
+    """Raises ValueError where flags describe a model of another kind."""
+    for of, options in _OPTIONS.items():
+        for name, flag in flags.flags_of(options).items():
+            if of != kind and name in command.given:
+                models = ", ".join(n for n, k in flags.MODELS.items() if k == of)
+                raise ValueError(
+                    f"{flag} is for --model {models}: leave it out, or name such a model"
+                )
 
 
 @contextlib.contextmanager

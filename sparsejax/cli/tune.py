@@ -238,6 +238,7 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
         epochs=command.epochs,
         seed=command.seed,
         network=commands_for(command.kind).with_flags(command, tuned),
+        histories=command.histories,
         columns=command.columns,
         clicks=command.clicks,
         compilation=command.compilation,

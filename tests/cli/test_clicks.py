@@ -221,7 +221,7 @@ def test_tune(clicks, tmp_path, monkeypatch, capsys):
             "--user is of no use for a model of clicks",
         ),
         ("train TRAIN --run x --model dcn --k 20", "--k is of no use for a model of"),
-        ("train TRAIN --run x --model dcn --hidden 8", "is for an autoencoder"),
+        ("train TRAIN --run x --model dcn --hidden 8", "is for --model autoencoder"),
         (
             f"{NAMED} --validation last",
             "--validation last is of no use for clicks",
@@ -231,7 +231,7 @@ def test_tune(clicks, tmp_path, monkeypatch, capsys):
             "--validation .1 needs all of the data",
         ),
         ("train TRAIN --run x --label click", "--label is of no use for a model of"),
-        ("tune TRAIN --model dcn --hidden 8", "--hidden is for an autoencoder"),
+        ("tune TRAIN --model dcn --hidden 8", "--hidden is for --model autoencoder"),
         ("tune TRAIN --model dcn --k 3", "--k is of no use for a model of clicks"),
         (f"{NAMED} --run RUN --resume --epochs 6", "cannot resume with other data"),
     ],

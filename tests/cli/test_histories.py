@@ -225,7 +225,10 @@ def test_wrong_arguments(folder, capsys):
 
     argv = ["train", str(folder / "histories.txt"), "--run", str(folder / "new")]
     text = error(*argv, "--model", "sasrec", "--hidden", "8")
-    assert "--hidden is for an autoencoder; options of --model sasrec are in" in text
+    assert "--hidden is for --model autoencoder: leave it out" in text
+    assert "--width is for --model sasrec, hstu, gru: " in error(*argv, "--width", "8")
+    text = error(*argv, "--model", "gru", "--heads", "2")
+    assert "--heads is of no use for gru" in text
     config = str(folder / "gru.json")
     text = error(*argv, "--model", "sasrec", "--config", config)
     assert "--model sasrec: " in text and "gru.json describes gru" in text

@@ -56,15 +56,21 @@ def test_plan_of_a_network_from_a_file(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    ("kind", "mean", "length"), [("sasrec", 5, 50), ("hstu", 15, 100), ("gru", 30, 200)]
+    ("kind", "mean", "length", "options"),
+    [
+        ("sasrec", 5, 50, {}),
+        ("hstu", 15, 100, {"width": 64, "blocks": 3, "heads": 4}),
+        ("gru", 30, 200, {"width": 64}),
+    ],
 )
-def test_plan_of_a_model_of_histories(kind, mean, length, capsys):
+def test_plan_of_a_model_of_histories(kind, mean, length, options, capsys):
     """With the optimizer, the batch and the length that train takes by default."""
     sizes: dict[str, Any] = {"rows": 1_000_000, "entries": mean * 1_000_000}
     argv = [*PLAN, "--entries", str(sizes["entries"]), "--memory", "45GB"]
+    argv += [word for name, n in options.items() for word in (f"--{name}", str(n))]
     assert main([*argv, "--model", kind, "--times"]) == 0
     config = SequenceConfig.from_json(
-        {"version": 1, "model": kind, "max_length": length}
+        {"version": 1, "model": kind, "max_length": length, **options}
     )
     planned = planning.plan(
         config,
@@ -105,7 +111,7 @@ def test_plan_of_a_model_of_histories_from_a_file(tmp_path, capsys):
         (["sasrec", "--features", "9"], "their own items; leave out --features"),
         (["sasrec", "--values"], "histories have no values"),
         (["sasrec", "--fused"], "histories are read with it, too; leave out fused"),
-        (["sasrec", "--hidden", "8"], "--hidden is for an autoencoder"),
+        (["sasrec", "--hidden", "8"], "--hidden is for --model autoencoder"),
         (["sasrec", "--entries", "1000001"], "rows must have two entries or more"),
         (["autoencoder", "--times"], "a network does not read times"),
         (
