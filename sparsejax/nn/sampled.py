@@ -122,7 +122,10 @@ def sample_with_batch(
         q_i = (u / num_items + b share_i) / (u + b)
 
     for u draws of the one kind and b of the other, where `share_i` is the part of the targets
-    that item i has. A draw of a place without a target is -1, and does not count.
+    that item i has. Where there is no target, draws of that kind are -1, and do not count.
+
+    The draws depend on which targets there are, and on the key: not on their places, nor on
+    how many places are padding. So they are the same for any room, and on any mesh.
 
     Args:
       key: of random numbers.
@@ -135,19 +138,20 @@ def sample_with_batch(
     """
     of_place, of_item = jax.random.split(key)
     flat = targets.reshape(-1).astype(jnp.int32)
-    flat = jnp.where((flat >= 0) & (flat < num_items), flat, IGNORED)
+    known = (flat >= 0) & (flat < num_items)
+    # By item, and then what is none.
+    ordered = jnp.sort(jnp.where(known, flat, num_items))
+    total = jnp.sum(known)
     u = count - count // 2
     everywhere = jax.random.randint(of_item, (u,), 0, num_items, jnp.int32)
-    place = jax.random.randint(of_place, (count // 2,), 0, max(1, len(flat)))
-    drawn = flat.at[place].get(mode="fill", fill_value=IGNORED)
-    ids = jnp.concatenate([everywhere, drawn])
-    # Not at -1, which would be the last item.
-    at = jnp.where(flat == IGNORED, num_items, flat)
-    share = jnp.zeros(num_items, jnp.float32).at[at].add(1, mode="drop")
-    share = share / jnp.maximum(jnp.sum(flat != IGNORED), 1)
-    b = jnp.sum(drawn != IGNORED)
-    q = (u / num_items + b * share[jnp.maximum(ids, 0)]) / (u + b)
-    return ids, jnp.log(q)
+    place = jax.random.randint(of_place, (count // 2,), 0, jnp.maximum(total, 1))
+    drawn = ordered.at[place].get(mode="fill", fill_value=IGNORED)
+    ids = jnp.concatenate([everywhere, jnp.where(total > 0, drawn, IGNORED)])
+    first, last = (jnp.searchsorted(ordered, ids, side=s) for s in ("left", "right"))
+    share = (last - first) / jnp.maximum(total, 1)
+    b = jnp.where(total > 0, count // 2, 0)
+    q = (u / num_items + b * share) / (u + b)
+    return ids, jnp.log(q).astype(jnp.float32)
 
 
 @promoting()

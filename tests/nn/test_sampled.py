@@ -58,6 +58,27 @@ def test_draws_with_the_batch_stand_for_all_items(targets):
     assert set(np.unique(ids[:, 3:])) <= {*np.ravel(targets), -1} - {9}
 
 
+def test_draws_with_the_batch_depend_on_its_targets_alone():
+    """Not on their places, nor on the room for them: meshes and chunks place them otherwise."""
+    rng = np.random.default_rng(0)
+    targets = rng.integers(0, 50, 40)
+    key, found = jax.random.key(3), []
+    for room in (40, 64, 120):
+        places = rng.permutation(room)[:40]
+        batch = np.full(room, -1)
+        batch[places] = targets
+        found.append(sample_with_batch(key, jnp.array(batch.reshape(4, -1)), 50, 31))
+    for ids, log_q in found[1:]:
+        np.testing.assert_array_equal(ids, found[0][0])
+        np.testing.assert_array_equal(log_q, found[0][1])
+    ids, log_q = map(np.asarray, found[0])
+    share = np.bincount(targets, minlength=50) / 40
+    np.testing.assert_allclose(
+        np.exp(log_q), (16 / 50 + 15 * share[ids]) / 31, rtol=1e-5
+    )
+    assert np.isin(ids[16:], targets).all()  # none is lost to padding
+
+
 @pytest.mark.parametrize(
     "counts",
     [[3], [1, 1, 1], [0, 5, 0], [8, 1, 0, 1], range(200), [1e9, *[1e-3] * 50], [2, 7]],
