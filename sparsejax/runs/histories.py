@@ -12,6 +12,7 @@ from sparsejax.data import SequenceDataset, SparseDataset, scan_sequences
 from sparsejax.data.files.names import Names
 from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.runs import interactions
 from sparsejax.runs.kind import CORRECTING, Opened, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
@@ -34,8 +35,7 @@ class Histories(interactions.Interactions):
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "train": ("schema",),
         "evaluate": (
-            *("fold_in", "seed", "history", "baselines"),
-            *("popularity", "groups", *CORRECTING),
+            *("fold_in", "seed", "history", "popularity", "groups", *CORRECTING),
         ),
         "report": ("groups",),
         "export": CORRECTING,
@@ -132,14 +132,16 @@ class Histories(interactions.Interactions):
         train, candidates = shown(), None
         if (source := measuring.candidates) is not None:
             candidates = read_file(source, reading, features=run.known, indicator=True)
-        measured = evaluate(
-            model,
-            train,
-            self.heldout(measuring.heldout, reading, train, inputs),
-            candidates=candidates,
-            keep_rows=measuring.keep_rows,
-            **measuring.counted(),
-        )
+        heldout = self.heldout(measuring.heldout, reading, train, inputs)
+        how = {"candidates": candidates, **measuring.counted()}
+        keep = measuring.keep_rows
+        measured = evaluate(model, train, heldout, keep_rows=keep, **how)
+        if measuring.baselines:
+            rows = train.to_sparse()
+            prepared = prepared_for(rows, heldout.to_sparse(), **how)
+            measured = interactions.with_baselines(
+                measured, prepared, rows, reading.say
+            )
         return interactions.warn_of_popularity(measured)
 
     def read_shown(self, source, reading: Reading, run: Opened) -> SequenceDataset:

@@ -10,9 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax import metrics
+from sparsejax.baselines.models import BASELINES
 from sparsejax.data import ItemFeatures, SparseDataset, read_item_features
 from sparsejax.data.files.names import Names
 from sparsejax.data.sets.vocabulary import popularity_ranks
+from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.optimizers.optimizer import Optimizer
@@ -29,6 +32,7 @@ from sparsejax.runs.reading import (
 from sparsejax.sparse import CSR
 from sparsejax.verbs.evaluate import evaluate
 from sparsejax.verbs.recommend import recommend
+from sparsejax.verbs.vectors import user_vectors
 
 
 class Interactions(Runs):
@@ -111,6 +115,11 @@ class Interactions(Runs):
         )
         return data.row_names, found
 
+    def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
+        model = run.model()
+        data = self.read_shown(inputs, reading, run)
+        return user_vectors(model, data), data.row_names
+
     def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
         from sparsejax.runs import report as reports
 
@@ -141,6 +150,34 @@ class Interactions(Runs):
             "similar": reports.similar_to_popular(model, names, counts),
             "data": facts,
         }
+
+
+def with_baselines(
+    measured: Mapping[str, float],
+    prepared: Evaluation,
+    train: SparseDataset,
+    say: Callable[[str], None],
+) -> Mapping[str, float]:
+    """The metrics, behind those of each baseline, with its name before that of the metric.
+
+    Args:
+      measured: the metrics of the model.
+      prepared: on which the baselines are measured.
+      train: of which they are made.
+      say: is told which of them need too much memory.
+    """
+    found: dict[str, float] = {}
+    for name, baseline in BASELINES.items():
+        try:
+            model = baseline(train)
+        except MemoryError as error:
+            say(f"left out: {error}")
+            continue
+        its = prepared.run(model)
+        found |= {f"{name}_{n}": its[n] for n in its if f"popularity_{n}" in its}
+    found |= measured
+    rows = getattr(measured, "rows", None)
+    return found if rows is None else metrics.Measured(found, rows)
 
 
 def warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsejax import metrics
-from sparsejax.baselines.models import BASELINES
 from sparsejax.data import SparseDataset, scan_parquet
 from sparsejax.data.files.columns import BY_NAME
 from sparsejax.data.files.names import Names
-from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.items.evaluation import prepared_for
@@ -32,7 +29,6 @@ from sparsejax.runs.reading import (
     validation_split,
     with_times,
 )
-from sparsejax.verbs import vectors as vector_files
 
 
 class Items(interactions.Interactions):
@@ -159,9 +155,9 @@ class Items(interactions.Interactions):
         measured = prepared.run(model, keep_rows=measuring.keep_rows)
         if measuring.baselines:
             say = measuring.reading.say
-            rows = getattr(measured, "rows", None)
-            measured = _of_baselines(prepared, given["popularity"], say) | measured
-            measured = measured if rows is None else metrics.Measured(measured, rows)
+            measured = interactions.with_baselines(
+                measured, prepared, given["popularity"], say
+            )
         return interactions.warn_of_popularity(measured)
 
     def read_shown(self, source, reading: Reading, run: Opened) -> SparseDataset:
@@ -183,11 +179,6 @@ class Items(interactions.Interactions):
             return unwanted
         return data.without_values().merge(unwanted)
 
-    def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
-        model = run.model()
-        data = self.read_shown(inputs, reading, run)
-        return vector_files.user_vectors(model, data), data.row_names
-
     def read_heldout(
         self, source, reading: Reading, data: SparseDataset
     ) -> SparseDataset:
@@ -195,24 +186,6 @@ class Items(interactions.Interactions):
 
     def counts(self, data: SparseDataset) -> np.ndarray:
         return np.bincount(data.matrix.indices, minlength=data.num_features)
-
-
-def _of_baselines(
-    prepared: Evaluation, train: SparseDataset, say: Callable[[str], None]
-) -> dict[str, float]:
-    """The metrics of each baseline, with its name before that of the metric."""
-    measured = {}
-    for name, baseline in BASELINES.items():
-        try:
-            model = baseline(train)
-        except MemoryError as error:
-            say(f"left out: {error}")
-            continue
-        found = prepared.run(model)
-        measured |= {
-            f"{name}_{n}": found[n] for n in found if f"popularity_{n}" in found
-        }
-    return measured
 
 
 def _data_to_evaluate(measuring: Measuring, run: Opened) -> dict[str, Any]:

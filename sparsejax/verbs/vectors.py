@@ -26,11 +26,11 @@ from sparsejax.data.files.names import (
 )
 from sparsejax.data.reading.sources import (
     Features,
-    Inputs,
     Sources,
     check_inputs,
     features_of,
 )
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.batching import (
     Shown,
     batches_of,
@@ -41,6 +41,8 @@ from sparsejax.engine.batching import (
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.rank.recommender import merged, split
+from sparsejax.kinds.histories.next_items import HistoryModel
+from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh.layout import put_on_mesh, replicated, to_host, using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.layers import SparseOutput
@@ -104,35 +106,43 @@ def item_vectors(model: HasItems) -> np.ndarray:
 @promoting()
 @using_auto_axes()
 def user_vectors(
-    model: Encoder,
-    inputs: Sources,
+    model: Encoder | HistoryModel,
+    inputs: Sources | SequenceDataset,
     *,
     optimizer: Optimizer | None = None,
     batch_size: int = 512,
 ) -> np.ndarray:
     """The last hidden layer's output for each row of `inputs`, `[rows, hidden]` float32.
 
+    Of a history it is the vector of its last entry, which depends on all before it.
+
     >>> user_vectors(model, train).shape
     (32711, 64)
 
     Args:
-      model: a `FeedForward`, or a module with `num_features` and `encode`.
-      inputs: `[rows, features]`; or several by name, see `fit`.
+      model: a `FeedForward`, or a module with `num_features` and `encode`; for histories a
+        `SequenceModel`, or a `HistoryModel` with `last`.
+      inputs: `[rows, features]`; or several by name, see `fit`; or histories.
       optimizer: see `recommend`.
       batch_size: rows at a time.
 
     Raises:
-      TypeError: `inputs` has a type that is not supported.
+      TypeError: `inputs` has a type that is not supported, or the model makes no vectors.
       ValueError: `inputs` does not fit the model.
     """
     check_positive(batch_size=batch_size)
-    x = Inputs.of(inputs)
-    check_inputs(x, features_of(model))
+    encoder, x, _ = kind_of(inputs).shown(model, inputs, None)
+    if isinstance(inputs, SequenceDataset) and not hasattr(model, "last"):
+        raise TypeError(
+            "vectors of histories need a model with the method last(histories), as a "
+            f"SequenceModel has; {type(model).__name__} does not"
+        )
+    check_inputs(x, features_of(encoder))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     # Without rows, one empty row: its result has the width of the vectors.
     rows = np.arange(x.num_rows) if x.num_rows else np.array([-1])
     batches = batches_of(x, held_inputs(x), rows, batch_size)
-    graphdef, state = split(model, optimizer)
+    graphdef, state = split(encoder, optimizer)
     parts = [np.asarray(_encoded(graphdef, state, batch)) for batch in batches]
     return np.concatenate(parts)[: x.num_rows]
 

@@ -54,6 +54,23 @@ def test_one_model_from_a_file_to_recommendations(folder, capsys):
     assert measured["recall@3"] > 0.8 > 2 * measured["popularity_recall@3"]
     assert measured["users"] == 80
 
+    # The vector of each history.
+    vectors = [home, "--data", files[0], "--out", str(folder / "users.npz")]
+    assert main(["vectors", *vectors]) == 0
+    assert np.load(folder / "users.npz")["vectors"].shape == (80, 16)
+
+    # Baselines see what the model sees, without its order.
+    argv = ["evaluate", home, *files, "--k", "3", "--baselines"]
+    assert main(argv) == 0
+    table = capsys.readouterr().out.splitlines()
+    assert table[0].split() == ["model", "popularity", "item_knn", "ease"]
+    histories = [
+        sj.read_sequences(file, features=sj.load_model(home)[1]) for file in files
+    ]
+    rows, wanted = (data.to_sparse() for data in histories)
+    found = sj.evaluate(sj.baselines.ease(rows), rows, wanted, k=3)
+    assert json.loads(table[-1])["ease_ndcg@3"] == pytest.approx(found["ndcg@3"])
+
     # The same in Python, on the model of the best epoch.
     model, names = sj.load_model(home)
     data, heldout = (sj.read_sequences(file, features=names) for file in files)
@@ -236,6 +253,6 @@ def test_wrong_arguments(folder, capsys):
     files = [
         str(folder / "splits" / f"{name}.parquet") for name in ("train", "heldout")
     ]
-    text = error("evaluate", str(folder / "run"), *files, "--baselines")
-    assert "--baselines is of no use for a model of histories" in text
+    text = error("evaluate", str(folder / "run"), *files, "--history", files[0])
+    assert "--history is of no use for a model of histories" in text
     assert not (folder / "new").exists()

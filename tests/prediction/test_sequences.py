@@ -50,6 +50,11 @@ def test_recommendations(model):
     with pytest.warns(FutureWarning, match="what they already have"):
         kept = sj.recommend(model, data, k=6, batch_size=2)
     np.testing.assert_array_equal(kept.ids, found.ids)
+    users, items = sj.user_vectors(model, data), sj.item_vectors(model)
+    cosines = users @ items.T / np.linalg.norm(items, axis=1)
+    cosines /= np.linalg.norm(users, axis=1, keepdims=True) * model.config.temperature
+    some = [0, 2]  # an empty history has no vector
+    np.testing.assert_allclose(cosines[some], scores[some], rtol=1e-4, atol=1e-5)
     # What a history has, also what is too old to be read.
     for row in range(3):
         scores[row, data.indices[data.indptr[row] : data.indptr[row + 1]]] = -np.inf

@@ -12,6 +12,7 @@ from sparsejax.data.reading.histories import HISTORIES, TIMES, inputs_of
 from sparsejax.data.reading.sources import Inputs, check_columns
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.mesh.blocks import SparseRows
+from sparsejax.nn.item_content import with_vectors
 
 
 @runtime_checkable
@@ -103,6 +104,11 @@ class NextItems(nnx.Module):
     def output(self) -> Any:
         """The output layer of a `SequenceModel`."""
         return self.model.output
+
+    def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
+        """The vector of each history that items are multiplied with, of a `SequenceModel`."""
+        self.model.eval()
+        return with_vectors(self.model).last(x[HISTORIES], **self._times(x))
 
     def queries(self, x: Any) -> jax.Array:
         """The vectors that `top_k` multiplies with those of items, of a `SequenceModel`."""
