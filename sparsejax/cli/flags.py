@@ -313,7 +313,7 @@ class Train(OfKinds):
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
         settings must be those the run was begun with; only --epochs may be higher.
       tensorboard: Folder for TensorBoard's files: loss, speed and metrics of each epoch.
-        Needs pip install 'sparsejax[tensorboard]'.
+        Needs pip install '.[tensorboard]'.
       export_to: Folder of versions, such as models/films, which serve --watch looks at: the
         next version is written there after training. It recommends up to --k items, or as many
         as the version before.
@@ -387,7 +387,7 @@ class Tune(OfKinds):
     dim and learning rate. Optuna draws them.
     The first trial has the settings of the flags. Trials that look worse than
     others did after as many epochs end early. To continue after an interruption, or with
-    more trials, repeat the command. Needs pip install 'sparsejax[tune]'.
+    more trials, repeat the command. Needs pip install '.[tune]'.
 
     Prints the command that trains on all of DATA with the best settings.
 
@@ -655,7 +655,7 @@ class Prepare:
     """Turns events into a data set in a folder; they need not fit in memory.
 
     Other commands take the folder: OUT is what to train on, OUT/test what was held out.
-    Needs pip install 'sparsejax[prepare]'.
+    Needs pip install '.[prepare]'.
 
     Attributes:
       events: File of events, which may be compressed (.gz, .xz, .bz2, .zst, .zip); also a folder,
@@ -875,7 +875,7 @@ class Plan(OfKinds):
 class Serve:
     """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
-    What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
+    What happens is written to stderr, as lines of JSON. Needs pip install '.[serve]'.
 
     Attributes:
       model: File that export wrote, or its address in a store; or a folder of versions, such
@@ -920,7 +920,7 @@ class Serve:
 class ExportTriton:
     """Writes a predictor into a model repository of NVIDIA's Triton, as the next version.
 
-    Needs pip install 'sparsejax[serve]', as does Triton's Python.
+    Needs pip install '.[serve]', as does Triton's Python.
 
     Attributes:
       model: File that export wrote.

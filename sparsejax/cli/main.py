@@ -339,6 +339,8 @@ def _what_next(command: flags.Command | None) -> str:
 def _is_for_users(error: BaseException) -> bool:
     """Whether the message helps; any other error is a bug, which needs its traceback."""
     kinds = (ValueError, OSError, ArithmeticError, MemoryError, NotImplementedError)
+    if isinstance(error, ImportError) and "pip install" in str(error):
+        return True  # of a package that only some commands need
     # JAX has no error class for a network or a batch that does not fit in memory.
     return isinstance(error, kinds) or "Out of memory" in str(error)
 

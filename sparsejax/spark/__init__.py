@@ -1,7 +1,7 @@
 """Apache Spark prepares data where it lies.
 
 This wing stands above `training` and below `cli`. `__init__.pyi` lists the public names.
-`pip install "sparsejax[spark]"` brings what it needs, but Java. It uses data frames alone,
+`pip install '.[spark]'` brings what it needs, but Java. It uses data frames alone,
 so Spark Connect works, too.
 """
 

@@ -134,7 +134,7 @@ def prepare(
         import pyspark  # noqa: F401
     except ImportError:
         raise ImportError(
-            "preparing data on Spark needs pyspark: pip install 'sparsejax[spark]'"
+            "preparing data on Spark needs pyspark: pip install '.[spark]' in a checkout of sparsejax"
         ) from None
     cut = Cut.of(
         split_time=split_time,

@@ -17,6 +17,7 @@ from sparsejax import optimizers
 from sparsejax.cli import printing
 from sparsejax.cli.main import main
 from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.engine.train.progress import Estimate
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.runs import folders, training
@@ -257,7 +258,7 @@ def test_train_writes_for_tensorboard(small, tmp_path, monkeypatch, capsys):
     argv = [*small, "--run", str(tmp_path / "other"), "--tensorboard", str(logs)]
     assert main(argv) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "--tensorboard needs another package: pip install 'sparsejax[" in error
+    assert "--tensorboard needs another package: pip install '.[" in error
 
 
 @pytest.mark.usefixtures("no_kept_programs")  # they could not be written, either
@@ -343,3 +344,14 @@ def test_the_time_left_is_said_once(seconds, epochs, said, capsys):
     for epoch, text in enumerate(said, start=1):
         left.epoch_ended(epoch, epochs)
         assert capsys.readouterr().err == text
+
+
+@pytest.mark.parametrize(("seconds", "told"), [(100, "2:43:20"), (10, None)])
+def test_a_long_training_says_so_in_its_first_epoch(seconds, told):
+    # The first dispatch, which compiles, does not count.
+    times = iter([500.0, 505.0, 500.0 + seconds, 2000.0])
+    left = Estimate(lambda: next(times))
+    assert left.after(64, 6400) is left.after(96, 6400) is None  # too early
+    said = left.after(128, 6400)
+    assert said == (told and f"at this speed training takes about {told} more")
+    assert left.after(192, 6400) is None  # once

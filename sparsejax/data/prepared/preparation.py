@@ -221,7 +221,7 @@ def prepare(
     `read` of the same events. Rows have a pseudo-random order, and rows without entries
     are left out.
 
-    DuckDB does the work; it needs `pip install 'sparsejax[prepare]'`. What exceeds the
+    DuckDB does the work; it needs `pip install '.[prepare]'`. What exceeds the
     memory is written to a temporary folder beside `out`, or if `out` is an address, to
     that of the system. The vocabulary must fit in memory. A local folder appears whole or
     not at all. In a store the manifest is written last, and a folder without it is
@@ -415,7 +415,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
         import duckdb
     except ImportError:
         raise ImportError(
-            "preparing data needs DuckDB: pip install 'sparsejax[prepare]'"
+            "preparing data needs DuckDB: pip install '.[prepare]' in a checkout of sparsejax"
         ) from None
 
     beside = (

@@ -20,7 +20,7 @@ from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.dispatch import Epochs, Program
 from sparsejax.engine.train.job import Job, Measure
-from sparsejax.engine.train.progress import EarlyStopping, Progress, Saver
+from sparsejax.engine.train.progress import EarlyStopping, Estimate, Progress, Saver
 from sparsejax.engine.train.resident import Trainable
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.mesh import interrupts, processes
@@ -185,8 +185,10 @@ class _Training:
         self._waiting: list[tuple[jax.Array, np.ndarray]] = []
         self._best: inplace.HostCopy | None = None
         done = progress.epoch * epochs.num_rows + progress.position * epochs.batch_size
+        self._done, self._total = done, epochs.num_epochs * epochs.num_rows
+        self._estimate = Estimate()
         self.bar = tqdm(
-            total=epochs.num_epochs * epochs.num_rows,
+            total=self._total,
             initial=done,
             unit=" examples",
             unit_scale=True,
@@ -248,6 +250,10 @@ class _Training:
                 refresh=False,
             )
             self.bar.update(int(examples.sum()))
+            self._done += int(examples.sum())
+            said = self._estimate.after(self._done, self._total)
+            if said is not None and processes.is_first():
+                tqdm.write(said, file=sys.stderr)
 
     def _checked(self, losses) -> np.ndarray:
         """The losses of a dispatch, once it has ended."""

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
+from tqdm import tqdm
 
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
 
+# `Estimate`: how long is looked, and from when on training takes long.
+_LEAST_SECONDS, _LONG_SECONDS = 10, 1800
 # Metrics of which a lower value is better.
 _LOSSES = frozenset({"log_loss", "normalized_entropy"})
 
@@ -126,6 +129,33 @@ class Progress:
             f"training ended after epoch {self.epoch}{why}; {best} was the best, the "
             f"model is that of epoch {kept}"
         )
+
+
+class Estimate:
+    """Says once how long a training will take, if that is half an hour or more.
+
+    The first dispatch also waits for the compiler, so time counts from its end. Nothing is
+    said before ten seconds of it.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self._clock, self._said = clock, False
+        self._began: tuple[float, int] | None = None
+
+    def after(self, done: int, total: int) -> str | None:
+        """What to say when so many examples, of all epochs, are done."""
+        now = self._clock()
+        if self._began is None:
+            self._began = now, done
+            return None
+        began, before = self._began
+        if self._said or now - began < _LEAST_SECONDS:
+            return None
+        self._said = True
+        left = (now - began) / (done - before) * (total - done)
+        if left < _LONG_SECONDS:
+            return None
+        return f"at this speed training takes about {tqdm.format_interval(left)} more"
 
 
 class Saver:
