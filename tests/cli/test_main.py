@@ -211,7 +211,7 @@ def test_a_reader_that_stops_is_no_error():
 def test_prepare_without_its_package_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     (tmp_path / "events.csv").write_text("user,item\nann,tea\n")
-    argv = ["prepare", str(tmp_path / "events.csv"), "--out", str(tmp_path / "new")]
+    argv = ["prepare", str(tmp_path / "events.csv"), str(tmp_path / "new")]
     assert main(argv) == 1
     said = capsys.readouterr().err
     assert (

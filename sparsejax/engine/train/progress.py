@@ -143,7 +143,7 @@ class Estimate:
         self._began: tuple[float, int] | None = None
 
     def after(self, done: int, total: int) -> str | None:
-        """What to say when so many examples, of all epochs, are done."""
+        """The line to print when so many examples, of all epochs, are done, or None."""
         now = self._clock()
         if self._began is None:
             self._began = now, done
