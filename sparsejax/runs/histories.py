@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -133,7 +133,7 @@ class Histories(interactions.Interactions):
         if (source := measuring.candidates) is not None:
             candidates = read_file(source, reading, features=run.known, indicator=True)
         heldout = self.heldout(measuring.heldout, reading, train, inputs)
-        how = {"candidates": candidates, **measuring.counted()}
+        how: dict[str, Any] = {"candidates": candidates, **measuring.counted()}
         keep = measuring.keep_rows
         measured = evaluate(model, train, heldout, keep_rows=keep, **how)
         if measuring.baselines:
