@@ -6,6 +6,7 @@ from .config import FeatureConfig as FeatureConfig
 from .config import TableConfig as TableConfig
 from .dynamic.state import TableStats as TableStats
 from .feature_batch import FeatureBatch as FeatureBatch
+from .feature_batch import WideIds as WideIds
 from .model_config import ClickModelConfig as ClickModelConfig
 from .model_config import DCNConfig as DCNConfig
 from .model_config import DeepFMConfig as DeepFMConfig
@@ -19,4 +20,3 @@ from .models import build_click_model as build_click_model
 from .new_ids import add_ids as add_ids
 from .plan import EmbeddingPlan as EmbeddingPlan
 from .planner import plan_embeddings as plan_embeddings
-from .wide_ids import WideIds as WideIds

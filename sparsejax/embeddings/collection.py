@@ -23,6 +23,7 @@ from sparsejax.embeddings.config import (
     FeatureConfig,
     Placement,
     TableConfig,
+    Unknown,
     check_floating,
 )
 from sparsejax.embeddings.dynamic import admission, files
@@ -163,6 +164,8 @@ class EmbeddingCollection(nnx.Module):
         self.asked = tuple(placements.items()), tuple(hotness.items())
         self.given = self.wire = _wire(wire_dtype, exchange_room, distinct)
         self.names = tuple(configs)
+        # What ids without a row read: their first vector; in a predictor it may be zeros.
+        self.unknown: Unknown = "init"
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
         self.kernels = nnx.data({s.name: _kernel(s, key) for s in self.stacks})
@@ -651,8 +654,10 @@ class EmbeddingCollection(nnx.Module):
             if stack.dynamic and stack.name in stacks:
                 x = jax.tree.map(jnp.asarray, stacks[stack.name])
                 keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
-                state = _state(self.indexes[stack.name])
-                columns = find(stack, state, x, keys)
+                index = _index_of(self.indexes[stack.name])
+                columns = find(
+                    stack, index, x, keys, implementation=self.implementation
+                )
                 stacks[stack.name] = _with_columns(x, columns)
         return FeatureBatch(stacks, batch.keys, assigned=True)
 
@@ -675,6 +680,7 @@ class EmbeddingCollection(nnx.Module):
                 )
             batch = self._found(batch)
         rows, crowded = {}, []
+        reads_first = self.unknown == "init"
         for stack in self.stacks:
             if not stack.features:
                 continue
@@ -684,7 +690,7 @@ class EmbeddingCollection(nnx.Module):
                 batch.stacks[stack.name],
                 wire=self.wire,
                 keys=batch.keys.get(stack.name),
-                seed=self.seed[...] if stack.dynamic else None,
+                seed=self.seed[...] if stack.dynamic and reads_first else None,
                 blank=blank,
                 dtype=self.dtype if dtype is None else dtype,
                 implementation=self.implementation,
@@ -748,9 +754,13 @@ def _index(stack: Stack) -> dict[str, IndexState]:
 
 
 def _state(known: Mapping[str, nnx.Variable]) -> dynamic.State:
-    arrays = {name: variable[...] for name, variable in known.items()}
-    index = dynamic.Index(**{name: arrays.pop(name) for name in dynamic.Index._fields})
+    index = _index_of(known)
+    arrays = {name: known[name][...] for name in known if name not in index._fields}
     return dynamic.State(index=index, **arrays)
+
+
+def _index_of(known: Mapping[str, nnx.Variable]) -> dynamic.Index:
+    return dynamic.Index(*(known[name][...] for name in dynamic.Index._fields))
 
 
 def _set_state(known: Mapping[str, nnx.Variable], state: dynamic.State) -> None:

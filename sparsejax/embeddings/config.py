@@ -17,6 +17,7 @@ from sparsejax.optimizers.rules import Rule
 Placement = Literal["replicated", "rows", "table", "columns"]
 Outside = Literal["error", "drop"]
 Evict = Literal["lru", "lfu"]
+Unknown = Literal["init", "zeros"]
 # A count of a sketch has 8 bits.
 MOST_COUNTED = 255
 Initializer = Callable[..., jax.Array]

@@ -23,7 +23,6 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.placement import Place, Stack, StackedFeature
-from sparsejax.embeddings.wide_ids import WideIds
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
@@ -34,6 +33,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids
+from sparsejax.wide_ids import WideIds
 
 Array = jax.Array | np.ndarray
 Ids = Array | CSR | WideIds

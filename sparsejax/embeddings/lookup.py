@@ -73,7 +73,8 @@ def look_up(
       x: its matrix of a `FeatureBatch`.
       wire: how devices exchange.
       keys: of the entries of `x`, if the tables are dynamic.
-      seed: of the vectors of ids without a row, if the tables are dynamic.
+      seed: of the vectors of ids without a row, if the tables are dynamic. Without it such
+        ids are left out.
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
       dtype: of the result; that of the tables by default.
@@ -96,7 +97,7 @@ def look_up(
     shape = (rows.num_rows // bags, bags, stack.dim)
 
     def shaped(y, guests, seed):
-        if guests is not None:
+        if guests is not None and seed is not None:
             y = vectors.with_guests(stack, y, guests, seed)
         return y.reshape(shape)
 

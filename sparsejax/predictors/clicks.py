@@ -19,8 +19,9 @@ from sparsejax.engine.rank.loop import check_positive
 from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import LABEL, ClickStack, Signature, of_clicks
 from sparsejax.sparse import CSR, as_int32, host_rows
+from sparsejax.wide_ids import WideIds, joined
 
-Ids = np.ndarray | CSR
+Ids = np.ndarray | CSR | WideIds
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,7 +88,7 @@ class Clicks:
             raise ValueError(
                 f"dense must be [n, {self.num_dense}], got the shape {dense.shape}"
             )
-        self._check(ids, len(dense))
+        ids = self._checked(ids, len(dense))
         found = np.empty(len(dense), np.float32)
         batches = self.programs.batches(len(dense))
         results = [
@@ -115,6 +116,7 @@ class Clicks:
     def rows_of_records(self, records: Any) -> list[Rows]:
         """Records as the programs take them, see `predict_records`."""
         dense, ids = self._examples_of(records)
+        ids = self._checked(ids, len(dense))
         packed = (_packed(stack, len(dense), ids, 0) for stack in self.stacks)
         return [dense, *packed]
 
@@ -130,6 +132,7 @@ class Clicks:
         for size in self.programs.sizes_up_to(rows):
             dense = np.zeros((size, self.num_dense), np.float32)
             none = dict.fromkeys(self._names, np.full(size, -1, np.int32))
+            none = self._checked(none, size)
             jax.block_until_ready(self._logits(size, dense, none))
 
     def _examples_of(self, records: Any) -> tuple[np.ndarray, Mapping[str, Ids]]:
@@ -143,19 +146,30 @@ class Clicks:
     def _names(self) -> set[str]:
         return {f.name for stack in self.stacks for f in stack.features}
 
-    def _check(self, ids: Mapping[str, Ids], rows: int) -> None:
-        """Raises unless there are ids of each feature, of the right types and shapes."""
+    def _checked(self, ids: Mapping[str, Ids], rows: int) -> dict[str, Ids]:
+        """The ids of each feature; those of dynamic tables as `WideIds`.
+
+        Raises:
+          TypeError: ids are of another type.
+          ValueError: features are missing or unknown, or shapes do not fit.
+        """
         names = self._names
         if ids.keys() != names:
             missing, unknown = names - ids.keys(), ids.keys() - names
             what = f"lack {sorted(missing)}" if missing else f"have {sorted(unknown)}"
             raise ValueError(f"the features are {sorted(names)}, but the ids {what}")
+        dynamic = {f.name for s in self.stacks if s.dynamic for f in s.features}
+        found = dict(ids)
         for name, each in ids.items():
+            if name in dynamic:
+                found[name] = _wide(name, each, rows)
+                continue
+            wrong = f"ids of feature {name!r} must be arrays of int32 or a CSR"
+            if isinstance(each, WideIds):
+                raise TypeError(wrong)
             flat = each.indices if isinstance(each, CSR) else each
             if getattr(flat, "dtype", None) != np.int32:
-                raise TypeError(
-                    f"ids of feature {name!r} must be arrays of int32 or a CSR"
-                )
+                raise TypeError(wrong)
             if isinstance(each, CSR) and each.data is not None:
                 raise ValueError(
                     f"ids of feature {name!r} have weights; predictors take none"
@@ -169,6 +183,7 @@ class Clicks:
                 raise ValueError(
                     f"feature {name!r} has {each.shape[0]:,} examples, but dense has {rows:,}"
                 )
+        return found
 
     def _logits(
         self, size: int, dense: np.ndarray, ids: Mapping[str, Ids], first: int = 0
@@ -203,7 +218,32 @@ def _check_schema(
 def _rows(ids: Ids, part: slice) -> Ids:
     if isinstance(ids, CSR):
         return host_rows(ids, np.arange(part.start, part.stop))
-    return np.asarray(ids[part])
+    if not isinstance(ids, WideIds):
+        return np.asarray(ids[part])
+    if ids.offsets is None:
+        present = None if ids.present is None else ids.present[part]
+        return WideIds(ids.low[part], ids.high[part], present)
+    offsets = ids.offsets[part.start : part.stop + 1]
+    of_part = slice(offsets[0], offsets[-1])
+    return WideIds(ids.low[of_part], ids.high[of_part], offsets=offsets - offsets[0])
+
+
+def _wide(name: str, ids: Any, rows: int) -> WideIds:
+    """The ids of a dynamic table, on the host."""
+    try:
+        found = ids if isinstance(ids, WideIds) else WideIds.of(ids)
+    except (TypeError, ValueError) as error:
+        raise type(error)(f"feature {name!r}: {error}") from None
+    if found.weights is not None:
+        raise ValueError(f"ids of feature {name!r} have weights; predictors take none")
+    found = jax.tree.map(np.asarray, found)
+    count = len(found.low) if found.offsets is None else len(found.offsets) - 1
+    if count != rows or found.low.ndim not in (1, 2):
+        raise ValueError(
+            f"ids of feature {name!r} must be [n] or [n, m] with n={rows:,}, as dense has; "
+            f"got {count:,} examples, and ids of the shape {found.low.shape}"
+        )
+    return found
 
 
 def _packed(
@@ -220,7 +260,7 @@ def _packed(
                 f"{feature.length} ids; cut it"
             )
         outside = (found < 0) | (found >= feature.num_ids)
-        if outside.any():
+        if outside.any() and not stack.dynamic:
             if not feature.drop:
                 at = int(np.argmax(outside))
                 raise ValueError(
@@ -230,11 +270,15 @@ def _packed(
             example, position, found = (a[~outside] for a in (example, position, found))
         bag = feature.bag + (position if feature.length else 0)
         bags.append(example * stack.bags + bag)
-        places.append(found + feature.first)
+        places.append(found if stack.dynamic else found + feature.first)
     bag, place = np.concatenate(bags), np.concatenate(places)
     order = np.argsort(bag, kind="stable")
     counts = np.bincount(bag, minlength=rows * stack.bags)
     indptr = np.concatenate([[0], np.cumsum(counts)])
+    if stack.dynamic:
+        words = WideIds.of(place[order])
+        low, high = np.asarray(words.low), np.asarray(words.high)
+        return Entries(high, low.view(np.int32), as_int32("indptr", indptr))
     return Entries(None, as_int32("ids", place[order]), as_int32("indptr", indptr))
 
 
@@ -245,6 +289,15 @@ def _entries(ids: Ids) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         example = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
         position = np.arange(len(example)) - indptr[example]
         return example, position, np.asarray(ids.indices)[: len(example)]
-    lists = ids.reshape(len(ids), ids.shape[1] if ids.ndim == 2 else 1)
-    example, position = np.nonzero(lists != -1)
-    return example, position, lists[example, position]
+    if isinstance(ids, WideIds):
+        values = joined(np.asarray(ids.low), np.asarray(ids.high))
+        if ids.offsets is not None:
+            offsets = np.asarray(ids.offsets)
+            example = np.repeat(np.arange(len(offsets) - 1), np.diff(offsets))
+            return example, np.arange(len(example)) - offsets[example], values
+        there = np.ones(values.shape, bool) if ids.present is None else ids.present
+    else:
+        values, there = ids, ids != -1
+    shape = len(values), values.shape[1] if values.ndim == 2 else 1
+    example, position = np.nonzero(there.reshape(shape))
+    return example, position, values.reshape(shape)[example, position]

@@ -18,6 +18,7 @@ from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors import archive
 from sparsejax.predictors.signature import Signature
 from sparsejax.sparse import CSR
+from sparsejax.wide_ids import WideIds
 
 # Attributes that predictors of some kinds have.
 _FACTS = {
@@ -228,7 +229,7 @@ class Predictor:
     def predict(
         self,
         clicks: ClickDataset | np.ndarray,
-        ids: Mapping[str, np.ndarray | CSR] | None = None,
+        ids: Mapping[str, np.ndarray | CSR | WideIds] | None = None,
     ) -> Float[np.ndarray, "examples"]:
         """The probability of a click of each example, as `sparsejax.predict_clicks`.
 
@@ -239,7 +240,7 @@ class Predictor:
           clicks: a data set; or dense columns `[n, num_dense]`, with `ids`. A data set has
             the ids that its own vocabulary gives: read it with that of the training data.
           ids: for each feature int32 `[n]` or `[n, m]`, where -1 is no id, or a `CSR` without
-            values.
+            values. Of a dynamic table int64, uint64 or `WideIds`, without weights.
 
         Raises:
           FloatingPointError: a probability is NaN; the message names the example.

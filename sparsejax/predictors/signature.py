@@ -27,6 +27,7 @@ _DTYPES = {
     *(f"float{bits}" for bits in (16, 32, 64)),
     *("bfloat16", "bool", "float8_e4m3fn"),
 }
+_OF_ENTRIES = "float32", "uint32", None
 
 
 def _check_sizes(sizes: Sequence[int], least: int) -> None:
@@ -41,7 +42,9 @@ class Array:
 
     Attributes:
       name: None of weights, and of the only input of a model that has no names for them.
-      dtype: of the values; None if a sparse one has no values.
+      dtype: of the values; None if a sparse one has no values. Of a sparse one of uint32 an
+        entry is a number of 64 bits, not a column: values are its upper words, and indices
+        its lower ones.
       shape: of weights; of others that of a row. A sparse one has the number of columns,
         after the number of bags if a row of a request is several rows of the matrix.
       sparse: whether it is a CSR.
@@ -54,7 +57,7 @@ class Array:
 
     def __post_init__(self) -> None:
         _check_sizes(self.shape, int(self.sparse))
-        is_known = self.dtype in (("float32", None) if self.sparse else _DTYPES)
+        is_known = self.dtype in (_OF_ENTRIES if self.sparse else _DTYPES)
         if not is_known or (self.sparse and not 1 <= len(self.shape) <= 2):
             raise ValueError(f"an array of {self.dtype!r} and the shape {self.shape}")
 
@@ -125,8 +128,8 @@ class ClickFeature:
 
     Attributes:
       name: of the feature.
-      num_ids: of its table.
-      first: the row of its id 0 in the stack.
+      num_ids: of its table; of a dynamic one, how many rows it has.
+      first: the row of its id 0 in the stack, or where a dynamic table begins.
       bag: its first bag among the bags of an example.
       length: number of its bags if it stays in order; 0 if it is one bag.
       drop: whether ids outside the table are left out; else they are an error.
@@ -151,10 +154,12 @@ class ClickStack:
     Attributes:
       bags: of an example.
       features: that read them.
+      dynamic: whether ids have 64 bits, and the programs find their rows.
     """
 
     bags: int
     features: tuple[ClickFeature, ...]
+    dynamic: bool = False
 
     def __post_init__(self) -> None:
         last = [f.bag + max(f.length, 1) for f in self.features]
@@ -284,7 +289,12 @@ def of_clicks(num_dense: int, stacks: Sequence[ClickStack]) -> dict[str, Any]:
     """Inputs and outputs of a signature: a logit for each example."""
     dense = Array(name="dense", shape=(num_dense,), dtype="float32")
     tables = (
-        Array(name=f"ids {i}", shape=(s.bags, s.num_rows), dtype=None, sparse=True)
+        Array(
+            name=f"ids {i}",
+            shape=(s.bags, s.num_rows),
+            dtype="uint32" if s.dynamic else None,
+            sparse=True,
+        )
         for i, s in enumerate(stacks)
     )
     return {

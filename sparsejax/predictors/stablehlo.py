@@ -27,6 +27,7 @@ import numpy as np
 from jax import export, lax
 from jax.extend import mlir
 from jax.extend.mlir import ir, passmanager
+from jax.extend.random import threefry2x32_p
 from jax.interpreters.mlir import lower_fun, make_ir_context
 
 from sparsejax.mesh.layout import without_mesh
@@ -176,12 +177,26 @@ def _largest(dtype) -> Any:
     return np.inf if floating else jnp.iinfo(dtype).max
 
 
+def _threefry(k0, k1, x0, x1):
+    """Threefry-2x32 with 20 rounds (Salmon et al. 2011), the source of `jax.random`."""
+    keys = k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA)
+    x0, x1 = x0 + k0, x1 + k1
+    for group in range(5):
+        for left in ((13, 15, 26, 6), (17, 29, 16, 24))[group % 2]:
+            x0 = x0 + x1
+            x1 = x0 ^ (x1 << np.uint32(left) | x1 >> np.uint32(32 - left))
+        x0 = x0 + keys[(group + 1) % 3]
+        x1 = x1 + keys[(group + 2) % 3] + np.uint32(group + 1)
+    return x0, x1
+
+
 _DECOMPOSED = (
     (lax.cumsum_p, _decomposed(lax.add, lambda _: 0)),
     (lax.cumprod_p, _decomposed(lax.mul, lambda _: 1)),
     (lax.cummax_p, _decomposed(lax.max, _least)),
     (lax.cummin_p, _decomposed(lax.min, _largest)),
     (lax.cumlogsumexp_p, _decomposed(jnp.logaddexp, lambda _: -np.inf)),
+    (threefry2x32_p, lower_fun(_threefry, multiple_results=True)),
 )
 
 

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.data.files.names import FeatureNames
+from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender
@@ -34,6 +35,7 @@ def export_predictor(
     k: int = 10,
     names: FeatureNames | OfKind | Iterable[object] | None = None,
     table_dtype: TableDtype | None = None,
+    unknown: Unknown | None = None,
     batch_size: int = 512,
 ) -> None:
     """Writes a model to a file, which `sparsejax.load_predictor` reads.
@@ -66,6 +68,9 @@ def export_predictor(
 
         export_predictor(model, "clicks.predictor", names=train, table_dtype="int8")
 
+    Dynamic tables are written with the index of their ids. The predictor finds rows, and gives
+    none to new ids.
+
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; or
         a `SASRec`, or another `HistoryModel`. Its rows must be up to date, as they are
@@ -77,6 +82,8 @@ def export_predictor(
         them. For a click model the data that it was trained on.
       table_dtype: for a click model, "int8" or "float8" for its tables; by default they
         stay as they are.
+      unknown: for a click model with dynamic tables, what an id without a row reads: "init",
+        the default, is the vector that it would begin with, as in the model; or "zeros".
       batch_size: most rows that the predictor scores at a time.
 
     Raises:
@@ -92,7 +99,11 @@ def export_predictor(
     check_positive(k=k, batch_size=batch_size)
     _check_weights(model)
     kind = kind_of_model(model)
-    options = used(kind, "export_predictor", {"k": k, "table_dtype": table_dtype})
+    options = used(
+        kind,
+        "export_predictor",
+        {"k": k, "table_dtype": table_dtype, "unknown": unknown},
+    )
     portable = kind.portable(model, names, **options)
     signature = Signature(
         kind=kind.name,

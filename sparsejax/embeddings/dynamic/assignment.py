@@ -31,7 +31,8 @@ from sparsejax.embeddings.feature_batch import WITHOUT_ROW, WRONG
 from sparsejax.embeddings.placement import Stack
 from sparsejax.mesh.layout import call_on_each_device, mesh_is_set
 from sparsejax.ops import hash_index
-from sparsejax.ops.hash_index import TableKeys
+from sparsejax.ops.hash_index import Index, TableKeys
+from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import first_state
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import CSR, MAX_ENTRIES
@@ -269,23 +270,31 @@ def written(
     return Trained(put(trained.w, w), after)
 
 
-def find(stack: Stack, state: State, x: CSR, keys: TableKeys) -> Int[Array, "ids"]:
+def find(
+    stack: Stack,
+    index: Index,
+    x: CSR,
+    keys: TableKeys,
+    *,
+    implementation: Implementation = None,
+) -> Int[Array, "ids"]:
     """The column of each id; nothing changes."""
     wanted, layout = _wanted(x), layout_of(stack)
+    look = functools.partial(hash_index.find, layout, implementation=implementation)
     if x.nse == 0:
         return jnp.asarray(x.indices)
     if not mesh_is_set():
-        rows = hash_index.find(layout, state.index, keys, wanted)
+        rows = look(index, keys, wanted)
         return _columns(x, rows)
 
     def part(index, keys, wanted):
         first = lax.axis_index("model") * len(index.used)
-        rows = hash_index.find(layout, index, keys, wanted, first)
+        rows = look(index, keys, wanted, first)
         return _over_devices(stack, rows, first)
 
     rows = call_on_each_device(
         part,
-        state.index,
+        index,
         keys,
         wanted,
         in_specs=(P("model"), P(), P()),

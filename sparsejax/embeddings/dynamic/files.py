@@ -19,7 +19,6 @@ from jax.typing import ArrayLike
 from sparsejax.embeddings import table_files
 from sparsejax.embeddings.dynamic.state import layout_of
 from sparsejax.embeddings.placement import Stack, StackedTable
-from sparsejax.embeddings.wide_ids import WideIds
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_on_each_device,
@@ -32,6 +31,7 @@ from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.whole_files import check_writable, whole_file
+from sparsejax.wide_ids import WideIds
 
 # In the metadata of the file's schema: the steps of the optimizer whose state it has.
 _STEPS = b"sparsejax.steps"

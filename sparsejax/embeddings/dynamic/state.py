@@ -12,9 +12,9 @@ from jaxtyping import Array, Int, UInt8, UInt32
 from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import admission
 from sparsejax.embeddings.placement import Stack, StackedTable
-from sparsejax.embeddings.wide_ids import joined
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import PARTS, Index, Layout
+from sparsejax.wide_ids import joined
 
 # The numbers of each table. An id counts as often as batches have it, a row once.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)

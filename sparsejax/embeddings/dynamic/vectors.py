@@ -16,8 +16,9 @@ from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR
 
-# Ids whose vectors are made at a time.
+# Ids whose vectors are made at a time; and in a predictor, which is asked for few examples.
 BLOCK = 8192
+_BLOCK_OF_PREDICTOR = 256
 
 
 class Guests(NamedTuple):
@@ -92,10 +93,16 @@ def with_guests(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _added(stack: Stack, y: jax.Array, guests: Guests, seed: jax.Array) -> jax.Array:
-    size = len(guests.bag)
-    if size == 0:
+    size = guests.bag.shape[0]
+    if isinstance(size, int):
+        block = min(BLOCK, size)
+    else:  # known when the predictor is used
+        block = _BLOCK_OF_PREDICTOR
+        more = {"pad_width": (0, block)}
+        guests = jax.tree.map(lambda a: jnp.pad(a, **more) if a.ndim else a, guests)
+        size = guests.bag.shape[0]
+    if block == 0:
         return y
-    block = min(BLOCK, size)
     bags, dtype = len(y), accumulator(y.dtype)
 
     def add(state):

@@ -5,14 +5,17 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_args
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax import lax
 
 from sparsejax.embeddings import row_codes
-from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.collection import EmbeddingCollection, IndexState
+from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
@@ -20,6 +23,7 @@ from sparsejax.embeddings.table_files import table_rows
 from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
 from sparsejax.kinds.portable import Portable, copied, split
 from sparsejax.mesh.layout import to_host_in_pieces
+from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.predictors.archive import Stored
@@ -28,7 +32,7 @@ from sparsejax.sparse import CSR
 
 
 def portable_clicks(
-    model: Any, clicks: Any, *, table_dtype: TableDtype | None
+    model: Any, clicks: Any, *, table_dtype: TableDtype | None, unknown: Unknown | None
 ) -> Portable:
     """A click model with its tables.
 
@@ -36,6 +40,7 @@ def portable_clicks(
       model: has an `EmbeddingCollection`.
       clicks: what it was trained on, or None.
       table_dtype: see `export_predictor`.
+      unknown: the same.
     """
     check_click_model(model)
     if not _collections(model):
@@ -49,13 +54,14 @@ def portable_clicks(
             f"{type(clicks).__name__}"
         )
     row_codes.check_table_dtype(table_dtype)
+    _check_unknown(unknown, model)
     num_dense = _num_dense(model, clicks)
     model = copied(model)
     model.eval()
     tables = [
         (path_of, table)
         for number, (path_of, node) in enumerate(_collections(model).items())
-        for table in _portable(number, node, table_dtype)
+        for table in _portable(number, node, table_dtype, unknown or "init")
     ]
     stacks = [table.stack for _, table in tables]
     if clicks is not None:
@@ -73,12 +79,7 @@ def portable_clicks(
         state, scales = jax.tree.unflatten(structure, weights)
         model = merged(state)
         dense, *ids = inputs
-        batch = FeatureBatch(
-            {
-                stack.name: CSR(None, *pair, num_cols=stack.num_rows)
-                for stack, pair in zip(stacks, ids, strict=True)
-            }
-        )
+        batch = _batch(stacks, ids)
         readers = dict(zip(numbers, map(_reader, scales), strict=True))
         with gradients.reading(model, readers):
             found = model(dense, batch)
@@ -109,6 +110,17 @@ def _collections(model: Any) -> dict[tuple, EmbeddingCollection]:
         for path, node in nnx.iter_graph(model)
         if isinstance(node, EmbeddingCollection)
     }
+
+
+def _check_unknown(unknown: Unknown | None, model: Any) -> None:
+    """Raises ValueError unless there is such a choice."""
+    if unknown not in (None, *get_args(Unknown)):
+        raise ValueError(f'unknown is "init" or "zeros", got {unknown!r}')
+    if unknown and not any(node.indexes for node in _collections(model).values()):
+        raise ValueError(
+            f"unknown={unknown!r} is for ids that dynamic tables have no row of, and this "
+            "model has no dynamic tables: leave it out"
+        )
 
 
 def _num_dense(model: Any, clicks: Clicks | None) -> int:
@@ -165,7 +177,10 @@ class _Tables(NamedTuple):
 
 
 def _portable(
-    number: int, collection: EmbeddingCollection, table_dtype: TableDtype | None
+    number: int,
+    collection: EmbeddingCollection,
+    table_dtype: TableDtype | None,
+    unknown: Unknown,
 ) -> list[_Tables]:
     """Gives a copy of a collection the tables that are exported.
 
@@ -181,7 +196,11 @@ def _portable(
     tables = {
         name: dataclasses.replace(pieces[0].config, placement="replicated", rule=None)
         for name, (_, pieces) in places.items()
-        if any(feature.table == name for feature in features.values())
+        if not pieces[0].dynamic
+        and any(feature.table == name for feature in features.values())
+    }
+    features = {
+        n: feature for n, feature in features.items() if feature.table in tables
     }
     before = {name: kernel[...] for name, kernel in collection.kernels.items()}
 
@@ -192,17 +211,30 @@ def _portable(
         unused = stack.num_rows - sum(t.config.num_rows for t in stack.tables)
         yield np.zeros((unused, stack.dim), stack.dtype)
 
-    found, kernels = [], {}
-    for stack in stack_tables(tables, features, {}):
-        stack = dataclasses.replace(stack, name=f"{number}_{stack.name}")
+    found, kernels, indexes = [], {}, {}
+    # Rows of a dynamic table stay where its index says.
+    changing = [
+        stack for stack in collection.stacks if stack.dynamic and stack.features
+    ]
+    for stack in (*stack_tables(tables, features, {}), *changing):
+        name = f"{number}_{stack.name}"
+        if stack.dynamic:
+            known = collection.indexes[stack.name]
+            arrays = {each: known[each][...] for each in Index._fields}
+            indexes[name] = {n: IndexState(array) for n, array in arrays.items()}
+            pieces = functools.partial(to_host_in_pieces, before[stack.name])
+        else:
+            pieces = functools.partial(rows, stack)
+        stack = dataclasses.replace(stack, name=name)
         kind = table_dtype
         if kind and not row_codes.saves_memory(kind, stack.dim, stack.dtype):
             kind = None
-        kernel, *numbers = _arrays(stack, functools.partial(rows, stack), kind)
+        kernel, *numbers = _arrays(stack, pieces, kind)
         kernels[stack.name] = RowParam(kernel)
         found.append(_Tables(stack, numbers))
     collection.stacks = tuple(tables.stack for tables in found)
-    collection.kernels = nnx.data(kernels)
+    collection.kernels, collection.indexes = nnx.data(kernels), nnx.data(indexes)
+    collection.unknown = unknown
     return found
 
 
@@ -233,6 +265,26 @@ def _arrays(
     return [_Table(shape, dtypes[0], codes), *per_row]
 
 
+def _batch(stacks: list[Stack], given: list[Any]) -> FeatureBatch:
+    """The ids that a program is given, as `FeatureBatch` has them."""
+    found, keys = {}, {}
+    for stack, entries in zip(stacks, given, strict=True):
+        *high, low, indptr = entries
+        x = CSR(None, low, indptr, num_cols=stack.num_rows)
+        if stack.dynamic:
+            tables = [
+                stack.tables.index(feature.table)
+                for feature in stack.features
+                for _ in range(feature.config.bags)
+            ]
+            table = jnp.asarray(tables, jnp.int32)[x.row_ids() % stack.bags]
+            words = (*high, lax.bitcast_convert_type(low, jnp.uint32))
+            keys[stack.name] = TableKeys(table, *words)
+            x = CSR(None, jnp.zeros_like(low), indptr, num_cols=stack.num_rows)
+        found[stack.name] = x
+    return FeatureBatch(found, keys)
+
+
 def _reader(numbers: list[jax.Array]) -> gradients.Reader:
     """How the rows of a coded stack are summed."""
     scale, *offset = numbers
@@ -256,4 +308,4 @@ def _stated(stack: Stack) -> ClickStack:
         )
         for f in stack.features
     )
-    return ClickStack(stack.bags, tuple(features))
+    return ClickStack(stack.bags, tuple(features), dynamic=stack.dynamic)

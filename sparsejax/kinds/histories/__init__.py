@@ -36,7 +36,7 @@ class Histories(Kind):
     # `seed` and `features` go with `fold_in`; of groups there is no metric.
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "evaluate": ("fold_in", "features", "seed", "groups"),
-        "export_predictor": ("table_dtype",),
+        "export_predictor": ("table_dtype", "unknown"),
         "fit": ("wire_dtype", "exchange_room"),
     }
 

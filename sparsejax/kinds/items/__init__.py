@@ -24,7 +24,7 @@ class Items(Kind):
     )
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "evaluate": ("groups",),
-        "export_predictor": ("table_dtype",),
+        "export_predictor": ("table_dtype", "unknown"),
         "fit": ("wire_dtype", "exchange_room"),
     }
 
