@@ -389,6 +389,16 @@ def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
     return CSR.tree_unflatten(matrix.num_cols, leaves)
 
 
+def unit_rows(matrix: scipy.sparse.csr_array) -> scipy.sparse.csr_array:
+    """The rows of a SciPy matrix, each divided by its norm; an empty row stays empty."""
+    lengths = np.diff(matrix.indptr)
+    row_of = np.repeat(np.arange(len(lengths)), lengths)
+    data = np.asarray(matrix.data, np.float64)
+    norms = np.sqrt(np.bincount(row_of, data**2, minlength=len(lengths)))
+    data = data / np.where(norms > 0, norms, 1)[row_of]
+    return scipy.sparse.csr_array((data, matrix.indices, matrix.indptr), matrix.shape)
+
+
 def segment_ids(indptr: ArrayLike, size: int) -> jax.Array:
     """`[size]` int32: for each position the r with `indptr[r] <= position < indptr[r + 1]`.
 

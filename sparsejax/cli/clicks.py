@@ -28,7 +28,17 @@ class Clicks(Commands):
     name = "clicks"
     tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {"dim": (4, 8, 16, 32, 64)}
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "tune": ("format", "k", "user", "item", "value", "time", "no_value", "no_time"),
+        "tune": (
+            "format",
+            "k",
+            "item_features",
+            "user",
+            "item",
+            "value",
+            "time",
+            "no_value",
+            "no_time",
+        ),
         "plan": (
             *("items", "rows", "entries", "features", "target_entries", "values"),
             *("times", "negatives", "compile", "fused"),

@@ -109,6 +109,7 @@ def export(command: flags.Export) -> None:
         model,
         command.out,
         names=opened.known,
+        item_features=opened.item_features(),
         batch_size=command.batch_size,
         **used(commands.kind, "export_predictor", {"k": command.k}),
     )

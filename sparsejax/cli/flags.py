@@ -407,6 +407,7 @@ class Tune(OfKinds):
       optimizer: Name of the optimizer, as for train.
       learning_rate: Learning rate of the first trial.
       batch_size: Rows per step.
+      item_features: Content of the items, as for train.
       seed: Seed of the trials' settings and of each training.
       network: The network of the first trial, if it is an autoencoder. Also fixes what is not
         tuned.
@@ -431,6 +432,7 @@ class Tune(OfKinds):
     optimizer: Annotated[str | None, _value("STR", "as for train")] = None
     learning_rate: float = 0.002
     batch_size: Annotated[int | None, _value("INT", "as for train")] = None
+    item_features: Annotated[str | None, _value("FILE", "")] = None
     seed: int = 0
     network: Network = Network()
     histories: Histories = Histories()

@@ -31,6 +31,7 @@ from sparsejax.cli import flags
 from sparsejax.cli import train as commands_of_train
 from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files.opening import shown
+from sparsejax.kinds.content import set_content
 from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
 from sparsejax.runs import training
@@ -235,6 +236,7 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
         optimizer=command.optimizer,
         learning_rate=learning_rate,
         batch_size=command.batch_size,
+        item_features=command.item_features,
         epochs=command.epochs,
         seed=command.seed,
         network=commands_for(command.kind).with_flags(command, tuned),
@@ -296,6 +298,8 @@ def _trained(
     pruned = optuna.trial.TrialState.PRUNED
     try:
         model, optimizer = settings.build(source.known)
+        if source.features is not None:
+            set_content(model, source.features, new=True)
         if linear_part is not None:
             model.output.linear.set_to(*linear_part())
         fit(
@@ -351,6 +355,7 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
         "optimizer": command.optimizer,
         "learning_rate": chosen.learning_rate,
         "batch_size": command.batch_size,
+        "item_features": command.item_features,
         "epochs": command.epochs,
         "format": command.format,
         "seed": command.seed,

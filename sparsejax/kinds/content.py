@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from typing import Any
 
+import jax
 import numpy as np
+from flax import nnx
 
 from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.reading.sources import num_columns
 from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.mesh.layout import to_host
 from sparsejax.nn.item_content import ContentSizes, ItemContent
+from sparsejax.nn.layers import SparseLinear, SparseOutput
 
 
 def content_of(model: Any) -> ItemContent | None:
@@ -49,6 +52,17 @@ def sizes_of(features: ItemFeatures) -> ContentSizes:
     return ContentSizes.of(*_parts(features))
 
 
+def check_same_sizes(features: ItemFeatures, sizes: ContentSizes) -> None:
+    """Raises ValueError unless content has the tags and vectors that a model was made for."""
+    given = sizes_of(features)
+    found, wanted = ((each.tags, each.vectors) for each in (given, sizes))
+    if found != wanted:
+        raise ValueError(
+            f"item_features has {found[0]:,} tags and vectors of {found[1]:,} numbers, but "
+            f"the model was made for {wanted[0]:,} and {wanted[1]:,}; give what build was given"
+        )
+
+
 def set_content(model: Any, features: ItemFeatures, *, new: bool) -> None:
     """Gives a model the content of its items.
 
@@ -82,6 +96,46 @@ def check_counted(model: Any) -> None:
             "a model with content of its items has to know how many entries each item has, "
             "and scanned data is not counted; read it into memory"
         )
+
+
+def copied(model: Any) -> Any:
+    """A copy, whose weights are the same arrays."""
+    return nnx.merge(*nnx.split(model), copy=True)
+
+
+def finished(model: Any) -> Any:
+    """A model for many calls: a copy, whose items' vectors are made now, once.
+
+    A model without content is itself.
+    """
+    if content_of(model) is None:
+        return model
+    model = copied(model)
+    finish_vectors(model)
+    return model
+
+
+def finish_vectors(model: Any) -> None:
+    """Puts the vectors of items with content in place of the kernel, in the model itself."""
+    layers = [
+        node
+        for _, node in nnx.iter_graph(model)
+        if isinstance(node, SparseLinear | SparseOutput)
+    ]
+    for output in layers:
+        if not isinstance(output, SparseOutput) or output.content is None:
+            continue
+        before = output.kernel
+        kernel = nnx.Param(_vectors(output), **before.get_metadata())
+        output.content = None
+        for layer in layers:
+            if layer.kernel is before:
+                layer.kernel = kernel
+
+
+@nnx.jit
+def _vectors(output: SparseOutput) -> jax.Array:
+    return output.vectors()
 
 
 def _parts(features: ItemFeatures):

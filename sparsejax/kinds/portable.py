@@ -12,14 +12,22 @@ from flax import nnx
 
 from sparsejax.data.files.names import FeatureNames, as_names
 from sparsejax.data.reading.sources import features_of
+from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.kinds.content import (
+    check_same_sizes,
+    content_of,
+    copied,
+    finish_vectors,
+)
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.nn.models import FeedForward
 from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.ranking import ITEMS, unflattened
-from sparsejax.predictors.signature import OutputLayer, of_ranking
+from sparsejax.predictors.signature import Array, NewItems, OutputLayer, of_ranking
 from sparsejax.predictors.stablehlo import inputs_like
 from sparsejax.sequence.model import SequenceModel
 from sparsejax.sequence.tokens import Attention
@@ -34,17 +42,14 @@ class Portable(NamedTuple):
       function: `(weights, inputs) -> outputs`, see `predictors.stablehlo`.
       weights: the function's first argument.
       vocabularies: names, by what they are names of.
+      beside: arrays that the file has behind the weights.
     """
 
     stated: dict[str, Any]
     function: Callable[[Any, Any], Sequence[jax.Array]]
     weights: Sequence[Stored]
     vocabularies: Mapping[str, Sequence[str]]
-
-
-def copied(model: Any) -> Any:
-    """A copy, whose weights are the same arrays."""
-    return nnx.merge(*nnx.split(model), copy=True)
+    beside: Sequence[Stored] = ()
 
 
 def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
@@ -114,33 +119,59 @@ def _stated_layer(
     )
 
 
-def _finish_vectors(model: Any) -> None:
-    """Puts the vectors of items with content in place of the kernel, in the model itself."""
-    layers = [
-        node
-        for _, node in nnx.iter_graph(model)
-        if isinstance(node, SparseLinear | SparseOutput)
+def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any]]:
+    """How vectors of new items are made, and the kernels for it.
+
+    Raises:
+      ValueError: the model has no content, or another one.
+    """
+    content = content_of(getattr(model, "trained", model))
+    if content is None or not _ends_in_its_layer(model):
+        raise ValueError(
+            "the model was not built with content of its items; leave out item_features"
+        )
+    check_same_sizes(given, content.sizes)
+    kernels = [
+        None if count == 0 or parameter is None else parameter[...][:count]
+        for parameter, count in (
+            (content.tag_kernel, content.sizes.tags),
+            (content.vector_kernel, content.sizes.vectors),
+        )
     ]
-    for output in layers:
-        if not isinstance(output, SparseOutput) or output.content is None:
-            continue
-        before, kernel = output.kernel, nnx.Param(output.vectors())
-        output.content = None
-        for layer in layers:
-            if layer.kernel is before:
-                layer.kernel = kernel
+    of_tags, of_vectors = (
+        None if kernel is None else Array.of(kernel, None) for kernel in kernels
+    )
+    stated = NewItems(
+        tag_kernel=of_tags,
+        vector_kernel=of_vectors,
+        vectors="float16" if content.sizes.dtype == "float16" else "float32",
+        numbers=given.numbers,
+        temperature=model.output.temperature,
+    )
+    return stated, [kernel for kernel in kernels if kernel is not None]
 
 
-def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
+def portable_ranker(
+    model: Any, names: Any, *, k: int, item_features: ItemFeatures | None = None
+) -> Portable:
     """A `Recommender` that recommends up to `k` items.
 
     Args:
       model: the recommender.
       names: of its items, or a data set whose features they are, or None.
       k: most items for a row.
+      item_features: content of the items, so that others can be added.
     """
     features = features_of(model)
     vocabularies: dict[str, list[str]] = {}
+    kernels: list[Any] = []
+    stated_content = None
+    if item_features is not None:
+        if names is None:
+            raise ValueError("item_features needs the names of the items: names=...")
+        stated_content, kernels = _stated_content(model, item_features)
+        if stated_content.tag_kernel is not None:
+            vocabularies[TAGS] = item_features.tag_names.tolist()
     if names is not None:
         has_them = isinstance(names, FeatureNames)
         items = as_names(names.feature_names if has_them else names)
@@ -151,7 +182,7 @@ def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
             )
         vocabularies[ITEMS] = items.tolist()
     model = copied(model)
-    _finish_vectors(model)
+    finish_vectors(model)
     for _, node in list(nnx.iter_graph(model)):
         if isinstance(node, SparseOutput):
             node.fold()
@@ -169,15 +200,20 @@ def portable_ranker(model: Any, names: Any, *, k: int) -> Portable:
         seen = CSR(None, *exclude, num_cols=model.num_items)
         return model.top_k(unflattened(features, given), k, exclude=seen)
 
+    def stored(arrays):
+        return [Stored(array, to_host_in_pieces(array)) for array in arrays]
+
     ends = _ends_in_its_layer(model)
     if ends:
         *given, _ = stated["inputs"]
         with without_mesh():
             like = jax.eval_shape(queries, weights, inputs_like(given, 1))
         stated["layer"] = _stated_layer(model.output, like[0].dtype, weights)
+        stated["new_items"] = stated_content
     return Portable(
         stated=stated,
         function=queries if ends else top_k,
-        weights=[Stored(weight, to_host_in_pieces(weight)) for weight in weights],
+        weights=stored(weights),
+        beside=stored(kernels),
         vocabularies=vocabularies,
     )

@@ -30,7 +30,7 @@ from sparsejax.nn.linear_part import FromData
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers import growth
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, unit_rows
 
 # The size of a mesh divides 256, so that each device has whole blocks of tags.
 _BLOCKS = 256
@@ -438,11 +438,7 @@ def _in_blocks(tags: scipy.sparse.csr_array, entries: int) -> dict[str, np.ndarr
     """Tags by blocks of items, each row divided by its norm."""
     ends = _padded_ends(tags)
     rows = (len(ends) - 1) // _BLOCKS
-    lengths = np.diff(tags.indptr)
-    row_of = np.repeat(np.arange(len(lengths)), lengths)
-    data = np.asarray(tags.data, np.float64)
-    norms = np.sqrt(np.bincount(row_of, data**2, minlength=len(lengths)))
-    data = data / np.where(norms > 0, norms, 1)[row_of]
+    data = unit_rows(tags).data
     starts = ends[::rows]
     block = np.repeat(np.arange(_BLOCKS), np.diff(starts))
     at = np.arange(len(data)) - starts[block]

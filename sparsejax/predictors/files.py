@@ -1,9 +1,4 @@
-"""A predictor as one file, see `archive`.
-
-::
-
-    predictor.json      the signature
-    names.json          names of items, or the categories of each vocabulary of clicks
+"""Reads a predictor, which `saving` writes.
 
 Earlier releases wrote items.json beside predictor.json, and of clicks clicks.json and
 vocabularies.json.
@@ -15,24 +10,23 @@ import importlib
 import io
 import os
 import zipfile
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
-
-from jax import export
 
 from sparsejax.data.files.names import Names, as_names
 from sparsejax.predictors import archive, earlier, stablehlo
-from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.new_items import Content
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
+from sparsejax.predictors.saving import NAMES, SETTINGS
 from sparsejax.predictors.signature import LABEL, Signature
 
-_SETTINGS, _CLICKS = "predictor.json", "clicks.json"
+_CLICKS = "clicks.json"
 # For each form what reads its settings, and the part with its names.
 _FORMS = {
-    (_SETTINGS, 4): (Signature.from_json, "names.json"),
-    (_SETTINGS, 3): (earlier.signature_3, "names.json"),
-    (_SETTINGS, 2): (earlier.items_2, "items.json"),
+    (SETTINGS, 4): (Signature.from_json, NAMES),
+    (SETTINGS, 3): (earlier.signature_3, NAMES),
+    (SETTINGS, 2): (earlier.items_2, "items.json"),
     (_CLICKS, 1): (earlier.clicks_1, "vocabularies.json"),
 }
 # The module and class of each kind's predictor. Imported when first needed.
@@ -41,19 +35,6 @@ _KINDS = {
     "histories": ("histories", "Ordered"),
     "clicks": ("clicks", "Clicks"),
 }
-
-
-def save_predictor(
-    path: str | os.PathLike[str],
-    signature: Signature,
-    vocabularies: Mapping[str, Sequence[str]],
-    *,
-    programs: Iterable[tuple[int, export.Exported]],
-    weights: Iterable[Stored],
-) -> None:
-    """Writes a predictor; see `sparsejax.export_predictor` and `archive.save`."""
-    documents = {_SETTINGS: signature.to_json(), "names.json": vocabularies}
-    archive.save(path, documents, programs=programs, weights=weights)
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
@@ -130,10 +111,19 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
             rows: stablehlo.load(signature, rows, archive.read_program(parts, rows))
             for rows in signature.rows
         }
-        weights = archive.read_weights(parts, signature.weights, length)
+        count, new = len(signature.weights), signature.new_items
+        arrays = (*signature.weights, *(() if new is None else new.arrays))
+        weights = archive.read_weights(parts, arrays, length)
+        content = Content.of(signature, names, weights[count:])
         again = archive.again(load_same_predictor, path, file)
-    runtime = Programs.of(signature, code, weights)
-    return Predictor(signature=signature, model=model(runtime), again=again)
+    runtime = Programs.of(signature, code, weights[:count])
+    return Predictor(
+        signature=signature,
+        model=model(runtime),
+        names_in_file=names,
+        content=content,
+        again=again,
+    )
 
 
 def model_of(
@@ -165,7 +155,7 @@ def read_signature(
     Raises:
       ValueError: it is not what a release wrote that this one knows.
     """
-    name = _CLICKS if _CLICKS in parts.namelist() else _SETTINGS
+    name = _CLICKS if _CLICKS in parts.namelist() else SETTINGS
     document = archive.read_json(parts, name, archive.MOST_SETTINGS)
     version = document.get("version") if isinstance(document, dict) else None
     # True is 1, and 3.0 is 3.

@@ -83,6 +83,22 @@ class Ordered(Items):
         parts = {name: NamedArray(name, array) for name, array in arrays.items()}
         return Inputs(parts, alone=False)
 
+    def _matrices(self, shown: Inputs) -> list[Any]:
+        found = super()._matrices(shown)
+        if self.num_read == self.num_items:
+            return found
+        *inputs, _ = self.programs.inputs
+        places = {each.name: i for i, each in enumerate(inputs)}
+        ids = found[places[HISTORIES]]
+        unread = (ids < 0) | (ids >= self.num_read)
+        # What is read comes first, as it is without the others.
+        order = np.argsort(unread, axis=1, kind="stable")
+        for name, nothing in ((HISTORIES, -1), (TIMES, 0)):
+            if name in places:
+                given = np.where(unread, nothing, found[places[name]])
+                found[places[name]] = np.take_along_axis(given, order, axis=1)
+        return found
+
     def _values_of(
         self,
         histories: Sequence[Sequence[str]],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, overload
 
@@ -10,12 +11,15 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from sparsejax.data.files.names import Names
 from sparsejax.data.reading.histories import Unordered
 from sparsejax.data.reading.sources import Sources
 from sparsejax.data.sets.clicks import ClickDataset
+from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.predictors import archive
+from sparsejax.predictors import archive, saving
+from sparsejax.predictors.new_items import Content, chosen, extended
 from sparsejax.predictors.signature import Signature
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
@@ -77,11 +81,15 @@ class Predictor:
       schema: of clicks, what the columns of records are; None if the file has none.
       vocabularies: of clicks, for each `VocabularyColumn` its categories.
       model: what a predictor of this kind does.
+      names_in_file: names of items and of tags, or the categories of each vocabulary.
+      content: what makes the vectors of new items; None if the file does not have it.
       again: loads the same file again, see `archive.again`; or None.
     """
 
     signature: Signature
     model: Any
+    names_in_file: Mapping[str, Names] = dataclasses.field(default_factory=dict)
+    content: Content | None = None
     again: Callable[[], Predictor] | None = None
 
     def __repr__(self) -> str:
@@ -269,6 +277,68 @@ class Predictor:
             predictor has no schema or is not of clicks.
         """
         return self._method("predict_records")(records)
+
+    def add_items(self, features: ItemFeatures) -> Predictor:
+        """The predictor with new items, of which nothing but their content is known.
+
+        ::
+
+            export_predictor(model, path, names=train, item_features=features)
+            load_predictor(path).add_items(read_item_features("new.csv")).save(path)
+
+        No training is needed: the vector of a new item is that which the model gives an item
+        without entries. So the new items are recommended like the others, which keep their
+        scores. In histories they are skipped, but not recommended again if what a row has is
+        excluded. The vectors of the known items are then in memory twice. Programs are compiled
+        anew.
+
+        This predictor stays as it is. `save` writes the result.
+
+        Args:
+          features: content of items, as `read_item_features` reads it. Known items are left
+            out; so are tags that the model does not know. New items of which nothing is known
+            are left out with a warning.
+
+        Raises:
+          RuntimeError: see `recommend`.
+          TypeError: `features` are something else.
+          ValueError: the predictor was exported without `item_features`, or it is of clicks. No
+            item is new, or nothing is known of any. The content is another one than the
+            model knows.
+        """
+        archive.check_process()
+        if self.content is None:
+            raise ValueError(
+                "this predictor does not know what items are; export it with "
+                "item_features=..., from a model that was built with them"
+            )
+        known = self.model.items
+        some = chosen(self.content, features, known)
+        signature, weights, names = extended(
+            self.signature, self.weights, self.content, some, known
+        )
+        stored = {**self.names_in_file, "items": names}
+        model = self.model.extended(signature, stored, weights)
+        return dataclasses.replace(
+            self, signature=signature, model=model, names_in_file=stored, again=None
+        )
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes the predictor, whole or not at all; `load_predictor` reads it.
+
+        It is of use after `add_items`: services and other processes read files.
+
+        Raises:
+          OSError: the file cannot be written.
+        """
+        kernels = () if self.content is None else self.content.kernels
+        saving.save_predictor(
+            path,
+            self.signature,
+            {name: some.tolist() for name, some in self.names_in_file.items()},
+            programs=sorted(self.model.programs.code.items()),
+            weights=[saving.in_one_piece(each) for each in (*self.weights, *kernels)],
+        )
 
     def warm_up(self, *, max_items: int | None = None, rows: int = 1) -> None:
         """Compiles and runs all programs that small requests need, before the first one.

@@ -24,6 +24,7 @@ from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_denied
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.runtime import Programs, Rows, room_for
 from sparsejax.predictors.signature import (
     LABEL,
@@ -111,6 +112,8 @@ class Items:
       k: most items for a row.
       num_features: number of input features; with several inputs a dict.
       num_items: number of items.
+      num_read: the items that the programs know. The others were added later: they are
+        recommended, but not read.
       items: their names, or None.
     """
 
@@ -120,6 +123,7 @@ class Items:
     k: int
     num_features: Features
     num_items: int
+    num_read: int
     items: Names | None
 
     @classmethod
@@ -141,11 +145,14 @@ class Items:
         wanted = of_ranking(features, num_items, k)
         if wanted != {name: getattr(signature, name) for name in wanted}:
             raise ValueError(f"{LABEL} is not that of a recommender")
-        if vocabularies.keys() - {ITEMS}:
+        if vocabularies.keys() - {ITEMS, TAGS}:
             raise ValueError(f"there are names of {sorted(vocabularies)}, not of items")
         if items is not None and len(items) != num_items:
             raise ValueError(f"there are {len(items):,} names of {num_items:,} items")
-        facts = {"k": k, "num_items": num_items, "items": items}
+        num_read = num_items - signature.added
+        if features == num_read:
+            features = num_items
+        facts = {"k": k, "num_items": num_items, "num_read": num_read, "items": items}
         return functools.partial(cls, num_features=features, **facts)
 
     def __str__(self) -> str:
@@ -223,6 +230,16 @@ class Items:
     def names(self, found: Recommendations) -> list[list[str]]:
         """The names of recommended items."""
         return found.names(self._item_names())
+
+    def extended(
+        self,
+        signature: Signature,
+        vocabularies: Mapping[str, Names],
+        weights: Sequence[jax.Array],
+    ) -> Self:
+        """The same with further items, see `new_items.extended`."""
+        programs = Programs.of(signature, self.programs.code, weights)
+        return type(self).of(signature, vocabularies)(programs)
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
         """Compiles and runs what requests of so many rows and entries need."""
@@ -472,7 +489,22 @@ class Items:
     def _matrices(self, shown: Inputs) -> list[Any]:
         """The inputs in the order of the programs, without what is excluded."""
         *inputs, _ = self.programs.inputs
-        return [shown.parts[each.name or "inputs"].matrix for each in inputs]
+        found = [shown.parts[each.name or "inputs"].matrix for each in inputs]
+        if self.num_read == self.num_items:
+            return found
+        own = (self.num_read,)
+        return [
+            self._read(matrix) if like.sparse and like.shape == own else matrix
+            for like, matrix in zip(inputs, found, strict=True)
+        ]
+
+    def _read(self, matrix: Any) -> CSR:
+        """A matrix without the items that the programs do not know."""
+        kept = matrix.indices < self.num_read
+        before = np.concatenate([[0], np.cumsum(kept)])
+        data = None if matrix.data is None else matrix.data[kept]
+        columns, indptr = matrix.indices[kept], before[matrix.indptr]
+        return CSR(data, columns, indptr, num_cols=self.num_read)
 
 
 def _as_lists(histories: NameLists | Sequence[Sequence[str]]) -> NameLists:

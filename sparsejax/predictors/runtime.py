@@ -80,6 +80,7 @@ class Programs:
       by_rows: for each number of rows, `(weights, inputs) -> outputs`, see
         `programs`. Each is compiled for some numbers of entries.
       weights: their first argument, on the device.
+      code: what they are made of.
       only: the same programs, whose last input is the only items that are ranked, not those
         that are not; None if the output layer is part of the programs.
     """
@@ -87,6 +88,7 @@ class Programs:
     inputs: tuple[Array, ...]
     by_rows: dict[int, Any]
     weights: list[jax.Array]
+    code: Mapping[int, export.Exported]
     only: Programs | None = None
 
     @classmethod
@@ -94,7 +96,7 @@ class Programs:
         cls,
         signature: Signature,
         programs: Mapping[int, export.Exported],
-        weights: Iterable[np.ndarray],
+        weights: Iterable[np.ndarray | jax.Array],
     ) -> Programs:
         """Puts weights on the device."""
         options, on_device = dict(gpu_options()) or None, jax.device_put(list(weights))
@@ -106,7 +108,7 @@ class Programs:
                 )
                 for rows, program in programs.items()
             }
-            return cls(signature.inputs, compiled, on_device, only)
+            return cls(signature.inputs, compiled, on_device, programs, only)
 
         only = None if signature.layer is None else made(_best_of_some, None)
         return made(_best_of_all, only)
@@ -215,10 +217,11 @@ def _whole(
     if stated is None:
         return program.call
     num_items, (k,) = signature.inputs[-1].shape[-1], signature.outputs[0].shape
+    taken = len(signature.program_weights)
 
     def ranked(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
         *shown, items = inputs
-        (h,) = program.call(weights, shown)
+        (h,) = program.call(weights[:taken], shown)
         bias, scale = (
             None if at is None else weights[at] for at in (stated.bias, stated.scale)
         )

@@ -118,6 +118,45 @@ class OutputLayer:
             raise ValueError("an output layer of numbers that are not floating")
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NewItems:
+    """How the vector of a new item is made from its content, see `Predictor.add_items`.
+
+    The kernels are float32 arrays `[rows, width]`, which a file has behind the weights.
+
+    Attributes:
+      tag_kernel: the rows of tags, if the items have some.
+      vector_kernel: the rows that vectors are multiplied with, if the items have some.
+      vectors: dtype of the items' vectors.
+      numbers: see `ItemFeatures.numbers`.
+      temperature: of scores that are cosines divided by it; None of dot products.
+    """
+
+    tag_kernel: Array | None = None
+    vector_kernel: Array | None = None
+    vectors: Literal["float16", "float32"] = "float32"
+    numbers: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    temperature: float | None = None
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """The kernels in the order of the file."""
+        both = self.tag_kernel, self.vector_kernel
+        return tuple(each for each in both if each is not None)
+
+    def check(self, width: int) -> None:
+        """Raises ValueError unless it makes vectors for an output layer of this width."""
+        widths = {each.shape[1:] for each in self.arrays}
+        if len(widths) != 1 or not all(
+            each.dtype == "float32" and len(each.shape) == 2 for each in self.arrays
+        ):
+            raise ValueError(f"content of the kernels {self.arrays}")
+        if max(widths)[0] > width:
+            raise ValueError("content that is wider than the output layer")
+        if self.temperature is not None and not self.temperature > 0:
+            raise ValueError(f"a temperature of {self.temperature}")
+
+
 def _is_floating(array: Array) -> bool:
     return array.dtype in ("bfloat16", "float16", "float32", "float64")
 
@@ -189,6 +228,9 @@ class Signature:
       stacks: of clicks, how the ids of features become rows of tables.
       schema: of clicks, what the columns of records are; None if the file does not say.
       layer: the output layer; None if it is part of the programs.
+      added: items behind those that the programs know: only the output layer has them. Its
+        arrays are then the last weights, and no arguments of the programs.
+      new_items: how more of them are added; None if they cannot.
     """
 
     kind: str
@@ -202,6 +244,8 @@ class Signature:
     stacks: tuple[ClickStack, ...] = ()
     schema: ClickSchema | None = None
     layer: OutputLayer | None = None
+    added: int = 0
+    new_items: NewItems | None = None
 
     def __post_init__(self) -> None:
         _check_sizes(self.rows, 1)
@@ -210,6 +254,15 @@ class Signature:
             if excluded is None or not excluded.sparse:
                 raise ValueError("an output layer without what is excluded from it")
             self.layer.check(self.weights, excluded.shape[-1])
+            _check_sizes([self.added, excluded.shape[-1] - self.added], 0)
+            if self.new_items is not None:
+                self.new_items.check(self.weights[self.layer.kernel].shape[1])
+        elif self.added or self.new_items is not None:
+            raise ValueError("new items without an output layer")
+        if self.added and not set(self.layer_places) == {
+            *range(len(self.program_weights), len(self.weights))
+        }:
+            raise ValueError("new items, whose output layer is not the last weights")
         if not 1 <= len(self.rows) <= _MOST_PROGRAMS:
             raise ValueError(f"{len(self.rows)} programs")
         if not self.platforms or len({*self.platforms}) < len(self.platforms):
@@ -219,6 +272,21 @@ class Signature:
     def program_inputs(self) -> tuple[Array, ...]:
         """The inputs that the programs take."""
         return self.inputs if self.layer is None else self.inputs[:-1]
+
+    @property
+    def layer_places(self) -> tuple[int, ...]:
+        """The places of the output layer's arrays among the weights."""
+        if self.layer is None:
+            return ()
+        places = self.layer.kernel, self.layer.bias, self.layer.scale
+        return tuple(at for at in places if at is not None)
+
+    @property
+    def program_weights(self) -> tuple[Array, ...]:
+        """The weights that the programs take."""
+        if not self.added:
+            return self.weights
+        return self.weights[: len(self.weights) - len(self.layer_places)]
 
     @property
     def program_outputs(self) -> tuple[Array, ...]:

@@ -60,7 +60,7 @@ _EXCHANGES = {
 
 def arguments(signature: Signature, rows: int) -> tuple[list[Any], list[Any]]:
     """Weights and inputs of a program as shapes and dtypes; the number of entries is dynamic."""
-    weights = [weight.like for weight in signature.weights]
+    weights = [weight.like for weight in signature.program_weights]
     return weights, inputs_like(signature.program_inputs, rows)
 
 

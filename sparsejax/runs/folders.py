@@ -308,6 +308,10 @@ class Folder:
         """The model that `load_model` returns."""
         return restored_model(self.directory, self.settings, self.known)
 
+    def item_features(self) -> ItemFeatures | None:
+        """The content of the items; None if they have none."""
+        return item_features_of(self.directory)
+
     def history(self) -> list[dict[str, float]]:
         """The history that `fit` returned."""
         progress = checkpoints_of(self.directory, self.settings).progress() or {}

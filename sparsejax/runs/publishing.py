@@ -172,7 +172,13 @@ def publish(
         options["k"] = max(k, least, 1 if before is None else before.k)
     with temporary_folder(folder) as place:
         path, said = place / FILE, ""
-        export_predictor(opened.model(), path, names=opened.known, **options)
+        export_predictor(
+            opened.model(),
+            path,
+            names=opened.known,
+            item_features=opened.item_features(),
+            **options,
+        )
         if gate is not None and before is not None:
             new, old = (
                 measured(each, source, gate) for each in (load_predictor(path), before)

@@ -519,6 +519,7 @@ class Run:
             self._runs.corrected(self._kept, correcting, self._reading),
             path,
             names=self.known,
+            item_features=self._kept.opened.item_features(),
             batch_size=batch_size,
             table_dtype=table_dtype,
             **used(self._runs.kind, "export_predictor", {"k": 10 if k is None else k}),

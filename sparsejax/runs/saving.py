@@ -16,7 +16,7 @@ from sparsejax.data import (
     SequenceDataset,
     SparseDataset,
 )
-from sparsejax.kinds.content import content_of, fitting
+from sparsejax.kinds.content import check_same_sizes, content_of, fitting
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
@@ -132,16 +132,7 @@ def _checked(given: ItemFeatures | None, model: Any, data: Any) -> ItemFeatures 
     if content is None or given is None:
         return None
     features = fitting(given, data)
-    width = 0 if features.vectors is None else features.vectors.shape[1]
-    found, wanted = (
-        (len(features.tag_names), width),
-        (content.sizes.tags, content.sizes.vectors),
-    )
-    if found != wanted:
-        raise ValueError(
-            f"item_features has {found[0]:,} tags and vectors of {found[1]:,} numbers, but "
-            f"the model was made for {wanted[0]:,} and {wanted[1]:,}; give what build was given"
-        )
+    check_same_sizes(features, content.sizes)
     return features
 
 

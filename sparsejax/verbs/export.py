@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.data.files.names import FeatureNames
+from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.loop import check_positive
@@ -20,8 +21,8 @@ from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
-from sparsejax.predictors.files import save_predictor
 from sparsejax.predictors.runtime import sizes_of_programs
+from sparsejax.predictors.saving import save_predictor
 from sparsejax.predictors.signature import PLATFORMS, Array, Signature
 from sparsejax.predictors.stablehlo import program
 
@@ -34,6 +35,7 @@ def export_predictor(
     *,
     k: int = 10,
     names: FeatureNames | OfKind | Iterable[object] | None = None,
+    item_features: ItemFeatures | None = None,
     table_dtype: TableDtype | None = None,
     unknown: Unknown | None = None,
     batch_size: int = 512,
@@ -80,6 +82,9 @@ def export_predictor(
       k: most items per row that the predictor can recommend; not for clicks.
       names: names of the items, or a data set whose features they are. The file keeps
         them. For a click model the data that it was trained on.
+      item_features: the content of the items that the model was built with, so that
+        `Predictor.add_items` can add others: the file keeps the names of tags, and the
+        kernels. By default a predictor knows nothing of content.
       table_dtype: for a click model, "int8" or "float8" for its tables; by default they
         stay as they are.
       unknown: for a click model with dynamic tables, what an id without a row reads: "init",
@@ -91,6 +96,7 @@ def export_predictor(
       OSError: the file cannot be written.
       OtherProcessError: process 0 could not write the file; the message says why.
       ValueError: the number of names is not that of the items. `path` cannot be a file.
+        `item_features` is given of a model without content, or is other content.
         This kind of model has no use for an argument.
         The model does something that a predictor may not do, for example a callback into
         Python. For clicks: `names` do not fit the tables, or a table that is to become
@@ -99,11 +105,13 @@ def export_predictor(
     check_positive(k=k, batch_size=batch_size)
     _check_weights(model)
     kind = kind_of_model(model)
-    options = used(
-        kind,
-        "export_predictor",
-        {"k": k, "table_dtype": table_dtype, "unknown": unknown},
-    )
+    options = {
+        "k": k,
+        "item_features": item_features,
+        "table_dtype": table_dtype,
+        "unknown": unknown,
+    }
+    options = used(kind, "export_predictor", options)
     portable = kind.portable(model, names, **options)
     signature = Signature(
         kind=kind.name,
@@ -120,7 +128,7 @@ def export_predictor(
         signature,
         portable.vocabularies,
         programs=made,
-        weights=portable.weights,
+        weights=[*portable.weights, *portable.beside],
     )
 
 

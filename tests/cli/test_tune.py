@@ -160,6 +160,30 @@ def test_models_of_histories(tmp_path, monkeypatch, capsys):
     assert (command.learning_rate, command.validation) == (rate, "last")
 
 
+def test_items_with_content(tmp_path, monkeypatch, capsys):
+    """The trials, the run of the best one and the command that is printed have it."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f"u{u} " + " ".join(f"i{(u + n) % 9}" for n in range(5)) for u in range(9)]
+    pathlib.Path("histories.txt").write_text("\n".join(lines))
+    items = ["item,kind", *(f"i{i},k{i % 2}" for i in range(10))]
+    pathlib.Path("items.csv").write_text("\n".join(items))
+
+    def fit(model, optimizer, data, *, k, log, **_):
+        assert model.num_items == 10 and model.output.content.tags.values[...].any()
+        log(1, {"epoch": 1, f"ndcg@{k}": 0.5})
+
+    monkeypatch.setattr(tune, "fit", fit)
+    final = []
+    monkeypatch.setattr(tune.commands_of_train, "train", final.append)
+    argv = ["tune", "histories.txt", "--format", "adjacency", "--model", "gru"]
+    argv += ["--item-features", "items.csv"]
+    assert main([*argv, "--trials", "1", "--epochs", "2"]) == 0
+    printed = shlex.split(capsys.readouterr().out)
+    assert printed[printed.index("--item-features") + 1] == "items.csv"
+    [command] = final
+    assert command.item_features == "items.csv"
+
+
 def test_it_ends_when_the_time_is_over(argv, curves, capsys):
     assert main([*argv, "--time", "0s"]) == 0
     assert "the time is over after 1 trials" in capsys.readouterr().err

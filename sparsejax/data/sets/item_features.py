@@ -71,12 +71,17 @@ class ItemFeatures:
         return len(self.item_names)
 
     @property
-    def num_empty(self) -> int:
-        """Number of items of which nothing is known."""
+    def is_empty(self) -> np.ndarray:
+        """`[items]` whether nothing is known of an item."""
         empty = np.diff(self.tags.indptr) == 0
         if self.vectors is not None:
             empty &= ~self.vectors.any(axis=1)
-        return int(empty.sum())
+        return empty
+
+    @property
+    def num_empty(self) -> int:
+        """Number of items of which nothing is known."""
+        return int(self.is_empty.sum())
 
     def names_after(self, items: FeatureNames | Iterable[object]) -> Names:
         """The names of the given items, then those of the items here that are new.

@@ -21,7 +21,8 @@ from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
 from sparsejax.embeddings.table_files import table_rows
 from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
-from sparsejax.kinds.portable import Portable, copied, split
+from sparsejax.kinds.content import copied
+from sparsejax.kinds.portable import Portable, split
 from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.optimizers import gradients

@@ -12,6 +12,7 @@ from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds.content import finished
 from sparsejax.kinds.histories.next_items import (
     NextItems,
     check_history_model,
@@ -89,7 +90,7 @@ class Histories(Kind):
 
 def _ranker(model: Any, inputs: Any) -> NextItems:
     """The model as one that ranks items."""
-    return NextItems(model, times=has_times(model, inputs))
+    return NextItems(finished(model), times=has_times(model, inputs))
 
 
 def _check_targets(targets: Any) -> None:

@@ -21,7 +21,7 @@ from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Matrix, Stream
-from sparsejax.kinds.content import check_counted, content_of, count_entries
+from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
 from sparsejax.kinds.histories.evaluation import prepared_sequences
 from sparsejax.kinds.histories.next_items import (
     NextItems,
@@ -197,7 +197,7 @@ def sequence_job(
 
         def measured(model, *, optimizer, deterministic):
             found = evaluation.run(
-                NextItems(model, times=times),
+                NextItems(finished(model), times=times),
                 optimizer=optimizer,
                 deterministic=deterministic,
             )

@@ -11,6 +11,7 @@ from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds.content import finished
 from sparsejax.kinds.items.job import item_examples, item_job
 from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
 
@@ -49,7 +50,7 @@ class Items(Kind):
         return item_job(model, inputs, **options)
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
-        return model, Inputs.of(inputs), exclude
+        return finished(model), Inputs.of(inputs), exclude
 
     def evaluate(self, model, inputs, *, optimizer, keep_rows, **options):
         from sparsejax.kinds.items.evaluation import prepared_for
@@ -61,7 +62,7 @@ class Items(Kind):
                 "ClickDataset, a model of histories a SequenceDataset"
             )
         prepared = prepared_for(inputs, **options)
-        return prepared.run(model, optimizer=optimizer, keep_rows=keep_rows)
+        return prepared.run(finished(model), optimizer=optimizer, keep_rows=keep_rows)
 
     def portable(self, model, names, **options):
         from sparsejax.kinds.portable import portable_ranker

@@ -24,7 +24,7 @@ from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, Roles, Targets, check_labels
 from sparsejax.engine.train.streaming import Stream
-from sparsejax.kinds.content import check_counted, content_of, count_entries
+from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
 from sparsejax.sparse import CSR
 
 
@@ -140,7 +140,7 @@ def item_job(
 
         def measured(model, *, optimizer, deterministic):
             found = evaluation.run(
-                model, optimizer=optimizer, deterministic=deterministic
+                finished(model), optimizer=optimizer, deterministic=deterministic
             )
             return {name: value for name, value in found.items() if "@" in name}
 
