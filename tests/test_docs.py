@@ -173,6 +173,14 @@ def test_dynamic_tables(tmp_path, monkeypatch, capsys):
     assert capsys.readouterr().out.count("TableStats(") == 3
 
 
+def test_host_tables():
+    given: dict[str, typing.Any] = {}
+    for code in python("host_tables.md"):
+        exec(compile(code, "host_tables.md", "exec"), given)  # noqa: S102
+    assert np.isfinite(given["loss"])
+    assert given["model"].embeddings.kernels["16_float32_host"].shape[0] < 60_000
+
+
 def test_your_data(tmp_path, monkeypatch, capsys):
     """What the page says is printed, and it lists the names that are known."""
     monkeypatch.chdir(tmp_path)

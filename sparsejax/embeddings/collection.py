@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import math
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -36,7 +37,8 @@ from sparsejax.embeddings.dynamic.assignment import (
     find,
 )
 from sparsejax.embeddings.dynamic.state import TableStats
-from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
+from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
+from sparsejax.embeddings.host_rows import HostRows, NoRoomError
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Distinct,
@@ -168,7 +170,19 @@ class EmbeddingCollection(nnx.Module):
         self.unknown: Unknown = "init"
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))
-        self.kernels = nnx.data({s.name: _kernel(s, key) for s in self.stacks})
+        hosts = {}
+        if any(stack.device_rows is not None for stack in self.stacks):
+            # Rows are made by it later; and the number of the state of the devices' tables.
+            self.first = nnx.Variable(key)
+            self.stage = nnx.Variable(jnp.zeros((), jnp.int32))
+            hosts = {
+                stack.name: HostRows(stack, self.first)
+                for stack in self.stacks
+                if stack.device_rows is not None
+            }
+        self.kernels = nnx.data(
+            {s.name: _kernel(s, key, hosts.get(s.name)) for s in self.stacks}
+        )
         changing = [stack for stack in self.stacks if stack.dynamic]
         self.indexes = nnx.data({s.name: _index(s) for s in changing})
         if changing:
@@ -336,7 +350,112 @@ class EmbeddingCollection(nnx.Module):
             for name, variable in arrays.items():
                 variable.set_value(trained.arrays[name])
             stacks[stack.name] = _with_columns(x, columns)
-        return FeatureBatch(stacks, batch.keys, assigned=True)
+        return dataclasses.replace(batch, stacks=stacks, assigned=True)
+
+    def staged[Batch](
+        self,
+        batches: Iterable[Batch],
+        optimizer: Optimizer | None = None,
+        *,
+        within: Sequence[Any] = (),
+    ) -> Iterator[Batch]:
+        """Batches whose rows have come from host memory to the devices.
+
+        ::
+
+            for dense, ids, clicks in model.embeddings.staged(batches, optimizer):
+                step(model, optimizer, dense, ids, clicks)
+
+        Rows that have to leave for them go back to the host after their last update. While
+        the devices work on a batch, the host prepares the next one. Use a batch before you
+        take the next one: later it may read NaN, as its rows may have left.
+
+        Losses have the same bits as those of tables that are on the devices, see
+        docs/host_tables.md.
+
+        Args:
+          batches: each is the ids of all features, or what `pack` made of them, or a tuple,
+            list or dictionary that has them somewhere. Ids are arrays of the host.
+          optimizer: that trains the model on these batches. Without it rows are only read.
+          within: see `assign_rows`.
+
+        Raises:
+          ValueError: a batch has no ids of this collection; it has ids of more rows than
+            there is room for on the devices; the model is a copy of another one.
+        """
+        hosted = [stack for stack in self.stacks if stack.device_rows is not None]
+        if not hosted:
+            raise ValueError(
+                "staged is for tables in host memory (TableConfig(host=True)), of which this "
+                "collection has none; the model takes the ids themselves"
+            )
+
+        def stage(ids):
+            nonlocal found
+            found += 1
+            return self._staged(ids, hosted, optimizer, within)
+
+        for batch in batches:
+            found = 0
+            staged = jax.tree.map(
+                lambda node: stage(node) if self._is_ids(node) else node,
+                batch,
+                is_leaf=self._is_ids,
+            )
+            if found != 1:
+                raise ValueError(
+                    f"a batch has ids of the features {sorted(self.names)} {found} times, "
+                    "expected once: as a dictionary with an entry for each feature, or as "
+                    "`pack` makes them"
+                )
+            yield staged
+
+    def _is_ids(self, node: Any) -> bool:
+        if isinstance(node, FeatureBatch):
+            return True
+        return isinstance(node, Mapping) and node.keys() == set(self.names)
+
+    def _staged(
+        self,
+        ids: Mapping[str, Ids] | FeatureBatch,
+        hosted: Sequence[Stack],
+        optimizer: Optimizer | None,
+        within: Sequence[Any],
+    ) -> FeatureBatch:
+        if not isinstance(ids, FeatureBatch):
+            ids = jax.tree.map(np.asarray, ids)
+        batch = self._packed(ids)
+        if batch.stage is not None:
+            raise ValueError("the rows of this batch are on the devices already")
+        stacks, moved = dict(batch.stacks), False
+        for stack in hosted:
+            kernel, state, rule = self.kernels[stack.name], None, None
+            if optimizer is not None:
+                state = optimizer.rows_within((*within, "kernels", stack.name), kernel)
+                rule = optimizer.rule_of(kernel)
+            host = _host(kernel)
+            host.attach(kernel, state, rule)
+            x = stacks.get(stack.name)
+            if x is None:  # no feature reads it
+                continue
+            try:
+                columns = np.asarray(x.indices)
+                slots, left = host.stage(columns, training=optimizer is not None)
+            except NoRoomError as error:
+                names = ", ".join(dict.fromkeys(table.name for table in stack.tables))
+                raise ValueError(
+                    f"a batch has ids of {error.rows:,} rows of the tables {names}, but a "
+                    f"device has room for {error.slots:,}: make device_rows larger, or "
+                    "batches smaller"
+                ) from None
+            moved |= left
+            leaves = (x.data, slots, x.indptr, None)
+            stacks[stack.name] = CSR.tree_unflatten(stack.kernel_rows, leaves)
+        value = self.stage[...]
+        if moved:
+            value = jax.device_put(value + 1, value.sharding)
+            self.stage.set_raw_value(value)
+        return dataclasses.replace(batch, stacks=stacks, stage=np.asarray(value))
 
     def stats(self) -> dict[str, TableStats]:
         """Counts what became of the ids of each dynamic table, since it was made."""
@@ -398,6 +517,10 @@ class EmbeddingCollection(nnx.Module):
         Rules under which rows drift need `optimizer.flush(model)` before.
         """
         stack, pieces = self._static_table(name, "ask `ids`, and call the collection")
+        if stack.device_rows is not None:
+            raise ValueError(
+                f"table {name!r} is in host memory: read it by `table_rows` or `save_table`"
+            )
         kernel = self.kernels[stack.name][...]
         read = functools.partial(_table_rows, stack, pieces)
         return call_with_auto_axes(read, kernel, out_specs=P())
@@ -420,6 +543,12 @@ class EmbeddingCollection(nnx.Module):
                 f"shape {np.shape(array)}"
             )
         kernel = self.kernels[stack.name]
+        if stack.device_rows is not None:
+            host = _host(kernel)
+            host.attach(kernel, None, None)
+            ids = np.arange(expected[0], dtype=np.int32)
+            host.replace(stack.row_of(ids, pieces[0].place), np.asarray(array))
+            return
         write = jit_sharded(_with_table, spec_of(stack), static=(0, 1), donate=(2,))
         inplace.overwrite(
             [kernel], lambda: ([write(stack, pieces, kernel[...], array)], None)
@@ -577,7 +706,7 @@ class EmbeddingCollection(nnx.Module):
         With several processes all have to take all of them.
         """
         stack, pieces = self._static_table(name, "call `save_table`")
-        return table_files.table_rows(stack, pieces, self.kernels[stack.name][...])
+        return rows_in_order(stack, pieces, self.kernels[stack.name])
 
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
         """All features with their stacks, in the order in which they were given.
@@ -659,7 +788,19 @@ class EmbeddingCollection(nnx.Module):
                     stack, index, x, keys, implementation=self.implementation
                 )
                 stacks[stack.name] = _with_columns(x, columns)
-        return FeatureBatch(stacks, batch.keys, assigned=True)
+        return dataclasses.replace(batch, stacks=stacks, assigned=True)
+
+    def _current(self, stack: Stack, x: CSR, stage: Any) -> CSR:
+        """The matrix of a stack in host memory, or NaN if its rows may have left."""
+        if stage is None:
+            names = ", ".join(dict.fromkeys(table.name for table in stack.tables))
+            raise ValueError(
+                f"the tables {names} are in host memory, and a batch needs its rows on the "
+                "devices: take batches of `embeddings.staged(batches, optimizer)`"
+            )
+        columns = jnp.asarray(x.indices)
+        columns = jnp.where(self.stage[...] == stage, columns, WRONG)
+        return _with_columns(x, columns)
 
     def _rows(
         self,
@@ -684,10 +825,13 @@ class EmbeddingCollection(nnx.Module):
         for stack in self.stacks:
             if not stack.features:
                 continue
+            x = batch.stacks[stack.name]
+            if stack.device_rows is not None:
+                x = self._current(stack, x, batch.stage)
             found, flag = look_up(
                 stack,
                 self.kernels[stack.name],
-                batch.stacks[stack.name],
+                x,
                 wire=self.wire,
                 keys=batch.keys.get(stack.name),
                 seed=self.seed[...] if stack.dynamic and reads_first else None,
@@ -720,19 +864,45 @@ def spec_of(stack: Stack) -> P:
     return BY_ROWS if stack.divided else P()
 
 
-def _kernel(stack: Stack, key: jax.Array) -> RowParam:
+def _kernel(stack: Stack, key: jax.Array, host: HostRows | None) -> RowParam:
     """The parameter of a stack."""
     # Compiled, so that only the result is allocated, on the devices where it belongs.
     value = jit_sharded(first_rows, spec_of(stack), static=(0,))(stack, key)
-    return kernel_of(stack, value)
+    return kernel_of(stack, value, host)
 
 
-def kernel_of(stack: Stack, value: jax.Array) -> RowParam:
+def kernel_of(stack: Stack, value: jax.Array, host: HostRows | None = None) -> RowParam:
     """The parameter of a stack, of its rows."""
     metadata: dict[str, Any] = out_sharding(spec_of(stack))
     if stack.rule is not None:
         metadata["rule"] = stack.rule
+    if host is not None:
+        metadata["host"] = host
     return RowParam(value, **metadata)
+
+
+def _host(kernel: RowParam) -> HostRows:
+    """The rows of a parameter that are in host memory."""
+    return kernel.get_metadata()["host"]
+
+
+def rows_in_order(
+    stack: Stack, pieces: tuple[StackedTable, ...], kernel: RowParam
+) -> Iterator[np.ndarray]:
+    """The rows of a static table, see `EmbeddingCollection.table_rows`."""
+    if stack.device_rows is None:
+        return table_files.table_rows(stack, pieces, kernel[...])
+    return _rows_of_host(stack, pieces[0], _host(kernel))
+
+
+def _rows_of_host(
+    stack: Stack, table: StackedTable, host: HostRows
+) -> Iterator[np.ndarray]:
+    count = max(1, table_files.BLOCK_NUMBERS // stack.dim)
+    rows = table.config.num_rows
+    for start in range(0, rows, count):
+        ids = np.arange(start, min(start + count, rows), dtype=np.int32)
+        yield host.read(stack.row_of(ids, table.place))
 
 
 # Columns of a file that the index has.

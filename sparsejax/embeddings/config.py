@@ -44,6 +44,10 @@ class TableConfig:
       pieces: of the width, with the placement "columns". A rule with one number a row has
         one for each piece.
       rule: how its rows are trained; by default by the rule of the `Optimizer`.
+      host: whether the rows lie in the memory of the host. The devices then have some of
+        them at a time, see docs/host_tables.md.
+      device_rows: with `host`, how many: at least as many as a batch has different ids; by
+        default a fifth of all.
     """
 
     num_rows: int
@@ -54,6 +58,8 @@ class TableConfig:
     placement: Placement | None = None
     pieces: int = 2
     rule: Rule | None = None
+    host: bool = False
+    device_rows: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_rows", "dim", "pieces"):
@@ -67,6 +73,37 @@ class TableConfig:
                 "rule of a table must be one of sparsejax.optimizers, got "
                 f"{type(self.rule).__name__}"
             )
+        self._check_host()
+
+    def _check_host(self) -> None:
+        rows = self.device_rows
+        if not self.host:
+            if rows is not None:
+                raise ValueError(
+                    f"device_rows={rows} is for tables in host memory: give host=True, too, "
+                    "or leave it out"
+                )
+            return
+        if self.placement not in (None, "rows") or self.pieces != 2:
+            raise ValueError(
+                "rows of a table in host memory are always divided: leave out placement and "
+                f"pieces, got placement={self.placement!r}, pieces={self.pieces}"
+            )
+        if self.dtype == jnp.bfloat16:
+            raise NotImplementedError(
+                "a table in host memory cannot be bfloat16, whose rounding depends on where a "
+                "row lies: take float32"
+            )
+        if rows is None:
+            rows = -(-self.num_rows // 5)
+        _check_positive("device_rows", rows)
+        if rows > self.num_rows:
+            raise ValueError(
+                f"device_rows={rows:,} is more than the {self.num_rows:,} rows of the table: "
+                "leave out host and device_rows, and all rows are on the devices"
+            )
+        object.__setattr__(self, "device_rows", rows)
+        object.__setattr__(self, "placement", "rows")
 
     @property
     def index_bytes(self) -> int:
@@ -140,6 +177,11 @@ class DynamicTableConfig(TableConfig):
     admit: Admit | None = None
 
     def __post_init__(self) -> None:
+        if self.host or self.device_rows is not None:
+            raise ValueError(
+                "host and device_rows are for a TableConfig: all rows of a dynamic table are "
+                "on the devices"
+            )
         super().__post_init__()
         if self.placement not in (None, "rows") or self.pieces != 2:
             raise ValueError(

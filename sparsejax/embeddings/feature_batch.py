@@ -62,11 +62,14 @@ class FeatureBatch:
       assigned: whether the columns of these stacks are known already, as
         `EmbeddingCollection.assign_rows` finds them. A column is `WITHOUT_ROW` if the id
         has none.
+      stage: `[]` int32, for tables in host memory: which of the states of the devices' tables
+        the columns are for. None if `EmbeddingCollection.staged` has not brought the rows.
     """
 
     stacks: dict[str, CSR]
     keys: dict[str, TableKeys] = dataclasses.field(default_factory=dict)
     assigned: bool = dataclasses.field(default=False, metadata={"static": True})
+    stage: Array | None = None
 
 
 def pack(

@@ -113,6 +113,18 @@ def _check(
         for table in stack.tables
         if stack.dynamic
     }
+    hosted = {
+        table.name
+        for collection in collections
+        for stack in collection.stacks
+        for table in stack.tables
+        if table.config.host
+    }
+    if hosted and added:
+        raise ValueError(
+            f"cannot add ids to a model whose tables {sorted(hosted)} are in host memory; "
+            "there a row takes memory when it is first used: make tables larger from the start"
+        )
     for name, count in added.items():
         if name not in tables:
             raise ValueError(

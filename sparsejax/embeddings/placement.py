@@ -199,6 +199,8 @@ class Stack:
       num_rows: of the parameter, which has rows beyond those of the tables.
       tables: in the order of the collection.
       features: those that read these tables, in the order of the collection.
+      device_rows: if rows lie in host memory, how many of them the parameter has in truth;
+        see `sparsejax.embeddings.host_rows`. None if it has all.
     """
 
     name: str
@@ -209,6 +211,12 @@ class Stack:
     num_rows: int
     tables: tuple[StackedTable, ...]
     features: tuple[StackedFeature, ...]
+    device_rows: int | None = None
+
+    @property
+    def kernel_rows(self) -> int:
+        """Rows of the array of the parameter."""
+        return self.num_rows if self.device_rows is None else self.device_rows
 
     @property
     def bags(self) -> int:
@@ -317,12 +325,13 @@ def stack_tables(
         pieces = ranges or (None,) * (table.pieces if kind == "columns" else 1)
         divided = kind != "replicated"
         dynamic = isinstance(table, DynamicTableConfig)
-        key = (table.dim // len(pieces), table.dtype, divided, table.rule, dynamic)
+        where = "dynamic" if dynamic else "host" if table.host else None
+        key = (table.dim // len(pieces), table.dtype, divided, table.rule, where)
         whole = (ALL_HANDS,) if kind == "rows" else pieces
         groups.setdefault(key, []).extend((name, hands) for hands in whole)
     stacks, names = [], set()
     numbers = {name: number for number, name in enumerate(tables)}
-    for (dim, dtype, divided, rule, dynamic), members in groups.items():
+    for (dim, dtype, divided, rule, where), members in groups.items():
         sizes = [tables[name].num_rows for name, _ in members]
         if divided:
             ranges = _ranges(sizes, [hands for _, hands in members])
@@ -348,7 +357,7 @@ def stack_tables(
                 hot = hotness.get(name, config.bags)
                 reading.append(StackedFeature(name, bags, piece, config, hot))
                 bags += config.bags
-        how = "dynamic" if dynamic else "rows" if divided else "replicated"
+        how = where or ("rows" if divided else "replicated")
         name = f"{dim}_{dtype}_{how}"
         name += f"_{rule.name}" if rule else ""
         while name in names:  # two rules of one name
@@ -356,7 +365,11 @@ def stack_tables(
         names.add(name)
         members = tuple(itertools.chain.from_iterable(stacked.values()))
         kind = (name, dim, dtype, divided, rule, num_rows)
-        stacks.append(Stack(*kind, members, tuple(reading)))
+        device_rows = None
+        if where == "host":
+            wanted = sum(table.config.device_rows or 0 for table in members)
+            device_rows = min(padded_rows(wanted), num_rows)
+        stacks.append(Stack(*kind, members, tuple(reading), device_rows))
     return tuple(stacks)
 
 
@@ -453,14 +466,15 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
         starts = first + jnp.arange(0, count, block, dtype=jnp.int32)
 
         def rows(start):
-            return _rows_at(stack, key, start + jnp.arange(block, dtype=jnp.int32))
+            return rows_at(stack, key, start + jnp.arange(block, dtype=jnp.int32))
 
         if len(starts) == 1:
             return rows(starts[0])
         return lax.map(rows, starts).reshape(count, stack.dim)
 
-    if stack.dynamic:  # a row is made when an id gets it
-        return jnp.zeros((stack.num_rows, stack.dim), stack.dtype)
+    # There a row is made when an id gets it, here when a batch first has its id.
+    if stack.dynamic or stack.device_rows is not None:
+        return jnp.zeros((stack.kernel_rows, stack.dim), stack.dtype)
     if not (stack.divided and mesh_is_set()):
         return made(key, jnp.int32(0), stack.num_rows)
     count = rows_per_device(stack.num_rows)
@@ -472,7 +486,8 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
     )
 
 
-def _rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
+def rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
+    """`[rows, dim]`: what some rows of a stack begin with."""
     table, ids = stack.ids_at(rows)
     numbers = jnp.asarray([t.number for t in stack.tables], jnp.uint32)
     fold_in = jax.vmap(jax.random.fold_in, in_axes=(0, 0))

@@ -17,7 +17,7 @@ import functools
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -59,6 +59,27 @@ class Moved(NamedTuple):
 
     sources: tuple[Path, ...]
     make: Callable[..., jax.Array]
+
+
+class HostRows(Protocol):
+    """Rows of a kernel that are in host memory: "host" in its metadata."""
+
+    def settle(
+        self,
+        settled: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]],
+        *,
+        everywhere: bool,
+    ) -> None:
+        """Brings all rows up to date.
+
+        Args:
+          settled: takes and gives some rows, "row", and the arrays of their state.
+          everywhere: those that no batch has touched yet, too.
+        """
+        ...
+
+
+_HOST_ROW = "row"
 
 
 class _Ahead(NamedTuple):
@@ -378,6 +399,8 @@ class Optimizer(nnx.Pytree):
             inside a program of your own, whose options hold for all of it.
         """
         for path, kernel in self._drifting(model).items():
+            if (host := _host_of(kernel)) is not None:
+                self._settle_host(path, kernel, host, deterministic)
             self._settle(path, kernel, deterministic=deterministic)
 
     @contextlib.contextmanager
@@ -546,6 +569,34 @@ class Optimizer(nnx.Pytree):
 
         inplace.overwrite([kernel, *state.values()], settled)
 
+    def _settle_host(
+        self, path: Path, kernel: RowParam, host: HostRows, deterministic: bool
+    ) -> None:
+        """Brings those rows of a kernel up to date that are in host memory."""
+        if isinstance(kernel.get_raw_value(), jax.core.Tracer):
+            raise ValueError(
+                f"'{_dotted(path)}' has rows in host memory, which a compiled function cannot "
+                "write: call flush outside of it"
+            )
+        rule, step = self.rule_of(kernel), self.step[...]
+
+        def settled(rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
+            state = dict(rows)
+            w, last = state.pop(_HOST_ROW), state.pop("last_step")
+            after = _settle[deterministic](
+                rule,
+                TrainedKernel(w, state, last),
+                step,
+                noise=None,
+                divided=False,
+                beyond=0,
+                young=row_update.are_young(rule, last, step),
+            )
+            return {_HOST_ROW: after.w, "last_step": after.last, **after.state}
+
+        # Weight decay also moves rows that no batch has touched yet.
+        host.settle(settled, everywhere=rule.weight_decay > 0)
+
     def _settler(self, path: Path, kernel: RowParam) -> gradients.Settler:
         """Makes a whole kernel that is up to date, and changes nothing."""
 
@@ -583,6 +634,8 @@ class Optimizer(nnx.Pytree):
         return gradients.UpdatePlan(readers, frozenset(whole))
 
     def _whole(self, path: Path, kernel: RowParam, entries: int) -> bool:
+        if _host_of(kernel) is not None:  # most of its rows are elsewhere
+            return False
         rows, hidden = kernel.shape
         w = kernel[...]
         rule, noise = self.rule_of(kernel), self.noise_of(path)
@@ -759,6 +812,10 @@ def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
         cpu=functools.partial(jax.lax.map, table),
         default=jax.vmap(table),
     )
+
+
+def _host_of(kernel: RowParam) -> HostRows | None:
+    return kernel.get_metadata().get("host")
 
 
 def _wide(array: jax.Array) -> jax.Array:

@@ -14,12 +14,15 @@ from flax import nnx
 from jax import lax
 
 from sparsejax.embeddings import row_codes
-from sparsejax.embeddings.collection import EmbeddingCollection, IndexState
+from sparsejax.embeddings.collection import (
+    EmbeddingCollection,
+    IndexState,
+    rows_in_order,
+)
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
-from sparsejax.embeddings.table_files import table_rows
 from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
 from sparsejax.kinds.content import copied
 from sparsejax.kinds.portable import Portable, split
@@ -195,7 +198,13 @@ def _portable(
     readers = {f.name: f.config for s in collection.stacks for f in s.features}
     features = {name: readers[name] for name in collection.names}
     tables = {
-        name: dataclasses.replace(pieces[0].config, placement="replicated", rule=None)
+        name: dataclasses.replace(
+            pieces[0].config,
+            placement="replicated",
+            rule=None,
+            host=False,
+            device_rows=None,
+        )
         for name, (_, pieces) in places.items()
         if not pieces[0].dynamic
         and any(feature.table == name for feature in features.values())
@@ -203,12 +212,12 @@ def _portable(
     features = {
         n: feature for n, feature in features.items() if feature.table in tables
     }
-    before = {name: kernel[...] for name, kernel in collection.kernels.items()}
+    before = dict(collection.kernels)
 
     def rows(stack: Stack) -> Iterator[np.ndarray]:
         for table in stack.tables:
             lies, pieces = places[table.name]
-            yield from table_rows(lies, tuple(pieces), before[lies.name])
+            yield from rows_in_order(lies, tuple(pieces), before[lies.name])
         unused = stack.num_rows - sum(t.config.num_rows for t in stack.tables)
         yield np.zeros((unused, stack.dim), stack.dtype)
 
@@ -223,7 +232,7 @@ def _portable(
             known = collection.indexes[stack.name]
             arrays = {each: known[each][...] for each in Index._fields}
             indexes[name] = {n: IndexState(array) for n, array in arrays.items()}
-            pieces = functools.partial(to_host_in_pieces, before[stack.name])
+            pieces = functools.partial(to_host_in_pieces, before[stack.name][...])
         else:
             pieces = functools.partial(rows, stack)
         stack = dataclasses.replace(stack, name=name)

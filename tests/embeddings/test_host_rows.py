@@ -1,0 +1,278 @@
+"""Tables in host memory against the same tables on the devices, to the bit."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.embeddings import FeatureConfig, TableConfig, host_rows
+from sparsejax.embeddings.host_rows import NoRoomError, Slots
+from sparsejax.mesh.layout import padded_rows
+
+BATCH, ROWS = 16, 3000
+FEATURES = {
+    "user": "user",
+    "item": FeatureConfig("item", combiner="mean"),
+    "seen": FeatureConfig("item", combiner=None, length=3),
+    "bought": FeatureConfig("item", combiner="sqrtn"),
+    "hour": "hour",
+}
+
+
+def tables(**options):
+    return {
+        "user": TableConfig(ROWS, 8, placement="rows", **options),
+        "item": TableConfig(ROWS + 7, 8, placement="rows", **options),
+        "hour": TableConfig(24, 4),
+    }
+
+
+class Model(nnx.Module):
+    """Numbers of an example, in places."""
+
+    def __init__(self, tables=None, seed=0):
+        tables = tables or globals()["tables"]()
+        self.embeddings = sj.embeddings.EmbeddingCollection(
+            tables, FEATURES, rngs=nnx.Rngs(seed)
+        )
+        self.last = nnx.Linear(self.embeddings.num_outputs, 3, rngs=nnx.Rngs(1))
+
+    def __call__(self, ids):
+        return jnp.tanh(self.last(self.embeddings.concat(ids)))
+
+
+def hosted(**options):
+    return Model(tables(host=True, **{"device_rows": 128, **options}))
+
+
+@sj.jit
+def train(model, optimizer, ids, target):
+    def loss_fn(model):
+        return jnp.mean((model(ids) - target) ** 2)
+
+    loss, grads = optimizer.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+@sj.jit
+def answer(model, optimizer, ids):
+    with optimizer.reading(model):
+        return model(ids)
+
+
+def batches(steps, seed=0):
+    """Some ids come often, most seldom; some are none, and lists have weights."""
+    rng = np.random.default_rng(seed)
+
+    def some(*shape):
+        ids = np.minimum(rng.zipf(1.3, shape) - 1, ROWS - 1)
+        return np.where(rng.random(shape) < 0.1, -1, ids).astype(np.int32)
+
+    for _ in range(steps):
+        lengths = rng.integers(0, 4, BATCH)
+        indptr = np.cumsum([0, *lengths]).astype(np.int32)
+        room = 3 * BATCH
+        bought = np.where(np.arange(room) < indptr[-1], abs(some(room)), 0)
+        weights = (rng.random(room) + 0.5).astype(np.float32)
+        ids = {
+            "user": rng.integers(0, ROWS, BATCH).astype(np.int32),
+            "item": some(BATCH, 3),
+            "seen": some(BATCH, 2),
+            "bought": sj.CSR.tree_unflatten(
+                ROWS + 7, (weights, bought.astype(np.int32), indptr, None)
+            ),
+            "hour": rng.integers(0, 24, BATCH).astype(np.int32),
+        }
+        yield ids, rng.normal(size=(BATCH, 3)).astype(np.float32)
+
+
+def rows_of(model, name):
+    return np.concatenate(list(model.embeddings.table_rows(name)))
+
+
+RULES = {
+    "sgd": sj.optimizers.sgd(0.5),
+    "momentum": sj.optimizers.momentum(0.1, weight_decay=0.01),
+    "rowwise_adagrad": sj.optimizers.rowwise_adagrad(0.1),
+    "adagrad": sj.optimizers.adagrad(0.1),
+    "adam": sj.optimizers.adam(0.02),
+    "adamw": sj.optimizers.adamw(0.02, weight_decay=0.1),
+}
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_bits_are_those_of_tables_on_the_device(name):
+    check_bits(RULES[name])
+
+
+def test_bits_are_those_of_divided_tables():
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        check_bits(RULES["adam"], steps=15)
+
+
+def check_bits(rule, steps=40, device_rows=128):
+    slots = padded_rows(2 * device_rows)
+    here, there = Model(), hosted(device_rows=device_rows)
+    optimizers = [sj.Optimizer(model, rule) for model in (here, there)]
+    losses = [train(here, optimizers[0], *batch) for batch in batches(steps)]
+    staged = there.embeddings.staged(batches(steps), optimizers[1])
+    others = [train(there, optimizers[1], *batch) for batch in staged]
+    np.testing.assert_array_equal(others, losses)
+    assert there.embeddings.kernels["8_float32_host"].shape == (slots, 8)
+    # Answers, whose rows are only read, change nothing.
+    unseen = [(batch[0],) for batch in batches(5, seed=1)]
+    for (ids,), (rows,) in zip(unseen, there.embeddings.staged(unseen), strict=True):
+        np.testing.assert_array_equal(
+            answer(there, optimizers[1], rows), answer(here, optimizers[0], ids)
+        )
+    for model, optimizer in zip((here, there), optimizers, strict=True):
+        optimizer.flush(model)
+    for table in "user", "item", "hour":
+        np.testing.assert_array_equal(rows_of(there, table), rows_of(here, table))
+    # Flushed, and then trained on.
+    losses = [train(here, optimizers[0], *batch) for batch in batches(5, seed=2)]
+    staged = there.embeddings.staged(batches(5, seed=2), optimizers[1])
+    others = [train(there, optimizers[1], *batch) for batch in staged]
+    np.testing.assert_array_equal(others, losses)
+
+
+def trained(model, optimizer, steps, seed=0):
+    staged = model.embeddings.staged(batches(steps, seed), optimizer)
+    return [float(train(model, optimizer, *batch)) for batch in staged]
+
+
+def test_a_new_optimizer_begins_with_a_new_state():
+    here, there = Model(), hosted()
+    for seed in range(2):
+        optimizers = [sj.Optimizer(m, RULES["rowwise_adagrad"]) for m in (here, there)]
+        losses = [float(train(here, optimizers[0], *b)) for b in batches(10, seed)]
+        assert trained(there, optimizers[1], 10, seed) == losses
+
+
+def test_tables_as_files_and_arrays(tmp_path):
+    here, there = Model(), hosted()
+    np.testing.assert_array_equal(rows_of(there, "item"), rows_of(here, "item"))
+    rows = np.random.default_rng(0).normal(size=(ROWS, 8)).astype(np.float32)
+    optimizers = [sj.Optimizer(m, RULES["sgd"]) for m in (here, there)]
+    first = trained(there, optimizers[1], 3)
+    assert first == [float(train(here, optimizers[0], *b)) for b in batches(3)]
+    for model in here, there:
+        model.embeddings.set_table("user", rows)
+    losses = [float(train(here, optimizers[0], *b)) for b in batches(10, 1)]
+    assert trained(there, optimizers[1], 10, 1) == losses
+    for name, model in {"here": here, "there": there}.items():
+        model.embeddings.save_table("user", tmp_path / f"{name}.npy")
+    files = [np.load(tmp_path / f"{name}.npy") for name in ("here", "there")]
+    np.testing.assert_array_equal(*files)
+    with pytest.raises(ValueError, match="'user' is in host memory: read it by"):
+        there.embeddings.table("user")
+
+
+def test_no_recompilation():
+    model = hosted()
+    optimizer = sj.Optimizer(model, RULES["sgd"])
+    trained(model, optimizer, 30)
+    enter: Any = host_rows._enter
+    before = enter._cache_size()
+    trained(model, optimizer, 30, seed=1)
+    assert enter._cache_size() == before
+
+
+def test_a_batch_whose_rows_have_left_reads_nan():
+    model = hosted()
+    optimizer = sj.Optimizer(model, RULES["sgd"])
+    (ids, _), *_ = model.embeddings.staged(batches(1), optimizer)
+    assert np.isfinite(model(ids)).all()
+    trained(model, optimizer, 10)
+    assert np.isnan(model(ids)).all()
+
+
+def test_errors():
+    model = hosted(device_rows=4)  # 256 slots, the least there are
+    optimizer = sj.Optimizer(model, RULES["sgd"])
+    ids, target = next(batches(1))
+    with pytest.raises(
+        ValueError, match="user, item are in host memory, and a batch nee"
+    ):
+        model(ids)
+    many = np.arange(300, dtype=np.int32)
+    large = {**dict.fromkeys(FEATURES, np.full(300, -1, np.int32)), "user": many}
+    with pytest.raises(
+        ValueError, match="ids of 300 rows of the tables user, item, but"
+    ):
+        next(model.embeddings.staged([large], optimizer))
+    # It can be cut.
+    halves = [
+        {n: v[part] for n, v in large.items()} for part in (slice(150), slice(150, 300))
+    ]
+    assert len([model(rows) for rows in model.embeddings.staged(halves)]) == 2
+    with pytest.raises(ValueError, match="'user'] 0 times, expected once"):
+        next(model.embeddings.staged([target], optimizer))
+    with pytest.raises(ValueError, match="'user'] 2 times, expected once"):
+        next(model.embeddings.staged([(ids, ids)], optimizer))
+    (rows,) = model.embeddings.staged([ids])
+    with pytest.raises(ValueError, match="on the devices already"):
+        next(model.embeddings.staged([rows]))
+    with pytest.raises(
+        ValueError, match="is a copy of one whose tables are in host mem"
+    ):
+        next(nnx.clone(model).embeddings.staged([ids]))
+    with pytest.raises(ValueError, match="of which this collection has none"):
+        next(Model().embeddings.staged([ids]))
+    with pytest.raises(ValueError, match="in host memory; there a row takes memory"):
+        sj.embeddings.add_ids(model, {"hour": 3})
+    drifting = sj.Optimizer(model, RULES["adam"])
+    with pytest.raises(ValueError, match="call flush outside of it"):
+        sj.jit(lambda model, optimizer: optimizer.flush(model))(model, drifting)
+
+
+def test_configurations():
+    assert TableConfig(1000, 8, host=True).device_rows == 200
+    assert TableConfig(1000, 8, host=True).placement == "rows"
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"device_rows": 5}, "give host=True, too"),
+        ({"host": True, "device_rows": 1001}, "more than the 1,000 rows"),
+        ({"host": True, "device_rows": 0}, "must be at least 1"),
+        ({"host": True, "placement": "table"}, "always divided"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            TableConfig(1000, 8, **options)
+    with pytest.raises(NotImplementedError, match="cannot be bfloat16"):
+        TableConfig(1000, 8, host=True, dtype=jnp.bfloat16)
+    with pytest.raises(ValueError, match="all rows of a dynamic table are on the dev"):
+        sj.embeddings.DynamicTableConfig(1000, 8, host=True)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_slots(devices):
+    rng = np.random.default_rng(0)
+    rows, slots = 80_000, 12_000
+    table = Slots(rows, slots, devices)
+    for step in range(60):
+        table.now += 1
+        wanted = np.unique(np.minimum(rng.zipf(1.2, 3000) - 1, rows - 1))
+        wanted = wanted * 7919 % rows  # over all devices
+        absent = np.unique(wanted[table.find(wanted) < 0])
+        before = table.row[table.used == step + 1].copy()
+        given = table.room_for(absent)
+        assert all(len(np.unique(s)) == len(r) for s, r in given)
+        table.give(given)
+        assert np.isin(before, table.row).all()  # rows of this step stay
+        found = table.find(wanted)
+        np.testing.assert_array_equal(table.row[found], wanted)
+        owner = wanted // (rows // devices)
+        np.testing.assert_array_equal(found // (slots // devices), owner)
+        there = np.flatnonzero(table.slot)
+        np.testing.assert_array_equal(table.row[table.slot[there] - 1], there)
+        assert len(there) == np.sum(table.row >= 0)
+    assert len(there) == slots  # in use to the last one
+    table.now += 1
+    with pytest.raises(NoRoomError) as caught:
+        table.room_for(np.setdiff1d(np.arange(rows), there)[: slots + 1])
+    assert caught.value.slots == slots // devices
