@@ -39,14 +39,14 @@ from sparsejax.optimizers.rules import Rule
 
 # The column of a kernel itself; others are the names of the optimizer's arrays.
 ROW = "row"
-# What is known of a row: its numbers, the state of the optimizer.
+# Flags of a row: its numbers are known, the state of the optimizer is.
 _NUMBERS, _STATE = 1, 2
 # Slots that are looked at together for one whose row can leave.
 _SLOTS = 4096
 # Rows that are made, or brought up to date, together.
 _BLOCK = 8192
-# Rows that a thread copies at a time.
-_COPIED = 2048
+# Rows that a thread copies at a time, and those whose slots it looks up.
+_COPIED, _LOOKED_UP = 2048, 2**16
 _LEAST_MOVED = 256
 
 Arrays = dict[str, np.ndarray]
@@ -96,10 +96,25 @@ class Slots:
         self._hand = [0] * devices
         self._passed = np.zeros((devices, -(-self._size // _SLOTS)), np.int32)
 
-    def find(self, rows: np.ndarray) -> np.ndarray:
-        """The slot of each row, from now on used; -1 if it has none."""
-        slots = self.slot[rows] - 1
-        self.used[slots[slots >= 0]] = self.now
+    def find(self, rows: np.ndarray, *, training: bool) -> np.ndarray:
+        """The slot of each row, from now on used; -1 if it has none.
+
+        Args:
+          rows: of the stack.
+          training: whether they will change.
+        """
+        slots = np.empty(len(rows), np.int32)
+
+        def look(part: slice) -> None:
+            mine = np.take(self.slot, rows[part], mode="clip") - 1
+            slots[part] = mine
+            if (mine < 0).any():
+                mine = mine[mine >= 0]
+            self.used[mine] = self.now
+            if training:
+                self.changed[mine] = True
+
+        _in_parts(len(rows), _LOOKED_UP, look)
         return slots
 
     def room_for(self, missing: np.ndarray) -> list[_Given]:
@@ -121,7 +136,7 @@ class Slots:
             given.append(_Given(slots, rows))
         return given
 
-    def give(self, given: list[_Given]) -> None:
+    def give(self, given: list[_Given], *, training: bool) -> None:
         """Takes slots from the rows that have them, and gives them to others."""
         for device, (slots, rows) in enumerate(given):
             slots = slots + device * self._size
@@ -129,7 +144,7 @@ class Slots:
             self.slot[before[before >= 0]] = 0
             self.slot[rows] = slots + 1
             self.row[slots], self.used[slots] = rows, self.now
-            self.changed[slots] = False
+            self.changed[slots] = training
             self._filled[device] += int(np.sum(before < 0))
 
     def clear(self) -> None:
@@ -264,14 +279,13 @@ class HostRows:
         with interrupts.uninterrupted():
             self._collect()
             self._slots.now += 1
-            found = self._slots.find(rows)
-            absent = found < 0
+            found = self._slots.find(rows, training=training)
+            absent = np.flatnonzero(found < 0)
             left = False
-            if absent.any():
-                left = self._bring(np.unique(rows[absent]))
-                found[absent] = self._slots.slot[rows[absent]] - 1
-            if training:
-                self._slots.changed[found] = True
+            if len(absent):
+                missing = rows[absent]
+                left = self._bring(np.unique(missing), training=training)
+                found[absent] = self._slots.slot[missing] - 1
         if not whole:
             slots = flat.copy()
             slots[real] = found
@@ -369,7 +383,7 @@ class HostRows:
             for first in range(0, len(rows), _BLOCK):
                 yield start + rows[first : first + _BLOCK]
 
-    def _bring(self, missing: np.ndarray) -> bool:
+    def _bring(self, missing: np.ndarray, *, training: bool) -> bool:
         """Gives rows slots. Returns whether others have lost theirs."""
         table = self._slots
         assert table is not None
@@ -409,7 +423,7 @@ class HostRows:
             return [after[name] for name in names], None
 
         inplace.overwrite(list(self._variables.values()), program)
-        table.give(given)
+        table.give(given, training=training)
         return left
 
     def _leave(self, given: list[_Given], rows: list[np.ndarray]) -> None:
@@ -466,12 +480,12 @@ def _threads() -> concurrent.futures.ThreadPoolExecutor:
     )
 
 
-def _in_parts(count: int, work: Callable[[slice], None]) -> None:
+def _in_parts(count: int, size: int, work: Callable[[slice], None]) -> None:
     """Calls `work` with parts of `count` rows, by several threads. NumPy copies without the GIL."""
-    if count <= _COPIED:
+    if count <= size:
         work(slice(0, count))
         return
-    parts = [slice(i, i + _COPIED) for i in range(0, count, _COPIED)]
+    parts = [slice(i, i + size) for i in range(0, count, size)]
     list(_threads().map(work, parts))
 
 
@@ -481,7 +495,7 @@ def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
     def copy(part: slice) -> None:
         np.take(array, rows[part], axis=0, out=found[part], mode="clip")
 
-    _in_parts(len(rows), copy)
+    _in_parts(len(rows), _COPIED, copy)
     return found
 
 
@@ -491,7 +505,7 @@ def _put(
     def copy(part: slice) -> None:
         array[rows[part]] = values[places[part]]
 
-    _in_parts(len(rows), copy)
+    _in_parts(len(rows), _COPIED, copy)
 
 
 def _on_devices(tree: Any) -> Any:

@@ -258,13 +258,13 @@ def test_slots(devices):
         table.now += 1
         wanted = np.unique(np.minimum(rng.zipf(1.2, 3000) - 1, rows - 1))
         wanted = wanted * 7919 % rows  # over all devices
-        absent = np.unique(wanted[table.find(wanted) < 0])
+        absent = np.unique(wanted[table.find(wanted, training=True) < 0])
         before = table.row[table.used == step + 1].copy()
         given = table.room_for(absent)
         assert all(len(np.unique(s)) == len(r) for s, r in given)
-        table.give(given)
+        table.give(given, training=True)
         assert np.isin(before, table.row).all()  # rows of this step stay
-        found = table.find(wanted)
+        found = table.find(wanted, training=False)
         np.testing.assert_array_equal(table.row[found], wanted)
         owner = wanted // (rows // devices)
         np.testing.assert_array_equal(found // (slots // devices), owner)

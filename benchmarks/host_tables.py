@@ -1,0 +1,183 @@
+"""How long a step takes whose tables are in host memory, and how fast rows move.
+
+    python benchmarks/host_tables.py step --gigabytes 64 --share .2
+    python benchmarks/host_tables.py step --gigabytes 32 --share .2 --compare
+    python benchmarks/host_tables.py copies
+
+`step` trains a table of so many gigabytes, of which the device has a share, on batches of 65,536
+examples of 26 ids, by their rank with a power law of 1.05. With `--compare` also the same
+table on the device. Batches are made and packed before. `copies` times copies between host and device.
+"""
+
+import argparse
+import json
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.embeddings import FeatureConfig, TableConfig
+
+POWER = 1.05
+
+
+class Sums(nnx.Module):
+    """Tables, and little else: the loss is a mean over their numbers."""
+
+    def __init__(self, table, features):
+        config = FeatureConfig("ids", combiner=None, length=features)
+        self.embeddings = sj.embeddings.EmbeddingCollection(
+            {"ids": table}, {"ids": config}, rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, ids):
+        return jnp.mean(jnp.tanh(self.embeddings.concat(ids)))
+
+
+@sj.jit
+def train(model, optimizer, ids):
+    loss, grads = optimizer.value_and_grad(lambda model: model(ids))(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def ids_of(rng, rows, shape):
+    """Ids whose probability falls with the power of their number, from 1."""
+    u = rng.random(shape, np.float32).astype(np.float64)
+    ids = (1 + u * ((rows + 1) ** (1 - POWER) - 1)) ** (1 / (1 - POWER))
+    return np.minimum(ids.astype(np.int64) - 1, rows - 1).astype(np.int32)
+
+
+def per_step(batches, step):
+    start, losses = time.perf_counter(), []
+    for ids in batches:
+        losses.append(step(ids))
+    jax.block_until_ready(losses)
+    return (time.perf_counter() - start) / len(losses)
+
+
+def measured(table, args, batches):
+    """Seconds of a step, by the batches once they have been seen, and what was moved."""
+    model = Sums(table, args.features)
+    optimizer = sj.Optimizer(model, sj.optimizers.get(args.rule, learning_rate=0.01))
+    packed = [model.embeddings.pack({"ids": ids}) for ids in batches]
+    warm, timed = packed[: -args.steps], packed[-args.steps :]
+    if not table.host:
+        step = lambda ids: train(model, optimizer, ids)
+        per_step(timed[:3], step)
+        return {"ms": 1e3 * min(per_step(timed, step) for _ in range(2))}
+    step = lambda ids: train(model, optimizer, ids)
+    staged = model.embeddings.staged
+    for batch in warm:
+        per_step(staged([batch], optimizer), step)
+    (kernel,) = model.embeddings.kernels.values()
+    host = kernel.get_metadata()["host"]
+    before = host.bytes_moved
+    seconds = per_step(staged(timed, optimizer), step)
+    moved = (host.bytes_moved - before) / len(timed)
+    alone = []
+    for batch in timed[:3]:  # without the device's step beside it
+        start = time.perf_counter()
+        list(staged([batch], optimizer))
+        jax.block_until_ready(nnx.state((model, optimizer)))
+        alone.append(time.perf_counter() - start)
+    return {
+        "ms": 1e3 * seconds,
+        "MB a step": moved / 1e6,
+        "GB/s": moved / 1e9 / seconds,
+        "ms of a batch that was seen": 1e3 * min(alone),
+    }
+
+
+def step(args):
+    rows = int(args.gigabytes * 1e9 / (4 * args.dim))
+    rng = np.random.default_rng(0)
+    count = args.warm + args.steps
+    shape = (args.batch, args.features)
+    batches = [ids_of(rng, rows, shape) for _ in range(count)]
+    found: dict[str, Any] = {
+        "rows": rows,
+        "gigabytes": args.gigabytes,
+        "share": args.share,
+    }
+    table = TableConfig(rows, args.dim, host=True, device_rows=int(rows * args.share))
+    found["host"] = measured(table, args, batches)
+    print(found, flush=True)
+    if args.compare:
+        table = TableConfig(rows, args.dim, placement="rows")
+        found["device"] = measured(table, args, batches)
+        found["ratio"] = found["device"]["ms"] / found["host"]["ms"]
+    return found
+
+
+def copies(args):
+    """Gigabytes a second."""
+    array = np.ones(2**26, np.float32)
+    device = jax.devices()[0]
+    found: dict[str, Any] = {}
+
+    def seconds(call):
+        call()
+        times = []
+        for _ in range(5):
+            start = time.perf_counter()
+            call()
+            times.append(time.perf_counter() - start)
+        return min(times)
+
+    on_device = jax.block_until_ready(jnp.asarray(array))
+    kinds = [memory.kind for memory in device.addressable_memories()]
+    found["memories"] = kinds
+    size = array.nbytes / 1e9
+    found["host to device"] = size / seconds(
+        lambda: jax.block_until_ready(jax.device_put(array, device))
+    )
+    twice = jax.jit(lambda x: x + 1)
+    each = seconds(lambda: jax.block_until_ready(twice(on_device)))
+    found["device to host"] = size / (
+        seconds(lambda: np.asarray(twice(on_device))) - each
+    )
+    if "pinned_host" in kinds:
+        pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
+        here = jax.sharding.SingleDeviceSharding(device)
+        held = jax.block_until_ready(jax.device_put(on_device, pinned))
+        found["pinned to device"] = size / seconds(
+            lambda: jax.block_until_ready(jax.device_put(held, here))
+        )
+        found["device to pinned"] = size / seconds(
+            lambda: jax.block_until_ready(jax.device_put(on_device, pinned))
+        )
+        found["host to pinned"] = size / seconds(
+            lambda: jax.block_until_ready(jax.device_put(array, pinned))
+        )
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("part", choices=("step", "copies"))
+    parser.add_argument("--gigabytes", type=float, default=64)
+    parser.add_argument("--share", type=float, default=0.2)
+    parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--batch", type=int, default=65_536)
+    parser.add_argument("--features", type=int, default=26)
+    parser.add_argument("--warm", type=int, default=100, help="steps before")
+    parser.add_argument("--steps", type=int, default=20, help="steps that are timed")
+    parser.add_argument("--rule", default="rowwise_adagrad")
+    parser.add_argument("--compare", action="store_true")
+    parser.add_argument("--output", help="a JSON file")
+    args = parser.parse_args()
+    found = {"device": jax.devices()[0].device_kind}
+    found |= {"step": step, "copies": copies}[args.part](args)
+    print(json.dumps(found, indent=1))
+    if args.output:
+        with open(args.output, "w") as file:
+            json.dump(found, file, indent=1)
+
+
+if __name__ == "__main__":
+    main()
