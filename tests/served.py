@@ -70,10 +70,12 @@ class Client:
         status, _, body = self.ask("GET", path)
         return status, json.loads(body)
 
-    def infer(self, *inputs: dict, **request: Any) -> tuple[int, Any]:
+    def infer(
+        self, *inputs: dict, model: str = "films", **request: Any
+    ) -> tuple[int, Any]:
         """Status of an answer and its outputs by name, or its error."""
         body = json.dumps({"inputs": inputs, **request}).encode()
-        status, _, answer = self.ask("POST", "/v2/models/films/infer", body)
+        status, _, answer = self.ask("POST", f"/v2/models/{model}/infer", body)
         found = json.loads(answer)
         if status != 200:
             return status, found["error"]

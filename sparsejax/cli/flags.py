@@ -894,6 +894,10 @@ class Serve:
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
       keep: Versions before the one that serves which still answer, in memory, who names them.
+      similar: Serve a second model, called similar: items like given items.
+      admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
+        load the newest version in the folder, and unload it. Off by default; the host is
+        127.0.0.1 unless it is given.
       grace: Seconds after SIGTERM in which the process ends.
       compilation: How programs for the device are compiled.
     """
@@ -914,6 +918,8 @@ class Serve:
     max_wait: float = 0.0
     watch: Annotated[float | None, _value("FLOAT", "")] = None
     keep: int = 0
+    similar: bool = False
+    admin: Annotated[str | None, _value("[HOST:]PORT", "")] = None
     grace: float = 30.0
     compilation: Compilation = Compilation()
 

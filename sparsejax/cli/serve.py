@@ -39,6 +39,16 @@ def export_triton(command: flags.ExportTriton) -> None:
     )
 
 
+def _admin_of(text: str) -> tuple[str, int]:
+    """Host and port of `--admin`."""
+    host, _, port = text.rpartition(":")
+    if not (port.isascii() and port.isdigit() and int(port) < 2**16):
+        raise ValueError(
+            f"--admin is a port, or host and port like 10.0.0.5:8001, got {text!r}"
+        )
+    return host.removeprefix("[").removesuffix("]") or "127.0.0.1", int(port)
+
+
 def serve(command: flags.Serve) -> None:
     """`sparsejax serve`."""
     with _extra("serve"):
@@ -59,10 +69,17 @@ def serve(command: flags.Serve) -> None:
             "--watch is a positive number of seconds, for a folder of versions like "
             "models/films with models/films/3/model.predictor"
         )
-    if command.keep < 0 or (command.keep and command.watch is None):
+    is_fixed = command.watch is None and command.admin is None
+    if command.keep < 0 or (command.keep and is_fixed):
         raise ValueError(
-            "--keep is 0 or more, and goes with --watch, which lets newer versions serve; "
-            f"got {command.keep}"
+            "--keep is 0 or more, and goes with --watch or --admin, which let newer versions "
+            f"serve; got {command.keep}"
+        )
+    admin = None if command.admin is None else _admin_of(command.admin)
+    if admin is not None and not is_folder:
+        raise ValueError(
+            "--admin is for a folder of versions like models/films with "
+            "models/films/3/model.predictor"
         )
     shapes = tuple(map(Shape.parse, command.shapes))
     path = pathlib.PurePath(
@@ -74,11 +91,17 @@ def serve(command: flags.Serve) -> None:
         grpc_port=command.grpc_port,
         tls_cert=None if command.tls_cert is None else str(command.tls_cert),
         tls_key=None if command.tls_key is None else str(command.tls_key),
+        admin=admin,
     )
     server.run(
         command.model,
         command.name or (path.name if is_folder else path.stem),
-        Settings(shapes=shapes, max_wait=command.max_wait, keep=command.keep),
+        Settings(
+            shapes=shapes,
+            max_wait=command.max_wait,
+            keep=command.keep,
+            similar=command.similar,
+        ),
         address,
         grace=command.grace,
         watch=command.watch,

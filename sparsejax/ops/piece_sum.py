@@ -39,7 +39,7 @@ _SMALLEST, _LARGEST = 4, 32
 # Nodes that a node of level 2, of level 3, and of each further level adds. Half as many
 # nodes as level 1 has may be of level 2, so these add few.
 _FAN_IN = 8, 32, 64
-# Of `by_steps`: entries of a row in a step, as many as a row usually has. Few rows have more,
+# Entries of a row in a step of `by_steps`: as many as a row usually has. Few rows have more,
 # so that one long row is one step; very many rows have fewer.
 _STEP, _LEAST_STEP = 64, 8
 _LEAST_TERMS, _MOST_TERMS = 2**10, 2**16

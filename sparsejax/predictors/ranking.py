@@ -25,7 +25,7 @@ from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_deni
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors.new_items import TAGS
-from sparsejax.predictors.runtime import Programs, Rows, room_for
+from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import (
     LABEL,
     Signature,
@@ -309,6 +309,18 @@ class Items:
             matrix = self._without(self._matrix_of(self._known_of(only)), matrix)
         unknown = np.diff(asked.indptr) - np.diff(known.indptr)
         return [*self._matrices(shown), matrix], unknown
+
+    def rows_of_items(self, names: Sequence[str]) -> tuple[list[Rows], np.ndarray]:
+        """Items by name as `similar_programs` takes them; and which of them are unknown.
+
+        In place of an unknown one is the first item.
+        """
+        found = [*map(self._columns.get, names, itertools.repeat(-1))]
+        numbers = np.array(found, np.int32)
+        unknown = numbers < 0
+        numbers = np.where(unknown, 0, numbers)
+        own = Entries(None, numbers, np.arange(len(numbers) + 1))
+        return [numbers, own], unknown
 
     def _item_names(self) -> Names:
         if self.items is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import orjson
@@ -17,6 +17,7 @@ from starlette.routing import Route
 from sparsejax.serving import logs, metrics, protocol
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service
+from sparsejax.serving.versions import Versions
 
 _HEADER = "Inference-Header-Content-Length"
 # Envoy, and so Istio and KServe, say in it how long the client waits.
@@ -42,8 +43,7 @@ def app(service: Service) -> Starlette:
         return _json(service.about_model(_version(service, request)))
 
     async def model_ready(request: Request) -> Response:
-        _version(service, request)
-        facts = {"name": service.name, "ready": service.is_ready}
+        facts = {"name": _version(service, request).model, "ready": service.is_ready}
         return _json(facts, 200 if service.is_ready else 503)
 
     async def numbers(request: Request) -> Response:
@@ -63,11 +63,67 @@ def app(service: Service) -> Starlette:
             *(Route(f"{path}/ready", model_ready) for path in models),
             *(Route(f"{path}/infer", infer, methods=["POST"]) for path in models),
         ],
-        exception_handlers={
-            HTTPException: _no_route,
-            RefusedError: _refused,
-        },
+        exception_handlers=_HANDLERS,
     )
+
+
+def admin(service: Service, versions: Versions) -> Starlette:
+    """The application that changes which version serves: the protocol's repository extension.
+
+    It is for an address of its own, which only the operator reaches.
+    """
+
+    async def index(request: Request) -> Response:
+        asked = await _document(request, service, ["ready"])
+        found = await asyncio.to_thread(versions.index)
+        only = asked.get("ready", False)
+        if not isinstance(only, bool):
+            raise RefusedError(422, f"ready must be true or false, got {only!r:.40}")
+        kept = [each for each in found if each["state"] == "READY" or not only]
+        return _json(kept)
+
+    async def load(request: Request) -> Response:
+        await _document(request, service, [])
+        service.check_name(request.path_params["model"])
+        await versions.load()
+        return _json({})
+
+    async def unload(request: Request) -> Response:
+        await _document(request, service, [])
+        service.check_name(request.path_params["model"])
+        await versions.unload()
+        return _json({})
+
+    model = "/v2/repository/models/{model}"
+    return Starlette(
+        routes=[
+            Route("/v2/repository/index", index, methods=["POST"]),
+            Route(f"{model}/load", load, methods=["POST"]),
+            Route(f"{model}/unload", unload, methods=["POST"]),
+        ],
+        exception_handlers=_HANDLERS,
+    )
+
+
+async def _document(
+    request: Request, service: Service, known: Sequence[str]
+) -> dict[str, Any]:
+    """The JSON object of a request, which may be empty.
+
+    Raises:
+      RefusedError: it is something else, or has other fields.
+    """
+    body = await _body(request, service)
+    try:
+        found = orjson.loads(body or b"{}")
+    except orjson.JSONDecodeError as error:
+        raise RefusedError(400, f"the request must be JSON in UTF-8: {error}") from None
+    if not isinstance(found, dict):
+        raise RefusedError(422, f"the request must be an object, got {found!r:.40}")
+    if unknown := [name for name in found if name not in known]:
+        shown = ", ".join(known) or "none"
+        raise RefusedError(422, f"unknown field {unknown[0]!r:.80}; known are: {shown}")
+    return found
 
 
 def _json(document: Any, status: int = 200, headers: Any = None) -> Response:
@@ -100,8 +156,13 @@ async def _no_route(request: Request, error: Exception) -> Response:
     if error.status_code == 404:
         text = "unknown path; the paths of the protocol begin with /v2"
     elif error.status_code == 405:
-        text = f"{request.method} is not for this path; /infer takes POST, others GET"
+        methods = (error.headers or {}).get("Allow", "others").split(", ")
+        allowed = ", ".join(sorted(methods))
+        text = f"{request.method} is not for this path, which takes {allowed}"
     return _json({"error": text}, error.status_code, error.headers)
+
+
+_HANDLERS = {HTTPException: _no_route, RefusedError: _refused}
 
 
 async def _counted(
@@ -154,7 +215,7 @@ async def _infer(service: Service, request: Request) -> tuple[Response, int]:
     outputs, rows, version = await _unless_gone(
         request, service.predict(model, number, asked, seconds=seconds)
     )
-    content, json_bytes = protocol.write(asked, service.name, version, outputs)
+    content, json_bytes = protocol.write(asked, version.model, version.name, outputs)
     response = Response(content, media_type="application/json")
     if json_bytes is not None:
         response.headers["content-type"] = "application/octet-stream"

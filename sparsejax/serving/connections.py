@@ -7,21 +7,30 @@ from typing import Any
 
 import orjson
 import uvicorn
+from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from sparsejax.serving.app import app
 from sparsejax.serving.service import Service
 
 
-def configured(service: Service, **options: Any) -> uvicorn.Config:
-    """The settings of uvicorn for a service, with further ones."""
+def configured(
+    service: Service, application: Starlette | None = None, **options: Any
+) -> uvicorn.Config:
+    """The settings of uvicorn for a service, with further ones.
+
+    Args:
+      service: whose limits connections have.
+      application: that answers; by default `app` of the service.
+      options: further settings.
+    """
     seconds = service.settings.body_seconds
 
     class Connection(_Connection):
         patience = seconds
 
     return uvicorn.Config(
-        app(service),
+        application or app(service),
         http=Connection,
         lifespan="off",
         log_config=None,

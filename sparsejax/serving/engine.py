@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from sparsejax.predictors.predictor import Predictor
-from sparsejax.predictors.runtime import Entries, Rows, sizes_for
+from sparsejax.predictors.runtime import Entries, Programs, Rows, sizes_for
 from sparsejax.sparse import CSR, host_rows
 
 # By default: programs of no more rows on a CPU, which takes 17 ms for them, and one for a
@@ -93,7 +93,11 @@ class Engine:
     """
 
     def __init__(
-        self, predictor: Predictor, shapes: Iterable[Shape] = (), *, only: bool = False
+        self,
+        predictor: Predictor,
+        shapes: Iterable[Shape] = (),
+        *,
+        programs: Programs | None = None,
     ):
         """Compiles and runs each shape once.
 
@@ -101,8 +105,8 @@ class Engine:
           predictor: what is served.
           shapes: by default those for rows of usual length, on a CPU for up to 64 of them,
             and one for a single row of 1,024 entries.
-          only: rank the items of a row's last input alone, see `Programs.only`. Of the shapes
-            those with the fewest rows are compiled, and the smallest with the most entries.
+          programs: other ones than those for all items. Of the shapes those with the fewest
+            rows are compiled, and the smallest with the most entries.
 
         Raises:
           ValueError: the predictor has no program of so many rows, or gives NaN for an empty
@@ -111,8 +115,8 @@ class Engine:
         self.predictor = predictor
         self._programs = predictor.model.programs
         self.shapes = tuple(sorted({*shapes} or self._default_shapes()))
-        if only:
-            self._programs, least = self._programs.only, self.shapes[0].rows
+        if programs is not None:
+            self._programs, least = programs, self.shapes[0].rows
             # No request is refused that another shape has room for.
             widest = max(self.shapes, key=lambda each: (each.entries, -each.rows))
             kept = (

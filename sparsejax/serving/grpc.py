@@ -203,7 +203,7 @@ class _Answers:
             outputs, rows, version = await service.predict(
                 model, number, asked, seconds=seconds
             )
-            answer = write(asked, service.name, version, outputs)
+            answer = write(asked, version.model, version.name, outputs)
         except RefusedError as error:
             refused = error
         except Exception as error:  # noqa: BLE001 - a bug, which the log has

@@ -86,10 +86,11 @@ class Metrics:
         """Counts a version that was loaded, or could not be."""
         self._reloads.labels(result).inc()
 
-    def serving(self, model: str, version: str) -> None:
+    def serving(self, model: str, version: str | None) -> None:
         """States the version that serves."""
         self._model.clear()
-        self._model.labels(model, version).set(1)
+        if version is not None:
+            self._model.labels(model, version).set(1)
 
     def text(self) -> bytes:
         """All numbers in Prometheus' form."""

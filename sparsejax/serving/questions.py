@@ -7,6 +7,7 @@ Inputs and outputs by names, for each kind of predictor::
                         values FP32, of items; times FP64, of histories: as items are
                         exclude BYTES, as items are, with exclude_lengths
                         candidates BYTES, the only items that are ranked, also so
+    similar             items BYTES [n]: a row for each of them
     clicks              a tensor [n] for each column of the schema
 """
 
@@ -117,10 +118,54 @@ def _check_type(tensor: Tensor, known: set[str], shown: str) -> None:
         )
 
 
-class Lists:
-    """Predictors of items and of histories: lists of names."""
+class _Ranked:
+    """Answers with the best items of each row, by name."""
 
     takes_missing: ClassVar[bool] = False
+
+    def __init__(self, predictor: Predictor, names: Vocabulary | None = None):
+        self._predictor, self._model = predictor, predictor.model
+        kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
+        kinds["unknown"] = "INT32"
+        self.outputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
+        self.names = Vocabulary(predictor.items) if names is None else names
+
+    def _k(self, asked: Asked) -> int:
+        """How many items a request wants for each row."""
+        k = asked.parameters.get("k", self._predictor.k)
+        if type(k) is not int or not 1 <= k <= self._predictor.k:
+            raise RefusedError(
+                422,
+                f"k must be a whole number from 1 to {self._predictor.k}, the most that "
+                f"this model was exported for, got {k!r:.40}",
+            )
+        return k
+
+    def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
+        """The outputs by their names."""
+        ids, scores = (array[:, : question.k] for array in answer)
+        is_item = ids >= 0
+        lengths = is_item.sum(axis=1, dtype=np.int32)
+        if question.padded:
+            shape = ids.shape
+            scores = np.where(is_item, scores, _NO_SCORE).ravel()
+            ids = ids.ravel()
+        else:
+            scores, ids = scores[is_item], ids[is_item]
+            shape = scores.shape
+        assert question.unknown is not None
+        unknown = question.unknown.astype(np.int32)
+        found = [
+            Tensor("items", "BYTES", shape, Chosen(self.names, ids)),
+            Tensor("scores", "FP32", shape, scores),
+            Tensor("lengths", "INT32", lengths.shape, lengths),
+            Tensor("unknown", "INT32", unknown.shape, unknown),
+        ]
+        return {tensor.name: tensor for tensor in found}
+
+
+class Lists(_Ranked):
+    """Predictors of items and of histories: lists of names."""
 
     def __init__(self, predictor: Predictor):
         """Looks whether the predictor can be asked by names.
@@ -128,9 +173,9 @@ class Lists:
         Raises:
           ValueError: it cannot.
         """
-        self._predictor, self._model = predictor, predictor.model
-        times = [[]] if self._model.reads_times else None
-        self._model.rows_of_names([[]], times=times)
+        times = [[]] if predictor.model.reads_times else None
+        predictor.model.rows_of_names([[]], times=times)
+        super().__init__(predictor)
         self._beside = {"items": "values", "histories": "times"}[
             predictor.signature.kind
         ]
@@ -145,10 +190,6 @@ class Lists:
         for name in self._lists:
             kinds |= {name: "BYTES", f"{name}_lengths": "INT32"}
         self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
-        kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
-        kinds["unknown"] = "INT32"
-        self.outputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
-        self._names = Vocabulary(predictor.items)
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""
@@ -178,13 +219,7 @@ class Lists:
             elif f"{name}_lengths" in tensors:
                 raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
         only = options.pop("candidates", None)
-        k = asked.parameters.get("k", self._predictor.k)
-        if type(k) is not int or not 1 <= k <= self._predictor.k:
-            raise RefusedError(
-                422,
-                f"k must be a whole number from 1 to {self._predictor.k}, the most that "
-                f"this model was exported for, got {k!r:.40}",
-            )
+        k = self._k(asked)
         seen = asked.parameters.get("exclude_seen", True)
         if not isinstance(seen, bool):
             raise RefusedError(
@@ -201,27 +236,30 @@ class Lists:
             given, len(indptr) - 1, unknown, k, padded, only=only is not None
         )
 
+
+class Similar(_Ranked):
+    """Items like given items, which are asked by name: a row for each."""
+
+    inputs: ClassVar[list[Tensor]] = [Tensor("items", "BYTES", (-1,), None)]
+
+    def question(self, asked: Asked, limits: Limits) -> Question:
+        """The rows of a request."""
+        _check_known(asked.tensors, ["items"], "input")
+        _check_known(asked.parameters, ["k", "timeout"], "parameter")
+        items = asked.tensors.get("items")
+        if items is None or len(items.shape) != 1:
+            raise RefusedError(422, "expected the input 'items': BYTES, [n] names")
+        _check_type(items, {"BYTES"}, "BYTES")
+        _check_rows(len(items.data), limits)
+        given, unknown = self._model.rows_of_items(items.data)
+        return Question(given, len(items.data), unknown, self._k(asked))
+
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """The outputs by their names."""
-        ids, scores = (array[:, : question.k] for array in answer)
-        is_item = ids >= 0
-        lengths = is_item.sum(axis=1, dtype=np.int32)
-        if question.padded:
-            shape = ids.shape
-            scores = np.where(is_item, scores, _NO_SCORE).ravel()
-            ids = ids.ravel()
-        else:
-            scores, ids = scores[is_item], ids[is_item]
-            shape = scores.shape
+        """The outputs by their names. An unknown item has no items like it."""
+        ids, scores = answer
         assert question.unknown is not None
-        unknown = question.unknown.astype(np.int32)
-        found = [
-            Tensor("items", "BYTES", shape, Chosen(self._names, ids)),
-            Tensor("scores", "FP32", shape, scores),
-            Tensor("lengths", "INT32", lengths.shape, lengths),
-            Tensor("unknown", "INT32", unknown.shape, unknown),
-        ]
-        return {tensor.name: tensor for tensor in found}
+        ids = np.where(question.unknown[:, None], -1, ids)
+        return super().tensors(question, [ids, scores])
 
 
 def _beside(

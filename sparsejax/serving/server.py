@@ -19,6 +19,7 @@ import grpc
 import uvicorn
 import uvloop
 
+from sparsejax.serving import app
 from sparsejax.serving import grpc as over_grpc
 from sparsejax.serving.connections import configured
 from sparsejax.serving.logs import log
@@ -41,6 +42,7 @@ class Address:
       grpc_port: of gRPC, which is off if it is None.
       tls_cert: file of the certificates, or None.
       tls_key: file of its key, or None.
+      admin: host and port of the repository extension, which is off if it is None.
     """
 
     host: str = "127.0.0.1"
@@ -48,6 +50,7 @@ class Address:
     grpc_port: int | None = None
     tls_cert: str | None = None
     tls_key: str | None = None
+    admin: tuple[str, int] | None = None
 
 
 class _Server(uvicorn.Server):
@@ -103,7 +106,7 @@ async def _serve(
         timeout_graceful_shutdown=max(1, int(grace / 2)),
     )
     server = _Server(config)
-    listening = _listening(at)
+    listening = _listening(at.host, at.port)
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     told: list[signal.Signals] = []
 
@@ -123,10 +126,17 @@ async def _serve(
         remote = over_grpc.server(service)
         ports["grpc_port"] = _bound(remote, at)
         await remote.start()
+    versions = Versions(service, path) if os.path.isdir(path) else None
+    administering = None
+    if at.admin is not None:
+        assert versions is not None  # else it was refused
+        bound = _listening(*at.admin)
+        ports["admin_port"] = bound.getsockname()[1]
+        admin = _Server(configured(service, app.admin(service, versions)))
+        administering = asyncio.ensure_future(admin.serve(sockets=[bound]))
     log("listening", host=at.host, model=name, **ports)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     # The health of the process is answered while the model is loaded and compiled.
-    versions = Versions(service, path) if os.path.isdir(path) else None
     load = functools.partial(service.load, path) if versions is None else versions.first
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     watching = None
@@ -148,6 +158,9 @@ async def _serve(
     finally:
         if watching is not None:
             watching.cancel()
+        if administering is not None:
+            admin.should_exit = True
+            await asyncio.wait({administering})
         server.should_exit = True
         if remote is not None:
             await remote.stop(grace / 2)
@@ -159,16 +172,16 @@ async def _serve(
     log("ended", model=name)
 
 
-def _listening(at: Address) -> socket.socket:
+def _listening(host: str, port: int) -> socket.socket:
     """The port. A taken one is an error before anything is loaded."""
     try:
         (family, *_, where), *_ = socket.getaddrinfo(
-            at.host, at.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
         listening = socket.create_server(where[:2], family=family, backlog=2048)
     except OSError as error:
         raise OSError(
-            error.errno, f"cannot listen: {error.strerror}", f"{at.host}:{at.port}"
+            error.errno, f"cannot listen: {error.strerror}", f"{host}:{port}"
         ) from None
     listening.setblocking(False)
     return listening

@@ -11,6 +11,8 @@ from typing import Any, NamedTuple
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
+from sparsejax.predictors.runtime import Programs
+from sparsejax.predictors.similar import similar_programs
 from sparsejax.serving.batcher import (
     Batcher,
     BusyError,
@@ -21,9 +23,10 @@ from sparsejax.serving.batcher import (
 from sparsejax.serving.engine import Engine, Shape, TooLargeError
 from sparsejax.serving.metrics import Metrics
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor, wanted
-from sparsejax.serving.questions import Form, form_of
+from sparsejax.serving.questions import Form, Lists, Similar, form_of
 
 NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
+SIMILAR = "similar"  # the name of the second model
 # The device is given up after so many batches in a row that it could not run.
 _FAILURES = 3
 
@@ -41,6 +44,7 @@ class Settings:
       body_seconds: for a client to send the head of a request, and for its body.
       limits: of a request.
       keep: versions before the one that serves, which answer who names them.
+      similar: whether there is a second model, `similar`: items like given items.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -51,6 +55,7 @@ class Settings:
     body_seconds: float = 10.0
     limits: Limits = dataclasses.field(default_factory=Limits)
     keep: int = 0
+    similar: bool = False
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -58,16 +63,20 @@ class Version:
     """A predictor that answers.
 
     Attributes:
+      model: its name.
       name: of the version.
       form: of its requests.
       batcher: of requests for the best of all items, or of clicks.
       of_candidates: of requests that name the items to rank; None if there are none such.
+      similar: the version of the second model; None if there is none.
     """
 
+    model: str
     name: str
     form: Form
     batcher: Batcher
-    of_candidates: Batcher | None
+    of_candidates: Batcher | None = None
+    similar: Version | None = None
 
     @property
     def failures(self) -> int:
@@ -77,16 +86,17 @@ class Version:
     def close(self) -> None:
         """Returns when the requests that it has are answered; it takes no others."""
         self.batcher.close()
-        if self.of_candidates is not None:
-            self.of_candidates.close()
+        for other in (self.of_candidates, self.similar):
+            if other is not None:
+                other.close()
 
 
 class Answered(NamedTuple):
-    """An answer: the outputs that were wanted, its number of rows, and the version's name."""
+    """An answer: the outputs that were wanted, its number of rows, and the version."""
 
     outputs: list[Tensor]
     rows: int
-    version: str
+    version: Version
 
 
 class Service:
@@ -100,6 +110,15 @@ class Service:
     """
 
     def __init__(self, name: str, settings: Settings):
+        """Makes a service that has no version yet.
+
+        Raises:
+          ValueError: two models have one name.
+        """
+        if settings.similar and name == SIMILAR:
+            raise ValueError(
+                f"{SIMILAR!r} is the name of the second model; choose another name for this one"
+            )
         self.name, self.settings, self.metrics = name, settings, Metrics()
         self.draining = False
         self._version: Version | None = None
@@ -112,25 +131,35 @@ class Service:
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it is no predictor, or it cannot be asked by names.
+          ValueError: it is no predictor, it cannot be asked by names, or it has no vectors of
+            items where `similar` needs them.
         """
         predictor = load_predictor(path)
-        form, shapes = form_of(predictor), self.settings.shapes
-        engines = [Engine(predictor, shapes)]
-        if predictor.signature.layer is not None:
-            engines.append(Engine(predictor, shapes, only=True))
-        failures = Failures()
-        batchers = [
-            Batcher(
-                engine,
+        form, failures = form_of(predictor), Failures()
+        layer, own = predictor.signature.layer, predictor.model.programs
+        if self.settings.similar and layer is None:
+            raise ValueError(
+                f"the model {SIMILAR!r} needs vectors of items, which this predictor does not "
+                "have apart; export it again with this release, or serve without it"
+            )
+
+        def batcher(programs: Programs | None = None) -> Batcher:
+            return Batcher(
+                Engine(predictor, self.settings.shapes, programs=programs),
                 failures=failures,
                 max_wait=self.settings.max_wait,
                 max_rows=self.settings.max_rows,
                 observe=self.metrics.batch,
             )
-            for engine in engines
-        ]
-        return Version(name, form, *batchers, *[None] * (2 - len(batchers)))
+
+        similar = None
+        if self.settings.similar:
+            assert isinstance(form, Lists)  # of clicks there is no layer
+            programs = similar_programs(predictor.signature, own)
+            like = Similar(predictor, form.names)
+            similar = Version(SIMILAR, name, like, batcher(programs))
+        candidates = None if layer is None else batcher(own.only)
+        return Version(self.name, name, form, batcher(), candidates, similar)
 
     def swap(self, version: Version) -> list[Version]:
         """Lets a version answer from now on, and gives those that do not any more.
@@ -154,6 +183,12 @@ class Service:
         gone = [each for each in self._older if each in versions]
         self._older = [each for each in self._older if each not in gone]
         return gone
+
+    def unload(self) -> list[Version]:
+        """Lets no version answer, and gives those that did; see `swap` for who closes them."""
+        before, self._version, self._older = self._versions, None, []
+        self.metrics.serving(self.name, None)
+        return before
 
     def load(self, path: str | os.PathLike[str], name: str = "1") -> None:
         """Lets a predictor answer that is the first one; see `made`."""
@@ -187,23 +222,27 @@ class Service:
         """Whether requests are answered, and further ones should come."""
         return self._version is not None and not self.draining and self.is_live
 
+    def check_name(self, model: str) -> None:
+        """Raises RefusedError unless this is a model of the service."""
+        known = [self.name, *[SIMILAR] * self.settings.similar]
+        if model not in known:
+            shown = " and ".join(map(repr, known))
+            raise RefusedError(
+                404, f"unknown model {model!r:.80}; this service has {shown}"
+            )
+
     def version(self, model: str, number: str | None) -> Version:
         """The version of a model that answers.
 
         Raises:
           RefusedError: there is none.
         """
-        if model != self.name:
-            raise RefusedError(
-                404, f"unknown model {model!r:.80}; this service has {self.name!r}"
-            )
+        self.check_name(model)
         if self._version is None:
-            raise RefusedError(503, "the model is being loaded", retry_after=1)
-        if number is None:
-            return self._version
+            raise RefusedError(503, "the model is not loaded", retry_after=1)
         for version in self._versions:
-            if version.name == number:
-                return version
+            if number in (None, version.name):
+                return version if model == self.name else version.similar or version
         known = ", ".join(repr(each.name) for each in self._versions)
         raise RefusedError(
             404,
@@ -219,7 +258,7 @@ class Service:
         """The metadata of a model, as the protocol states them."""
         both = {"inputs": version.form.inputs, "outputs": version.form.outputs}
         return {
-            "name": self.name,
+            "name": version.model,
             "versions": [each.name for each in self._versions],
             "platform": NAME,
             **{
@@ -284,7 +323,7 @@ class Service:
                 504, "the request was not answered within its time; ask for fewer rows"
             ) from None
         found = wanted(asked, version.form.tensors(question, answer))
-        return Answered(found, question.num_rows, version.name)
+        return Answered(found, question.num_rows, version)
 
     def _seconds(self, asked: Asked, seconds: float | None) -> float:
         """The time for a request: the least of what it says itself and the service allows."""

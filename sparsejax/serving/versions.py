@@ -10,13 +10,19 @@ The version of the highest number serves.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
+import math
 import os
 import pathlib
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from sparsejax.predictors.versions import FILE, numbered
 from sparsejax.serving.logs import log
+from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service, Version
+
+# A version that could not be loaded is passed over in 0, 1, 3, 7, ... looks, and no more.
+_MOST_PASSED = 63
 
 
 class _Found(NamedTuple):
@@ -43,13 +49,30 @@ def found_in(folder: pathlib.Path) -> list[_Found]:
     return found
 
 
+@dataclasses.dataclass
+class _Trouble:
+    """Why a version could not be loaded.
+
+    Attributes:
+      reason: of the last time.
+      times: how often it was tried.
+      passed: in how many further looks it is passed over.
+    """
+
+    reason: str
+    times: int = 0
+    passed: float = 0
+
+
 class Versions:
-    """The versions in a folder, of which one serves."""
+    """The versions in a folder, of which one serves, unless it was told to serve none."""
 
     def __init__(self, service: Service, folder: str | os.PathLike[str]):
         self._service, self._folder = service, pathlib.Path(folder)
         self._serves: _Found | None = None
-        self._bad: set[_Found] = set()
+        self._bad: dict[_Found, _Trouble] = {}
+        self._lock = asyncio.Lock()  # of what changes which version serves
+        self._begun = self._unloaded = False
         self._answer: dict[_Found, Version] = {}  # also those that are kept
 
     def first(self) -> None:
@@ -64,6 +87,7 @@ class Versions:
             version = self._loaded(each)
             if version is not None:
                 self._swap(each, version)
+                self._begun = True
                 return
         tried = "; the log says why none could be loaded" if found else ""
         raise ValueError(
@@ -75,12 +99,69 @@ class Versions:
 
         Versions that are kept end with their files.
         """
+        async with self._lock:
+            if not self._unloaded:
+                await self._look()
+
+    async def load(self) -> None:
+        """Lets the newest version serve, and tries again what could not be loaded before.
+
+        Raises:
+          RefusedError: the newest version cannot be loaded, or there is none.
+        """
+        self._check_begun()
+        async with self._lock:
+            self._bad.clear()
+            found = await self._look()
+            self._unloaded = self._serves is None
+            newest = found[0] if found else None
+            if newest is None or newest != self._serves:
+                reason = f"expected a version like {self._folder}/1/{FILE}"
+                if newest is not None:
+                    reason = f"version {newest.number}: {self._bad[newest].reason}"
+                raise RefusedError(400, reason)
+
+    async def unload(self) -> None:
+        """Lets no version serve until `load`. They answer what they have.
+
+        Raises:
+          RefusedError: the first one is being loaded.
+        """
+        self._check_begun()
+        async with self._lock:
+            self._unloaded, self._serves = True, None
+            await self._close(self._service.unload())
+
+    def _check_begun(self) -> None:
+        if not self._begun:
+            raise RefusedError(503, "the first version is being loaded", retry_after=1)
+
+    def index(self) -> list[dict[str, Any]]:
+        """The versions in the folder, as the protocol's repository extension states them.
+
+        Raises:
+          OSError: the folder cannot be read.
+        """
+        return [
+            {
+                "name": self._service.name,
+                "version": str(each.number),
+                "state": "READY" if each in self._answer else "UNAVAILABLE",
+                "reason": self._bad[each].reason if each in self._bad else "",
+            }
+            for each in found_in(self._folder)
+        ]
+
+    async def _look(self) -> list[_Found]:
+        """Looks, and gives what is there."""
         found = await asyncio.to_thread(found_in, self._folder)
-        self._bad &= {*found}
+        self._bad = {file: its for file, its in self._bad.items() if file in found}
         for each in found:
             if each == self._serves:
                 break
-            if each in self._bad:
+            trouble = self._bad.get(each)
+            if trouble is not None and trouble.passed > 0:
+                trouble.passed -= 1
                 continue
             version = self._answer.get(each)  # it is kept
             if version is None:
@@ -90,6 +171,7 @@ class Versions:
                 break
         gone = [its for file, its in self._answer.items() if file not in found]
         await self._close(self._service.drop(gone))
+        return found
 
     def _swap(self, found: _Found, version: Version) -> list[Version]:
         """Lets a version serve, and gives those that do not answer any more."""
@@ -111,12 +193,16 @@ class Versions:
             version = self._service.made(found.path, name)
         # JAX raises many kinds for a file that is damaged or too large.
         except Exception as error:  # noqa: BLE001 - the older version goes on
+            trouble = self._bad.setdefault(found, _Trouble(""))
+            trouble.reason, trouble.times = str(error)[:500], trouble.times + 1
             # A fault of the file stays. Memory, say, may be free at the next look.
-            if isinstance(error, ValueError):
-                self._bad.add(found)
+            lasts = isinstance(error, ValueError)
+            passed = min(2 ** (trouble.times - 1) - 1, _MOST_PASSED)
+            trouble.passed = math.inf if lasts else passed
             metrics.reload("failed")
-            log("reload", version=name, result="failed", error=str(error)[:500])
+            log("reload", version=name, result="failed", error=trouble.reason)
             return None
+        self._bad.pop(found, None)
         metrics.reload("loaded")
         log("reload", version=name, result="loaded")
         return version

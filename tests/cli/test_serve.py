@@ -34,7 +34,7 @@ def file(tmp_path_factory) -> pathlib.Path:
 
 def test_a_signal_ends_it_and_loses_nothing(file):
     folder, ports = file.parents[1], "--port 0 --grpc-port 0"
-    flags = f"{ports} --watch 0.1 --shapes 1x256 --grace 20"
+    flags = f"{ports} --admin 0 --watch 0.1 --shapes 1x256 --grace 20"
     words = ["serve", str(folder), *flags.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "sparsejax", *words], stderr=subprocess.PIPE, text=True
@@ -55,6 +55,8 @@ def test_a_signal_ends_it_and_loses_nothing(file):
             assert stub.ServerReady(messages.ServerReadyRequest()).ready
         client = Client(ready["port"])
         assert client.get("/v2/models/films/ready")[0] == 200
+        admin = Client(ready["admin_port"])
+        assert admin.ask("POST", "/v2/repository/index")[0] == 200
         shutil.copytree(file.parent, folder / "2")
         event("reload")
         _until_ready(client, "/v2/models/films/versions/2/ready")
@@ -102,6 +104,10 @@ def _ask(client: Client, answers: list[int]) -> None:
         (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key go together"),
         (["--max-wait", "-1"], "--max-wait must be 0 or more"),
         (["--watch", "1"], "--watch is a positive number of seconds, for a folder"),
+        (["--admin", "1"], "--admin is for a folder of versions"),
+        (["--admin", "x:y"], "--admin is a port, or host and port like"),
+        (["--keep", "1"], "goes with --watch or --admin"),
+        (["--name", "similar", "--similar"], "is the name of the second model"),
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (
             ["--host", "no.such.host.invalid"],

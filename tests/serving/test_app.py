@@ -50,7 +50,7 @@ def test_health_and_metadata(client):
 
 def test_requests_of_the_page(client):
     page = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
-    requests = re.findall(r"infer -d '(.*?)'\n", page.read_text(), re.DOTALL)
+    requests = re.findall(r"model/infer -d '(.*?)'\n", page.read_text(), re.DOTALL)
     assert len(requests) == 2
     for body in requests:
         assert client.ask("POST", INFER, body.encode())[0] == 200
@@ -361,7 +361,7 @@ def test_paths_and_methods(client):
         assert status == 404 and expected in answer["error"]
     assert client.get(INFER)[0] == 405
     status, _, answer = client.ask("POST", "/v2", b"{}")
-    assert status == 405 and "others GET" in json.loads(answer)["error"]
+    assert status == 405 and "takes GET, HEAD" in json.loads(answer)["error"]
     body = json.dumps({"inputs": [ITEMS]}).encode()
     status, _, _ = client.ask("POST", "/v2/models/films/versions/1/infer", body)
     assert status == 200
@@ -541,7 +541,7 @@ def test_no_file_no_service(tmp_path):
     with listening(service) as port, pytest.raises(OSError, match="none"):
         assert raw(port, b"GET /v2/health/live HTTP/1.0\r\n\r\n").count(b"200 OK")
         answer = raw(port, b"GET /v2/models/films HTTP/1.0\r\n\r\n")
-        assert b" 503 " in answer and b"is being loaded" in answer
+        assert b" 503 " in answer and b"is not loaded" in answer
         service.load(tmp_path / "none")
     service.close()
 

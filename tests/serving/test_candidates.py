@@ -129,7 +129,7 @@ def test_candidates_that_are_none(client, inputs, message):
 
 def test_candidates_of_histories(kinds):
     predictor = sj.load_predictor(kinds / "histories")
-    engine = Engine(predictor, [Shape(1, 256)], only=True)
+    engine = Engine(predictor, [Shape(1, 256)], programs=predictor.model.programs.only)
     history, times = [["item 3", "item 1"]], [[1.0, 2.0]]
     some = NameLists.of([["item 0", "item 1", "item 8"]])
     given, _ = predictor.model.rows_of_names(history, times=times, only=some)

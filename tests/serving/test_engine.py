@@ -174,5 +174,10 @@ def test_the_largest_program_is_among_the_default_ones(engine, monkeypatch):
 
 def test_as_many_candidates_as_the_largest_shape_has_room_for(predictor):
     shapes = [Shape(1, 2), Shape(1, 3), Shape(4, 3), Shape(4, 8)]
-    assert Engine(predictor, shapes, only=True).shapes == (*shapes[:2], shapes[3])
-    assert Engine(predictor, shapes[:3], only=True).shapes == (*shapes[:2],)
+    assert Engine(predictor, shapes, programs=predictor.model.programs.only).shapes == (
+        *shapes[:2],
+        shapes[3],
+    )
+    assert Engine(
+        predictor, shapes[:3], programs=predictor.model.programs.only
+    ).shapes == (*shapes[:2],)

@@ -8,14 +8,19 @@ import os
 import pathlib
 import re
 import shutil
+import socket
 import threading
 import time
+from typing import Any
 
 import pytest
+import uvicorn
 from flax import nnx
 from served import Client, listening, tensor
 
 import sparsejax as sj
+from sparsejax.serving import app
+from sparsejax.serving.connections import configured
 from sparsejax.serving.engine import Engine, Shape
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import FILE, Versions, found_in
@@ -251,3 +256,96 @@ def test_an_error_that_passes_is_tried_again(tmp_path, files, service, monkeypat
     for _ in range(2):
         asyncio.run(versions.look())
     assert (count(service, "failed"), count(service, "loaded")) == (2, 2)
+
+
+@contextlib.contextmanager
+def administered(service, versions):
+    """Within it both applications answer: clients of the service and of its operator."""
+    with socket.create_server(("127.0.0.1", 0)) as bound:
+        admin = uvicorn.Server(configured(service, app.admin(service, versions)))
+
+        async def beside():
+            await admin.serve(sockets=[bound])
+
+        with listening(service, beside=beside) as port:
+            until(lambda: admin.started)
+            yield Client(port), Client(bound.getsockname()[1])
+            admin.should_exit = True
+
+
+def test_the_repository_extension(tmp_path, files, service):
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+
+    def told(admin: Client, path: str, **document) -> tuple[int, Any]:
+        body = json.dumps(document).encode() if document else b""
+        status, _, found = admin.ask("POST", f"/v2/repository/{path}", body)
+        return status, json.loads(found)
+
+    one = {"name": "films", "version": "1", "state": "READY", "reason": ""}
+    with administered(service, versions) as (client, admin):
+        status, found = told(admin, "models/films/load")
+        assert status == 503 and "is being loaded" in found["error"]
+        versions.first()
+        assert told(admin, "index") == (200, [one])
+        put(tmp_path, 2, files[0])
+        assert told(admin, "index", ready=True) == (200, [one])
+        two = one | {"version": "2", "state": "UNAVAILABLE"}
+        assert told(admin, "index") == (200, [two, one])
+        assert told(admin, "models/films/load") == (200, {})
+        assert client.get("/v2/models/films")[1]["versions"] == ["2"]
+        assert told(admin, "models/films/unload") == (200, {})
+        assert client.get("/v2/health/ready")[0] == 503
+        status, found = client.infer(tensor("items", "BYTES", ["same"]))
+        assert status == 503 and "not loaded" in found
+        assert told(admin, "index", ready=True) == (200, [])
+        put(tmp_path, 3, files[1], damaged=True)
+        status, found = told(admin, "models/films/load")
+        assert status == 400 and "version 3: " in found["error"]
+        assert client.get("/v2/models/films")[1]["versions"] == ["2"]
+        status, found = told(admin, "index")
+        assert "damaged" in found[0]["reason"]
+        for path, document, status, message in (
+            ("models/series/load", {}, 404, "unknown model 'series'"),
+            ("models/films/load", {"parameters": {}}, 422, "unknown field"),
+            ("index", {"ready": 1}, 422, "ready must be true or false"),
+            ("nothing", {}, 404, "unknown path"),
+        ):
+            found = told(admin, path, **document)
+            assert found[0] == status and message in found[1]["error"]
+        for body, status in ((b"{", 400), (b"[]", 422)):
+            assert admin.ask("POST", "/v2/repository/index", body)[0] == status
+        # Nobody else is told so.
+        assert client.ask("POST", "/v2/repository/models/films/unload")[0] == 404
+
+
+def test_what_is_unloaded_stays_so(tmp_path, files, service):
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+    versions.first()
+    asyncio.run(versions.unload())
+    put(tmp_path, 2, files[0])
+    asyncio.run(versions.look())
+    assert not service.is_ready and count(service, "loaded") == 1
+    asyncio.run(versions.load())
+    assert service.version("films", None).name == "2"
+
+
+def test_an_error_that_lasts_is_tried_less_and_less_often(
+    tmp_path, files, service, monkeypatch
+):
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+    versions.first()
+    put(tmp_path, 2, files[0])
+    looks, tries = 0, list[int]()
+
+    def unreadable(path, name):
+        tries.append(looks)
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(service, "made", unreadable)
+    while looks < 20:
+        asyncio.run(versions.look())
+        looks += 1
+    assert tries == [0, 1, 3, 7, 15]

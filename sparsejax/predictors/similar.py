@@ -1,0 +1,62 @@
+"""Items like given items, by the vectors of a predictor's output layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from sparsejax.mesh.layout import for_one_device
+from sparsejax.mesh.promotion import promoting
+from sparsejax.mesh.xla_options import gpu_options
+from sparsejax.ops.top_k import top_k
+from sparsejax.predictors.runtime import Programs
+from sparsejax.predictors.signature import Array, Signature
+from sparsejax.sparse import CSR
+
+
+def similar_programs(signature: Signature, programs: Programs) -> Programs:
+    """Programs for rows of one item: the items whose vectors have the largest cosine with it.
+
+    Their inputs are the number of the item, and what is excluded: at least itself. A vector of
+    zeros has the cosine 0 with all others. Items whose vectors are not finite are left out.
+
+    Args:
+      signature: of a predictor with an output layer.
+      programs: its own, whose weights these share.
+    """
+    layer = signature.layer
+    assert layer is not None
+    exclude, (ids, scores) = signature.inputs[-1], signature.outputs
+    num_items, (k,) = exclude.shape[-1], ids.shape
+
+    def similar(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
+        (kernel, scale, bias), (items, own) = weights, inputs
+        kernel, seen = kernel.astype(layer.dtype), CSR(None, *own, num_cols=num_items)
+        options = {"scale": scale, "exclude": seen, "precision": "highest"}
+        with for_one_device():
+            found, cosines = top_k(kernel[items], kernel, bias, k, **options)
+        cosines = jnp.where(found < 0, -jnp.inf, cosines * scale[items][:, None])
+        return [found.astype(ids.dtype), cosines.astype(scores.dtype)]
+
+    options, kernel = dict(gpu_options()) or None, programs.weights[layer.kernel]
+    weights = [kernel, *_scale_and_bias(kernel)]
+    inputs = Array(name="items", dtype="int32", shape=()), exclude
+    compiled = {
+        rows: jax.jit(similar, compiler_options=options) for rows in programs.by_rows
+    }
+    return Programs(inputs, compiled, weights)
+
+
+@jax.jit
+@promoting()
+def _scale_and_bias(kernel: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """One over the norm of each vector; and -inf for those that are not finite."""
+    largest = jnp.max(jnp.abs(kernel).astype(jnp.float32), axis=1)
+    finite = jnp.isfinite(largest)
+    # Divided first by the largest number, so that no square leaves float32.
+    unit = jnp.where(finite & (largest > 0), largest, 1)
+    norm = jnp.linalg.norm(kernel.astype(jnp.float32) / unit[:, None], axis=1) * unit
+    scale = jnp.where(finite & (norm > 0), 1 / norm, 0)
+    return scale, jnp.where(finite, 0, -jnp.inf).astype(jnp.float32)
