@@ -894,6 +894,7 @@ class Serve:
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
       keep: Versions before the one that serves which still answer, in memory, who names them.
+      histories: What users had before, a saved data set: a request may then name users.
       similar: Serve a second model, called similar: items like given items.
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is
@@ -918,6 +919,7 @@ class Serve:
     max_wait: float = 0.0
     watch: Annotated[float | None, _value("FLOAT", "")] = None
     keep: int = 0
+    histories: Annotated[str | None, _OptionalFile] = None
     similar: bool = False
     admin: Annotated[str | None, _value("[HOST:]PORT", "")] = None
     grace: float = 30.0

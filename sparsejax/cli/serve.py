@@ -101,6 +101,7 @@ def serve(command: flags.Serve) -> None:
             max_wait=command.max_wait,
             keep=command.keep,
             similar=command.similar,
+            histories=command.histories,
         ),
         address,
         grace=command.grace,

@@ -34,9 +34,11 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
     def similar(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
         (kernel, scale, bias), (items, own) = weights, inputs
         kernel, seen = kernel.astype(layer.dtype), CSR(None, *own, num_cols=num_items)
-        options = {"scale": scale, "exclude": seen, "precision": "highest"}
+        operands = kernel[items], kernel, bias, k
         with for_one_device():
-            found, cosines = top_k(kernel[items], kernel, bias, k, **options)
+            found, cosines = top_k(
+                *operands, scale=scale, exclude=seen, precision="highest"
+            )
         cosines = jnp.where(found < 0, -jnp.inf, cosines * scale[items][:, None])
         return [found.astype(ids.dtype), cosines.astype(scores.dtype)]
 

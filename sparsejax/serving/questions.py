@@ -7,6 +7,7 @@ Inputs and outputs by names, for each kind of predictor::
                         values FP32, of items; times FP64, of histories: as items are
                         exclude BYTES, as items are, with exclude_lengths
                         candidates BYTES, the only items that are ranked, also so
+                        users BYTES [rows], before whose items comes what they had
     similar             items BYTES [n]: a row for each of them
     clicks              a tensor [n] for each column of the schema
 """
@@ -21,12 +22,14 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import scipy.special
 
+from sparsejax.data.files.names import find_names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.ranking import NameLists
 from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.batcher import Answer
+from sparsejax.serving.histories import Histories
 from sparsejax.serving.protocol import (
     NUMBERS,
     Asked,
@@ -90,15 +93,23 @@ class Form(Protocol):
         ...
 
 
-def form_of(predictor: Predictor) -> Form:
+def form_of(predictor: Predictor, histories: Histories | None = None) -> Form:
     """How a predictor is asked.
 
+    Args:
+      predictor: that is asked.
+      histories: what users had before, or None.
+
     Raises:
-      ValueError: it cannot be asked by names.
+      ValueError: it cannot be asked by names, or has no use for these histories.
     """
-    return (
-        Records(predictor) if predictor.signature.kind == "clicks" else Lists(predictor)
-    )
+    if predictor.signature.kind != "clicks":
+        return Lists(predictor, histories)
+    if histories is not None:
+        raise ValueError(
+            f"{histories.path}: a model of clicks reads no histories; leave them out"
+        )
+    return Records(predictor)
 
 
 def _check_known(given: Mapping[str, Any], known: Sequence[str], what: str) -> None:
@@ -167,11 +178,11 @@ class _Ranked:
 class Lists(_Ranked):
     """Predictors of items and of histories: lists of names."""
 
-    def __init__(self, predictor: Predictor):
+    def __init__(self, predictor: Predictor, histories: Histories | None = None):
         """Looks whether the predictor can be asked by names.
 
         Raises:
-          ValueError: it cannot.
+          ValueError: it cannot, or not about users of these histories.
         """
         times = [[]] if predictor.model.reads_times else None
         predictor.model.rows_of_names([[]], times=times)
@@ -181,7 +192,13 @@ class Lists(_Ranked):
         ]
         if self._beside == "times" and not self._model.reads_times:
             self._beside = ""
+        self._histories = histories
         kinds = {"items": "BYTES", "lengths": "INT32"}
+        if histories is not None:
+            self._check_histories(histories)
+            known = find_names(histories.features, predictor.items)
+            self._known = known >= 0  # of the histories' items, by the model
+            kinds["users"] = "BYTES"
         if self._beside:
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
         self._lists = ["exclude", "candidates"]
@@ -196,10 +213,15 @@ class Lists(_Ranked):
         tensors = asked.tensors
         _check_known(tensors, [each.name for each in self.inputs], "input")
         _check_known(asked.parameters, ["k", "exclude_seen", "timeout"], "parameter")
-        if "items" not in tensors:
+        users = tensors.get("users")
+        if "items" in tensors:
+            items = tensors["items"]
+            indptr = _indptr(items, tensors.get("lengths"), limits)
+        elif users is not None and "lengths" not in tensors:
+            items = Tensor("items", "BYTES", (0,), [])
+            indptr = np.zeros(len(users.data) + 1, np.int64)
+        else:
             raise RefusedError(422, "the input 'items' is missing: BYTES, [n] names")
-        items = tensors["items"]
-        indptr = _indptr(items, tensors.get("lengths"), limits)
         histories, kept = _lists_of(items, indptr)
         options: dict[str, Any] = {}
         if self._beside in tensors:
@@ -219,6 +241,19 @@ class Lists(_Ranked):
             elif f"{name}_lengths" in tensors:
                 raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
         only = options.pop("candidates", None)
+        if users is not None:
+            _check_type(users, {"BYTES"}, "BYTES")
+            _check_rows(len(users.data), limits)
+            if users.shape != (len(indptr) - 1,):
+                raise RefusedError(
+                    422,
+                    f"the input 'users' must be [rows], as there are rows of items, "
+                    f"[{len(indptr) - 1}], got {list(users.shape)}",
+                )
+            beside = options.pop(self._beside, None)
+            histories, beside = self._joined(users.data, histories, beside)
+            if beside is not None:
+                options[self._beside] = beside
         k = self._k(asked)
         seen = asked.parameters.get("exclude_seen", True)
         if not isinstance(seen, bool):
@@ -236,11 +271,59 @@ class Lists(_Ranked):
             given, len(indptr) - 1, unknown, k, padded, only=only is not None
         )
 
+    def _check_histories(self, histories: Histories) -> None:
+        ordered = self._predictor.signature.kind == "histories"
+        if ordered and histories.kind != "histories":
+            raise ValueError(
+                f"{histories.path}: its rows have no order, which the model reads; save them "
+                "with SequenceDataset.save"
+            )
+        if self._beside == "times" and not histories.has_times:
+            raise ValueError(
+                f"{histories.path}: its items have no times, which the model reads; save them "
+                "with times"
+            )
+
+    def _joined(
+        self, users: Sequence[str], asked: NameLists, beside: Any
+    ) -> tuple[NameLists, list[np.ndarray] | None]:
+        """What users had, and after it what a request has; and values or times of both.
+
+        A value of the request counts, not that which the same item had before.
+        """
+        stored = self._histories
+        assert stored is not None
+        what = self._beside
+        has = {"values": stored.has_values, "times": stored.has_times}
+        numbered = beside is not None or has.get(what, False)
+        names: list[str] = []
+        ends, numbers = [0], []
+        for row, (user, own) in enumerate(zip(users, asked.lists(), strict=True)):
+            had, values, times = stored.of(user, self._known)
+            before = values if what == "values" else times
+            before = np.ones(len(had)) if before is None else before
+            if what == "values":
+                again = np.fromiter(map({*own}.__contains__, had), bool, len(had))
+                had = [
+                    name for name, is_own in zip(had, again, strict=True) if not is_own
+                ]
+                before = before[~again]
+            now = np.ones(len(own)) if beside is None else beside[row]
+            if what == "times" and beside is None:
+                now = now[:0]  # a time for each name is missing, which is said
+            names += [*had, *own]
+            ends.append(len(names))
+            numbers.append(np.concatenate([before, now]))
+        joined = NameLists(names, np.array(ends))
+        return joined, numbers if numbered else None
+
 
 class Similar(_Ranked):
     """Items like given items, which are asked by name: a row for each."""
 
-    inputs: ClassVar[list[Tensor]] = [Tensor("items", "BYTES", (-1,), None)]
+    def __init__(self, predictor: Predictor, names: Vocabulary):
+        super().__init__(predictor, names)
+        self.inputs = [Tensor("items", "BYTES", (-1,), None)]
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""

@@ -127,7 +127,7 @@ async def _serve(
         ports["grpc_port"] = _bound(remote, at)
         await remote.start()
     versions = Versions(service, path) if os.path.isdir(path) else None
-    administering = None
+    admin = administering = None
     if at.admin is not None:
         assert versions is not None  # else it was refused
         bound = _listening(*at.admin)
@@ -158,7 +158,7 @@ async def _serve(
     finally:
         if watching is not None:
             watching.cancel()
-        if administering is not None:
+        if admin is not None and administering is not None:
             admin.should_exit = True
             await asyncio.wait({administering})
         server.should_exit = True

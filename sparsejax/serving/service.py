@@ -21,6 +21,7 @@ from sparsejax.serving.batcher import (
     Failures,
 )
 from sparsejax.serving.engine import Engine, Shape, TooLargeError
+from sparsejax.serving.histories import Histories
 from sparsejax.serving.metrics import Metrics
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor, wanted
 from sparsejax.serving.questions import Form, Lists, Similar, form_of
@@ -45,6 +46,7 @@ class Settings:
       limits: of a request.
       keep: versions before the one that serves, which answer who names them.
       similar: whether there is a second model, `similar`: items like given items.
+      histories: file of a saved data set: what users had before, whom a request may name.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -56,6 +58,7 @@ class Settings:
     limits: Limits = dataclasses.field(default_factory=Limits)
     keep: int = 0
     similar: bool = False
+    histories: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -123,19 +126,29 @@ class Service:
         self.draining = False
         self._version: Version | None = None
         self._older: list[Version] = []  # the latest first
+        self._histories: Histories | None = None
         self._in_hand = 0
         self.last_request = time.monotonic()
+
+    def prepare(self) -> None:
+        """Reads what users had before, which all versions share.
+
+        Raises:
+          DataError: the file is missing, is no saved data set of rows, or is damaged.
+        """
+        if self.settings.histories is not None:
+            self._histories = Histories(self.settings.histories)
 
     def made(self, path: str | os.PathLike[str], name: str) -> Version:
         """Loads, compiles and runs a predictor. Takes seconds.
 
         Raises:
           OSError: the file cannot be read.
-          ValueError: it is no predictor, it cannot be asked by names, or it has no vectors of
-            items where `similar` needs them.
+          ValueError: it is no predictor, it cannot be asked by names, it has no vectors of
+            items where `similar` needs them, or it has no use for the histories.
         """
         predictor = load_predictor(path)
-        form, failures = form_of(predictor), Failures()
+        form, failures = form_of(predictor, self._histories), Failures()
         layer, own = predictor.signature.layer, predictor.model.programs
         if self.settings.similar and layer is None:
             raise ValueError(
@@ -191,7 +204,8 @@ class Service:
         return before
 
     def load(self, path: str | os.PathLike[str], name: str = "1") -> None:
-        """Lets a predictor answer that is the first one; see `made`."""
+        """Lets a predictor answer that is the first one; see `prepare` and `made`."""
+        self.prepare()
         self.swap(self.made(path, name))
 
     def close(self) -> None:

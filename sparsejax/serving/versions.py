@@ -80,8 +80,9 @@ class Versions:
 
         Raises:
           OSError: the folder cannot be read.
-          ValueError: there is no such version.
+          ValueError: there is no such version; or see `Service.prepare`.
         """
+        self._service.prepare()
         found = found_in(self._folder)
         for each in found:
             version = self._loaded(each)

@@ -1,0 +1,73 @@
+"""What users had before, from a saved data set: so a request need not have it."""
+
+from __future__ import annotations
+
+import os
+
+import numpy as np
+
+from sparsejax.data.files import stored
+from sparsejax.data.files.opening import DataError
+
+
+class Histories:
+    """The rows of a saved data set, by their names, in memory.
+
+    Attributes:
+      path: of the file.
+      kind: "items" or "histories", in which the items of a row have an order.
+      features: the names of its items.
+    """
+
+    def __init__(self, path: str | os.PathLike[str]):
+        """Reads a file that `save` of a `SparseDataset` or a `SequenceDataset` wrote.
+
+        Raises:
+          DataError: it is missing, is another file, or is damaged.
+        """
+        with stored.one_file(path).open() as file:
+            kind = stored.kind_of(file.schema_arrow)
+        if kind not in ("items", "histories"):
+            raise DataError.at(
+                path,
+                "holds no rows of items; save them with SparseDataset.save or "
+                "SequenceDataset.save",
+            )
+        rows = stored.read_rows(path, kind)
+        self.path, self.kind, self.features = path, kind, rows.feature_names
+        self._indptr, columns = rows.entries.indptr, rows.entries.columns
+        self._indices, self._values = columns["indices"], columns.get("values")
+        times = columns.get("times")
+        if times is not None and times.dtype.kind == "M":
+            times = (times - np.datetime64(0, "us")) / np.timedelta64(1, "s")
+        self._times = None if times is None else times.astype(np.float64)
+        self._rows = {name: row for row, name in enumerate(rows.row_names.tolist())}
+
+    @property
+    def has_values(self) -> bool:
+        """Whether the items of a row have values."""
+        return self._values is not None
+
+    @property
+    def has_times(self) -> bool:
+        """Whether the items of a row have times."""
+        return self._times is not None
+
+    def of(
+        self, user: str, known: np.ndarray
+    ) -> tuple[list[str], np.ndarray | None, np.ndarray | None]:
+        """The items of a row by name, their values and their times; none if it is unknown.
+
+        Args:
+          user: the name of the row.
+          known: for each of `features` whether it is wanted.
+        """
+        row = self._rows.get(user)
+        ends = (0, 0) if row is None else self._indptr[row : row + 2]
+        part = slice(*ends)
+        kept = known[self._indices[part]]
+        values, times = (
+            None if each is None else each[part][kept]
+            for each in (self._values, self._times)
+        )
+        return self.features[self._indices[part][kept]].tolist(), values, times
