@@ -121,14 +121,14 @@ def _of_case(part: str, case: Case) -> Iterator[dict]:
             yield from _of_service(path, case)
 
 
-def _model(case: Case, **options: Any) -> Any:
+def _model(case: Case, temperature: float | None) -> Any:
     from flax import nnx
 
     import sparsejax as sj
 
     size, half = case.items, case.dtype == "bfloat16"
     config = sj.NetworkConfig.autoencoder(
-        (_HIDDEN,), param_dtype=case.dtype, tied=half, **options
+        (_HIDDEN,), temperature=temperature, param_dtype=case.dtype, tied=half
     )
     return sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
 
@@ -136,7 +136,7 @@ def _model(case: Case, **options: Any) -> Any:
 def _export(path: pathlib.Path, case: Case) -> None:
     import sparsejax as sj
 
-    model = _model(case, temperature=0.1)
+    model = _model(case, 0.1)
     names = [f"item {i}" for i in range(case.items)] if case.rates else None
     sj.export_predictor(model, path, k=_MOST, names=names, batch_size=max(case.rows))
 
@@ -166,7 +166,7 @@ def _on_device(case: Case) -> Any:
             word = (word ^ (word >> shift)) * jnp.uint32(factor)
         return (word.astype(jnp.int32).astype(jnp.float32) / 2.0**34).astype(dtype)
 
-    model = nnx.eval_shape(lambda: _model(case))
+    model = nnx.eval_shape(lambda: _model(case, None))  # cosines need as much again
     for _, node in nnx.iter_graph(model):
         if isinstance(node, nnx.Param):
             node.set_value(drawn(node.shape, node.dtype))

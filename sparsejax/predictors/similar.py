@@ -48,7 +48,7 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
     compiled = {
         rows: jax.jit(similar, compiler_options=options) for rows in programs.by_rows
     }
-    return Programs(inputs, compiled, weights)
+    return Programs(inputs, compiled, weights, code={})
 
 
 @jax.jit
