@@ -202,9 +202,9 @@ def test_your_data(tmp_path, monkeypatch, capsys):
 
 def test_clicks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4}\n" for i in range(300)]
+    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4},{i}\n" for i in range(300)]
     for name in ("train.csv", "valid.csv", "test.csv"):
-        pathlib.Path(name).write_text("click,price,user,item\n" + "".join(lines))
+        pathlib.Path(name).write_text("click,price,user,item,day\n" + "".join(lines))
     given: dict = {}
     for code in python("clicks.md"):
         code = code.replace("1_000_000", "1_000")

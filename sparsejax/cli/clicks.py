@@ -54,7 +54,7 @@ class Clicks(Commands):
 
     def schema(self, command: flags.Train | flags.Plan) -> ClickSchema | None:
         if getattr(command, "origin", None) is None:
-            return _schema_of(command)
+            return schema_of(command)
         assert isinstance(command, flags.Train)
         if command.clicks != flags.Clicks() or command.columns.delimiter is not None:
             raise ValueError(
@@ -104,7 +104,7 @@ class Clicks(Commands):
         )
 
 
-def _schema_of(command: flags.Train | flags.Plan) -> ClickSchema | None:
+def schema_of(command: flags.Train | flags.Plan | flags.Split) -> ClickSchema | None:
     """The schema that the flags name; None for a saved data set, which knows it."""
     given = command.clicks
     delimiter = command.columns.delimiter if hasattr(command, "columns") else None
@@ -134,7 +134,7 @@ def _schema_of(command: flags.Train | flags.Plan) -> ClickSchema | None:
 
 def _known_to_plan(command: flags.Plan) -> Any:
     """Data whose schema and numbers of ids are those that the flags name."""
-    schema = _schema_of(command)
+    schema = schema_of(command)
     if command.examples is not None:
         return scan_clicks(command.examples, schema)
     if schema is None:

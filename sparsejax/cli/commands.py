@@ -25,7 +25,12 @@ from sparsejax.cli.reading import (
     read_features,
     reading_of,
 )
-from sparsejax.data import SequenceDataset, SparseDataset
+from sparsejax.data import (
+    ClickDataset,
+    SequenceDataset,
+    SparseDataset,
+    read_clicks,
+)
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
 from sparsejax.data.prepared import preparation
@@ -36,6 +41,7 @@ from sparsejax.metrics import comparison
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.options import Measuring, Reading
 from sparsejax.runs.reading import (
+    kind_of_saved,
     read_file,
     read_histories,
     read_titles,
@@ -194,8 +200,10 @@ def split(command: flags.Split) -> None:
     _check_split(command)
     files = {"train": "train.parquet", "heldout": "heldout.parquet"}
     whole_files.check_new(command.out, files.values())
-    data: SparseDataset | SequenceDataset
-    if command.histories:
+    data: SparseDataset | SequenceDataset | ClickDataset
+    if _are_clicks(command):
+        data, indptr = _clicks_to_split(command), np.zeros(1)
+    elif command.histories:
         data = read_histories(command.data, reading_of(command))
         indptr = data.indptr
     else:
@@ -206,6 +214,7 @@ def split(command: flags.Split) -> None:
     short = ""
     if command.by == "last":
         n = 1 if command.n is None else command.n
+        assert not isinstance(data, ClickDataset)  # as was checked
         if isinstance(data, SequenceDataset):
             repeats = {} if command.repeats is None else {"repeats": command.repeats}
             parts = data.split_last(n, **repeats)
@@ -218,11 +227,8 @@ def split(command: flags.Split) -> None:
         parts = data.split_at(at, fraction=command.fraction, **repeats)
     else:
         assert command.fraction is not None  # as was checked
-        choose = {
-            "random": data.split,
-            "rows": data.split_rows,
-            "items": data.split_items,
-        }[command.by]
+        names = {"random": "split", "rows": "split_rows", "items": "split_items"}
+        choose = getattr(data, names[command.by])
         parts = choose(command.fraction, seed=command.seed or 0)
     with whole_files.whole_folder(command.out, names=files.values()) as folder:
         parts.train.save(folder / files["train"])
@@ -287,6 +293,42 @@ def similar(command: flags.Similar) -> None:
     )
 
 
+def _are_clicks(command: flags.Split) -> bool:
+    """Whether the data is examples of clicks: a saved data set, or the flags say so."""
+    given = command.clicks != flags.Clicks()
+    return given or kind_of_saved(command.data) == "clicks"
+
+
+def _clicks_to_split(command: flags.Split) -> ClickDataset:
+    """Reads examples, with their times if they are split by time."""
+    from sparsejax.cli.clicks import schema_of
+
+    time, columns = command.columns.time, command.columns
+    kept = dataclasses.replace(columns, time=None, delimiter=None)
+    if command.by not in ("time", "rows"):
+        raise ValueError(f"--by {command.by} is of no use for clicks: time or rows")
+    if command.histories or command.repeats is not None or kept != flags.Columns():
+        raise ValueError(
+            "--histories, --repeats, --user, --item, --value, --no-value, --no-time, "
+            "--separator and --time-format are of no use for clicks: leave them out"
+        )
+    schema = schema_of(command)
+    if schema is None:
+        if time is not None:
+            raise ValueError("a saved data set knows its columns: leave out --time")
+        data = ClickDataset.load(command.data)
+    else:
+        if isinstance(time, int):
+            raise ValueError(f"--time {time}: columns of clicks go by their names")
+        if time is not None:
+            schema = dataclasses.replace(schema, time=time)
+        if command.by == "time" and schema.time is None:
+            raise ValueError("--by time needs --time, the column of times")
+        data = read_clicks(command.data, schema)
+    print(f"{shown(command.data)}: {data!r}", file=sys.stderr)
+    return data
+
+
 def _check_split(command: flags.Split) -> None:
     """Raises ValueError for flags that do not go together."""
     wanted = {
@@ -313,7 +355,9 @@ def _check_split(command: flags.Split) -> None:
         )
 
 
-def _time(text: str, data: SparseDataset | SequenceDataset) -> int | float | str:
+def _time(
+    text: str, data: SparseDataset | SequenceDataset | ClickDataset
+) -> int | float | str:
     """The time as a number if the times of the data are numbers, else as it is."""
     if data.times is not None and data.times.dtype.kind == "M":
         return text

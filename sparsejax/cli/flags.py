@@ -701,14 +701,15 @@ class Prepare:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Split:
-    """Splits interactions into DIR/train.parquet and DIR/heldout.parquet.
+    """Splits interactions or clicks into DIR/train.parquet and DIR/heldout.parquet.
 
     Attributes:
-      data: File of the interactions.
+      data: File of the interactions, or of examples of clicks.
       by: Interactions to hold out. last: the last ones of each row by time. time: all
         interactions from one point in time on, which is closest to how a model is used.
         random: a random share of each row. rows: a random share of the rows, whole.
-        items: all interactions of a random share of the items.
+        items: all interactions of a random share of the items. Clicks are split by time or by
+        rows.
       out: Folder to make.
       n: With last: number of interactions to hold out of each row. At least one stays in
         train.
@@ -722,6 +723,7 @@ class Split:
         the order in DATA is that of time.
       format: Format of DATA.
       columns: Which columns of a table hold what. By default their names say it.
+      clicks: The columns of a file of clicks. --time names that of times.
     """
 
     data: Annotated[Positional[str], arg(metavar="DATA")]
@@ -735,6 +737,7 @@ class Split:
     histories: Flag = False
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
+    clicks: Clicks = Clicks()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,7 @@ import numpy as np
 
 from sparsejax import codec
 from sparsejax.data.events.sniff import is_parquet
-from sparsejax.data.files import stored
 from sparsejax.data.files.names import Names, as_names
-from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.data.sets.clicks import (
@@ -45,6 +43,7 @@ from sparsejax.runs.options import (
 from sparsejax.runs.reading import (
     is_file,
     is_last,
+    kind_of_saved,
     meanwhile,
     name_of,
     split_name,
@@ -175,7 +174,7 @@ class Clicks(Runs):
             np.zeros(0, np.float32),
             np.zeros((0, len(data.schema.dense)), np.float32),
             dict.fromkeys(data.schema.ids, none),
-            data.schema,
+            _without_time(data.schema),
             data.vocabularies,
         )
 
@@ -276,6 +275,11 @@ def calibration_curve(
     return [(float(p[at].mean()), float(labels[at].mean())) for at in parts]
 
 
+def _without_time(schema: ClickSchema) -> ClickSchema:
+    """The columns that a model reads."""
+    return dataclasses.replace(schema, time=None)
+
+
 def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDataset:
     """Reads examples, and says what was read."""
     if isinstance(source, ClickDataset):
@@ -286,7 +290,7 @@ def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDat
         return source
     _check_file(source)
     if schema is not None:
-        data = read_clicks(source, schema)
+        data = read_clicks(source, _without_time(schema))
     elif is_parquet(source):
         data = ClickDataset.load(source)
     else:
@@ -320,10 +324,7 @@ def _read_like(
     is_data = isinstance(source, ClickDataset)
     if not is_data:
         _check_file(source)
-    if is_data or (
-        is_parquet(source)
-        and stored.kind_of(first_schema(parquet_files(source))[1]) == "clicks"
-    ):
+    if is_data or kind_of_saved(source) == "clicks":
         data = source if is_data else ClickDataset.load(source)
         try:
             if append:
@@ -338,7 +339,8 @@ def _read_like(
             return data
     elif labelled:
         vocabulary = dict(known.vocabularies)
-        data = read_clicks(source, known.schema, vocabulary=vocabulary, append=append)
+        schema = _without_time(known.schema)
+        data = read_clicks(source, schema, vocabulary=vocabulary, append=append)
     else:
         data = read_unlabelled(source, known.schema, dict(known.vocabularies))
     said = repr(data) if labelled else f"{data.num_rows:,} examples"

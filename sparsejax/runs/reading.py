@@ -112,11 +112,14 @@ def read_file(
 
 def _has_histories(source: Any) -> bool:
     """Whether a source is a `SequenceDataset`, or a file of one."""
-    if isinstance(source, SequenceDataset):
-        return True
+    return isinstance(source, SequenceDataset) or kind_of_saved(source) == "histories"
+
+
+def kind_of_saved(source: Any) -> str | None:
+    """The kind of a saved data set, if the source is a file of one."""
     if not is_file(source) or not is_parquet(source):
-        return False
-    return stored.kind_of(first_schema(parquet_files(source))[1]) == "histories"
+        return None
+    return stored.kind_of(first_schema(parquet_files(source))[1])
 
 
 def read_histories(

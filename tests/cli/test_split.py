@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from sparsejax.cli.main import main
-from sparsejax.data import SparseDataset, read
+from sparsejax.data import ClickDataset, SparseDataset, read
 
 
 def pairs_of(data: SparseDataset) -> set[tuple[str, str]]:
@@ -139,3 +139,39 @@ def test_split_is_whole_or_not_there(events, tmp_path, capsys, monkeypatch):
     assert main(argv) == 1
     assert "No space left on device" in capsys.readouterr().err
     assert os.listdir(tmp_path) == ["events.csv"]
+
+
+def test_clicks_are_split_by_time(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    rows = [f"{i % 2},u{i % 3},{i}.5,2026-11-{i + 1:02}" for i in range(10)]
+    pathlib.Path("clicks.csv").write_text(
+        "\n".join(["click,user,price,at", *rows]) + "\n"
+    )
+    columns = ["--label", "click", "--dense", "price", "--categories", "user"]
+    argv = ["split", "clicks.csv", "--by", "time", *columns, "--out"]
+    assert main([*argv, "parts", "--time", "at", "--at", "2026-11-08"]) == 0
+    assert "held out 3 of 10 examples (30.0%)" in capsys.readouterr().err
+    train, heldout = (
+        ClickDataset.load(f"parts/{part}.parquet") for part in ("train", "heldout")
+    )
+    assert train.dense[:, 0].tolist() == [i + 0.5 for i in range(7)]
+    assert heldout.dense[:, 0].tolist() == [7.5, 8.5, 9.5]
+    # The parts can be split again, and by rows.
+    again = ["split", "parts/train.parquet", "--fraction", ".5", "--out"]
+    assert main([*again, "by_time", "--by", "time"]) == 0
+    assert main([*again, "by_rows", "--by", "rows"]) == 0
+    for wrong, message in (
+        ([*again, "x", "--by", "random"], "--by random is of no use for clicks"),
+        ([*again, "x", "--by", "time", "--time", "at"], "leave out --time"),
+        (
+            [*again, "x", "--by", "time", "--user", "a"],
+            "--user, .*of no use for clicks",
+        ),
+        (
+            [*argv, "x", "--fraction", ".5"],
+            "--by time needs --time, the column of times",
+        ),
+    ):
+        assert main(wrong) == 1
+        assert re.search(message, capsys.readouterr().err), message
+    assert not pathlib.Path("x").exists()

@@ -609,3 +609,94 @@ def test_numbers_are_found_in_vocabularies_of_earlier_releases():
     assert single(found, "user").tolist() == [4, 3]
     known = {"user": np.array(["True", "7"])}
     assert single(own.append_vocabulary(known), "user").tolist() == [3, 2]
+
+
+def timed_rows(form: str) -> list[dict[str, Any]]:
+    """Examples of ten days in no order; later ones have other categories."""
+    rng = np.random.default_rng(0)
+    rows = []
+    for day in rng.permutation(np.repeat(np.arange(10), 12)).tolist():
+        times = {
+            "int": day,
+            "float": day + 0.5,
+            "date": f"2026-11-{day + 1:02}T10:00:00Z",
+        }
+        ads = [
+            f"ad{int(rng.integers(day, day + 4))}" for _ in range(int(rng.integers(3)))
+        ]
+        rows.append(
+            {
+                "label": int(rng.integers(2)),
+                "I1": float(rng.random()),
+                "user": f"u{int(rng.zipf(1.5)) % 9}" if rng.random() < 0.9 else None,
+                "ads": ads,
+                "at": times[form],
+            }
+        )
+    return rows
+
+
+@pytest.mark.parametrize(
+    ("form", "cut"), [("int", 6), ("float", 6), ("date", "2026-11-07")]
+)
+def test_parts_by_time_are_as_if_read_apart(tmp_path, form, cut):
+    rows = timed_rows(form)
+    schema = sj.ClickSchema(
+        "label",
+        dense={"I1": LOG},
+        ids={
+            "user": sj.data.VocabularyColumn(min_count=2),
+            "ads": sj.data.VocabularyColumn(),
+        },
+        time="at",
+    )
+    data = sj.read_clicks(rows, schema)
+    data.save(tmp_path / "saved.parquet")
+    again = sj.ClickDataset.load(tmp_path / "saved.parquet")
+    later = [str(row["at"]) >= str(cut) for row in rows]
+    first, second = (
+        [row for row, is_later in zip(rows, later, strict=True) if is_later == which]
+        for which in (False, True)
+    )
+    train = sj.read_clicks(first, schema)
+    heldout = sj.read_clicks(second, schema, vocabulary=train)
+    assert (heldout.ids["ads"].indices == 1).any()  # new ones are unknown
+    for parts in (
+        data.split_at(cut),
+        again.split_at(cut),
+        again.split_at(fraction=0.6),
+    ):
+        for part, expected in zip(parts, (train, heldout), strict=True):
+            assert part.schema == schema
+            np.testing.assert_array_equal(part.times, expected.times)
+            np.testing.assert_array_equal(part.labels, expected.labels)
+            np.testing.assert_array_equal(part.dense, expected.dense)
+            jax.tree.map(np.testing.assert_array_equal, part.ids, expected.ids)
+            for name, known in expected.vocabularies.items():
+                assert part.vocabularies[name].tolist() == known.tolist()
+
+
+def test_times_of_clicks_that_are_wrong():
+    schema = sj.ClickSchema("label", ids={"user": sj.data.HashedColumn(9)}, time="at")
+    row = {"label": 1, "user": "ann", "at": 3}
+    assert sj.ClickSchema.from_json(schema.to_json()) == schema
+    assert "time" not in SCHEMA.to_json()  # as earlier releases write it
+    for at, message in ((None, "'at' has no time here"), ("noon", "'at': ")):
+        with pytest.raises(sj.DataError, match=message):
+            sj.read_clicks([row | {"at": "2026-11-01"}, row | {"at": at}], schema)
+    with pytest.raises(sj.DataError, match="no column 'at'"):
+        sj.read_clicks([{"label": 1, "user": "ann"}], schema)
+    data = sj.read_clicks([row, row | {"at": 5}], schema)
+    with pytest.raises(ValueError, match="the times are from 3 to 5, the cut is 9"):
+        data.split_at(9)
+    with pytest.raises(ValueError, match="pass either a time or a fraction"):
+        data.split_at()
+    untimed = dataclasses.replace(data, times=None)
+    with pytest.raises(
+        ValueError, match=r"name their column: ClickSchema\(time=COLUMN\)"
+    ):
+        untimed.split_at(4)
+    with pytest.raises(ValueError, match="times must have shape"):
+        dataclasses.replace(data, times=np.zeros(3))
+    with pytest.raises(ValueError, match="each column has one role"):
+        dataclasses.replace(schema, time="user")

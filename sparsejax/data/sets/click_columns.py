@@ -20,7 +20,15 @@ from sparsejax.data.files.names import (
     to_arrow,
 )
 from sparsejax.data.files.opening import DataError
-from sparsejax.data.files.values import lengths, plain_text, trim, value_problem
+from sparsejax.data.files.values import (
+    are_no_times,
+    find_time_problem,
+    lengths,
+    parse_times,
+    plain_text,
+    trim,
+    value_problem,
+)
 from sparsejax.data.files.xxh64 import xxh64
 from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
@@ -83,6 +91,28 @@ def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
         parts.append(np.where(missing, column.missing or 0, values).astype(np.float32))
     rows = len(next(iter(block.columns.values())))
     return np.stack(parts, axis=1) if parts else np.empty((rows, 0), np.float32)
+
+
+def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str]:
+    """`[examples]` times as `parse_times` has them, and the name of their kind.
+
+    Args:
+      block: the cells.
+      name: of the column.
+      kind: that of the blocks before, or None.
+
+    Raises:
+      DataError: a time is missing, is none, or is of another kind.
+    """
+    column = plain_text(block.columns[name])
+    missing = are_no_times(column)
+    if missing.any():
+        raise block.error(int(np.argmax(missing)), f"column {name!r} has no time here")
+    found = parse_times(column)
+    if found is None or kind not in (None, found[1]):
+        row, problem = find_time_problem(column, kind)
+        raise block.error(row, f"column {name!r}: {problem}")
+    return found
 
 
 def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
@@ -236,7 +266,7 @@ class Learner:
         place = find_categories(names, self._known)
         counts = np.bincount(codes, minlength=len(names))
         counts[place >= 0] = -1  # not new
-        order = _ranked(names, counts, min_count)
+        order = ranked(names, counts, min_count)
         ids = np.where(place < 0, RARE, FIRST_KNOWN + place).astype(np.int32)
         ids[names == ""] = MISSING
         first = FIRST_KNOWN + len(self._known)
@@ -268,7 +298,7 @@ class Counter:
         self._fold()
         table = self._waiting[0]
         names = as_names(table["name"])
-        return names[_ranked(names, table["count"].to_numpy(), min_count)]
+        return names[ranked(names, table["count"].to_numpy(), min_count)]
 
     def _fold(self) -> None:
         table = pa.concat_tables(self._waiting)
@@ -277,7 +307,7 @@ class Counter:
         self._size = self._known = len(table)
 
 
-def _ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:
+def ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:
     """Positions of the names that have an id of their own, the most frequent one first."""
     kept = np.flatnonzero((counts >= min_count) & (names != ""))
     by_name = np.argsort(names[kept], kind="stable")  # by code points, as bytes are

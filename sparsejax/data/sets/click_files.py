@@ -50,6 +50,7 @@ def click_blocks(
     """
     used = schema.used if labelled else schema.used[1:]
     names = used if names is None else names
+    used = list(dict.fromkeys([*used, *names]))
     as_paths(paths)  # are there some?
     for piece in find_pieces(paths):
         if piece.file is not None or (piece.table is None and is_parquet(piece.path)):

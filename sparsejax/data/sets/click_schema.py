@@ -113,6 +113,7 @@ class ClickSchema:
       columns: for a text file without a header, the names of all its columns in order.
       delimiter: for a text file, what separates columns; by default a TAB if the first
         line has one, else a comma.
+      time: the column of times, for `ClickDataset.split_at`. Models do not read it.
 
     Raises:
       ValueError: a column has two roles, or is not among `columns`; there is nothing but
@@ -125,6 +126,7 @@ class ClickSchema:
     ids: Mapping[str, IdColumn] = dataclasses.field(default_factory=dict)
     columns: tuple[str, ...] | None = None
     delimiter: str | None = None
+    time: str | None = None
 
     def __post_init__(self) -> None:
         for what, given, kinds in (
@@ -135,10 +137,10 @@ class ClickSchema:
                 if not isinstance(column, kinds):
                     known = " or ".join(kind.__name__ for kind in kinds)
                     raise TypeError(f"{what}[{name!r}] must be {known}, got {column!r}")
-        used = self.used
+        used = self.used + [self.time] * (self.time is not None)
         if twice := sorted({name for name in used if used.count(name) > 1}):
             raise ValueError(f"each column has one role, but {twice} have two")
-        if len(used) == 1:
+        if len(self.used) == 1:
             raise ValueError("expected at least one column in dense or ids")
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
@@ -187,6 +189,7 @@ class ClickSchema:
             },
             "columns": None if self.columns is None else list(self.columns),
             "delimiter": self.delimiter,
+            **({} if self.time is None else {"time": self.time}),
         }
 
     @classmethod

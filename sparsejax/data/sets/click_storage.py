@@ -1,7 +1,7 @@
 """The Parquet form of a saved data set of clicks.
 
 A row of the table is an example, with the columns `label`, `dense/NAME` and `ids/NAME`
-(int32, or a list of int32). Beside them are the vocabularies, `vocabulary/NAME`. The shorter
+(int32, or a list of int32); with times also `time`. Beside them are the vocabularies, `vocabulary/NAME`. The shorter
 columns end in nulls, which take no room. The schema's metadata is a JSON object with the
 `ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
 """
@@ -24,7 +24,7 @@ from sparsejax.data.files.stored import id_lists
 from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.sparse import CSR
 
-_VERSION = 1
+_VERSION, _TIME = 1, "time"
 # Rows of a row group, which can be read without the others.
 _GROUP_ROWS = 2**18
 
@@ -39,6 +39,7 @@ class ClickParts(NamedTuple):
     ids: Mapping[str, Ids]
     schema: ClickSchema
     vocabularies: Mapping[str, Names]
+    times: np.ndarray | None = None
 
 
 class Facts(NamedTuple):
@@ -64,6 +65,8 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
       OSError: the file cannot be written.
     """
     columns: dict[str, pa.Array] = {"label": pa.array(parts.labels)}
+    if parts.times is not None:
+        columns[_TIME] = pa.array(parts.times)
     for i, name in enumerate(parts.schema.dense):
         columns[f"dense/{name}"] = pa.array(np.ascontiguousarray(parts.dense[:, i]))
     for name, ids in parts.ids.items():
@@ -103,6 +106,9 @@ def read_saved(path: Path) -> ClickParts:
             for name in stored_columns(facts.schema)
         }
         parts = stored_examples(columns, facts.schema, vocabularies)
+        if _TIME in table.column_names:
+            times = table[_TIME].slice(0, facts.rows).combine_chunks().to_numpy()
+            parts = parts._replace(times=times)
         if len(parts.labels) != facts.rows:
             raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
     except (ValueError, KeyError, pa.ArrowException) as error:
@@ -238,6 +244,8 @@ def stored_examples(
 
 def _checksum(parts: ClickParts) -> int:
     leaves = [parts.labels.tobytes(), parts.dense.tobytes()]
+    if parts.times is not None:
+        leaves.append(parts.times.tobytes())
     for ids in parts.ids.values():
         arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
         leaves += [np.asarray(array).tobytes() for array in arrays]

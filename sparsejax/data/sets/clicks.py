@@ -19,6 +19,8 @@ from sparsejax.data.sets.click_columns import (
     dense_of,
     find_categories,
     labels_of,
+    ranked,
+    times_of,
 )
 from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_schema import (
@@ -31,7 +33,7 @@ from sparsejax.data.sets.click_schema import (
     num_ids,
 )
 from sparsejax.data.sets.click_storage import Ids
-from sparsejax.data.sets.split import heldout_positions
+from sparsejax.data.sets.split import Time, cut_of, heldout_positions, parts_at
 from sparsejax.data.sets.splits import Split, check_held
 from sparsejax.sparse import CSR, MAX_ENTRIES, host_rows
 
@@ -60,6 +62,8 @@ class ClickDataset:
       schema: what the columns are.
       vocabularies: for each `VocabularyColumn` its categories: `[k]` text, the first of
         which has the id 2.
+      times: `[n]` int64, float64 or datetime64 in microseconds, if the schema names their
+        column; else None.
 
     Raises:
       ValueError: shapes, features, labels or ids do not fit together.
@@ -72,6 +76,7 @@ class ClickDataset:
     ids: Mapping[str, Ids]
     schema: ClickSchema
     vocabularies: Mapping[str, Names]
+    times: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.labels)
@@ -86,10 +91,12 @@ class ClickDataset:
             )
         if not np.isin(self.labels, (0, 1)).all():
             raise ValueError("labels must be 0 or 1")
+        if self.times is not None and self.times.shape != (rows,):
+            raise ValueError(f"times must have shape {(rows,)}, got {self.times.shape}")
         if not np.isfinite(self.dense).all():
             raise ValueError("dense must be finite")
         for name, ids in self.ids.items():
-            flat = ids.indices if isinstance(ids, CSR) else ids
+            flat = _flat(ids)
             if ids.shape[0] != rows:
                 raise ValueError(
                     f"ids[{name!r}] has {ids.shape[0]:,} examples, but there are {rows:,} "
@@ -132,8 +139,9 @@ class ClickDataset:
             name: _rows_of(each, at) if isinstance(each, CSR) else each[at]
             for name, each in self.ids.items()
         }
+        times = None if self.times is None else self.times[at]
         return dataclasses.replace(
-            self, labels=self.labels[at], dense=self.dense[at], ids=ids
+            self, labels=self.labels[at], dense=self.dense[at], ids=ids, times=times
         )
 
     def split_rows(self, fraction: float, *, seed: int) -> Split[ClickDataset]:
@@ -153,6 +161,63 @@ class ClickDataset:
         is_held = heldout_positions(self.num_rows, fraction, seed)
         check_held(is_held, "examples", fraction)
         return Split(*(self.rows(np.flatnonzero(p)) for p in (~is_held, is_held)))
+
+    def split_at(
+        self, time: Time | None = None, *, fraction: float | None = None
+    ) -> Split[ClickDataset]:
+        """Holds out all examples from a point in time on: `(train, heldout)`.
+
+        >>> rows = [{"click": i % 2, "ad": ad, "day": i} for i, ad in enumerate("aabc")]
+        >>> schema = ClickSchema("click", ids={"ad": VocabularyColumn()}, time="day")
+        >>> train, heldout = read_clicks(rows, schema).split_at(2)
+        >>> train.vocabularies["ad"].tolist(), heldout.ids["ad"].tolist()
+        (['a'], [1, 1])
+
+        Both parts are as if they had been read apart, the second with the vocabulary of the
+        first: a category that only later examples have is unknown, as it is when a model
+        serves. Ids may differ from those of this data set.
+
+        Args:
+          time: see `SparseDataset.split_at`.
+          fraction: see `SparseDataset.split_at`.
+
+        Raises:
+          ValueError: there are no times, `time` is of another kind, or one part would be
+            empty.
+        """
+        if self.times is None:
+            raise ValueError(
+                "the data set has no times; name their column: ClickSchema(time=COLUMN)"
+            )
+        if not self.times.size:
+            raise ValueError("nothing is held out: there are no examples")
+        cut = cut_of(self.times, time, fraction)
+        stays, is_held = parts_at(self.times, self.times, cut, "all")
+        train = self.rows(np.flatnonzero(stays))
+        parts = [train, self.rows(np.flatnonzero(is_held))]
+        for name, column in self.schema.ids.items():
+            if isinstance(column, VocabularyColumn):
+                known = self.vocabularies[name]
+                counts = np.bincount(_flat(train.ids[name]), minlength=FIRST_KNOWN)
+                counts = np.pad(counts, (0, FIRST_KNOWN + len(known) - len(counts)))
+                kept = ranked(known, counts[FIRST_KNOWN:], column.min_count)
+                to = np.full(FIRST_KNOWN + len(known), RARE, np.int32)
+                to[MISSING] = MISSING
+                to[FIRST_KNOWN + kept] = FIRST_KNOWN + np.arange(len(kept))
+                parts = [part._renamed(name, to, known[kept]) for part in parts]
+        return Split(*parts)
+
+    def _renamed(self, name: str, to: np.ndarray, names: Names) -> ClickDataset:
+        """The same with the new ids `to` of a feature's ids, and their vocabulary."""
+        ids, found = dict(self.ids), self.ids[name]
+        if isinstance(found, CSR):
+            lists = to[np.asarray(found.indices)], np.asarray(found.indptr)
+            ids[name] = id_lists(*lists, FIRST_KNOWN + len(names))
+        else:
+            ids[name] = to[found]
+        return dataclasses.replace(
+            self, ids=ids, vocabularies={**self.vocabularies, name: names}
+        )
 
     def append_vocabulary(
         self, vocabulary: ClickDataset | Mapping[str, Names]
@@ -179,20 +244,15 @@ class ClickDataset:
         if isinstance(vocabulary, ClickDataset):
             check_same_schema(vocabulary.schema, self.schema, "this data set")
         known = known_vocabularies(self.schema, vocabulary) or {}
-        longer, ids = dict(self.vocabularies), dict(self.ids)
+        longer = self
         for name, before in known.items():
             own = self.vocabularies[name]
             place = find_categories(own, before)
             is_new = place < 0
             place = np.where(is_new, len(before) + np.cumsum(is_new) - 1, place)
             to = np.array([MISSING, RARE, *(FIRST_KNOWN + place)], np.int32)
-            longer[name] = np.concatenate([before, own[is_new]])
-            if isinstance(found := ids[name], CSR):
-                lists = to[np.asarray(found.indices)], np.asarray(found.indptr)
-                ids[name] = id_lists(*lists, FIRST_KNOWN + len(longer[name]))
-            else:
-                ids[name] = to[found]
-        return dataclasses.replace(self, ids=ids, vocabularies=longer)
+            longer = longer._renamed(name, to, np.concatenate([before, own[is_new]]))
+        return longer
 
     def save(self, path: Path) -> None:
         """Writes the data set as one Parquet file, whole or not at all.
@@ -285,13 +345,18 @@ def _read(
         for name in schema.ids
         if name not in numbering
     }
-    labels, dense = [], []
+    labels, dense, times, kind = [], [], [], None
+    timed = schema.time if labelled else None
+    names = schema.used + [timed] if timed is not None else None
     ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
     lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
-    for block in click_blocks(path, schema, labelled=labelled):
+    for block in click_blocks(path, schema, names, labelled=labelled):
         dense.append(dense_of(block, schema.dense))
         none = np.zeros(len(dense[-1]), np.float32)
         labels.append(labels_of(block, schema.label) if labelled else none)
+        if timed is not None:
+            part, kind = times_of(block, timed, kind)
+            times.append(part)
         for name in schema.ids:
             found = categories_of(block, name)
             lengths[name].append(found.lengths)
@@ -317,6 +382,7 @@ def _read(
         },
         schema,
         vocabularies,
+        np.concatenate(times) if times else None,
     )
 
 
@@ -391,6 +457,11 @@ def join_ids(
             " read the data in parts: scan_clicks"
         )
     return id_lists(flat, np.append(0, np.cumsum(np.concatenate(known))), size)
+
+
+def _flat(ids: Ids) -> np.ndarray:
+    """`[entries]` all ids of a feature."""
+    return np.asarray(ids.indices) if isinstance(ids, CSR) else ids
 
 
 def _rows_of(ids: CSR, at: np.ndarray) -> CSR:
