@@ -8,6 +8,16 @@ from sparsejax.cli.flags import Command, flags_of
 _ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
 _ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
 _ELSEWHERE |= {"test": "heldout", "train": "inputs"}
+# What messages advise in Python, and what in a shell.
+_ADVICE = {
+    "say what the model gets: DenseColumn(missing=0.0)": (
+        'say what the model gets: "missing": 0.0 of this column, in a file for --schema'
+    ),
+    "use split_at, or use read_sequences(...).split_last(...) and to_sparse() of its parts "
+    "(on the command line: split --by time, or split --histories)": (
+        "use split --by time, or split --by last --histories, whose parts train takes, too"
+    ),
+}
 # Names and paths in a message are the user's, whatever words they contain.
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 
@@ -24,6 +34,8 @@ def in_flags(text: str, command: Command | None) -> str:
     """
     known = {}
     if command is not None:
+        for python, advice in _ADVICE.items():
+            text = text.replace(python, advice)
         files = {n: n.upper() for n in ("train", "test") if hasattr(command, n)}
         known = files | flags_of(type(command))
     flags = known | {_ELSEWHERE[n]: known[n] for n in known.keys() & _ELSEWHERE.keys()}

@@ -4,8 +4,10 @@ import pathlib
 
 import pytest
 
+import sparsejax as sj
 from sparsejax.cli import flags
 from sparsejax.cli.wording import in_flags
+from sparsejax.data.sets.split import warn_of_repeats
 
 TRAIN = flags.Train(data="data", run=pathlib.Path("run"))
 CONVERT = flags.Convert(input="in", output=pathlib.Path("out"))
@@ -42,6 +44,21 @@ def test_arguments_are_flags(command, text, expected):
 )
 def test_other_words_stay(text):
     assert in_flags(text, TRAIN) == text
+
+
+def test_advice_is_of_the_command_line():
+    """What the library says there, to the letter."""
+    schema = sj.ClickSchema("click", dense={"price": sj.data.DenseColumn()})
+    rows = [{"click": 1, "price": 2.0}, {"click": 0, "price": None}]
+    with pytest.raises(sj.DataError) as error:
+        sj.read_clicks(rows, schema)
+    assert '"missing": 0.0 of this column, in a file for --sch' in in_flags(
+        str(error.value), TRAIN
+    )
+    with pytest.warns(UserWarning) as warned:
+        warn_of_repeats(1, 2)
+    said = in_flags(str(warned[0].message), TRAIN)
+    assert said.endswith("--by last --histories, whose parts train takes, too")
 
 
 def test_without_a_command_nothing_is_a_flag():
