@@ -17,7 +17,9 @@ from sparsejax.data.sets import writers
 from sparsejax.data.sets.click_schema import ClickSchema, DenseColumn, VocabularyColumn
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.planner import plan_embeddings
+from sparsejax.kinds.clicks.scores import evaluate_clicks
 from sparsejax.mesh import processes
+from sparsejax.metrics.comparison import Measured
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.options import Measuring, Recommending
 
@@ -95,6 +97,11 @@ class Clicks(Commands):
             )
         measuring = super().measuring(command)
         return dataclasses.replace(measuring, inputs=None, heldout=command.train)
+
+    def validated(self, model: Any, source: Any, k: int) -> Measured:
+        found = evaluate_clicks(model, source.heldout, keep_rows=True)
+        assert isinstance(found, Measured)
+        return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         recommending = Recommending(inputs=command.data, reading=reading_of(command))

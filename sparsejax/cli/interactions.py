@@ -9,8 +9,10 @@ from typing import Any
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
 from sparsejax.cli.reading import keeps_seen, names_of, reading_of
+from sparsejax.data import SequenceDataset
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.mesh import processes
+from sparsejax.metrics.comparison import Measured
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.options import Recommending
 
@@ -46,6 +48,20 @@ class Interactions(Commands):
             **how,
         )
         return planned.table(), planned.fits
+
+    def validated(self, model: Any, source: Any, k: int) -> Measured:
+        from sparsejax.verbs.evaluate import evaluate
+
+        data = source.data
+        # As `fit` measures: items that come again are to be found, too.
+        repeats = isinstance(data, SequenceDataset) and (
+            data.to_sparse().num_entries < data.num_entries
+        )
+        exclude = None if repeats else "inputs"
+        how: dict[str, Any] = {"k": k, "exclude": exclude, "popularity": None}
+        found = evaluate(model, data, source.heldout, keep_rows=True, **how)
+        assert isinstance(found, Measured)
+        return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         keep_seen = keeps_seen(command)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, NamedTuple
 from sparsejax.cli import flags
 from sparsejax.cli.reading import correcting_of, cutoffs_of, reading_of
 from sparsejax.kinds.kind import Kind, kind_of
+from sparsejax.metrics.comparison import Measured
 from sparsejax.runs import kind as runs_of_kinds
 from sparsejax.runs.kind import Runs
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
@@ -152,6 +153,16 @@ class Commands(abc.ABC):
             **vars(command.counting),
             reading=reading_of(command),
         )
+
+    @abc.abstractmethod
+    def validated(self, model: Any, source: Any, k: int) -> Measured:
+        """The metrics of what `tune` holds out, with the figures of its rows.
+
+        Args:
+          model: what is measured.
+          source: has the data and what is held out of it.
+          k: the cut-off.
+        """
 
     @abc.abstractmethod
     def predict(self, command: flags.Predict, run: Any) -> None:

@@ -35,7 +35,7 @@ from sparsejax.kinds.content import set_content
 from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
 from sparsejax.runs import training
-from sparsejax.runs.folders import Settings
+from sparsejax.runs.folders import Folder, Settings
 from sparsejax.runs.kind import Source
 from sparsejax.runs.options import Training
 from sparsejax.verbs.fit import fit
@@ -349,6 +349,7 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
     commands_of_train.train(
         dataclasses.replace(chosen, run=folder, config=config, resume=folder.exists())
     )
+    print(interval(command, folder, source, complete), file=sys.stderr)
     words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]
     words += ["--run", "RUN", "--config", config]
     given = {
@@ -371,3 +372,19 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
         elif value is not None:
             words += [flag, str(value)]
     print(shlex.join(map(str, words)))
+
+
+def interval(
+    command: flags.Tune, folder: pathlib.Path, source: Source, trials: Sequence[Any]
+) -> str:
+    """What to say of the luck in the best trial: that of which rows were held out."""
+    commands, metric = commands_for(command.kind), _metric(command)
+    measured = commands.validated(Folder.of(folder).model(), source, command.k)
+    low, high = measured.intervals()[metric]
+    close = sum(trial.value >= low for trial in trials) - 1
+    within = "no other trial lies" if close < 1 else f"{close} other trials lie"
+    within = "1 other trial lies" if close == 1 else within
+    return (
+        f"{metric} {measured[metric]:.4f}, 95 % interval {low:.4f} to {high:.4f}; {within} "
+        "within it, where a difference may be luck"
+    )

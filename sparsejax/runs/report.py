@@ -355,7 +355,7 @@ def _intervals(measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
 def _interval(ends: tuple[float, float] | None) -> str:
     """The cell of an interval."""
     text = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
-    return f'<td class="number soft">{text}</td>'
+    return f'<td class="number soft interval">{text}</td>'
 
 
 def _tiles(model, history, measured) -> str:
@@ -554,7 +554,7 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         '<p class="soft">Popularity recommends the most popular items to everyone. '
         f"Values are {means_over(measured)}. ↑ more is better, ↓ less is better.</p>\n"
         '<div class="scroll"><table><tr><th></th><th class="number">model</th>'
-        + ('<th class="number">95 % interval</th>' if intervals else "")
+        + ('<th class="number interval">95 % interval</th>' if intervals else "")
         + '<th class="number">popularity</th><th class="bars">'
         '<span class="key"><i class="model"></i>model</span> '
         '<span class="key"><i class="other"></i>popularity</span>'
@@ -573,7 +573,9 @@ def _values(measured: Mapping[str, float]) -> str:
     )
     if not rows:
         return ""
-    heading = '<tr><th></th><th></th><th class="number">95 % interval</th></tr>\n'
+    heading = (
+        '<tr><th></th><th></th><th class="number interval">95 % interval</th></tr>\n'
+    )
     return (
         '<p class="soft">↑ more is better, ↓ less is better, → 1 is right.</p>\n'
         f'<div class="scroll"><table>\n{heading if intervals else ""}{rows}</table></div>'
@@ -590,7 +592,7 @@ def _names(
         for name, text in zip(names, shown, strict=False)
     ]
     more = len(names) - len(shown)
-    return ", ".join(shown) + (
+    return " · ".join(shown) + (
         f' <span class="soft">and {more} more</span>' * (more > 0)
     )
 

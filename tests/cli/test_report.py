@@ -96,7 +96,7 @@ def test_everything_is_on_the_page(tmp_path):
         similar={"tea": ["coffee", "milk"]},
         settings={"batch_size": 512},
     )
-    for text in ("My run", "ann", "coffee, milk", "batch_size512", "4,321 users"):
+    for text in ("My run", "ann", "coffee · milk", "batch_size512", "4,321 users"):
         assert text in found.text
     # Found and held out: in either list, and nothing else.
     assert found.text.count("rye ✓") == 2 and found.text.count("✓") == 2

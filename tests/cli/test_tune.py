@@ -3,6 +3,7 @@
 import json
 import math
 import pathlib
+import re
 import shlex
 
 import pytest
@@ -47,6 +48,12 @@ def test_the_result_can_be_used_and_trained_again(argv, capsys):
     assert first.params == start != second.params
     best = max(first, second, key=score)
     assert score(best) >= score(first) and f"the best is trial {best.number}" in said
+    line = re.search(
+        r"ndcg@2 ([\d.]+), 95 % interval ([\d.]+) to ([\d.]+);.*within it", said
+    )
+    assert line is not None
+    value, low, high = map(float, line.groups())
+    assert low < value < high and value == pytest.approx(best.value, abs=1e-4)
     folder = f"tuned/trial-{best.number}"
     settings, _ = folders.load_run(folder)
     progress = folders.checkpoints_of(folder, settings).progress()
@@ -84,6 +91,7 @@ def curves(monkeypatch) -> list[float]:
 
     monkeypatch.setattr(tune, "fit", fit)
     monkeypatch.setattr(tune.commands_of_train, "train", lambda command: None)
+    monkeypatch.setattr(tune, "interval", lambda *_: "")
     return heights
 
 
@@ -143,6 +151,7 @@ def test_models_of_histories(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "fit", fit)
     final = []
     monkeypatch.setattr(tune.commands_of_train, "train", final.append)
+    monkeypatch.setattr(tune, "interval", lambda *_: "")
     argv = ["tune", "histories.txt", "--format", "adjacency", "--model", "gru"]
     assert main([*argv, "--trials", "3", "--epochs", "2"]) == 0
     assert trained[0][0] == sj.GRUConfig()
@@ -229,6 +238,7 @@ def test_it_was_killed_before_the_first_checkpoint_of_the_best(
 ):
     final = []
     monkeypatch.setattr(tune.commands_of_train, "train", final.append)
+    monkeypatch.setattr(tune, "interval", lambda *_: "")
     argv += ["--trials", "1", "--epochs", "2"]
     assert main(argv) == 0 and not final[0].resume
     final[0].run.mkdir()
