@@ -29,6 +29,9 @@ from sparsejax.verbs.recipe import (
     steps_of_epoch,
 )
 
+# With fewer steps a model has learned little.
+_FEW_STEPS = 100
+
 # Is told the number of epochs, the step, and what was measured after an epoch.
 Log = Callable[[int, int, Mapping[str, float]], None]
 
@@ -63,6 +66,12 @@ def train(
         training.reading.say(chosen)
     check_seed(training.seed)
     settings = settings_of(training, config, source)
+    steps = steps_of_epoch(source.chunks, settings.batch_size)
+    if training.num_epochs is None and settings.num_epochs * steps < _FEW_STEPS:
+        training.reading.say(
+            f"an epoch has {steps} steps, and {settings.num_epochs} is the default here: small "
+            "data needs more, num_epochs=20, or a smaller batch_size"
+        )
     if restored and source.features is not None:
         # A run that goes on from another one may have more room for tags.
         content = folders.load_settings(directory).content

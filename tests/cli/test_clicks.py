@@ -262,10 +262,14 @@ def test_saved_clicks_are_read_while_training(clicks, tmp_path, capsys):
     data = sj.read_clicks(clicks / "train.tsv", known.schema, vocabulary=known)
     data.rows(slice(3000)).save(tmp_path / "train.parquet")
     argv = ["train", str(tmp_path / "train.parquet"), "--model", "wide_deep"]
-    argv += ["--run", str(tmp_path / "run"), "--chunk-rows", "1000", "--epochs", "1"]
+    argv += ["--run", str(tmp_path / "run"), "--chunk-rows", "1000"]
     argv += ["--validation", str(clicks / "test.tsv"), "--batch-size", "512"]
     assert main(argv) == 0
-    assert "auc 0." in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert (
+        "auc 0." in said and "an epoch has 6 steps, and 1 is the default here" in said
+    )
+    assert "small data needs more, --epochs 20, or a smaller --batch-size" in said
     assert main(["evaluate", str(tmp_path / "run"), str(clicks / "test.tsv")]) == 0
 
 
