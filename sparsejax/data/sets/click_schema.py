@@ -137,7 +137,7 @@ class ClickSchema:
                 if not isinstance(column, kinds):
                     known = " or ".join(kind.__name__ for kind in kinds)
                     raise TypeError(f"{what}[{name!r}] must be {known}, got {column!r}")
-        used = self.used + [self.time] * (self.time is not None)
+        used = self.used if self.time is None else [*self.used, self.time]
         if twice := sorted({name for name in used if used.count(name) > 1}):
             raise ValueError(f"each column has one role, but {twice} have two")
         if len(self.used) == 1:
