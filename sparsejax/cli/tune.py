@@ -377,7 +377,7 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
 def interval(
     command: flags.Tune, folder: pathlib.Path, source: Source, trials: Sequence[Any]
 ) -> str:
-    """What to say of the luck in the best trial: that of which rows were held out."""
+    """The line about the luck in the best trial: which rows were held out is chance."""
     commands, metric = commands_for(command.kind), _metric(command)
     measured = commands.validated(Folder.of(folder).model(), source, command.k)
     low, high = measured.intervals()[metric]

@@ -8,7 +8,7 @@ from sparsejax.cli.flags import Command, flags_of
 _ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
 _ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
 _ELSEWHERE |= {"test": "heldout", "train": "inputs"}
-# What messages advise in Python, and what in a shell.
+# Advice of messages in Python, and the same in a shell.
 _ADVICE = {
     "say what the model gets: DenseColumn(missing=0.0)": (
         'say what the model gets: "missing": 0.0 of this column, in a file for --schema'

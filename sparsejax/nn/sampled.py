@@ -139,7 +139,7 @@ def sample_with_batch(
     of_place, of_item = jax.random.split(key)
     flat = targets.reshape(-1).astype(jnp.int32)
     known = (flat >= 0) & (flat < num_items)
-    # Sorted by item; what is none comes last.
+    # Sorted by item, and other numbers at the end.
     ordered = jnp.sort(jnp.where(known, flat, num_items))
     total = jnp.sum(known)
     u = count - count // 2

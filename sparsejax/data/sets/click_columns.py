@@ -94,7 +94,7 @@ def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
 
 
 def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str]:
-    """`[examples]` times as `parse_times` has them, and the name of their kind.
+    """The times of the examples, and the name of their kind, from `parse_times`.
 
     Args:
       block: the cells.
@@ -102,7 +102,7 @@ def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str
       kind: that of the blocks before, or None.
 
     Raises:
-      DataError: a time is missing, is none, or is of another kind.
+      DataError: a time is missing, cannot be read, or is of another kind.
     """
     column = plain_text(block.columns[name])
     missing = are_no_times(column)
