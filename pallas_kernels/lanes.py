@@ -82,8 +82,8 @@ def elements_of(row: jax.Array, layout) -> list[jax.Array]:
 
 
 def look_up(table, index: jax.Array, layout) -> jax.Array:
-    """`table[index]`: float32 numbers of a vector in memory, each at a place of its own."""
-    found = plgpu.ShapeDtypeStruct(index.shape, jnp.dtype(jnp.float32), layout=layout)
+    """`table[index]`: floating numbers of a vector in memory, each at a place of its own."""
+    found = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=layout)
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=found)
     def read(_, table, index):
@@ -104,7 +104,7 @@ def look_up(table, index: jax.Array, layout) -> jax.Array:
                 )
                 for i in range(count)
             ]
-            kind = ir.VectorType.get((count,), ir.F32Type.get())
+            kind = ir.VectorType.get((count,), numbers[0].type)
             registers.flat[at] = vector.from_elements(kind, numbers)
         return mgpu.FragmentedArray(
             _registers=registers, _layout=index.layout, _is_signed=None

@@ -163,16 +163,23 @@ def matmul_tiles(
     )
 
 
-def call(name: str, body: Callable, out_type: Sequence, warpgroups: int, *arguments):
-    """Runs `body`, which calls `matmul_tiles`, on arrays or references.
+def call(
+    name: str,
+    body: Callable,
+    out_type: Sequence,
+    warpgroups: int,
+    *arguments,
+    programs: int | None = None,
+):
+    """Runs `body` on arrays or references, as a program with one more warpgroup.
 
-    A profiler shows `name`.
+    A profiler shows `name`. There are `num_programs()` programs if no number is given.
     """
     body.__name__ = name
     return plgpu.kernel(
         body,
         out_type=out_type,
-        grid=(num_programs(),),
+        grid=(num_programs() if programs is None else programs,),
         grid_names=("program",),
         num_threads=warpgroups + 1,
         thread_name="warpgroup",

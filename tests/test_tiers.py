@@ -52,6 +52,7 @@ OPERATIONS = {
 PROGRAMS = {
     "gather_matmul": "pallas_kernels/test_gather_matmul.py::test_equals_float64",
     "catch_up": "pallas_kernels/test_catch_up.py",
+    "dot_interaction": "pallas_kernels/test_dot_interaction.py::test_products_and_slopes",
     "gram_loss": "pallas_kernels/test_gram_loss.py::test_squared_gradient",
     "hash_index": "pallas_kernels/test_hash_index.py::test_equals_the_operations_of_xla",
     "history_attention": "pallas_kernels/test_history_attention.py",

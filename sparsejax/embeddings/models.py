@@ -6,7 +6,6 @@ Flax layers.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -28,6 +27,8 @@ from sparsejax.embeddings.model_config import (
     WideDeepConfig,
 )
 from sparsejax.embeddings.plan import EmbeddingPlan
+from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
+from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import Optimizer
 
 # The factors of second order start small: they are multiplied with each other.
@@ -101,7 +102,10 @@ class _ClickModel(nnx.Module):
 
 
 class _Layers(nnx.Module):
-    """Linear layers with ReLU between them, and behind the last one if asked for."""
+    """Linear layers with ReLU between them, and behind the last one if asked for.
+
+    The input may have more columns than the first layer takes, if these are 0.
+    """
 
     def __init__(
         self,
@@ -121,8 +125,8 @@ class _Layers(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         last = len(self.layers) - 1
         for i, layer in enumerate(self.layers):
-            x = layer(x)
-            x = x if i == last and not self.end else nnx.relu(x)
+            x = _linear(layer, x)
+            x = x if i == last and not self.end else _relu(x)
         return x
 
 
@@ -174,6 +178,8 @@ class DLRM(_ClickModel):
                 "one feature alone has no pairs; give it dense columns too"
             )
         self.top = _Layers(inputs, (*config.top, 1), self.dtype, rngs)
+        # Of the products of pairs; see `dot_interaction`.
+        self.implementation: Implementation = None
 
     def __call__(
         self,
@@ -182,57 +188,18 @@ class DLRM(_ClickModel):
     ) -> Float[Array, "batch"]:
         """The logit of each example, in float32."""
         dense = self._dense(dense)
-        if self.bottom is not None:
-            given = [self.bottom(dense)]
-            # XLA would copy vectors of 16 bits to make their number a multiple of 8.
-            narrow = self.dtype.itemsize == 2
-            blank = -(1 + len(self.names)) % 8 if narrow else 0
-            rows = self.embeddings.joined(given[0], ids, blank=blank)
-        else:
-            given, blank, rows = [], 0, self.embeddings.concat(ids).astype(self.dtype)
+        blank = 0
+        first = None if self.bottom is None else self.bottom(dense)
+        if first is None:
+            rows = self.embeddings.concat(ids).astype(self.dtype)
             rows = _vectors(rows, self.config.dim)
-        pairs = _pairs(rows, blank)
-        return _logit(self.top(jnp.concatenate([*given, pairs], axis=1)))
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def _pairs(
-    rows: Float[Array, "batch vectors dim"], blank: int
-) -> Float[Array, "batch pairs"]:
-    """The products of vectors i and j for all i < j, but those of blank ones."""
-    products = jnp.einsum("bid,bjd->bij", rows, rows)
-    batch, n, _ = products.shape
-    above = np.triu(_are_used(n, blank), 1)
-    return products.reshape(batch, n * n)[:, np.flatnonzero(above)]
-
-
-def _are_used(n: int, blank: int) -> np.ndarray:
-    """`[n, n]`: whether both vectors are used. The blank ones follow the first."""
-    used = np.ones(n, bool)
-    used[1 : 1 + blank] = False
-    return used[:, None] & used[None]
-
-
-def _pairs_forward(rows: jax.Array, blank: int) -> tuple[jax.Array, jax.Array]:
-    return _pairs(rows, blank), rows
-
-
-def _pairs_backward(blank: int, rows: jax.Array, slopes: jax.Array) -> tuple[jax.Array]:
-    """The slope of vector i is the sum of those of its pairs, times the others.
-
-    So it is one product, where autodiff has two. No product is in two pairs, so the slopes are
-    gathered. To scatter them takes ten times as long.
-    """
-    n = rows.shape[1]
-    above = np.triu(_are_used(n, blank), 1).reshape(-1)
-    place = np.where(above, np.cumsum(above) - 1, slopes.shape[1]).reshape(n, n)
-    place = np.minimum(place, place.T).reshape(-1)
-    slopes = jnp.pad(slopes, ((0, 0), (0, 1)))[:, place]  # zero where there is no pair
-    slopes = slopes.reshape(len(slopes), n, n)
-    return (jnp.einsum("bij,bjd->bid", slopes, rows),)
-
-
-_pairs.defvjp(_pairs_forward, _pairs_backward)
+        else:
+            blank = blank_vectors(first, 1 + len(self.names), self.implementation)
+            rows = self.embeddings.joined(first, ids, blank=blank)
+        pairs = dot_interaction(
+            rows, first, blank=blank, implementation=self.implementation
+        )
+        return _logit(self.top(pairs))
 
 
 class DCN(_ClickModel):
@@ -483,6 +450,36 @@ def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
 def _vectors(rows: jax.Array, dim: int) -> jax.Array:
     """`[batch, features, dim]` of `[batch, features * dim]`."""
     return rows.reshape(len(rows), rows.shape[1] // dim, dim)
+
+
+def _linear(layer: nnx.Linear, x: jax.Array) -> jax.Array:
+    """`layer(x)`, if columns of `x` that the layer does not have are 0.
+
+    Zeros below its kernel cost nothing: it is cast anyway.
+    """
+    more = x.shape[1] - layer.in_features
+    if not more:
+        return layer(x)
+    kernel, bias = layer.kernel[...], layer.bias
+    kernel = jnp.pad(kernel.astype(x.dtype), ((0, more), (0, 0)))
+    y = x @ kernel
+    return y if bias is None else y + bias[...].astype(x.dtype)[None]
+
+
+@jax.custom_vjp
+def _relu(x: jax.Array) -> jax.Array:
+    """ReLU whose derivative reads the result.
+
+    Autodiff reads `x`. Then the product that makes `x` writes it, and another pass the result.
+    XLA would also read `x` to find where the result is more than 0.
+    """
+    return jnp.maximum(x, 0)
+
+
+_relu.defvjp(
+    lambda x: (_relu(x),) * 2,
+    lambda y, slope: (jnp.where(y != 0, slope, 0),),
+)
 
 
 def _logit(x: jax.Array) -> jax.Array:

@@ -14,6 +14,7 @@ from sparsejax.data.files.names import FeatureNames, as_names
 from sparsejax.data.reading.sources import features_of
 from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.models import DLRM
 from sparsejax.kinds.content import (
     check_same_sizes,
     content_of,
@@ -60,7 +61,12 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
     for _, node in nnx.iter_graph(model):
         if isinstance(
             node,
-            Attention | EmbeddingCollection | LinearPart | SparseLinear | SparseOutput,
+            Attention
+            | DLRM
+            | EmbeddingCollection
+            | LinearPart
+            | SparseLinear
+            | SparseOutput,
         ):
             # A GPU program is for one platform; this program is for two.
             node.implementation = "xla"

@@ -25,7 +25,7 @@ from sparsejax.mesh.layout import (
     varying_axes,
 )
 from sparsejax.mesh.per_device import entries_over_data, gather_over_data, own_block
-from sparsejax.ops.gather_sum import gather_sum
+from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import FOR_GPU, Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed
@@ -166,9 +166,11 @@ class Terms(NamedTuple):
             return self.per_device(
                 lambda terms: terms.values(implementation), out_specs=P("model")
             )
-        by_column, dy = self.by_column, self.dy.astype(accumulator(self.dy.dtype))
+        by_column, dy = self.by_column, self.dy
+        if not mosaic_is_fastest(dy, by_column.rows.shape[0]):
+            dy = dy.astype(accumulator(dy.dtype))
         x = CSR(self.data, by_column.rows, by_column.indptr, num_cols=dy.shape[0])
-        return gather_sum(x, dy, implementation)
+        return gather_sum(x, dy, implementation, wide=True)
 
 
 def row_terms(

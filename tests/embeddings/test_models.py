@@ -13,7 +13,6 @@ from flax import nnx
 from tolerances import tolerance
 
 import sparsejax as sj
-from sparsejax.embeddings import models
 
 FEATURES = {"user": 30, "item": 50, "tags": 20}
 CONFIGS = [
@@ -45,25 +44,6 @@ def build(config, num_dense=3):
         values = rng.standard_normal(variable.shape) / 2
         variable.set_value(jnp.asarray(values, jnp.float32))
     return model
-
-
-@pytest.mark.parametrize("blank", [0, 2])
-def test_products_of_pairs(blank):
-    """And their gradient, which is one product; blank vectors have no pairs."""
-    rows = np.random.default_rng(0).standard_normal((3, 4 + blank, 5))
-    rows[:, 1 : 1 + blank] = 0
-    used = [0, *range(1 + blank, 4 + blank)]
-    pairs = list(itertools.combinations(used, 2))
-    slopes = np.random.default_rng(1).standard_normal((3, len(pairs)))
-    want, gradient = np.zeros((3, len(pairs))), np.zeros_like(rows)
-    for k, (i, j) in enumerate(pairs):
-        want[:, k] = np.sum(rows[:, i] * rows[:, j], axis=1)
-        gradient[:, i] += slopes[:, k, None] * rows[:, j]
-        gradient[:, j] += slopes[:, k, None] * rows[:, i]
-    got, pull = jax.vjp(lambda rows: models._pairs(rows, blank), jnp.float32(rows))
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    (got,) = pull(jnp.float32(slopes))
-    np.testing.assert_allclose(got, gradient, rtol=1e-5, atol=1e-5)
 
 
 def wide(variable):

@@ -1,0 +1,181 @@
+"""The products of all pairs of an example's vectors, as DLRM has them."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from pallas_kernels import dot_interaction as mosaic
+from sparsejax.mesh.layout import (
+    axes_are_explicit,
+    axis_sizes,
+    call_on_each_device,
+    mesh_is_set,
+    varying_axes,
+)
+from sparsejax.ops.implementations import (
+    HOPPER,
+    Implementation,
+    custom_call_can_run,
+)
+
+
+def blank_vectors(
+    first: Float[Array, "batch dim"],
+    vectors: int,
+    implementation: Implementation = None,
+) -> int:
+    """How many blank vectors make the products of so many vectors fast.
+
+    The GPU program takes multiples of 16. XLA would copy vectors of 16 bits to make their
+    number a multiple of 8.
+    """
+    blank = -vectors % mosaic.MULTIPLE
+    if _takes_program(first, vectors + blank, implementation):
+        return blank
+    return -vectors % 8 if first.dtype.itemsize == 2 else 0
+
+
+def dot_interaction(
+    rows: Float[Array, "batch vectors dim"],
+    first: Float[Array, "batch dim"] | None,
+    *,
+    blank: int = 0,
+    implementation: Implementation = None,
+) -> Float[Array, "batch columns"]:
+    """`first`, and the products of vectors i and j for all i < j.
+
+    There may be more columns behind them, all 0: a product of matrices is faster with a round
+    number of columns, and to append them later would copy all.
+
+    Args:
+      rows: the vectors. If there is a `first`, it is also the first of them.
+      first: written before the products. Its gradient is apart from that of `rows`.
+      blank: so many vectors after the first one have no pairs. See `blank_vectors`.
+      implementation: "mosaic_gpu" is a GPU program for Hopper; "xla" and "xla_gpu" are made
+        of XLA's operations; None picks what is fastest here.
+    """
+    program = _takes_program(rows, rows.shape[1], implementation)
+    return _joined(rows, first, _Pairs(rows.shape[1], blank, program))
+
+
+class _Pairs(NamedTuple):
+    """The pairs, and which form makes their products.
+
+    Attributes:
+      vectors: of an example, with blank ones.
+      blank: how many of them, after the first, have no pairs.
+      program: whether the GPU program is used.
+    """
+
+    vectors: int
+    blank: int
+    program: bool
+
+    def places(self) -> np.ndarray:
+        """`[pairs]`: `i * vectors + j`, in the order of i and j."""
+        used = np.ones(self.vectors, bool)
+        used[1 : 1 + self.blank] = False
+        return np.flatnonzero(np.triu(used[:, None] & used[None], 1))
+
+    def columns(self, before: int) -> np.ndarray:
+        """`[vectors, vectors]`: the column of a pair's product, in both orders, or -1.
+
+        Args:
+          before: columns before the products.
+        """
+        columns = np.full(self.vectors**2, -1)
+        places = self.places()
+        columns[places] = before + np.arange(len(places))
+        columns = columns.reshape(self.vectors, self.vectors)
+        return np.maximum(columns, columns.T)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2,))
+def _joined(rows: jax.Array, first: jax.Array | None, pairs: _Pairs) -> jax.Array:
+    places = pairs.places()
+    if not pairs.program:
+        products = jnp.einsum("bid,bjd->bij", rows, rows)
+        products = products.reshape(len(rows), pairs.vectors**2)[:, places]
+        given = [] if first is None else [first]
+        return jnp.concatenate([*given, products], axis=1)
+    before = 0 if first is None else first.shape[1]
+    count = mosaic.columns_for(before + len(places), pairs.vectors)
+    after = count - before - len(places)
+    numbers = -2 - np.arange(before)  # of the first vector
+    places = np.concatenate([numbers, places, np.full(after, -1)])
+    places = places.astype(np.int32)
+    return _on_devices(lambda rows: mosaic.products(rows, jnp.asarray(places)), rows)
+
+
+def _forward(rows, first, pairs: _Pairs):
+    return _joined(rows, first, pairs), (rows, first)
+
+
+def _backward(pairs: _Pairs, saved, slopes: jax.Array):
+    """The slope of vector i is the sum of those of its pairs, times the others.
+
+    So it is one product, where autodiff has two. No product is in two pairs, so the slopes are
+    gathered. To scatter them takes ten times as long.
+    """
+    rows, first = saved
+    before = 0 if first is None else first.shape[1]
+    of_first = None if first is None else slopes[:, :before]
+    if pairs.program:
+        columns = pairs.columns(before).astype(np.int32)
+
+        def of_rows(rows, slopes):
+            return mosaic.slopes_of_rows(rows, slopes, jnp.asarray(columns))
+
+        return _on_devices(of_rows, rows, slopes), of_first
+    columns = pairs.columns(0)
+    slopes = slopes[:, before:]
+    place = np.where(columns < 0, slopes.shape[1], columns).reshape(-1)
+    slopes = jnp.pad(slopes, ((0, 0), (0, 1)))[:, place]  # zero where there is no pair
+    slopes = slopes.reshape(-1, *columns.shape)
+    return jnp.einsum("bij,bjd->bid", slopes, rows), of_first
+
+
+_joined.defvjp(_forward, _backward)
+
+
+def _takes_program(
+    like: jax.Array, vectors: int, implementation: Implementation
+) -> bool:
+    """Whether the GPU program makes the products of so many vectors, `[batch, ..., dim]`."""
+    batch, dim, parts = like.shape[0], like.shape[-1], _parts()
+    fault = mosaic.unsupported(batch // parts, vectors, dim, like.dtype)
+    if batch % parts:
+        fault = f"takes a multiple of {parts} examples, not {batch:,}"
+    if implementation == "mosaic_gpu":
+        if fault:
+            raise NotImplementedError(f"the GPU program {fault}")
+        return True
+    # The program's results have no type that says over which axes they vary.
+    if implementation is not None or fault or varying_axes(like):
+        return False
+    return custom_call_can_run(HOPPER, divided=parts > 1)
+
+
+def _parts() -> int:
+    """Over how many devices the examples are divided."""
+    if not mesh_is_set() or axes_are_explicit():
+        return 1
+    data, model = axis_sizes()
+    return data * model
+
+
+def _on_devices(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """`f` of the examples that each device has."""
+    if _parts() == 1:
+        return f(*arrays)
+    spec = P(("data", "model"))
+    specs = (spec,) * len(arrays)
+    return call_on_each_device(f, *arrays, in_specs=specs, out_specs=spec)
