@@ -24,6 +24,8 @@ from .data import read as read
 from .data import read_clicks as read_clicks
 from .data import read_item_features as read_item_features
 from .data import read_sequences as read_sequences
+from .embeddings.changes import apply_changes as apply_changes
+from .embeddings.changes import export_changes as export_changes
 from .embeddings.model_config import DCNConfig as DCNConfig
 from .embeddings.model_config import DeepFMConfig as DeepFMConfig
 from .embeddings.model_config import DLRMConfig as DLRMConfig

@@ -8,6 +8,7 @@ import functools
 import itertools
 import math
 import os
+import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -27,7 +28,7 @@ from sparsejax.embeddings.config import (
     Unknown,
     check_floating,
 )
-from sparsejax.embeddings.dynamic import admission, files
+from sparsejax.embeddings.dynamic import admission, changes, files
 from sparsejax.embeddings.dynamic import state as dynamic
 from sparsejax.embeddings.dynamic.assignment import (
     Assign,
@@ -36,6 +37,7 @@ from sparsejax.embeddings.dynamic.assignment import (
     assign,
     find,
 )
+from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import HostRows, NoRoomError
@@ -699,6 +701,50 @@ class EmbeddingCollection(nnx.Module):
                 by_parts=column in _BY_PARTS,
             )
             _overwrite(variable, write)
+
+    def export_changes(
+        self,
+        folder: str | os.PathLike[str],
+        optimizer: Optimizer | None,
+        *,
+        state: bool = False,
+        within: Sequence[Any] = (),
+    ) -> Export:
+        """Writes what has changed in the tables since the last export into a folder.
+
+        `sparsejax.export_changes` does so for a whole model, whose other layers change, too.
+
+        Args:
+          folder: see there.
+          optimizer: the same.
+          state: the same.
+          within: see `assign_rows`.
+        """
+        parts = self.parts(within=within)
+        return changes.export(
+            self, pathlib.Path(folder), parts, self._seed(), optimizer, state=state
+        )
+
+    def parts(self, *, prefix: str = "", within: Sequence[Any] = ()) -> list[Part]:
+        """The stacks, as exports of changes take them.
+
+        Args:
+          prefix: of the names of tables.
+          within: see `assign_rows`.
+        """
+        return [
+            Part(
+                prefix,
+                stack,
+                self.kernels[stack.name],
+                self.indexes.get(stack.name, {}),
+                (*within, "kernels", stack.name),
+            )
+            for stack in self.stacks
+        ]
+
+    def _seed(self) -> dict[str, jax.Array]:
+        return {"seed": self.seed[...]} if self.indexes else {}
 
     def table_rows(self, name: str) -> Iterator[np.ndarray]:
         """The rows of a table in the order of ids, some at a time: `[n, dim]` on the host.

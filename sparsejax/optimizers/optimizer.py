@@ -113,12 +113,14 @@ def updates_whole(rows: int, entries: int, *, in_programs: bool = False) -> bool
     return rows <= (entries if in_programs else _LARGE_PART * entries)
 
 
+_static = ("rule", "divided", "beyond", "young")
 _settle = Programs(
     row_update.settle,
     inside_others=True,
-    static_argnames=("rule", "divided", "beyond", "young"),
+    static_argnames=_static,
     donate_argnames="trained",
 )
+_settled = jax.jit(row_update.settle, static_argnames=_static)
 
 
 class Optimizer(nnx.Pytree):
@@ -337,6 +339,33 @@ class Optimizer(nnx.Pytree):
         Raises:
           ValueError: the optimizer has no such kernel, or several.
         """
+        return dict(self.rows[self._key_within(path, kernel)])
+
+    def settled_within(
+        self, path: Path, kernel: RowParam
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """The rows of a kernel and their state as `flush` would leave them; writes nothing.
+
+        They are copies if rows drift. See `rows_within`.
+        """
+        key = self._key_within(path, kernel)
+        arrays = {name: variable[...] for name, variable in self.rows[key].items()}
+        rule, seed = self.rule_of(kernel), self.rounding.get(key)
+        if not rule.drifts:
+            return kernel[...], arrays
+        last = arrays.pop("last_step")
+        trained = _settled(
+            rule,
+            TrainedKernel(kernel[...], arrays, last),
+            self.step[...],
+            noise=None if seed is None else Noise(seed[...]),
+            divided=gradients.is_divided(kernel),
+            young=row_update.are_young(rule, last, self.step[...]),
+        )
+        return trained.w, {**trained.state, "last_step": trained.last}
+
+    def _key_within(self, path: Path, kernel: RowParam) -> str:
+        """The name of a kernel, of which the end of the path is known."""
         end = _key(path)
         found = [key for key in self.rows if f"/{key}".endswith(f"/{end}")]
         if len(found) != 1:
@@ -355,7 +384,7 @@ class Optimizer(nnx.Pytree):
                 "the optimizer was made for another model: its state of "
                 f"'{found[0]}' has other rows than the {kernel.shape[0]:,} of the kernel"
             )
-        return dict(variables)
+        return found[0]
 
     @promoting()
     def move_rows(self, model: Any, moved: Mapping[Path, Moved]) -> None:

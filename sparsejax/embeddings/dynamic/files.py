@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -16,6 +16,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from sparsejax import row_files
 from sparsejax.embeddings import table_files
 from sparsejax.embeddings.dynamic.state import layout_of
 from sparsejax.embeddings.placement import Stack, StackedTable
@@ -75,20 +76,13 @@ def save(
     if path.suffix != ".parquet":
         raise ValueError(f"{path}: dynamic tables are written to .parquet files")
     check_writable(path)
-    fields = [("id", pa.uint64())]
-    fields += [(name, _type_of(array)) for name, array in arrays.items()]
+    columns = {name: row_files.type_of(array) for name, array in arrays.items()}
     metadata = {} if steps is None else {_STEPS: str(steps).encode()}
-    schema = pa.schema(fields, metadata=metadata)
     pieces = _pieces(ids, rows, arrays)
 
     def write() -> None:
-        with (
-            whole_file(path) as file,
-            pq.ParquetWriter(file, schema, compression="zstd") as writer,
-        ):
-            for some, columns in pieces:
-                data = [pa.array(some), *map(_column, columns)]
-                writer.write_table(pa.Table.from_arrays(data, schema=schema))
+        with whole_file(path) as file:
+            row_files.write(file, columns, pieces, metadata)
 
     table_files.write_in_first(write, pieces)
 
@@ -105,18 +99,26 @@ def _flat(array: jax.Array) -> jax.Array:
 def _pieces(
     ids: np.ndarray, rows: np.ndarray, arrays: Mapping[str, jax.Array]
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    read, block = jit_sharded(_read, None, static=()), _block(ids)
-    for start in range(0, len(ids), block):
-        some = rows[start : start + block]
-        at = np.pad(some, (0, block - len(some))).astype(np.int32)
-        found = read(list(arrays.values()), at)
-        columns = [np.asarray(each)[: len(some)] for each in found]
-        yield ids[start : start + block], columns
+    for part, found in gathered(rows, list(arrays.values())):
+        count = part.stop - part.start
+        yield ids[part], [np.asarray(each)[:count] for each in found]
 
 
-def _block(rows: np.ndarray) -> int:
+def gathered(
+    rows: np.ndarray, arrays: Sequence[jax.Array]
+) -> Iterator[tuple[slice, list[jax.Array]]]:
+    """Some rows of arrays at a time, with zeros behind: which they are, and copies of them."""
+    read, size = jit_sharded(_read, None, static=()), block(rows)
+    for start in range(0, len(rows), size):
+        some = rows[start : start + size]
+        at = np.pad(some, (0, size - len(some))).astype(np.int32)
+        yield slice(start, start + len(some)), read([*arrays], at)
+
+
+def block(rows: np.ndarray) -> int:
     """Rows that are worked on at a time: few sizes, so that programs are found again."""
-    return min(_BLOCK, 1 << max(0, len(rows) - 1).bit_length())
+    bits = max(8, max(0, len(rows) - 1).bit_length())
+    return min(_BLOCK, 1 << -(-bits // 4) * 4)
 
 
 def _read(arrays: list[jax.Array], rows: ArrayLike) -> list[jax.Array]:
@@ -129,19 +131,6 @@ def _read(arrays: list[jax.Array], rows: ArrayLike) -> list[jax.Array]:
 def _narrowest(array: jax.Array) -> jax.Array:
     """In a dtype that files have."""
     return array.astype(jnp.float32) if array.dtype.itemsize == 2 else array
-
-
-def _type_of(array: jax.Array | jax.ShapeDtypeStruct) -> pa.DataType:
-    dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
-    kind = pa.from_numpy_dtype(dtype)
-    return kind if array.ndim == 1 else pa.list_(kind, array.shape[1])
-
-
-def _column(values: np.ndarray) -> pa.Array:
-    if values.ndim == 1:
-        return pa.array(values)
-    flat = pa.array(np.ascontiguousarray(values).reshape(-1))
-    return pa.FixedSizeListArray.from_arrays(flat, values.shape[1])
 
 
 def read(
@@ -198,7 +187,7 @@ def read(
     ids = ids.astype(np.uint64)[order]
     if len(twice := np.flatnonzero(ids[1:] == ids[:-1])):
         raise ValueError(f"{path} has the id {ids[twice[0]]} twice")
-    _check_room(path, stack, table, ids)
+    check_room(path, stack, table, ids)
     return Rows(ids, {name: values[order] for name, values in columns.items()}, steps)
 
 
@@ -239,32 +228,22 @@ def in_blocks(
 def _numbers(
     path: pathlib.Path, column: pa.ChunkedArray, name: str, like: jax.ShapeDtypeStruct
 ) -> np.ndarray:
-    expected = _type_of(like)
+    expected = row_files.type_of(like)
     if column.type != expected:
         raise ValueError(
             f"{path}: the column {name!r} has {column.type}, expected {expected}, as the "
             "table has them"
         )
-    whole = column.combine_chunks()
-    if isinstance(whole, pa.ChunkedArray):  # of no rows
-        return np.zeros((0, *like.shape[1:]), _numpy_type(expected))
-    if like.ndim > 1:
-        flat = whole.flatten()
-        values = flat.to_numpy(zero_copy_only=False).reshape(-1, like.shape[1])
-    else:
-        values = whole.to_numpy(zero_copy_only=False)
+    values = row_files.numbers(column)
     if values.dtype.kind == "f" and not np.isfinite(values).all():
         raise ValueError(f"{path}: the column {name!r} has a number that is not finite")
     return values
 
 
-def _numpy_type(kind: pa.DataType) -> np.dtype:
-    return np.dtype(getattr(kind, "value_type", kind).to_pandas_dtype())
-
-
-def _check_room(
+def check_room(
     path: pathlib.Path, stack: Stack, table: StackedTable, ids: np.ndarray
 ) -> None:
+    """Raises ValueError if a part of a table has fewer rows than these ids need."""
     size = table.config.num_rows // hash_index.PARTS
     keys = _keys(stack, table, ids)
     most = int(np.bincount(hash_index.part_of(keys), minlength=1).max())
@@ -286,28 +265,46 @@ def insert(
     stack: Stack, table: StackedTable, index: Index, ids: np.ndarray
 ) -> tuple[Index, np.ndarray]:
     """An index whose ids of a table are these, and the row of the kernel of each; or -1."""
-    by_parts = P("model")
-    clear = jit_sharded(_cleared, by_parts, static=(0, 1))
-    index = clear(stack, stack.tables.index(table), index)
-    add, block, rows = jax.jit(_added, static_argnums=0), _block(ids), []
-    for start in range(0, len(ids), block):
-        some = ids[start : start + block]
-        wanted = np.arange(block) < len(some)
-        keys = _keys(stack, table, np.pad(some, (0, block - len(some))))
+    first, size = _range_of(stack, table)
+    gone = np.zeros((hash_index.PARTS, stack.num_rows // hash_index.PARTS), bool)
+    gone[:, first : first + size] = True
+    return replace(stack, table, index, gone, ids)
+
+
+def replace(
+    stack: Stack,
+    table: StackedTable,
+    index: Index,
+    gone: np.ndarray,
+    ids: np.ndarray,
+) -> tuple[Index, np.ndarray]:
+    """An index without the keys of some rows, and with new ids; the row of each, or -1."""
+    remove = jit_sharded(_removed, P("model"), static=(0,))
+    index = remove(stack, index, gone.reshape(hash_index.PARTS, -1))
+    add, size, rows = jax.jit(_added, static_argnums=0), block(ids), []
+    for start in range(0, len(ids), size):
+        some = ids[start : start + size]
+        wanted = np.arange(size) < len(some)
+        keys = _keys(stack, table, np.pad(some, (0, size - len(some))))
         index, found = add(stack, index, keys, wanted)
         rows.append(np.asarray(found)[: len(some)])
     return index, np.concatenate(rows) if rows else np.zeros(0, np.int32)
 
 
-def _cleared(stack: Stack, table: int, index: Index) -> Index:
+def _range_of(stack: Stack, table: StackedTable) -> tuple[int, int]:
+    """The first row of a table in each part, and how many it has there."""
+    layout, place = layout_of(stack), stack.tables.index(table)
+    return layout.firsts[place], layout.sizes[place]
+
+
+def _removed(stack: Stack, index: Index, gone: ArrayLike) -> Index:
     layout = layout_of(stack)
-
-    def cleared(index):
-        first, gone = layout.firsts[table], jnp.zeros_like(index.used)
-        gone = gone.at[:, first : first + layout.sizes[table]].set(True)
-        return hash_index.remove(layout, index, gone)
-
-    return call_with_auto_axes(cleared, index, out_specs=P("model"))
+    return call_with_auto_axes(
+        lambda index, gone: hash_index.remove(layout, index, jnp.asarray(gone)),
+        index,
+        gone,
+        out_specs=P("model"),
+    )
 
 
 def _added(
@@ -342,7 +339,12 @@ def _added(
 
 
 def overwritten(
-    array: jax.Array, rows: np.ndarray, values: np.ndarray, *, by_parts: bool
+    array: jax.Array,
+    rows: np.ndarray,
+    values: np.ndarray,
+    *,
+    by_parts: bool,
+    divided: bool = True,
 ) -> jax.Array:
     """An array with some rows replaced, in its own memory.
 
@@ -351,13 +353,15 @@ def overwritten(
       rows: of it, or of all parts one after the other.
       values: of each row.
       by_parts: whether it is the second form.
+      divided: whether it lies over "model".
     """
     spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
+    spec = spec if divided else P()
     write = jit_sharded(_written, spec, static=(0, 1), donate=(2,))
-    block = _block(rows)
-    for start in range(0, len(rows), block):
-        some, data = rows[start : start + block], values[start : start + block]
-        more = block - len(some)
+    size = block(rows)
+    for start in range(0, len(rows), size):
+        some, data = rows[start : start + size], values[start : start + size]
+        more = size - len(some)
         at = np.pad(some, (0, more), constant_values=MAX_ENTRIES).astype(np.int32)
         data = np.pad(data, ((0, more), *((0, 0),) * (data.ndim - 1)))
         array = write(by_parts, spec, array, at, data)

@@ -1,0 +1,496 @@
+"""Folders of numbered changes of a model's tables, each of which follows the one before.
+
+::
+
+    changes/00000007/manifest.json   what it is, and the checksum of each file
+                     0.parquet       rows of the first table: id, row, ...
+                     0.removed       its ids that have no row any more, as uint64
+                     values          all other arrays of the model, one behind the other
+
+The first one is a *base*: it has all rows. So may a later one be. Each manifest has the checksum
+of the one before, so a change that is missing, of another base, or at another place is noticed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import hashlib
+import itertools
+import os
+import pathlib
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax import codec, row_files
+from sparsejax.whole_files import remove_folder, whole_folder
+
+_VERSION = 1
+_MANIFEST, _VALUES = "manifest.json", "values"
+_NAME = re.compile(r"[0-9]{8}")
+_LABEL = "the manifest of changes"
+_PIECE = 2**24  # bytes that are read at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """Numbers of each row of a table.
+
+    Attributes:
+      name: "row" is the vector.
+      dtype: of the numbers in files.
+      width: how many each row has; 0 if it is one that is no list.
+    """
+
+    name: str
+    dtype: str
+    width: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Table:
+    """A table whose rows change.
+
+    Attributes:
+      name: with the path of its collection in the model.
+      num_rows: its ids are below; 0 if it is dynamic, and any number may be an id.
+      columns: of its files.
+    """
+
+    name: str
+    num_rows: int
+    columns: tuple[Column, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Value:
+    """An array that is no table, which each change has whole."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class File:
+    """A file of a change."""
+
+    name: str
+    bytes: int
+    checksum: str
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a change is.
+
+    Attributes:
+      number: of its folder.
+      base: the checksum of the manifest of its base; None of a base itself.
+      previous: the checksum of the manifest before; None of the very first one.
+      steps: that the optimizer has done; None if there was none.
+      tables: of the model.
+      rows: how many rows of each table it has.
+      removed: how many ids of each table it removes.
+      values: the other arrays.
+      files: of the folder.
+    """
+
+    number: int
+    base: str | None
+    previous: str | None
+    steps: int | None
+    tables: tuple[Table, ...]
+    rows: tuple[int, ...]
+    removed: tuple[int, ...]
+    values: tuple[Value, ...]
+    files: tuple[File, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Changes:
+    """The changes that one export has written.
+
+    Attributes:
+      number: of their folder.
+      is_base: whether they are all rows, not only those that have changed.
+      rows: how many rows they have.
+      removed: how many ids they remove.
+      steps: that the optimizer had done; None if there was none.
+      base: which base they belong to.
+      checksum: of their manifest.
+    """
+
+    number: int
+    is_base: bool
+    rows: int
+    removed: int
+    steps: int | None
+    base: str
+    checksum: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Content:
+    """The changes of a table.
+
+    Attributes:
+      ids: uint64, ascending; each with a row.
+      columns: of the rows, by name.
+      removed: ids without a row, ascending.
+    """
+
+    ids: np.ndarray
+    columns: dict[str, np.ndarray]
+    removed: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class Link:
+    """A change on disk.
+
+    Attributes:
+      path: its folder.
+      manifest: as it is there.
+      checksum: of the manifest.
+    """
+
+    path: pathlib.Path
+    manifest: Manifest
+    checksum: str
+
+    @property
+    def changes(self) -> Changes:
+        """What a user is told of it."""
+        told = self.manifest
+        return Changes(
+            number=told.number,
+            is_base=told.base is None,
+            rows=sum(told.rows),
+            removed=sum(told.removed),
+            steps=told.steps,
+            base=told.base or self.checksum,
+            checksum=self.checksum,
+        )
+
+    def content(self, number: int) -> Content:
+        """The changes of the table with this number.
+
+        Raises:
+          OSError: a file cannot be read.
+          ValueError: a file is missing, cut off, or altered.
+        """
+        files = {file.name: file for file in self.manifest.files}
+        table = self.manifest.tables[number]
+        path = self.path / f"{number}.parquet"
+        try:
+            ids, columns = row_files.read(self._content(files, path.name))
+        except row_files.NotRowsError as error:
+            raise ValueError(f"{path} {error}") from None
+        gone = b""
+        if f"{number}.removed" in files:
+            gone = self._content(files, f"{number}.removed")
+        removed = np.frombuffer(gone, "<u8").astype(np.uint64)
+        stated = self.manifest.rows[number], self.manifest.removed[number]
+        wanted = {c.name: (c.dtype, c.width) for c in table.columns}
+        found = {
+            name: (each.dtype.name, each.shape[1] if each.ndim > 1 else 0)
+            for name, each in columns.items()
+        }
+        if (len(ids), len(removed)) != stated or found != wanted:
+            raise ValueError(
+                f"{path} does not have what {_MANIFEST} states of table {table.name!r}"
+            )
+        return Content(ids, columns, removed)
+
+    def values(self) -> dict[str, np.ndarray]:
+        """The other arrays, by name; see `contents`."""
+        files = {file.name: file for file in self.manifest.files}
+        content, start, found = self._content(files, _VALUES), 0, {}
+        for value in self.manifest.values:
+            dtype = jnp.dtype(value.dtype)
+            stop = start + int(np.prod(value.shape, dtype=np.int64)) * dtype.itemsize
+            array = np.frombuffer(content[start:stop], dtype)
+            found[value.name] = array.reshape(value.shape)
+            start = stop
+        return found
+
+    def _content(self, files: Mapping[str, File], name: str) -> bytes:
+        path = self.path / name
+        if name not in files:
+            raise ValueError(f"{path} is not among the files of {_MANIFEST}")
+        file = files[name]
+        try:
+            content = path.read_bytes()
+        except FileNotFoundError:
+            raise ValueError(
+                f"{path} is missing; expected a file of {file.bytes:,} bytes: copy it again"
+            ) from None
+        if len(content) != file.bytes:
+            raise ValueError(
+                f"{path} has {len(content):,} bytes, expected {file.bytes:,}: it was cut "
+                "off or altered, copy it again"
+            )
+        if _checksum(content) != file.checksum:
+            raise ValueError(
+                f"{path} was altered: its checksum is {_checksum(content)}, expected "
+                f"{file.checksum}; copy it again"
+            )
+        return content
+
+
+def numbers(folder: str | os.PathLike[str]) -> list[int]:
+    """The numbers of the changes in a folder, ascending; none if there is no folder."""
+    folder = pathlib.Path(folder)
+    names = os.listdir(folder) if folder.is_dir() else []
+    return sorted(int(name) for name in names if _NAME.fullmatch(name))
+
+
+def chain(folder: str | os.PathLike[str], after: Changes | None = None) -> list[Link]:
+    """The changes to take, in order: from the last base on, or those behind `after`.
+
+    Raises:
+      OSError: a file cannot be read.
+      ValueError: there are none; one is missing, at another place, or of another base; or a
+        manifest was altered. The message names the file.
+    """
+    folder = pathlib.Path(folder)
+    found = numbers(folder)
+    if not found:
+        raise ValueError(
+            f"{folder} has no changes: expected folders such as {_name(0)}, which "
+            "export_changes writes"
+        )
+    links = _newest(folder, found) if after is None else _behind(folder, found, after)
+    for one, other in itertools.pairwise(links):
+        _check_follows(other, one.changes)
+    return links
+
+
+def _newest(folder: pathlib.Path, found: Sequence[int]) -> list[Link]:
+    """From the last base on."""
+    links: list[Link] = []
+    for number in range(found[-1], -1, -1):
+        if number not in found:
+            raise _missing(folder, number, found)
+        links.insert(0, read(folder, number))
+        if links[0].manifest.base is None:
+            break
+    return links
+
+
+def _behind(folder: pathlib.Path, found: Sequence[int], after: Changes) -> list[Link]:
+    """Those that follow `after`, from the last base among them on."""
+    if found[-1] < after.number:
+        raise ValueError(
+            f"{folder} has changes up to {_name(found[-1])}, but number {after.number} was "
+            "taken already: this is another folder, or an older copy of it"
+        )
+    if after.number in found:
+        here = read(folder, after.number)
+        if here.checksum != after.checksum:
+            raise ValueError(
+                f"{here.path} is of another base, or was altered: its checksum is "
+                f"{here.checksum}, expected {after.checksum}, which was taken before"
+            )
+    links: list[Link] = []
+    for number in range(found[-1], after.number, -1):
+        if number not in found:
+            raise _missing(folder, number, found)
+        links.insert(0, read(folder, number))
+        if links[0].manifest.base is None:
+            break
+    if links and links[0].manifest.number == after.number + 1:
+        _check_follows(links[0], after)
+    return links
+
+
+def _missing(folder: pathlib.Path, number: int, found: Sequence[int]) -> ValueError:
+    return ValueError(
+        f"{folder / _name(number)} is missing: there is {_name(found[-1])}, which needs it. "
+        "Copy it, or export into a new folder"
+    )
+
+
+def _check_follows(link: Link, before: Changes) -> None:
+    told = link.manifest
+    if told.previous != before.checksum or told.base not in (None, before.base):
+        raise ValueError(
+            f"{link.path} does not follow {_name(before.number)}: it follows the manifest "
+            f"with the checksum {told.previous}, expected {before.checksum}. It is of "
+            "another base, or one of the two was altered"
+        )
+
+
+def read(folder: pathlib.Path, number: int) -> Link:
+    """A change, of which only the manifest is read.
+
+    Raises:
+      OSError: it cannot be read.
+      ValueError: it is no such change.
+    """
+    path = folder / _name(number)
+    try:
+        content = (path / _MANIFEST).read_bytes()
+    except FileNotFoundError:
+        raise ValueError(
+            f"{path / _MANIFEST} is missing: copy the whole folder again"
+        ) from None
+    try:
+        document = codec.value(dict[str, Any], codec.parse(content), _LABEL)
+        checksum = document.pop("checksum", None)
+        if checksum != _checksum(codec.text(document).encode()):
+            raise ValueError("was cut off or altered: its checksum is another")
+        rest = codec.without_version(document, _VERSION, _LABEL)
+        manifest = codec.read(Manifest, rest, _LABEL)
+    except ValueError as error:
+        raise ValueError(f"{path / _MANIFEST}: {error}; copy it again") from None
+    if manifest.number != number:
+        raise ValueError(
+            f"{path} has the changes of number {manifest.number}, expected {number}: they "
+            "were copied to another name"
+        )
+    return Link(path, manifest, checksum)
+
+
+def write(
+    folder: str | os.PathLike[str],
+    previous: Link | None,
+    *,
+    is_base: bool,
+    steps: int | None,
+    tables: Mapping[Table, tuple[Iterable[tuple[np.ndarray, list]], np.ndarray]],
+    values: Mapping[str, np.ndarray],
+) -> Link:
+    """Writes the next change, whole or not at all.
+
+    Args:
+      folder: of all of them.
+      previous: the last one there.
+      is_base: whether it has all rows.
+      steps: see `Manifest`.
+      tables: rows in pieces, as `row_files.write` takes them, and the ids that are removed.
+      values: the other arrays.
+
+    Raises:
+      OSError: a file cannot be written; nothing has changed.
+    """
+    folder = pathlib.Path(folder)
+    number = 0 if previous is None else previous.manifest.number + 1
+    folder.mkdir(exist_ok=True)
+    path = folder / _name(number)
+    with whole_folder(path) as temporary:
+        rows = []
+        for i, (table, (pieces, removed)) in enumerate(tables.items()):
+            counted = _Counted(pieces)
+            with open(temporary / f"{i}.parquet", "xb") as file:
+                row_files.write(file, _types(table), counted)
+            rows.append(counted.rows)
+            if len(removed):
+                (temporary / f"{i}.removed").write_bytes(removed.astype("<u8").data)
+        with open(temporary / _VALUES, "xb") as file:
+            file.writelines(
+                np.ascontiguousarray(value).tobytes() for value in values.values()
+            )
+        base = None if is_base or previous is None else previous.changes.base
+        manifest = Manifest(
+            number=number,
+            base=base,
+            previous=None if previous is None else previous.checksum,
+            steps=steps,
+            tables=tuple(tables),
+            rows=tuple(rows),
+            removed=tuple(len(removed) for _, removed in tables.values()),
+            values=tuple(
+                Value(name, jnp.dtype(v.dtype).name, v.shape)
+                for name, v in values.items()
+            ),
+            files=tuple(_described(each) for each in sorted(temporary.iterdir())),
+        )
+        document = {"version": _VERSION} | codec.document(manifest)
+        checksum = _checksum(codec.text(document).encode())
+        text = codec.text(document | {"checksum": checksum}, indent=1)
+        (temporary / _MANIFEST).write_text(text)
+    return Link(path, manifest, checksum)
+
+
+class _Counted:
+    """Pieces of rows, which are counted when they are taken."""
+
+    def __init__(self, pieces: Iterable[tuple[np.ndarray, list]]):
+        self._pieces, self.rows = pieces, 0
+
+    def __iter__(self):
+        for ids, arrays in self._pieces:
+            self.rows += len(ids)
+            yield ids, arrays
+
+
+def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
+    """Removes the changes before the base that a change belongs to.
+
+    What cannot be removed stays.
+    """
+    folder, found = pathlib.Path(folder), numbers(folder)
+    while link.manifest.base is not None and link.manifest.number - 1 in found:
+        link = read(folder, link.manifest.number - 1)
+    for each in found:
+        if each < link.manifest.number:
+            with contextlib.suppress(OSError):
+                remove_folder(folder / _name(each))
+
+
+def merged(contents: Iterable[Content]) -> Content:
+    """Changes of a table that follow each other, as one."""
+    first, *others = contents
+    ids, columns, gone = first.ids, first.columns, first.removed
+    for each in others:
+        kept = ~_has(each.ids, ids) & ~_has(each.removed, ids)
+        gone = np.concatenate([gone[~_has(each.removed, gone)], each.removed])
+        gone = np.sort(gone[~_has(each.ids, gone)])
+        ids = np.concatenate([ids[kept], each.ids])
+        order = np.argsort(ids)
+        ids = ids[order]
+        columns = {
+            name: np.concatenate([array[kept], each.columns[name]])[order]
+            for name, array in columns.items()
+        }
+    return Content(ids, columns, gone)
+
+
+def _has(ids: np.ndarray, some: np.ndarray) -> np.ndarray:
+    """Which of some numbers are among ascending ids."""
+    if not len(ids):
+        return np.zeros(len(some), bool)
+    place = np.minimum(np.searchsorted(ids, some), len(ids) - 1)
+    return ids[place] == some
+
+
+def _types(table: Table):
+    return {
+        column.name: row_files.type_of(
+            np.empty((0, column.width) if column.width else 0, column.dtype)
+        )
+        for column in table.columns
+    }
+
+
+def _described(path: pathlib.Path) -> File:
+    whole, size = hashlib.blake2b(digest_size=16), 0
+    with open(path, "rb") as file:
+        while piece := file.read(_PIECE):
+            whole.update(piece)
+            size += len(piece)
+    return File(path.name, size, whole.hexdigest())
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.blake2b(content, digest_size=16).hexdigest()
+
+
+def _name(number: int) -> str:
+    return f"{number:08d}"

@@ -1,0 +1,182 @@
+"""Changes of models: what their tables and all other layers have become."""
+
+from __future__ import annotations
+
+import os
+import pathlib
+from typing import NamedTuple
+
+import jax
+from flax import nnx
+
+from sparsejax import change_folders
+from sparsejax.change_folders import Changes, Link
+from sparsejax.embeddings.collection import EmbeddingCollection, IndexState
+from sparsejax.embeddings.dynamic import changes, taking
+from sparsejax.embeddings.dynamic.changes import Export, Part
+from sparsejax.optimizers.gradients import RowParam
+from sparsejax.optimizers.optimizer import Optimizer
+
+
+def export_changes(
+    model: nnx.Module,
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | None,
+    *,
+    state: bool = False,
+) -> Export:
+    """Writes what has changed in a model since the last export into a folder.
+
+    ::
+
+        for number, batch in enumerate(batches):
+            step(model, optimizer, *batch)
+            if number % 1000 == 0:
+                sj.export_changes(model, "changes", optimizer)
+
+    The first export is a *base* with all rows. Each other one has the rows that differ from what
+    the folder has, ids of dynamic tables that have lost their row, and all other layers whole.
+    `apply_changes` takes them in order. When the changes since the base are four times as many as
+    the tables have rows, the next export is a new base, and those before the last base are
+    removed.
+
+    Rows are written as they are after `Optimizer.flush`; the training goes on with the same bits
+    as without the export. The call waits for the steps before it, compares the rows with 8 bytes
+    that it keeps of each (16 of a row of a dynamic table), and copies those that differ on the
+    device. A thread writes them. Of more than a gigabyte of rows, the rest is copied to the host
+    before the call returns.
+
+    A process that was killed, or a full disk, leaves the changes before. An export after a restart
+    reads the folder, and writes what differs from it.
+
+    Args:
+      model: whose tables are in `EmbeddingCollection`s.
+      folder: of the changes; it is made if there is none.
+      optimizer: that trains the model. With None rows are written as they are.
+      state: write the state of the rows of dynamic tables, too. Under most rules it changes in
+        each step for each row, so that each export has all rows.
+
+    Returns:
+      The export, whose `result()` waits for its end. Its errors are raised there, or by the next
+      export.
+
+    Raises:
+      NotImplementedError: there are several processes; or the model has other `RowParam`s.
+      OSError: the folder cannot be read.
+      ValueError: the model has no tables; the folder has changes that were cut off or altered; or
+        `state` without an optimizer.
+    """
+    tables = _tables_of(model)
+    values = {name: variable[...] for name, variable in tables.values.items()}
+    path = pathlib.Path(folder)
+    return changes.export(model, path, tables.parts, values, optimizer, state=state)
+
+
+def apply_changes(
+    model: nnx.Module,
+    folder: str | os.PathLike[str],
+    optimizer: Optimizer | None = None,
+    *,
+    after: Changes | None = None,
+) -> Changes:
+    """Gives a model the changes of a folder that `export_changes` writes, in their order.
+
+    ::
+
+        taken = sj.apply_changes(model, "changes")               # from the last base on
+        taken = sj.apply_changes(model, "changes", after=taken)  # what has come since then
+
+    All files are read and checked before the model changes, so an error leaves it as it was.
+
+    Args:
+      model: the same model as the one that was exported; or an `EmbeddingCollection`, if that
+        was. Its mesh and the sizes of its dynamic tables may be others.
+      folder: of the changes.
+      optimizer: that trains this model. Rows get the state that the changes have, and
+        `optimizer.step` becomes that of the export; without it, that of a new optimizer.
+      after: what was taken before.
+
+    Returns:
+      The last changes that were taken.
+
+    Raises:
+      OSError: a file cannot be read.
+      ValueError: there are no changes; one is missing, cut off, altered, at another place in the
+        order, or of another base; they are of other tables, or of more ids than there is room
+        for. The message names the file and what was expected.
+    """
+    links = change_folders.chain(folder, after)
+    if not links:
+        assert after is not None  # else there would be a base
+        return after
+    tables = _tables_of(model)
+    taking.check_tables(links[-1], tables.parts)
+    values = links[-1].values()
+    _check_values(links[-1], tables.values)
+    taking.apply(links, tables.parts, optimizer)
+    for name, variable in tables.values.items():
+        array = variable[...]
+        variable.set_value(jax.device_put(values[name], array.sharding))
+    return links[-1].changes
+
+
+class _Tables(NamedTuple):
+    """What changes in a model.
+
+    Attributes:
+      parts: the stacks of its collections.
+      values: other variables by name.
+    """
+
+    parts: list[Part]
+    values: dict[str, nnx.Variable]
+
+
+def _tables_of(model: nnx.Module) -> _Tables:
+    nodes = {tuple(path): node for path, node in nnx.iter_graph(model)}
+    collections = {
+        path: node
+        for path, node in nodes.items()
+        if isinstance(node, EmbeddingCollection)
+    }
+    if not collections:
+        raise ValueError(
+            f"{type(model).__name__} has no EmbeddingCollection, whose tables could change"
+        )
+    parts = [
+        part
+        for path, node in collections.items()
+        for part in node.parts(prefix="".join(f"{p}." for p in path), within=path)
+    ]
+    tables = {id(part.kernel) for part in parts}
+    values = {}
+    for path, node in nodes.items():
+        within = any(path[: len(each)] == each for each in collections)
+        is_seed = isinstance(node, IndexState) and path[-1] == "seed"
+        if not isinstance(node, nnx.Variable) or isinstance(node, nnx.RngState):
+            continue
+        if within and not is_seed:
+            continue
+        name = ".".join(map(str, path))
+        if isinstance(node, RowParam) and id(node) not in tables:
+            raise NotImplementedError(
+                f"'{name}' is a RowParam outside of an EmbeddingCollection: changes of it are "
+                "not exported. Export the collection alone"
+            )
+        values[name] = node
+    return _Tables(parts, values)
+
+
+def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
+    given = {value.name: value.shape for value in link.manifest.values}
+    wanted = {name: variable.shape for name, variable in here.items()}
+    if given != wanted:
+        name = min(
+            name
+            for name in given.keys() | wanted.keys()
+            if given.get(name) != wanted.get(name)
+        )
+        raise ValueError(
+            f"{link.path} is of another model: '{name}' has the shape {given.get(name)} there, "
+            f"and {wanted.get(name)} here"
+        )

@@ -1,0 +1,574 @@
+"""Exports of what has changed in tables.
+
+What a folder of changes has of each row is kept as a hash of 64 bits beside the row. So an export
+finds what differs from the folder, whatever changed it: a step, a flush, a loaded file, or a
+training that goes on from an older checkpoint. A hash that is the same by chance (once in 2^64)
+would leave out a change.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import itertools
+import pathlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Bool, UInt32
+
+from sparsejax import change_folders
+from sparsejax.change_folders import Changes, Column, Link, Table
+from sparsejax.embeddings.dynamic import files
+from sparsejax.embeddings.dynamic.state import layout_of, rows_of
+from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.wide_ids import WideIds, joined
+from sparsejax.mesh.layout import (
+    call_with_auto_axes,
+    jit_sharded,
+    sharding_of,
+    to_host,
+)
+from sparsejax.ops.hash_index import PARTS
+from sparsejax.optimizers.gradients import RowParam
+from sparsejax.optimizers.optimizer import Optimizer
+
+# Changes since the last base have at most so many times the rows of the tables; behind them
+# comes a new base.
+_MOST_CHANGES = 4
+# Bytes of copied rows that wait on the device for the thread that writes them.
+_HELD = 2**30
+# Columns of a file that the index has.
+BY_PARTS = "count", "last"
+
+
+class Part(NamedTuple):
+    """A stack of a model.
+
+    Attributes:
+      prefix: of the names of its tables: the path of its collection.
+      stack: it.
+      kernel: its rows.
+      known: of dynamic tables, the arrays of their `State`.
+      within: the path of the kernel.
+    """
+
+    prefix: str
+    stack: Stack
+    kernel: RowParam
+    known: Mapping[str, nnx.Variable]
+    within: tuple[Any, ...]
+
+
+class Rows(NamedTuple):
+    """The rows of a stack as they are now.
+
+    Attributes:
+      columns: arrays by the names of columns.
+      keys: of dynamic tables, the key of each row.
+      used: of dynamic tables, whether a row has a key.
+    """
+
+    columns: dict[str, jax.Array]
+    keys: jax.Array | None
+    used: jax.Array | None
+
+
+class _Told(NamedTuple):
+    """What the folder has of each row of a stack.
+
+    Attributes:
+      hashes: of what it has.
+      used: whether it has the row.
+      keys: of dynamic tables, the key that it has there.
+    """
+
+    hashes: UInt32[Array, "rows 2"]
+    used: Bool[Array, "rows"]
+    keys: UInt32[Array, "rows 2"] | None
+
+
+@dataclasses.dataclass
+class _Memory:
+    """What is known of a folder of changes.
+
+    Attributes:
+      last: the last changes in it.
+      told: for each stack.
+      lost: for each table, ids that the folder has and the tables have not.
+      written: rows and removed ids since the last base.
+    """
+
+    last: Link
+    told: list[_Told]
+    lost: list[np.ndarray]
+    written: int
+
+
+class Export:
+    """Changes that are being written, by a thread.
+
+    An error of it is raised by `result`, or by the next export of this model if nobody asked.
+    Then the folder has the changes before; the next export has these, too.
+    """
+
+    def __init__(self, write: Callable[[], Changes]):
+        self._future: concurrent.futures.Future[Changes] = concurrent.futures.Future()
+        self._asked = False
+        self._thread = threading.Thread(target=self._run, args=(write,))
+        self._thread.start()
+
+    def _run(self, write: Callable[[], Changes]) -> None:
+        try:
+            self._future.set_result(write())
+        except Exception as error:  # noqa: BLE001 - raised by `result`
+            self._future.set_exception(error)
+
+    def result(self) -> Changes:
+        """Waits for the end, and says what was written.
+
+        Raises:
+          FloatingPointError: a row has numbers that are not finite; nothing was written.
+          OSError: a file could not be written.
+        """
+        self._asked = True
+        return self._future.result()
+
+    def settle(self) -> None:
+        """Waits for the end; raises an error that nobody has seen."""
+        self._thread.join()
+        if not self._asked:
+            self.result()
+
+
+class Piece(NamedTuple):
+    """A table, or some of its columns.
+
+    Attributes:
+      part: the number of its stack.
+      table: in the stack.
+    """
+
+    part: int
+    table: StackedTable
+
+
+# Rows of a table: ids, and for each column the arrays that are side by side in it. They have
+# rows behind those of the ids.
+_Block = tuple[np.ndarray, list[list[Any]]]
+
+_memories: weakref.WeakKeyDictionary[Any, dict[pathlib.Path, _Memory]] = (
+    weakref.WeakKeyDictionary()
+)
+_running: weakref.WeakKeyDictionary[Any, Export] = weakref.WeakKeyDictionary()
+
+
+def export(
+    owner: Any,
+    folder: pathlib.Path,
+    parts: Sequence[Part],
+    values: Mapping[str, jax.Array],
+    optimizer: Optimizer | None,
+    *,
+    state: bool,
+) -> Export:
+    """Writes what differs from the folder; see `sparsejax.export_changes`.
+
+    Args:
+      owner: the module whose tables these are. What is known of folders is kept by it.
+      folder: of the changes.
+      parts: the stacks.
+      values: other arrays by name.
+      optimizer: that trains the rows.
+      state: whether the state of dynamic tables is exported.
+    """
+    if jax.process_count() > 1:
+        raise NotImplementedError(
+            "export_changes works in one process; this is one of "
+            f"{jax.process_count()}: use save_table"
+        )
+    if state and optimizer is None:
+        raise ValueError("state=True needs the optimizer that has the state")
+    if owner in _running:
+        _running.pop(owner).settle()
+    folder = folder.resolve()
+    now = [rows_now(part, optimizer, state=state) for part in parts]
+    tables = tables_of(parts, now)
+    memories = _memories.setdefault(owner, {})
+    memory, last = _recalled(folder, memories.pop(folder, None), parts, tables)
+    # What differs is copied on the device. Then the training may go on.
+    told, removed, blocks = [], [], []
+    differences = []
+    for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
+        before = _nothing(part.stack) if memory is None else memory.told[number]
+        spec = _spec(part.stack)
+        compare = jit_sharded(_compared, spec, static=(0,))
+        after, changed, gone = compare(spec, rows, before)
+        told.append(after)
+        differences.append((to_host(changed), to_host(gone), before.keys))
+    held = _Held()
+    for number, (table, pieces) in enumerate(tables.items()):
+        if table.num_rows:
+            some = _static_changes(parts, now, pieces, differences)
+            lost = np.zeros(0, np.uint64)
+        else:
+            (piece,) = pieces
+            at = piece.part
+            some = _dynamic_changes(parts[at], now[at], told[at], piece, differences)
+            lost = _lost(parts[at].stack, piece, differences)
+        some = [(ids, held.kept(arrays)) for ids, arrays in some]
+        if memory is not None:
+            lost = np.union1d(lost, memory.lost[number])
+        blocks.append(some)
+        removed.append(
+            np.setdiff1d(lost, np.concatenate([_NONE, *(i for i, _ in some)]))
+        )
+    on_host = {name: to_host(value) for name, value in values.items()}
+    steps = None if optimizer is None else int(optimizer.step[...])
+    written = 0 if memory is None else memory.written
+    is_base = memory is None
+
+    def write() -> Changes:
+        given = {
+            table: (_on_host(table, some), gone)
+            for table, some, gone in zip(tables, blocks, removed, strict=True)
+        }
+        link = change_folders.write(
+            folder,
+            last,
+            is_base=is_base,
+            steps=steps,
+            tables=given,
+            values=on_host,
+        )
+        changes = link.changes
+        count = written + (0 if is_base else changes.rows + changes.removed)
+        memories[folder] = _Memory(link, told, [_NONE] * len(tables), count)
+        if is_base and last is not None:
+            # Who is behind takes the new base, or still reads those of the last one.
+            change_folders.remove_before_base(folder, last)
+        return changes
+
+    running = _running[owner] = Export(write)
+    return running
+
+
+_NONE = np.zeros(0, np.uint64)
+
+
+class _Held:
+    """Copies of rows on the device, up to a number of bytes; further ones are on the host."""
+
+    def __init__(self):
+        self._bytes = 0
+
+    def kept(self, arrays: list[list[Any]]) -> list[list[Any]]:
+        """The arrays, or copies on the host."""
+        self._bytes += sum(each.nbytes for each in itertools.chain(*arrays))
+        if self._bytes <= _HELD:
+            return arrays
+        return [[np.asarray(each) for each in some] for some in arrays]
+
+
+def _spec(stack: Stack) -> P:
+    return P("model") if stack.divided else P()
+
+
+def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
+    """The rows of a stack, up to date; of dynamic tables also their state, if it is asked for."""
+    w, arrays = part.kernel[...], {}
+    if optimizer is not None:
+        w, arrays = optimizer.settled_within(part.within, part.kernel)
+    if not part.stack.dynamic:
+        return Rows({"row": w}, None, None)
+    columns = {"row": w} | {name: part.known[name][...] for name in BY_PARTS}
+    if state:
+        columns |= {files.STATE + name: array for name, array in arrays.items()}
+    return Rows(columns, part.known["keys"][...], part.known["used"][...])
+
+
+def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Piece]]:
+    """All tables, in their order, with where they are."""
+    pieces: dict[str, list[Piece]] = {}
+    for number, part in enumerate(parts):
+        for table in part.stack.tables:
+            name = part.prefix + table.name
+            pieces.setdefault(name, []).append(Piece(number, table))
+    found = {}
+    for name, some in pieces.items():
+        (part, table), rows = some[0], now[some[0].part]
+        columns = [_column(n, array, table) for n, array in rows.columns.items()]
+        num_rows = 0 if parts[part].stack.dynamic else table.config.num_rows
+        found[Table(name, num_rows, tuple(columns))] = some
+    return found
+
+
+def _column(name: str, array: jax.Array, table: StackedTable) -> Column:
+    dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
+    if name == "row":
+        return Column(name, dtype.name, table.config.dim)
+    alone = name in BY_PARTS or array.ndim == 1
+    return Column(name, dtype.name, 0 if alone else array.shape[1])
+
+
+# --- what differs ---
+
+
+def _compared(spec: P, rows: Rows, told: _Told):
+    """What the folder is to have, which rows differ from it, and which it has no more."""
+
+    def compared(rows, told):
+        hashes = _hashed(_flat(rows), jnp)
+        if rows.keys is None or rows.used is None or told.keys is None:
+            used = jnp.ones(len(hashes), bool)
+            changed = ~told.used | jnp.any(hashes != told.hashes, axis=1)
+            return _Told(hashes, used, None), changed, jnp.zeros_like(used)
+        used, keys = rows.used.reshape(-1), rows.keys.reshape(-1, 2)
+        other = jnp.any(keys != told.keys, axis=1)
+        differs = ~told.used | other | jnp.any(hashes != told.hashes, axis=1)
+        gone = told.used & (~used | other)
+        return _Told(hashes, used, keys), used & differs, gone
+
+    return call_with_auto_axes(compared, rows, told, out_specs=spec)
+
+
+def _flat(rows: Rows) -> list[jax.Array]:
+    return [
+        array.reshape(-1) if name in BY_PARTS else array
+        for name, array in rows.columns.items()
+    ]
+
+
+def _hashed(columns: Sequence[Any], xp: Any) -> Any:
+    """`[rows, 2]` uint32: a hash of each row of some arrays, of NumPy or JAX."""
+    totals: list[Any] = [np.uint32(0), np.uint32(0)]
+    first = 0
+    for column in columns:
+        words = _words(column, xp)
+        number = np.arange(first, first + words.shape[1], dtype=np.uint32)
+        first += words.shape[1]
+        for i in range(2):
+            salt = _mixed(number * np.uint32(0x9E3779B9) + np.uint32(i + 1))
+            mixed = _mixed(words ^ salt[None])
+            totals[i] = totals[i] + xp.sum(mixed, axis=1, dtype=np.uint32)
+    return xp.stack(totals, axis=1)
+
+
+def _mixed(word: Any) -> Any:
+    """MurmurHash3's last step: each word becomes another one, all bits of it."""
+    word = (word ^ word >> np.uint32(16)) * np.uint32(0x85EBCA6B)
+    word = (word ^ word >> np.uint32(13)) * np.uint32(0xC2B2AE35)
+    return word ^ word >> np.uint32(16)
+
+
+def _words(column: Any, xp: Any) -> Any:
+    """`[rows, words]` uint32 of the numbers that a file has of a column."""
+    if column.dtype.itemsize == 2:
+        column = column.astype(np.float32)
+    if column.ndim == 1:
+        column = column[:, None]
+    if xp is np:
+        return np.ascontiguousarray(column).view(np.uint32)
+    words = lax.bitcast_convert_type(column, jnp.uint32)
+    return words.reshape(len(column), -1)
+
+
+def _dynamic_changes(
+    part: Part,
+    rows: Rows,
+    told: _Told,
+    piece: Piece,
+    differences: Sequence[Any],
+) -> Iterator[_Block]:
+    changed, _, _ = differences[piece.part]
+    at = _rows_in(part.stack, piece.table, changed)
+    ids = _ids(told.keys, at)
+    order = np.argsort(ids)
+    ids, at = ids[order], at[order]
+    arrays = [
+        files.flat(array) if name in BY_PARTS else array
+        for name, array in rows.columns.items()
+    ]
+    for some, found in files.gathered(at, arrays):
+        yield ids[some], [[each] for each in found]
+
+
+def _lost(stack: Stack, piece: Piece, differences: Sequence[Any]) -> np.ndarray:
+    """Ids whose rows were taken from them, or moved."""
+    _, gone, keys = differences[piece.part]
+    return _ids(keys, _rows_in(stack, piece.table, gone))
+
+
+def _rows_in(stack: Stack, table: StackedTable, mask: np.ndarray) -> np.ndarray:
+    """The rows of a dynamic table for which a mask is true."""
+    layout, place = layout_of(stack), stack.tables.index(table)
+    first = layout.firsts[place]
+    mine = mask.reshape(PARTS, -1)[:, first : first + layout.sizes[place]]
+    part, row = np.nonzero(mine)
+    return (part * layout.rows + first + row).astype(np.int32)
+
+
+def _ids(keys: Any, rows: np.ndarray) -> np.ndarray:
+    found = [_NONE]
+    for some, (words,) in files.gathered(rows, [keys]):
+        words = np.asarray(words)[: some.stop - some.start]
+        found.append(joined(words[:, 0], words[:, 1]))
+    return np.concatenate(found)
+
+
+def _static_changes(
+    parts: Sequence[Part],
+    now: Sequence[Rows],
+    pieces: Sequence[Piece],
+    differences: Sequence[Any],
+) -> Iterator[_Block]:
+    found = [_NONE]
+    for number, table in pieces:
+        stack = parts[number].stack
+        rows = np.flatnonzero(differences[number][0]).astype(np.int32)
+        block = files.block(rows)
+        for start in range(0, len(rows), block):
+            some = rows[start : start + block]
+            which, ids = _ids_at(stack, np.pad(some, (0, block - len(some))))
+            which, ids = (np.asarray(a)[: len(some)] for a in (which, ids))
+            mine = (which == stack.tables.index(table)) & (ids >= 0)
+            found.append(ids[mine].astype(np.uint64))
+    ids = np.unique(np.concatenate(found))
+    places = [
+        (now[n].columns["row"], parts[n].stack.row_of(ids.astype(np.int64), t.place))
+        for n, t in pieces
+    ]
+    gathered = [files.gathered(rows, [kernel]) for kernel, rows in places]
+    for blocks in zip(*gathered, strict=True):
+        yield ids[blocks[0][0]], [[found[0] for _, found in blocks]]
+
+
+_ids_at = jax.jit(lambda stack, rows: stack.ids_at(rows), static_argnums=0)
+
+
+def _on_host(
+    table: Table, blocks: Sequence[_Block]
+) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+    for ids, arrays in blocks:
+        columns = []
+        for column, parts in zip(table.columns, arrays, strict=True):
+            found = [np.asarray(part)[: len(ids)] for part in parts]
+            values = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
+            if values.dtype.kind == "f" and not np.isfinite(values).all():
+                raise FloatingPointError(
+                    f"table {table.name!r} has numbers that are not finite, in "
+                    f"{column.name!r}: nothing was exported. Train again, for example with "
+                    "a lower learning rate"
+                )
+            columns.append(values)
+        yield ids, columns
+
+
+# --- what a folder has ---
+
+
+def _recalled(
+    folder: pathlib.Path,
+    memory: _Memory | None,
+    parts: Sequence[Part],
+    tables: Mapping[Table, Sequence[Piece]],
+) -> tuple[_Memory | None, Link | None]:
+    """What a folder has of the tables, and its last changes; None if a base is due."""
+    numbers = change_folders.numbers(folder)
+    if not numbers:
+        return None, None
+    last = change_folders.read(folder, numbers[-1])
+    if last.manifest.tables != tuple(tables):
+        return None, last
+    if memory is None or not _fits(memory, last, parts):
+        memory = _read(folder, parts, tables)
+    rows = sum(pieces[0].table.config.num_rows for pieces in tables.values())
+    return (None if memory.written > _MOST_CHANGES * rows else memory), last
+
+
+def _fits(memory: _Memory, last: Link, parts: Sequence[Part]) -> bool:
+    """Whether nobody else has written into the folder, and the rows lie as they did."""
+    pairs = zip(memory.told, parts, strict=False)
+    return memory.last.checksum == last.checksum and all(
+        len(told.hashes) == part.stack.num_rows
+        and told.hashes.sharding.is_equivalent_to(sharding_of(_spec(part.stack)), 2)
+        for told, part in pairs
+    )
+
+
+def _read(
+    folder: pathlib.Path,
+    parts: Sequence[Part],
+    tables: Mapping[Table, Sequence[Piece]],
+) -> _Memory:
+    """Reads a folder: as after a restart."""
+    links = change_folders.chain(folder)
+    told: list[Any] = [_Told(*map(_writable, _nothing(p.stack))) for p in parts]
+    lost = []
+    for number, (table, pieces) in enumerate(tables.items()):
+        content = change_folders.merged(link.content(number) for link in links)
+        gone = _NONE
+        for at, piece in pieces:
+            stack, known = parts[at].stack, parts[at].known
+            columns = [content.columns[column.name] for column in table.columns]
+            here = np.ones(len(content.ids), bool)
+            if table.num_rows:
+                ids = content.ids.astype(np.int64)
+                rows = stack.row_of(ids, piece.place)
+                first = piece.first_column
+                columns = [columns[0][:, first : first + stack.dim]]
+            else:
+                rows = places(stack, piece, known, content.ids)
+                here = rows >= 0
+                gone = content.ids[~here]
+                words = WideIds.of(content.ids[here])
+                told[at].keys[rows[here]] = np.stack([words.low, words.high], axis=1)
+            told[at].used[rows[here]] = True
+            hashes = _hashed([column[here] for column in columns], np)
+            told[at].hashes[rows[here]] = hashes
+        lost.append(gone)
+    put = [
+        jax.device_put(each, sharding_of(_spec(part.stack)))
+        for part, each in zip(parts, told, strict=True)
+    ]
+    written = sum(link.changes.rows + link.changes.removed for link in links[1:])
+    return _Memory(links[-1], put, lost, written)
+
+
+def places(
+    stack: Stack,
+    table: StackedTable,
+    known: Mapping[str, nnx.Variable],
+    ids: np.ndarray,
+) -> np.ndarray:
+    """The row of each id of a dynamic table; -1 if it has none."""
+    used, keys = (to_host(known[name][...]) for name in ("used", "keys"))
+    here, rows = rows_of(stack, table, used, keys)
+    place = np.minimum(np.searchsorted(here, ids), max(len(here) - 1, 0))
+    if not len(here):
+        return np.full(len(ids), -1, np.int32)
+    return np.where(here[place] == ids, rows[place], -1)
+
+
+def _nothing(stack: Stack) -> _Told:
+    """A folder has no row of the stack."""
+    spec = _spec(stack)
+    return jit_sharded(_no_rows, spec, static=(0,))(stack)
+
+
+def _no_rows(stack: Stack) -> _Told:
+    words = jnp.zeros((stack.num_rows, 2), jnp.uint32)
+    used = jnp.zeros(stack.num_rows, bool)
+    return _Told(words, used, words if stack.dynamic else None)
+
+
+def _writable(array: jax.Array | None) -> Any:
+    return None if array is None else np.array(array)

@@ -1,0 +1,220 @@
+"""Tables that take the changes of a folder."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax.change_folders import Content, Link, Table, merged
+from sparsejax.embeddings.dynamic import files
+from sparsejax.embeddings.dynamic.changes import (
+    BY_PARTS,
+    Part,
+    Piece,
+    places,
+    rows_now,
+    tables_of,
+)
+from sparsejax.embeddings.dynamic.state import rows_of
+from sparsejax.embeddings.placement import StackedTable
+from sparsejax.mesh.layout import to_host
+from sparsejax.ops.hash_index import Index
+from sparsejax.optimizers import inplace
+from sparsejax.optimizers.optimizer import Optimizer, first_state
+
+
+class _Plan(NamedTuple):
+    """What a table takes.
+
+    Attributes:
+      number: of its stack.
+      rows: of the kernel.
+      columns: what each of the rows has, by column.
+    """
+
+    number: int
+    rows: np.ndarray
+    columns: dict[str, np.ndarray]
+
+
+def apply(
+    links: Sequence[Link], parts: Sequence[Part], optimizer: Optimizer | None
+) -> None:
+    """Gives tables the changes of `change_folders.chain`; see `sparsejax.apply_changes`.
+
+    An error leaves the tables as they are.
+    """
+    tables = _tables_of(parts)
+    stated = links[-1].manifest.tables
+    number_of = {table.name: number for number, table in enumerate(stated)}
+    with_state = optimizer is not None and any(
+        column.name.startswith(files.STATE)
+        for table in stated
+        for column in table.columns
+    )
+    plans: list[_Plan] = []
+    indexes: dict[int, Index] = {}
+    is_base = links[0].manifest.base is None
+    for table, pieces in tables.items():
+        number = number_of[table.name]
+        content = merged(link.content(number) for link in links)
+        _check_finite(links[-1], table, content)
+        for at, piece in pieces:
+            part = parts[at]
+            columns = content.columns
+            if table.num_rows:
+                rows = part.stack.row_of(content.ids.astype(np.int64), piece.place)
+                first = piece.first_column
+                columns = {"row": columns["row"][:, first : first + part.stack.dim]}
+            else:
+                index = indexes.get(at) or _index(part)
+                indexes[at], rows = _indexed(
+                    links[-1], part, piece, index, content, is_base=is_base
+                )
+            columns = _with_state(
+                links[-1], part, columns, optimizer, with_state=with_state
+            )
+            plans.append(_Plan(at, rows, columns))
+    for at, index in indexes.items():
+        for name, array in index._asdict().items():
+            parts[at].known[name].set_value(array)
+    for plan in plans:
+        _write(parts[plan.number], plan, optimizer)
+    if with_state and optimizer is not None:
+        optimizer.step.set_value(jnp.asarray(links[-1].manifest.steps, jnp.int32))
+
+
+def _tables_of(parts: Sequence[Part]) -> dict[Table, list[Piece]]:
+    return tables_of(parts, [rows_now(part, None, state=False) for part in parts])
+
+
+def check_tables(link: Link, parts: Sequence[Part]) -> None:
+    """Raises ValueError unless changes are of these tables."""
+    given, here = (
+        {
+            (table.name, table.num_rows, column)
+            for table in tables
+            for column in table.columns
+            if column.name == "row"
+        }
+        for tables in (link.manifest.tables, _tables_of(parts))
+    )
+    if given != here:
+        shown = "; ".join(
+            ", ".join(
+                f"{name} {f'[{rows}]' if rows else '(dynamic)'} x {column.width} "
+                f"{column.dtype}"
+                for name, rows, column in sorted(some, key=lambda each: each[0])
+            )
+            for some in (given, here)
+        )
+        raise ValueError(
+            f"{link.path} has changes of other tables than the model: {shown}. Give the "
+            "model, or its collection, that was exported"
+        )
+
+
+def _check_finite(link: Link, table: Table, content: Content) -> None:
+    for name, values in content.columns.items():
+        if values.dtype.kind == "f" and not np.isfinite(values).all():
+            raise ValueError(
+                f"{link.path}: table {table.name!r} has numbers that are not finite, in "
+                f"{name!r}"
+            )
+
+
+def _index(part: Part) -> Index:
+    return Index(**{name: part.known[name][...] for name in Index._fields})
+
+
+def _indexed(
+    link: Link,
+    part: Part,
+    table: StackedTable,
+    index: Index,
+    content: Content,
+    *,
+    is_base: bool,
+) -> tuple[Index, np.ndarray]:
+    """An index with the changed ids, and their rows."""
+    stack, ids = part.stack, content.ids
+    if is_base:
+        files.check_room(link.path, stack, table, ids)
+        index, rows = files.insert(stack, table, index, ids)
+    else:
+        before, _ = rows_of(stack, table, *_used_and_keys(part))
+        kept = before[~np.isin(before, content.removed)]
+        files.check_room(link.path, stack, table, np.union1d(kept, ids))
+        gone = np.zeros(stack.num_rows, bool)
+        at = places(stack, table, part.known, content.removed)
+        gone[at[at >= 0]] = True
+        rows = places(stack, table, part.known, ids)
+        new = rows < 0
+        index, rows[new] = files.replace(stack, table, index, gone, ids[new])
+    if (rows < 0).any():
+        raise ValueError(
+            f"{link.path}: {np.sum(rows < 0):,} ids of table {table.name!r} found no slot of "
+            "the index, whose buckets were full: make the table larger"
+        )
+    return index, rows
+
+
+def _used_and_keys(part: Part) -> tuple[np.ndarray, np.ndarray]:
+    return to_host(part.known["used"][...]), to_host(part.known["keys"][...])
+
+
+def _with_state(
+    link: Link,
+    part: Part,
+    columns: dict[str, np.ndarray],
+    optimizer: Optimizer | None,
+    *,
+    with_state: bool,
+) -> dict[str, np.ndarray]:
+    """The columns with what the optimizer is to have of the rows."""
+    given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
+    if optimizer is None or not len(columns["row"]):
+        return given
+    arrays = optimizer.rows_within(part.within, part.kernel)
+    if not (with_state and part.stack.dynamic):
+        begin = functools.partial(first_state, optimizer.rule_of(part.kernel))
+        step = optimizer.step[...]
+        fresh = files.in_blocks(
+            lambda rows: begin(jnp.asarray(rows), step), columns["row"]
+        )
+        return given | {files.STATE + name: array for name, array in fresh.items()}
+    wanted = {files.STATE + name for name in arrays}
+    if wanted != columns.keys() - given.keys():
+        raise ValueError(
+            f"{link.path} has the state {sorted(columns.keys() - given.keys())}, expected "
+            f"{sorted(wanted)}: it is of another rule; leave the optimizer out"
+        )
+    return columns
+
+
+def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
+    variables: dict[str, nnx.Variable] = {"row": part.kernel}
+    variables |= {name: part.known[name] for name in BY_PARTS if part.known}
+    if optimizer is not None:
+        arrays = optimizer.rows_within(part.within, part.kernel)
+        variables |= {files.STATE + name: array for name, array in arrays.items()}
+    for name, values in plan.columns.items():
+        variable = variables[name]
+        write = functools.partial(
+            files.overwritten,
+            rows=plan.rows,
+            values=values,
+            by_parts=name in BY_PARTS,
+            divided=part.stack.divided,
+        )
+        inplace.overwrite([variable], _once(write, variable))
+
+
+def _once(write: Callable[[jax.Array], jax.Array], variable: nnx.Variable):
+    return lambda: ([write(variable[...])], None)
