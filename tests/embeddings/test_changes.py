@@ -341,7 +341,7 @@ def foreign(folder):
         (alter("00000003/manifest.json", 40), "manifest.json: ", 0),
         (remove("00000003"), "up to 00000002, but number 3 was taken", 3),
         (foreign, "00000002 is of another base, or was altered", 2),
-        (foreign, "00000003 does not follow 00000002", None),
+        (foreign, "00000002 does not follow 00000001", None),
     ],
 )
 def test_wrong_sequences_are_refused(harm, message, after, history, tmp_path):
