@@ -115,6 +115,12 @@ class Manifest:
 class Changes:
     """The changes that one export has written.
 
+    >>> tables = {"user": DynamicTableConfig(1000, 2)}
+    >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
+    >>> written = embeddings.export_changes("of all tables", None).result()
+    >>> written.number, written.is_base, written.removed
+    (0, True, 0)
+
     Attributes:
       number: of their folder.
       is_base: whether they are all rows, not only those that have changed.

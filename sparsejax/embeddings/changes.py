@@ -27,6 +27,11 @@ def export_changes(
 ) -> Export:
     """Writes what has changed in a model since the last export into a folder.
 
+    >>> tables = {"user": DynamicTableConfig(1000, 2)}
+    >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
+    >>> export_changes(embeddings, "changes", None).result().is_base
+    True
+
     ::
 
         for number, batch in enumerate(batches):
@@ -80,6 +85,12 @@ def apply_changes(
     after: Changes | None = None,
 ) -> Changes:
     """Gives a model the changes of a folder that `export_changes` writes, in their order.
+
+    >>> tables = {"user": DynamicTableConfig(1000, 2)}
+    >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
+    >>> _ = export_changes(embeddings, "of users", None).result()
+    >>> apply_changes(embeddings, "of users").number
+    0
 
     ::
 

@@ -442,7 +442,7 @@ while True:
 def test_exports_that_are_killed_leave_the_changes_before(tmp_path):
     rng, folder = np.random.default_rng(0), tmp_path / "changes"
     written = -1
-    for attempt in range(10):
+    for attempt in range(5):
         arguments = [sys.executable, "-c", _WRITER, str(folder), str(attempt)]
         writer = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
         assert writer.stdout is not None

@@ -116,6 +116,11 @@ class _Memory:
 class Export:
     """Changes that are being written, by a thread.
 
+    >>> tables = {"user": DynamicTableConfig(1000, 2)}
+    >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
+    >>> embeddings.export_changes("of a table", None).result().rows
+    0
+
     An error of it is raised by `result`, or by the next export of this model if nobody asked.
     Then the folder has the changes before; the next export has these, too.
     """
