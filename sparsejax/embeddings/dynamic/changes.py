@@ -30,7 +30,6 @@ from sparsejax.change_folders import Changes, Column, Link, Table
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.state import layout_of, rows_of
 from sparsejax.embeddings.placement import Stack, StackedTable
-from sparsejax.wide_ids import WideIds, joined
 from sparsejax.mesh.layout import (
     call_with_auto_axes,
     jit_sharded,
@@ -40,6 +39,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.ops.hash_index import PARTS
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.wide_ids import WideIds, joined
 
 # Changes since the last base have at most so many times the rows of the tables; behind them
 # comes a new base.
