@@ -731,7 +731,14 @@ class EmbeddingCollection(nnx.Module):
         Args:
           prefix: of the names of tables.
           within: see `assign_rows`.
+
+        Raises:
+          NotImplementedError: rows are in host memory.
         """
+        if any(stack.device_rows is not None for stack in self.stacks):
+            raise NotImplementedError(
+                "changes of tables in host memory (host=True) are not exported"
+            )
         return [
             Part(
                 prefix,
