@@ -524,12 +524,18 @@ def _tables(report: dict) -> list[str]:
     ]
     heads = "items", "rows", "batches", "p50 ms", "p99 ms", "device ms", "read ms"
     both = "requests/s", "rows/s", "p50 ms", "p99 ms", "failed"
+    cold = [
+        f"Without compiled programs on disk the service is ready after {r['ready']:.1f} s."
+        for r in results
+        if r["part"] == "cold"
+    ]
     return [
         origin(report),
         "",
         *table([*heads, "ready s"], rows),
         "",
         *table([*both, "ready s"], rates),
+        *(["", *cold] if cold else []),
     ]
 
 

@@ -264,8 +264,8 @@ class Batcher:
     def _take(self) -> tuple[list[_Piece], tuple[list[_Piece], Size, Shape] | None]:
         """Takes the next batch from the queue; before it those that came too late.
 
-        As many rows as a shape holds, in their order. If they fill less than half of it, and
-        some of them at least half of a smaller one, the others wait for the next batch.
+        As many rows as a shape holds, in their order. If they are not worth it (see
+        `Engine.is_filled`), and some of them a smaller one, the others wait for the next batch.
         """
         now, late = time.monotonic(), []
         taken: list[_Piece] = []
@@ -284,7 +284,7 @@ class Batcher:
                 break
             taken.append(self._queue.popleft())
             size, shape = together, found
-            if 2 * size.rows >= shape.rows:
+            if self.engine.is_filled(shape, size.rows):
                 best = len(taken), size, shape
         if size is None or shape is None:
             return late, None

@@ -23,6 +23,8 @@ from sparsejax.sparse import CSR, host_rows
 # single row of so many entries. A GPU's program computes for up to 128 rows what it does for
 # one, and its compiler takes seconds for each: there, none for 8 rows unless that is the most.
 _MOST_ROWS, _LONG_ROW = 64, 1024
+# Programs of up to so many rows take as long as that of one row. On a CPU each row costs.
+_ALIKE, _ALIKE_ON_GPU = {"cpu": 1}, 128
 
 
 class TooLargeError(ValueError):
@@ -113,6 +115,7 @@ class Engine:
             one.
         """
         self.predictor = predictor
+        self._alike = _ALIKE.get(jax.default_backend(), _ALIKE_ON_GPU)
         self._programs = predictor.model.programs
         self.shapes = tuple(sorted({*shapes} or self._default_shapes()))
         if programs is not None:
@@ -158,10 +161,15 @@ class Engine:
         """The smallest shape that holds a batch."""
         return next((shape for shape in self.shapes if size.fits(shape)), None)
 
+    def is_filled(self, shape: Shape, rows: int) -> bool:
+        """Whether these rows are worth a program: half as many as it has, or it costs no more."""
+        return 2 * rows >= shape.rows or shape.rows <= self._alike
+
     def pieces(self, given: Sequence[Rows]) -> list[tuple[Size, Sequence[Rows]]]:
         """The rows of a request in as many parts as `Predictor.recommend` would make of it.
 
-        Parts with more entries than usual are divided further, until a shape holds them.
+        On a GPU there are fewer, where a program takes no longer than one of fewer rows. Parts
+        with more entries than usual are divided further, until a shape holds them.
 
         Raises:
           TooLargeError: no shape holds one of the rows.
@@ -170,7 +178,10 @@ class Engine:
         if not size.rows:
             return []
         found, start = [], 0
-        for count in sizes_for(size.rows, {shape.rows for shape in self.shapes}):
+        sizes = {shape.rows for shape in self.shapes}
+        largest = max((rows for rows in sizes if rows <= self._alike), default=0)
+        sizes = {rows for rows in sizes if rows >= largest}
+        for count in sizes_for(size.rows, sizes):
             end = min(start + count, size.rows)
             found += self._divided(given, size, start, end)
             start = end

@@ -26,7 +26,8 @@ DENSE = Array(name="x", dtype="float32", shape=(1,))
 class Doubling(Engine):
     """Doubles numbers when the gate is open, and knows what batches it was given."""
 
-    def __init__(self, *shapes: int):
+    def __init__(self, *shapes: int, alike: int = 1):
+        self._alike = alike
         self.shapes = tuple(Shape(rows, 1) for rows in shapes)
         self._programs = types.SimpleNamespace(inputs=(DENSE,))
         self.batches: list[list[float]] = []
@@ -105,6 +106,22 @@ def test_a_batch_is_half_full_or_smaller():
     engine.gate.set()
     assert [numbers(f) for f in futures] == [[2 * n] for n in range(6)]
     assert engine.batches == [[0], [1, 2], [3, 4], [5]]
+    service.close()
+
+
+def test_a_batch_need_not_be_half_full_where_rows_cost_nothing():
+    """On a GPU small programs take as long as that of one row."""
+    engine = Doubling(1, 16, 64, alike=16)
+    assert [size.rows for size, _ in engine.pieces(given(*range(5)))] == [5]
+    assert [size.rows for size, _ in engine.pieces(given(*range(21)))] == [16, 5]
+    assert [size.rows for size, _ in engine.pieces(given(*range(32)))] == [32]
+    service = Batcher(engine)
+    futures = [service.submit(given(0))]
+    begun(engine)
+    futures += [service.submit(given(n)) for n in range(1, 23)]
+    engine.gate.set()
+    assert [numbers(f) for f in futures] == [[2 * n] for n in range(23)]
+    assert engine.batches == [[0], [*range(1, 17)], [*range(17, 23)]]
     service.close()
 
 
