@@ -81,7 +81,10 @@ class Clicks:
                 raise ValueError("a data set has ids: leave out ids")
             dense, ids = clicks.dense, clicks.ids
         elif ids is None:
-            raise ValueError("dense columns need ids: predict(dense, ids)")
+            raise ValueError(
+                "dense columns need ids: predict(dense, ids); columns by their names go to "
+                "predict_records"
+            )
         else:
             dense = np.asarray(clicks, np.float32)
         if dense.ndim != 2 or dense.shape[1] != self.num_dense:

@@ -222,6 +222,20 @@ def test_folders_of_hive_are_columns(what, suffix, tmp_path):
     assert what(tmp_path / "all", tmp_path) == same
 
 
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_times_of_a_file_count_more_than_the_day_of_its_folder(suffix, tmp_path):
+    write = {"csv": _bytes, "jsonl": _lines, "parquet": _parquet_bytes}[suffix]
+    part = tmp_path / "all" / "dt=2024-01-01" / f"part-0.{suffix}"
+    part.parent.mkdir(parents=True)
+    part.write_bytes(write(TABLE))
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+    found = histories(tmp_path / "all", tmp_path / "a")
+    assert found == histories(TABLE, tmp_path / "b")
+    days = sj.read_sequences(tmp_path / "all", time="dt").times
+    assert days is not None and len(np.unique(days)) == 1
+
+
 def _hive(folder, column, table):
     """A folder of Parquet, with a folder in it for each cell of a column."""
     for cell in dict.fromkeys(table[column].to_pylist()):

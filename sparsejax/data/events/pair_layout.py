@@ -134,7 +134,7 @@ def find_layout(
         n: t for n, t in (constants or {}).items() if not header or n not in names
     }
     further = [
-        SourceColumn(name, len(names) + i, "text", text or "")
+        SourceColumn(name, len(names) + i, "text", text or "", of_folder=True)
         for i, (name, text) in enumerate(beside.items())
     ]
     if header:

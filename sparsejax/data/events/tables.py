@@ -29,6 +29,7 @@ from sparsejax.data.files.columns import (
     SourceColumn,
     find_columns,
 )
+from sparsejax.data.files.hive import is_of_folder
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.files.spelling import (
@@ -113,7 +114,10 @@ def find_table_layout(
     """
     # pandas stores an index without a name as such a column.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
-    columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(known)]
+    columns = [
+        SourceColumn(f.name, i, str(f.type), of_folder=is_of_folder(f))
+        for i, f in enumerate(known)
+    ]
     lists = [
         i
         for i, field in enumerate(known)

@@ -137,12 +137,14 @@ class SourceColumn:
       position: counted from 0.
       type: what it holds, in a word or two.
       sample: one of its cells, for messages; "" if no cell was read.
+      of_folder: whether it comes from the name of a folder, such as `dt=2024-01-01`.
     """
 
     name: str | None
     position: int
     type: str
     sample: str = dataclasses.field(default="", compare=False)
+    of_folder: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
         called = f"column {self.position}" if self.name is None else self.name
@@ -311,8 +313,9 @@ def find_columns(
     """The position of the column of each role, by role.
 
     A role has the column that the caller chose for it, otherwise the one whose name is
-    known for it. Two columns with known names are an error. User and item must have a
-    column if they are among the roles; other roles without a column are left out.
+    known for it. Two columns with known names are an error, but times of a file count more
+    than those in the names of its folders. User and item must have a column if they are among
+    the roles; other roles without a column are left out.
 
     Args:
       path: the file that messages name.
@@ -346,6 +349,9 @@ def find_columns(
         if role in at:
             continue
         found = [i for i, r in enumerate(known) if r == role and i not in taken]
+        own = [i for i in found if not columns[i].of_folder]
+        if own and role == "time":  # more exact than the day of a folder
+            found = own
         if sure := [i for i in found if surely[i] == role]:
             found = sure
         if not found and role == "item":

@@ -14,7 +14,14 @@ from sparsejax.data.files import arrow
 
 _FOLDER = re.compile(r"([^=]+)=(.*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
+# What marks a column in the schema of a file.
+_OF_FOLDER = {b"sparsejax": b"folder"}
 _TYPE = pa.dictionary(pa.int32(), pa.string())
+
+
+def is_of_folder(field: pa.Field) -> bool:
+    """Whether `Constants.schema` has added the column to those of a file."""
+    return (field.metadata or {}).get(b"sparsejax") == b"folder"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +53,7 @@ class Constants:
     def schema(self, own: pa.Schema) -> pa.Schema:
         """The columns of the file, and these."""
         for name in self.texts:
-            own = own.append(pa.field(name, _TYPE))
+            own = own.append(pa.field(name, _TYPE, metadata=_OF_FOLDER))
         return own
 
     def column(self, name: str, rows: int) -> pa.Array:
