@@ -91,7 +91,7 @@ def _measure(part: str) -> Iterator[dict]:
     from flax import nnx
 
     import sparsejax as sj
-    from sparsejax.data.sets.clicks import HashedColumn
+    from sparsejax.data.sets.click_schema import HashedColumn
 
     divided, options = _FORMS[part]
     examples = _EXAMPLES if jax.default_backend() == "gpu" else 2**13

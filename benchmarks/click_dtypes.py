@@ -66,7 +66,7 @@ def _measure(part: str) -> Iterator[dict]:
     from flax import nnx
 
     import sparsejax as sj
-    from sparsejax.data.sets.clicks import HashedColumn
+    from sparsejax.data.sets.click_schema import HashedColumn
 
     kind, _, form = part.partition(" ")
     layers, tables = _FORMS[form]

@@ -401,7 +401,7 @@ def _fits(kind: str, batch: int, make: Callable) -> list[dict]:
     import jax
 
     import sparsejax as sj
-    from sparsejax.data.sets.clicks import HashedColumn
+    from sparsejax.data.sets.click_schema import HashedColumn
 
     steps = 256 if jax.default_backend() == "gpu" else 16
     rows = min(batch * steps, 2**21)

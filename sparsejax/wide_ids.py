@@ -13,6 +13,8 @@ import numpy as np
 
 Array = jax.Array | np.ndarray
 
+NUM_IDS = 2**64  # the number of ids of a feature whose table is dynamic
+
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -14,7 +14,12 @@ from sparsejax.cli.kind import Commands, Range
 from sparsejax.cli.reading import reading_of
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets import writers
-from sparsejax.data.sets.click_schema import ClickSchema, DenseColumn, VocabularyColumn
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    DenseColumn,
+    KeyColumn,
+    VocabularyColumn,
+)
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.planner import plan_embeddings
 from sparsejax.kinds.clicks.scores import evaluate_clicks
@@ -61,7 +66,7 @@ class Clicks(Commands):
         if command.clicks != flags.Clicks() or command.columns.delimiter is not None:
             raise ValueError(
                 "--from takes the columns of its run: leave out --schema, --label, --dense, "
-                "--categories and --delimiter, or --from"
+                "--categories, --dynamic and --delimiter, or --from"
             )
         return None
 
@@ -134,7 +139,10 @@ def schema_of(command: flags.Train | flags.Plan | flags.Split) -> ClickSchema | 
     return ClickSchema(
         given.label,
         dense={name: DenseColumn() for name in given.dense},
-        ids={name: VocabularyColumn() for name in given.categories},
+        ids=dict.fromkeys(
+            given.categories,
+            VocabularyColumn() if given.dynamic is None else KeyColumn(),
+        ),
         delimiter=delimiter,
     )
 

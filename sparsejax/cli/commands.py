@@ -312,6 +312,10 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
             "--histories, --repeats, --user, --item, --value, --no-value, --no-time, "
             "--separator and --time-format are of no use for clicks: leave them out"
         )
+    if command.clicks.dynamic is not None:
+        raise ValueError(
+            "--dynamic is of no use here: a column of 64-bit ids is of the kind key in --schema"
+        )
     schema = schema_of(command)
     if schema is None:
         if time is not None:

@@ -207,12 +207,17 @@ class Clicks:
       label: Column with 1 for a click and 0 for none.
       dense: Columns of numbers.
       categories: Columns of categories, or of lists of them.
+      dynamic: Rows of the dynamic table of each column of 64-bit ids, which get a row when they
+        are first seen, and lose it when the table is full: columns of the kind "key" in
+        --schema; without one, those of --categories. --config says more, such as
+        {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
     """
 
     schema: Annotated[pathlib.Path | None, _OptionalFile] = None
     label: Annotated[str | None, _Column] = None
     dense: Annotated[tuple[str, ...], _Column] = ()
     categories: Annotated[tuple[str, ...], _Column] = ()
+    dynamic: Annotated[int | None, _value("INT", "")] = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

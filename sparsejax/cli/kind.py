@@ -19,7 +19,7 @@ from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 from sparsejax.runs.options import Measuring
 
 # Which flags say what columns of clicks hold.
-CLICKS = ("schema", "label", "dense", "categories")
+CLICKS = ("schema", "label", "dense", "categories", "dynamic")
 # The method of `Run` that a command calls, if it has another name; and the fields of flags
 # that stand for its arguments, if they have other names.
 _METHODS = {"predict": "recommend", "compare": "evaluate"}

@@ -121,6 +121,7 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
     else:
         config, suited = commands_for(model).described(command)
     runs, continued = commands_of(config).runs, origin is not None
+    config = runs.with_dynamic(config, command.clicks.dynamic)
     return runs.with_negatives(config, command.negatives, continued), suited
 
 

@@ -13,6 +13,7 @@ from .model_config import ClickModelConfig as ClickModelConfig
 from .model_config import DCNConfig as DCNConfig
 from .model_config import DeepFMConfig as DeepFMConfig
 from .model_config import DLRMConfig as DLRMConfig
+from .model_config import DynamicTables as DynamicTables
 from .model_config import WideDeepConfig as WideDeepConfig
 from .models import DCN as DCN
 from .models import DLRM as DLRM

@@ -6,9 +6,41 @@ import dataclasses
 from typing import Any, ClassVar, Literal, get_args
 
 from sparsejax.codec import ModelConfig
+from sparsejax.embeddings.config import Admit, DynamicTableConfig, Evict, Initializer
 from sparsejax.ops.gather_matmul import Combiner
 
 Dtype = Literal["float32", "bfloat16"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DynamicTables:
+    """The dynamic tables of a click model: of features whose ids have 64 bits.
+
+    >>> DLRMConfig(dynamic=DynamicTables(num_rows=50_000_000, admit=Admit(count=2))).to_json()
+    {'version': 1, 'model': 'dlrm', 'dynamic': {'num_rows': 50000000, 'evict': 'lru', ...}}
+
+    Attributes:
+      num_rows: of each table, see `DynamicTableConfig`; so are the others.
+    """
+
+    num_rows: int
+    evict: Evict | None = "lru"
+    time_to_live: int | None = None
+    admit: Admit | None = None
+
+    def __post_init__(self) -> None:
+        self.table(1)
+
+    def table(self, dim: int, init: Initializer | None = None) -> DynamicTableConfig:
+        """A table of this kind."""
+        return DynamicTableConfig(
+            self.num_rows,
+            dim,
+            init=init,
+            evict=self.evict,
+            time_to_live=self.time_to_live,
+            admit=self.admit,
+        )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -23,6 +55,7 @@ class ClickModelConfig(ModelConfig):
       combiner: "sum", "mean" or "sqrtn", of features with several ids.
       dtype: "float32" or "bfloat16", in which layers compute. Parameters and scores are
         float32.
+      dynamic: the tables of features with ids of 64 bits.
     """
 
     kind: ClassVar[str] = "clicks"
@@ -30,6 +63,7 @@ class ClickModelConfig(ModelConfig):
     dim: int = 16
     combiner: Combiner = "sum"
     dtype: Dtype = "float32"
+    dynamic: DynamicTables | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -42,7 +76,11 @@ class ClickModelConfig(ModelConfig):
                 raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
             return
         sizes = value if isinstance(value, tuple) else (value,)
-        if value is None and name == "rank":
+        if value is None and name in ("rank", "dynamic"):
+            return
+        if name == "dynamic":
+            if not isinstance(value, DynamicTables):
+                raise TypeError(f"dynamic must be DynamicTables, got {value!r}")
             return
         if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
             raise TypeError(f"{name} must be of integers, got {value!r}")

@@ -30,6 +30,7 @@ from sparsejax.embeddings.plan import EmbeddingPlan
 from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
 from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.wide_ids import NUM_IDS
 
 # The factors of second order start small: they are multiplied with each other.
 _factor_init = nnx.initializers.normal(0.01)
@@ -70,7 +71,7 @@ class _ClickModel(nnx.Module):
     def num_ids(self) -> dict[str, int]:
         """The number of ids of each feature."""
         return {
-            table.name: table.config.num_rows
+            table.name: NUM_IDS if table.dynamic else table.config.num_rows
             for stack in self.embeddings.stacks
             for table in stack.tables
         }
@@ -146,7 +147,8 @@ class DLRM(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has a table of its own.
+      features: by name, the number of ids of each. Each has a table of its own; 2^64 ids have
+        one of `config.dynamic`.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -218,7 +220,8 @@ class DCN(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has a table of its own.
+      features: by name, the number of ids of each. Each has a table of its own; 2^64 ids have
+        one of `config.dynamic`.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -279,7 +282,8 @@ class DeepFM(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has two tables of its own.
+      features: by name, the number of ids of each. Each has two tables of its own; 2^64 ids
+        have those of `config.dynamic`.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -338,7 +342,8 @@ class WideDeep(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has two tables of its own.
+      features: by name, the number of ids of each. Each has two tables of its own; 2^64 ids
+        have those of `config.dynamic`.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -438,7 +443,22 @@ def build_click_model(
 
 
 def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
-    tables = {n: TableConfig(rows, dim, init=init) for n, rows in features.items()}
+    tables = {}
+    for name, rows in features.items():
+        if rows < NUM_IDS:
+            tables[name] = TableConfig(rows, dim, init=init)
+        elif config.dynamic is None:
+            raise ValueError(
+                f"feature {name!r} has ids of 64 bits: say how many rows its table has, by "
+                "dynamic=DynamicTables(num_rows=...) of the model's configuration, or dynamic=N"
+            )
+        else:
+            tables[name] = config.dynamic.table(dim, init)
+    if config.dynamic and NUM_IDS not in features.values():
+        raise ValueError(
+            "the configuration has dynamic tables, but no feature has ids of 64 bits: read "
+            "its column as a KeyColumn, or leave out dynamic"
+        )
     read = {name: FeatureConfig(name, combiner=config.combiner) for name in features}
     plan = on_mesh.plan
     if isinstance(plan, EmbeddingPlan):

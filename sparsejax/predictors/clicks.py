@@ -13,7 +13,12 @@ import scipy.special
 
 from sparsejax.data.files.names import Names
 from sparsejax.data.sets.click_records import examples_of
-from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    KeyColumn,
+    VocabularyColumn,
+    num_ids,
+)
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
@@ -210,8 +215,15 @@ def _check_schema(
     if known != vocabularies.keys() or len(schema.dense) != num_dense:
         raise ValueError("the schema does not fit the vocabularies or num_dense")
     sizes = num_ids(schema, vocabularies)
+    dynamic = {f.name for stack in stacks if stack.dynamic for f in stack.features}
     for feature in (f for stack in stacks for f in stack.features):
-        if sizes.get(feature.name) != feature.num_ids:
+        is_key = isinstance(schema.ids.get(feature.name), KeyColumn)
+        if is_key != (feature.name in dynamic):
+            raise ValueError(
+                f"the ids of {feature.name!r} have 64 bits in the schema or in its table, "
+                "but not in both"
+            )
+        if not is_key and sizes.get(feature.name) != feature.num_ids:
             raise ValueError(
                 f"the schema has {sizes.get(feature.name)} ids of {feature.name!r}, but "
                 f"its table {feature.num_ids:,} rows"

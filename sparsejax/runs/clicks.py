@@ -20,7 +20,7 @@ from sparsejax.data.sets.clicks import (
     read_clicks,
     read_unlabelled,
 )
-from sparsejax.embeddings.model_config import ClickModelConfig
+from sparsejax.embeddings.model_config import ClickModelConfig, DynamicTables
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.clicks.calibrate import calibrate
@@ -49,6 +49,7 @@ from sparsejax.runs.reading import (
     split_name,
     validation_share,
 )
+from sparsejax.wide_ids import NUM_IDS
 
 # Points of a calibration curve.
 _BINS = 20
@@ -81,6 +82,15 @@ class Clicks(Runs):
 
     def described(self, model: str) -> tuple[ClickModelConfig, Collection[str]]:
         return super().described(model)[0], ("dtype",)
+
+    def with_dynamic(
+        self, config: ClickModelConfig, num_rows: int | None
+    ) -> ClickModelConfig:
+        if num_rows is None:
+            return config
+        before = config.dynamic or DynamicTables(num_rows=num_rows)
+        tables = dataclasses.replace(before, num_rows=num_rows)
+        return dataclasses.replace(config, dynamic=tables)
 
     def suited(
         self, config: ClickModelConfig, training: Training, source: Source
@@ -159,21 +169,28 @@ class Clicks(Runs):
         optimizer: Optimizer | None,
     ) -> None:
         before = known.num_ids
-        added = {name: size - before[name] for name, size in data.num_ids.items()}
+        added = {
+            name: size - before[name]
+            for name, size in data.num_ids.items()
+            if size != NUM_IDS  # a dynamic table takes new ids by itself
+        }
         model.add_ids(added, optimizer=optimizer)
 
     def account(self, data: ClickDataset | ScannedClicks) -> str:
         return (
             f"{data.num_rows:,} examples, {len(data.schema.dense):,} dense columns, "
-            f"{sum(data.num_ids.values()):,} ids of {len(data.num_ids):,} features"
+            f"{_num_known(data):,} ids of {len(data.num_ids):,} features"
         )
 
     def known_of(self, data: ClickDataset | ScannedClicks) -> ClickDataset:
-        none = np.zeros(0, np.int32)
+        ids = {
+            name: np.zeros(0, np.uint64 if size == NUM_IDS else np.int32)
+            for name, size in data.num_ids.items()
+        }
         return ClickDataset(
             np.zeros(0, np.float32),
             np.zeros((0, len(data.schema.dense)), np.float32),
-            dict.fromkeys(data.schema.ids, none),
+            ids,
             _without_time(data.schema),
             data.vocabularies,
         )
@@ -185,7 +202,7 @@ class Clicks(Runs):
         return ClickDataset.load(path)
 
     def num_known(self, known: ClickDataset) -> int:
-        return sum(known.num_ids.values())
+        return _num_known(known)
 
     def fingerprint_of(self, known: ClickDataset) -> str:
         schema = as_names([codec.text(known.schema.to_json())])
@@ -359,8 +376,14 @@ def _check_file(source: Any) -> None:
 
 def _source(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
     known = RUNS.known_of(data)
-    count = sum(data.num_ids.values())
-    return Source(data=data, num_features=count, known=known, indicator=False, **facts)
+    return Source(
+        data=data, num_features=_num_known(data), known=known, indicator=False, **facts
+    )
+
+
+def _num_known(data: ClickDataset | ScannedClicks) -> int:
+    """How many ids the data number; a column of 64-bit ids, whose ids it does not, counts 1."""
+    return sum(1 if size == NUM_IDS else size for size in data.num_ids.values())
 
 
 def _fingerprint(clicks: ClickDataset) -> str:

@@ -249,9 +249,11 @@ def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
         settings = {"model": network.model, **_shallow_dict(network)}
         # Runs of earlier releases do not have these.
-        for name in ("dtype", "divisor", "sampler"):
+        for name in ("dtype", "divisor", "sampler", "dynamic"):
             if name in settings and settings[name] in (None, "float32", "uniform"):
                 del settings[name]
+        if "dynamic" in settings:
+            settings["dynamic"] = codec.document(settings["dynamic"])
         return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}
     settings |= {"precision": network.precision or "default"}

@@ -33,7 +33,7 @@ class Histories(interactions.Interactions):
 
     name = "histories"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("schema",),
+        "train": ("schema", "dynamic"),
         "evaluate": (
             *("fold_in", "seed", "history", "popularity", "groups", *CORRECTING),
         ),

@@ -36,7 +36,7 @@ class Items(interactions.Interactions):
 
     name = "items"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("negatives", "schema"),
+        "train": ("negatives", "schema", "dynamic"),
         "evaluate": ("groups", *CORRECTING),
         "report": ("groups",),
         "export": CORRECTING,

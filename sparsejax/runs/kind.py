@@ -115,6 +115,10 @@ class Runs(abc.ABC):
         """
         return config
 
+    def with_dynamic(self, config: Any, num_rows: int | None) -> Any:
+        """The configuration with dynamic tables of so many rows; None leaves it as it is."""
+        return config
+
     @abc.abstractmethod
     def source(self, training: Training, before: Any) -> Source:
         """All of the data, and what is held out.

@@ -42,6 +42,8 @@ from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder
 
 _Path = str | os.PathLike[str]
+# Arguments of `Run.train` that a run which goes on has already.
+_OF_MODEL = "model", "config", "schema", "dynamic"
 # The model of clicks that is trained unless another one is named.
 _OF_CLICKS = "dlrm"
 # Arguments of `Run.train` and `Run.load` that say how files are read.
@@ -92,6 +94,7 @@ class Run:
         model: str | None = None,
         config: NetworkConfig | ModelConfig | None = None,
         schema: ClickSchema | None = None,
+        dynamic: int | None = None,
         validation: Any = None,
         k: int | None = None,
         patience: int | None = None,
@@ -135,6 +138,8 @@ class Run:
             clicks, "dcn", "deepfm" and "wide_deep" predict clicks.
           config: the configuration of the model, in place of one that suits the data.
           schema: what the columns of a file of clicks are.
+          dynamic: of clicks with a `KeyColumn`, how many rows the dynamic table of each has. A
+            `config` also says which ids they keep, see `DynamicTables`.
           validation: what to measure after each epoch: a file or data of held-out entries; a
             share to hold out of the data, such as .1; or "last", the last entry of each row
             by time. The model is then that of the best epoch.
@@ -192,6 +197,7 @@ class Run:
         config = runs.with_negatives(
             config, options.pop("negatives", None), origin is not None
         )
+        config = runs.with_dynamic(config, options.pop("dynamic", None))
         asked = Training(
             data=data,
             config=config,
@@ -276,15 +282,15 @@ class Run:
           data: as for `train`; columns of clicks are those of the run. It should hold all
             interactions that count: what only earlier data had is gradually forgotten.
           directory: as for `train`.
-          options: arguments of `train`, except `model`, `config` and `schema`. Files are read
-            as before, unless columns are named.
+          options: arguments of `train`, except `model`, `config`, `schema` and `dynamic`. Files
+            are read as before, unless columns are named.
 
         Raises:
           TypeError: `train` has no such argument.
           ValueError: see `train`.
         """
         for name in options:
-            if name not in _defaults("train") or name in ("model", "config", "schema"):
+            if name not in _defaults("train") or name in _OF_MODEL:
                 raise TypeError(f"train_more() has no argument {name!r}")
         log = options.pop("log", None)
         given = {"directory": directory, **options}

@@ -154,7 +154,9 @@ def fit(
 
     Returns:
       One entry per epoch: "epoch", "step", "loss", "examples_per_second", and the
-      validation metrics. Clicks on a mesh that divides tables also have "overflows".
+      validation metrics. Clicks on a mesh that divides tables also have "overflows". Clicks
+      with dynamic tables have "found", "inserted", "refused" and "evicted": of an epoch, or of
+      what was left of it after a resume, the share of the ids.
 
     Raises:
       FloatingPointError: the loss is not finite. The message names epoch and step. The

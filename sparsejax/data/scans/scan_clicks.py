@@ -215,7 +215,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             name: join_ids(
                 block.path,
                 name,
-                [numbering[name].ids(each.texts)],
+                [numbering[name].ids(each)],
                 [each.lengths],
                 sizes[name],
             )

@@ -37,8 +37,10 @@ from sparsejax.data.sets.click_schema import (
     DenseColumn,
     HashedColumn,
     IdColumn,
+    KeyColumn,
 )
 
+_LARGEST = str(2**64 - 1)
 # Counts that wait until they are added up.
 _FOLD = 2**20
 
@@ -212,10 +214,22 @@ class Numbering:
         self._known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
         self._spelled = spelling.as_categories(self._known)
 
-    def ids(self, texts: pa.DictionaryArray) -> np.ndarray:
-        """`[entries]` int32."""
+    def ids(self, categories: Categories) -> np.ndarray:
+        """`[entries]` int32, or uint64 of a `KeyColumn`.
+
+        Raises:
+          ValueError: a `KeyColumn` has lists.
+        """
+        texts = categories.texts
         known = texts.dictionary
         spelled = spelling.as_categories(known)
+        if isinstance(self._column, KeyColumn):
+            if categories.lengths is not None:
+                raise ValueError(
+                    "a KeyColumn has one id an example, but the file has lists of them; "
+                    "read lists by a HashedColumn or a VocabularyColumn"
+                )
+            return _keys(spelled)[texts.indices.to_numpy()]
         if isinstance(self._column, HashedColumn):
             hashed = known if self._column.as_written else spelled
             rest = xxh64(hashed) % np.uint64(self._column.size - 1)
@@ -231,6 +245,19 @@ class Numbering:
             found = np.where(found < 0, RARE, found + FIRST_KNOWN)
             found[is_missing] = MISSING
         return found.astype(np.int32)[texts.indices.to_numpy()]
+
+
+def _keys(texts: pa.Array) -> np.ndarray:
+    """`[texts]` uint64, see `KeyColumn`."""
+    found, sizes = xxh64(texts), lengths(texts)
+    pattern = pc.MatchSubstringOptions(r"\A(0|[1-9][0-9]{0,19})\z")
+    is_number = pc.call_function("match_substring_regex", [texts], pattern)
+    is_number = is_number.to_numpy(zero_copy_only=False)
+    fits = pc.call_function("less_equal", [texts, pa.scalar(_LARGEST, texts.type)])
+    is_number &= (sizes < len(_LARGEST)) | fits.to_numpy(zero_copy_only=False)
+    numbers = texts.filter(pa.array(is_number)).cast(pa.uint64())
+    found[is_number] = numbers.to_numpy()
+    return found
 
 
 def find_categories(names: Names, known: Names) -> np.ndarray:

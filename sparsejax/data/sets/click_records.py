@@ -46,7 +46,7 @@ def examples_of(
     ids: dict[str, Ids] = {}
     for name, column in schema.ids.items():
         found = categories_of(block, name)
-        flat = Numbering(column, vocabularies.get(name)).ids(found.texts)
+        flat = Numbering(column, vocabularies.get(name)).ids(found)
         if found.lengths is None:
             ids[name] = flat
         else:

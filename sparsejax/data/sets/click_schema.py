@@ -10,6 +10,7 @@ from typing import Any
 
 from sparsejax import codec
 from sparsejax.data.files.names import Names
+from sparsejax.wide_ids import NUM_IDS
 
 # Ids of a vocabulary: of a missing value, and of one that is rare or unknown.
 MISSING, RARE, FIRST_KNOWN = 0, 1, 2
@@ -88,8 +89,23 @@ class VocabularyColumn:
         _check_integer("min_count", self.min_count, least=1)
 
 
-IdColumn = HashedColumn | VocabularyColumn
-_KINDS = {"hashed": HashedColumn, "vocabulary": VocabularyColumn}
+@dataclasses.dataclass(frozen=True)
+class KeyColumn:
+    """A column of categories that are ids of 64 bits, for a dynamic table.
+
+    >>> schema = ClickSchema("click", ids={"user": KeyColumn()})
+    >>> clicks = read_clicks([{"click": 1, "user": "7"}, {"click": 0, "user": "ann"}], schema)
+    >>> clicks.ids["user"].tolist()
+    [7, 811139115053772478]
+
+    An integer from 0 to 2^64 - 1 is its own id, also where the file has it as text. Any other
+    category has the id XXH64(UTF-8 bytes, seed 0), on every machine and in every version. A
+    missing value has that of the empty text. Each example has one id: there are no lists.
+    """
+
+
+IdColumn = HashedColumn | VocabularyColumn | KeyColumn
+_KINDS = {"hashed": HashedColumn, "vocabulary": VocabularyColumn, "key": KeyColumn}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -220,9 +236,12 @@ def _id_column(name: str, document: object) -> IdColumn:
 
 def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
     """Number of ids of each feature."""
-    return {
-        name: column.size
-        if isinstance(column, HashedColumn)
-        else FIRST_KNOWN + len(vocabularies[name])
-        for name, column in schema.ids.items()
-    }
+
+    def of(name: str, column: IdColumn) -> int:
+        if isinstance(column, KeyColumn):
+            return NUM_IDS
+        if isinstance(column, HashedColumn):
+            return column.size
+        return FIRST_KNOWN + len(vocabularies[name])
+
+    return {name: of(name, column) for name, column in schema.ids.items()}

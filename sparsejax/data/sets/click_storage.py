@@ -1,7 +1,8 @@
 """The Parquet form of a saved data set of clicks.
 
 A row of the table is an example, with the columns `label`, `dense/NAME` and `ids/NAME`
-(int32, or a list of int32); with times also `time`. Beside them are the vocabularies, `vocabulary/NAME`. The shorter
+(int32, or a list of int32; uint64 of a `KeyColumn`); with times also `time`. Beside them are the
+vocabularies, `vocabulary/NAME`. The shorter
 columns end in nulls, which take no room. The schema's metadata is a JSON object with the
 `ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
 """
@@ -21,7 +22,12 @@ from sparsejax.data.files import arrow, stored
 from sparsejax.data.files.names import Names, as_names, to_arrow
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.stored import id_lists
-from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    KeyColumn,
+    VocabularyColumn,
+    num_ids,
+)
 from sparsejax.sparse import CSR
 
 _VERSION, _TIME = 1, "time"
@@ -162,6 +168,7 @@ def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> Non
         if not 0 <= size < 2**31:
             raise ValueError(f'its metadata: "vocabularies.{name}" is {size}')
     types = {field.name: field.type for field in schema}
+    keys = {f"ids/{n}" for n, c in clicks.ids.items() if isinstance(c, KeyColumn)}
     for name in [*stored_columns(clicks), *map(_vocabulary, numbered)]:
         found, kind = types.get(name), name.partition("/")[0]
         if kind == "ids" and found is not None and pa.types.is_list(found):
@@ -169,7 +176,7 @@ def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> Non
         is_right = {
             "label": pa.types.is_floating,
             "dense": pa.types.is_floating,
-            "ids": pa.types.is_int32,
+            "ids": pa.types.is_uint64 if name in keys else pa.types.is_int32,
             "vocabulary": lambda type_: arrow.is_text(pa.nulls(0, type_)),
         }[kind]
         if found is None or not is_right(found):

@@ -28,7 +28,6 @@ from sparsejax.data.sets.click_schema import (
     MISSING,
     RARE,
     ClickSchema,
-    HashedColumn,
     VocabularyColumn,
     num_ids,
 )
@@ -56,7 +55,7 @@ class ClickDataset:
     Attributes:
       labels: `[n]` float32, 1 for a click, else 0.
       dense: `[n, d]` float32, in the order of `schema.dense`.
-      ids: for each feature `[n]` int32, or of a column of lists a CSR with NumPy leaves,
+      ids: for each feature `[n]` int32, of a `KeyColumn` uint64, or of a column of lists a CSR with NumPy leaves,
         whose row `i` has the ids of example `i`. They keep the order of the lists, and
         repetitions.
       schema: what the columns are.
@@ -103,7 +102,7 @@ class ClickDataset:
                     "labels"
                 )
             size = self.num_ids[name]
-            if len(flat) and not (0 <= np.min(flat) and np.max(flat) < size):
+            if len(flat) and not (0 <= np.min(flat) and int(np.max(flat)) < size):
                 raise ValueError(f"ids[{name!r}] has an id outside [0, {size:,})")
 
     def __repr__(self) -> str:
@@ -338,7 +337,7 @@ def _read(
     numbering = {
         name: Numbering(column, None if known is None else known.get(name))
         for name, column in schema.ids.items()
-        if isinstance(column, HashedColumn) or not (known is None or append)
+        if not isinstance(column, VocabularyColumn) or not (known is None or append)
     }
     learners = {
         name: Learner(None if known is None else known[name])
@@ -361,7 +360,7 @@ def _read(
             found = categories_of(block, name)
             lengths[name].append(found.lengths)
             if name in numbering:
-                ids[name].append(numbering[name].ids(found.texts))
+                ids[name].append(numbering[name].ids(found))
             else:
                 learners[name].add(found.texts)
     if not labels:

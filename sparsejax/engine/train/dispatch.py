@@ -28,7 +28,13 @@ from jax import lax
 
 from sparsejax.engine.batching import bucket
 from sparsejax.engine.train import fused as fused_output
-from sparsejax.engine.train.resident import Examples, Resident, Trainable, first_row
+from sparsejax.engine.train.resident import (
+    BeginsRows,
+    Examples,
+    Resident,
+    Trainable,
+    first_row,
+)
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.mesh import interrupts
 from sparsejax.mesh.kept_programs import Keepable
@@ -429,13 +435,18 @@ def run_steps(
     if sizes.sorted_ahead:
         for i in data.sparse_inputs:
             batches[i] = batches[i].with_transposed()
-    means = data.means(rows)
+    means, exists = data.means(rows), (rows >= 0).reshape(len(rows), -1)
+    begins = data.roles
+    if not (isinstance(begins, BeginsRows) and begins.begins_rows):
+        begins = None
 
     def step(i, carry):
         state, losses, derived = carry
         used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
         x, labels = data.roles.of(used)
         model, optimizer = nnx.merge(how.graphdef, state, copy=True)
+        if begins is not None:
+            x = begins.begun(model, optimizer, x, exists[i])
 
         def loss_fn(model):
             return data.roles.loss(model, x, labels, means[i])
@@ -457,8 +468,9 @@ def run_steps(
         return state, losses.at[i].set(jnp.asarray(loss, losses.dtype)), derived
 
     model, optimizer = nnx.merge(how.graphdef, state, copy=True)
-    # These two write rows without asking the optimizer.
-    padded = sizes.padded and not (how.fused or isinstance(model, Projected))
+    # These three write rows without asking the optimizer.
+    asks = not (how.fused or isinstance(model, Projected) or begins)
+    padded = sizes.padded and asks
     with optimizer.ahead(model, sizes.steps, count if padded else None):
         state = with_shardings(nnx.state((model, optimizer)), how.layout)
         derived = fused_output.derive(model) if how.fused else None

@@ -35,6 +35,8 @@ class Job:
         gives what counts the lookups that had too little room for them, if any can have.
       settings: further JSON values that a resume must repeat. A checkpoint without one takes
         any value.
+      rates: called before an epoch; gives what is called after it, for further numbers of its
+        history entry.
     """
 
     examples: Examples | Stream
@@ -42,6 +44,7 @@ class Job:
     prepare: Callable[[int], Measure] | None
     exchange: Callable[[int], Callable[[], int] | None] | None = None
     settings: Mapping[str, Any] = types.MappingProxyType({})
+    rates: Callable[[], Callable[[], Mapping[str, float]]] | None = None
 
 
 def metric_of(

@@ -100,7 +100,9 @@ def train(
         _check_same_everywhere(settings)
     saver = Saver(checkpoints, program.modules, how.checkpoint_seconds)
     progress = _begun(Progress(settings), saver, how.resume)
-    training = _Training(epochs, program, progress, saver, how, measure, overflows)
+    training = _Training(
+        epochs, program, progress, saver, how, measure, overflows, job.rates
+    )
     with contextlib.closing(examples), training.bar, interrupts.deferred():
         training.run_epochs()
     if how.early_stopping is not None:
@@ -176,7 +178,9 @@ class _Training:
         how: How,
         measure: Measure | None,
         overflows: Callable[[], int] | None,
+        rates: Callable[[], Callable[[], Mapping[str, float]]] | None,
     ):
+        self._rates = rates
         self._overflows, self._warned = overflows, False
         self.epochs, self.program, self.how = epochs, program, how
         self.measure = measure
@@ -201,6 +205,7 @@ class _Training:
         while progress.epoch < self.epochs.num_epochs and not progress.stopped:
             began, before = time.monotonic(), progress.examples
             crowded = self._crowded()
+            rates = None if self._rates is None else self._rates()
             self._run_epoch()
             seconds = time.monotonic() - began
             steps = progress.position
@@ -208,6 +213,8 @@ class _Training:
             if self._overflows is not None:
                 entry["overflows"] = self._crowded() - crowded
                 self._warn_if_crowded(entry["overflows"], steps)
+            if rates is not None:
+                entry.update(rates())
             self._end_epoch(entry)
 
     def _crowded(self) -> int:

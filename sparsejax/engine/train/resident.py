@@ -93,6 +93,27 @@ class TrainingTask(Protocol):
 
 
 @runtime_checkable
+class BeginsRows(Protocol):
+    """A `TrainingTask` of models whose tables give rows to new ids, in each step."""
+
+    @property
+    def begins_rows(self) -> bool:
+        """Whether there are such tables."""
+        ...
+
+    def begun(self, model: Any, optimizer: Any, x: Any, exists: jax.Array) -> Any:
+        """What the model is shown, once its new ids have rows.
+
+        Args:
+          model: is changed.
+          optimizer: the same.
+          x: what `of` gave.
+          exists: `[batch]` whether there is such an example.
+        """
+        ...
+
+
+@runtime_checkable
 class Trainable(Protocol):
     """An item model that `Program` can train: an `nnx.Module` with these methods.
 

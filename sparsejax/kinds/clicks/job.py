@@ -14,11 +14,13 @@ import optax
 from jax.typing import ArrayLike
 
 from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.click_schema import KeyColumn
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, checked_weights
 from sparsejax.engine.train.streaming import Matrix, Stream
+from sparsejax.kinds.clicks.dynamic import assigned, rates_of
 from sparsejax.kinds.clicks.exchange import exchange_of
 from sparsejax.kinds.clicks.scores import (
     METRICS,
@@ -29,6 +31,7 @@ from sparsejax.kinds.clicks.scores import (
     evaluate_clicks,
 )
 from sparsejax.sparse import CSR
+from sparsejax.wide_ids import WideIds
 
 _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its AUC"
 
@@ -38,15 +41,23 @@ class ClickTask:
     """The `TrainingTask` of click models.
 
     Matrices are labels `[n]`, dense columns `[n, d]`, the ids of all features with one id an
-    example `[n, f]`, and a CSR for each feature of lists.
+    example `[n, f]`, a CSR for each feature of lists, and, if there are ids of 64 bits, their
+    words `[n, f, 2]`, the lower one first.
 
     Attributes:
       single: names of the features with one id an example.
       lists: names of the features of lists.
+      keys: names of the features with an id of 64 bits.
     """
 
     single: tuple[str, ...]
     lists: tuple[str, ...]
+    keys: tuple[str, ...] = ()
+
+    def __repr__(self) -> str:
+        # It is part of the fingerprint of data, which checkpoints of earlier releases have.
+        keys = f", keys={self.keys!r}" if self.keys else ""
+        return f"ClickTask(single={self.single!r}, lists={self.lists!r}{keys})"
 
     @property
     def inputs(self) -> list[str]:
@@ -63,8 +74,9 @@ class ClickTask:
     @classmethod
     def of_data(cls, clicks: ClickDataset) -> ClickTask:
         lists = [name for name, ids in clicks.ids.items() if isinstance(ids, CSR)]
-        single = [name for name in clicks.ids if name not in lists]
-        return cls(tuple(single), tuple(lists))
+        keys = [n for n, c in clicks.schema.ids.items() if isinstance(c, KeyColumn)]
+        single = [name for name in clicks.ids if name not in (*lists, *keys)]
+        return cls(tuple(single), tuple(lists), tuple(keys))
 
     def matrices(self, clicks: ClickDataset) -> list[Matrix]:
         """The matrices of some examples."""
@@ -72,12 +84,31 @@ class ClickTask:
         empty = np.empty((clicks.num_rows, 0), np.int32)
         rows = np.stack(ids, axis=1) if ids else empty
         lists: list[Any] = [clicks.ids[name] for name in self.lists]
-        return [clicks.labels, clicks.dense, rows, *lists]
+        wide = [WideIds.of(clicks.ids[name]) for name in self.keys]
+        words = [np.stack([ids.low, ids.high], axis=1) for ids in wide]
+        keys = [np.stack(words, axis=1)] if words else []
+        return [clicks.labels, clicks.dense, rows, *lists, *keys]
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         labels, dense, rows, *lists = matrices
-        ids = {name: rows[:, i] for i, name in enumerate(self.single)}
+        ids: dict[str, Any] = {n: rows[:, i] for i, n in enumerate(self.single)}
+        if self.keys:
+            *lists, words = lists
+            low, high = words[..., 0], words[..., 1]
+            ids |= {n: WideIds(low[:, i], high[:, i]) for i, n in enumerate(self.keys)}
         return (dense, ids | dict(zip(self.lists, lists, strict=True))), labels
+
+    @property
+    def begins_rows(self) -> bool:
+        return bool(self.keys)
+
+    def begun(self, model: Any, optimizer: Any, x: Any, exists: jax.Array) -> Any:
+        """New ids of dynamic tables get their rows."""
+        if not self.keys:
+            return x
+        dense, ids = x
+        there = {n: dataclasses.replace(ids[n], present=exists) for n in self.keys}
+        return dense, assigned(model, optimizer, ids | there)
 
     def check(self, model: Any) -> None:
         check_click_model(model)
@@ -167,7 +198,7 @@ def click_job(
         examples = click_examples(clicks, weights)
     else:
         examples = Stream(ScanOfClicks(clicks), weights)
-    return Job(examples, metric, prepare, exchange, settings)
+    return Job(examples, metric, prepare, exchange, settings, rates_of(model))
 
 
 def _measure(validation: Clicks, batch_size: int) -> Measure:

@@ -23,6 +23,7 @@ from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
+from sparsejax.kinds.clicks.dynamic import collections_of
 from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
 from sparsejax.kinds.content import copied
 from sparsejax.kinds.portable import Portable, split
@@ -33,6 +34,7 @@ from sparsejax.optimizers.gradients import RowParam
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.signature import ClickFeature, ClickStack, of_clicks
 from sparsejax.sparse import CSR
+from sparsejax.wide_ids import NUM_IDS
 
 
 def portable_clicks(
@@ -47,7 +49,7 @@ def portable_clicks(
       unknown: the same.
     """
     check_click_model(model)
-    if not _collections(model):
+    if not collections_of(model):
         raise TypeError(
             "a click model reads its ids by an EmbeddingCollection, and "
             f"{type(model).__name__} has none"
@@ -64,7 +66,7 @@ def portable_clicks(
     model.eval()
     tables = [
         (path_of, table)
-        for number, (path_of, node) in enumerate(_collections(model).items())
+        for number, (path_of, node) in enumerate(collections_of(model).items())
         for table in _portable(number, node, table_dtype, unknown or "init")
     ]
     stacks = [table.stack for _, table in tables]
@@ -108,19 +110,11 @@ def portable_clicks(
     )
 
 
-def _collections(model: Any) -> dict[tuple, EmbeddingCollection]:
-    return {
-        tuple(path): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, EmbeddingCollection)
-    }
-
-
 def _check_unknown(unknown: Unknown | None, model: Any) -> None:
     """Raises ValueError unless there is such a choice."""
     if unknown not in (None, *get_args(Unknown)):
         raise ValueError(f'unknown is "init" or "zeros", got {unknown!r}')
-    if unknown and not any(node.indexes for node in _collections(model).values()):
+    if unknown and not any(node.indexes for node in collections_of(model).values()):
         raise ValueError(
             f"unknown={unknown!r} is for ids that dynamic tables have no row of, and this "
             "model has no dynamic tables: leave it out"
@@ -142,7 +136,11 @@ def _num_dense(model: Any, clicks: Clicks | None) -> int:
 
 def _check_ids(stacks: list[Stack], clicks: Clicks) -> None:
     """Raises ValueError unless the features are those of the data."""
-    wanted = {f.name: f.table.config.num_rows for s in stacks for f in s.features}
+    wanted = {
+        f.name: NUM_IDS if s.dynamic else f.table.config.num_rows
+        for s in stacks
+        for f in s.features
+    }
     if wanted.keys() != clicks.num_ids.keys():
         raise ValueError(
             f"the model has the features {sorted(wanted)}, but names has "

@@ -32,6 +32,7 @@ from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
+from sparsejax.wide_ids import WideIds
 
 Clicks = ClickDataset | ScannedClicks
 
@@ -43,7 +44,7 @@ class ClickModel(Protocol):
     """A model that predicts clicks: an `nnx.Module`, called as `model(dense, ids)`.
 
     `dense` is `[batch, columns]` float32, and `ids` a dict with the ids of each feature: int32
-    `[batch]`, or a `CSR` of lists. It returns logits, `[batch]`. `DLRM` and the other click
+    `[batch]`, or a `CSR` of lists, or `WideIds` of 64 bits. It returns logits, `[batch]`. `DLRM` and the other click
     models are such modules, and `EmbeddingCollection` takes such ids.
 
     If it has an attribute `num_dense`, the number of dense columns, or `num_ids`, the number of
@@ -313,10 +314,14 @@ def _batches(clicks: ClickDataset, most: int) -> Iterator[tuple[Any, dict[str, A
         leaves = (None, jnp.asarray(indices), jnp.asarray(indptr), None)
         return put_on_mesh(CSR.tree_unflatten(ids.num_cols, leaves))
 
+    def padded(name: str, ids: Any) -> Any:
+        if isinstance(ids, CSR):
+            return lists(ids, room[name])
+        if ids.dtype != np.uint64:
+            return put(ids, -1)
+        words, there = WideIds.of(ids), np.ones(len(ids), bool)
+        return WideIds(put(words.low), put(words.high), put(there))
+
     for start in starts:
         part = clicks.rows(slice(start, start + size))
-        ids = {
-            name: lists(each, room[name]) if isinstance(each, CSR) else put(each, -1)
-            for name, each in part.ids.items()
-        }
-        yield put(part.dense), ids
+        yield put(part.dense), {name: padded(name, x) for name, x in part.ids.items()}

@@ -1,0 +1,84 @@
+"""Dynamic tables of a click model in `fit`: new ids get rows, and are counted."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from flax import nnx
+
+from sparsejax.callers import warn_caller
+from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.mesh import processes
+from sparsejax.optimizers.optimizer import Optimizer
+
+# More than this share of the ids refused is worth a warning.
+_MANY_REFUSED = 0.001
+_NUMBERS = "found", "waiting", "refused", "inserted", "evicted"
+_RATES = "found", "inserted", "refused", "evicted"
+
+
+def collections_of(model: Any) -> dict[tuple, EmbeddingCollection]:
+    """The collections of a model, by their paths."""
+    return {
+        tuple(path): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, EmbeddingCollection)
+    }
+
+
+def assigned(model: Any, optimizer: Optimizer, ids: Mapping[str, Any]) -> FeatureBatch:
+    """The ids of a batch for all collections of a model; new ones get a row.
+
+    Raises:
+      ValueError: two collections have stacks of one name.
+    """
+    stacks, keys = {}, {}
+    for path, node in collections_of(model).items():
+        batch = node.pack({name: ids[name] for name in node.names})
+        if node.indexes:
+            batch = node.assign_rows(batch, optimizer, within=path)
+        if both := stacks.keys() & batch.stacks.keys():
+            raise ValueError(
+                f"two collections of the model have a stack {min(both)!r}; beside dynamic "
+                "tables, give their tables different widths"
+            )
+        stacks |= batch.stacks
+        keys |= batch.keys
+    return FeatureBatch(stacks, keys, assigned=True)
+
+
+def rates_of(model: Any) -> Callable[[], Callable[[], dict[str, float]]] | None:
+    """`Job.rates`."""
+    collections = [node for node in collections_of(model).values() if node.indexes]
+    if not collections:
+        return None
+    warned = False
+
+    def stats() -> dict[str, int]:
+        """The numbers of all dynamic tables together."""
+        tables = [table for node in collections for table in node.stats().values()]
+        return {name: sum(getattr(t, name) for t in tables) for name in _NUMBERS}
+
+    def begun() -> Callable[[], dict[str, float]]:
+        before = stats()
+
+        def ended() -> dict[str, float]:
+            nonlocal warned
+            after = stats()
+            more = {name: after[name] - before[name] for name in _NUMBERS}
+            ids = sum(more[name] for name in _NUMBERS if name != "evicted")
+            if more["refused"] > _MANY_REFUSED * ids and not warned:
+                warned = True
+                if processes.is_first():
+                    warn_caller(
+                        f"of {ids:,} ids of dynamic tables {more['refused']:,} found no "
+                        "room, and are not learned: make the tables larger, or let them "
+                        'evict, evict="lru"'
+                    )
+            return {name: more[name] / max(ids, 1) for name in _RATES}
+
+        return ended
+
+    return begun

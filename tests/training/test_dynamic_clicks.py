@@ -1,0 +1,231 @@
+"""Click models with dynamic tables: data with ids of 64 bits, `fit`, runs and the command."""
+
+import json
+
+import jax
+import numpy as np
+import optax
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
+from sparsejax.embeddings import DynamicTables, WideDeep, WideDeepConfig
+from sparsejax.wide_ids import NUM_IDS
+
+SCHEMA = ClickSchema(
+    "click",
+    dense={"age": DenseColumn()},
+    ids={"user": KeyColumn(), "item": KeyColumn(), "hour": HashedColumn(25)},
+)
+ROWS, BATCH = 200, 64
+CONFIG = WideDeepConfig(dim=4, hidden=(8,), dynamic=DynamicTables(num_rows=1024))
+
+
+def columns(rows=ROWS, seed=0):
+    rng = np.random.default_rng(seed)
+    users = rng.integers(0, 50, rows)
+    return {
+        "click": (users + rng.integers(0, 20, rows)) % 2,
+        "age": rng.random(rows),
+        "user": users.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15),
+        "item": [f"item {i}" for i in rng.integers(0, 30, rows)],
+        "hour": rng.integers(0, 24, rows),
+    }
+
+
+@pytest.fixture(scope="module")
+def clicks() -> sj.ClickDataset:
+    return sj.read_clicks(pa.table(columns()), SCHEMA)
+
+
+def new(clicks, config=CONFIG):
+    model = WideDeep(config, num_dense=1, features=clicks.num_ids, rngs=nnx.Rngs(0))
+    return model, sj.Optimizer(model, sj.optimizers.adam(0.01))
+
+
+def arrays_of(*modules):
+    return jax.tree.map(np.asarray, nnx.state(modules))
+
+
+def ids_of(clicks) -> list[int]:
+    return np.asarray(clicks.ids["user"]).tolist()
+
+
+def assert_same(found, expected):
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
+
+
+def test_ids_of_a_file(tmp_path):
+    users = [7, 2**64 - 1, None, "ann", "18446744073709551616", "007", "-5", "7.0"]
+    schema = ClickSchema("click", ids={"user": KeyColumn()})
+    text = "click,user\n" + "".join(f"1,{'' if u is None else u}\n" for u in users)
+    (tmp_path / "a.csv").write_text(text)
+    found = sj.read_clicks(tmp_path / "a.csv", schema)
+    ids = ids_of(found)
+    # Of the empty text and of "ann", as other implementations of XXH64 have them.
+    assert ids[:4] == [7, 2**64 - 1, 0xEF46DB3751D8E999, 811139115053772478]
+    assert len({*ids}) == 7 and ids[7] == 7
+    assert found.num_ids == {"user": NUM_IDS}
+    numbers = pa.table({"click": [1, 1, 1], "user": pa.array(users[:3], pa.uint64())})
+    pq.write_table(numbers, tmp_path / "a.parquet")
+    of_numbers = sj.read_clicks(tmp_path / "a.parquet", schema)
+    assert ids_of(of_numbers) == ids[:3]
+    found.save(tmp_path / "saved.parquet")
+    again = sj.ClickDataset.load(tmp_path / "saved.parquet")
+    assert again.schema == schema and ids_of(again) == ids
+    scanned = sj.data.scan_clicks(tmp_path / "saved.parquet", chunk_rows=3)
+    assert [x for part in scanned.chunks() for x in ids_of(part)] == ids
+    with pytest.raises(ValueError, match="a KeyColumn has one id an example"):
+        sj.read_clicks([{"click": 1, "user": [7, 8]}], schema)
+
+
+def test_fit_trains_as_a_loop_of_ones_own(clicks):
+    model, optimizer = new(clicks)
+    history = sj.fit(
+        model, optimizer, clicks, batch_size=BATCH, num_epochs=2, shuffle=False
+    )
+    rates = [{n: e[n] for n in ("found", "refused", "evicted")} for e in history]
+    assert rates[1] == {"found": 1.0, "refused": 0.0, "evicted": 0.0}
+    # An example that fills up the last batch is none, and its ids do not count.
+    counts = model.embeddings.indexes["4_float32_dynamic"]["count"][...]
+    assert int(counts.sum()) == 2 * 2 * ROWS
+    assert model.embeddings.ids("user").tolist() == sorted({*clicks.ids["user"]})
+
+    other, its_own = new(clicks)
+
+    @sj.jit
+    def step(model, optimizer, dense, ids, labels):
+        linear = model.linear.embeddings
+        rows = model.embeddings.assign_rows(ids, optimizer, within=["embeddings"])
+        more = linear.assign_rows(ids, optimizer, within=["linear", "embeddings"])
+        both = sj.embeddings.FeatureBatch(
+            rows.stacks | more.stacks, rows.keys | more.keys, assigned=True
+        )
+
+        def loss_fn(model):
+            logits = model(dense, both)
+            return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    for _ in range(2):
+        for start in range(0, ROWS, BATCH):
+            part = clicks.rows(slice(start, start + BATCH))
+            ids = {
+                name: sj.embeddings.WideIds.of(each)
+                if each.dtype == np.uint64
+                else each
+                for name, each in part.ids.items()
+            }
+            step(other, its_own, part.dense, ids, part.labels)
+    its_own.flush(other)
+    np.testing.assert_allclose(
+        sj.predict_clicks(model, clicks), sj.predict_clicks(other, clicks), rtol=1e-5
+    )
+
+
+def test_a_killed_fit_goes_on_to_the_bit(clicks, tmp_path):
+    def fit(folder, num_epochs=3, **options):
+        model, optimizer = new(clicks)
+        sj.fit(
+            model,
+            optimizer,
+            clicks,
+            batch_size=BATCH,
+            num_epochs=num_epochs,
+            checkpoint_dir=tmp_path / folder,
+            **options,
+        )
+        return arrays_of(model, optimizer)
+
+    class KilledError(Exception):
+        pass
+
+    def kill(epoch):
+        if epoch == 2:
+            raise KilledError
+
+    expected = fit("whole")
+    with pytest.raises(KilledError):
+        fit("killed", after_epoch=kill, checkpoint_seconds=0.0)
+    assert_same(fit("killed", resume=True), expected)
+
+
+def test_refused_ids_are_warned_of(clicks):
+    small = DynamicTables(num_rows=1, evict=None)  # 256 rows, one in each part
+    model, optimizer = new(clicks, WideDeepConfig(dim=4, hidden=(8,), dynamic=small))
+    with pytest.warns(UserWarning, match="found no room, and are not learned"):
+        (entry,) = sj.fit(model, optimizer, clicks, batch_size=BATCH, num_epochs=1)
+    assert entry["refused"] > 0.001
+
+
+def test_a_run_by_the_command(tmp_path, monkeypatch):
+    from sparsejax.cli.main import main
+
+    monkeypatch.chdir(tmp_path)
+    pq.write_table(pa.table(columns()), "train.parquet")
+    pq.write_table(pa.table(columns(seed=1)), "later.parquet")
+    command = (
+        "train train.parquet --run run --model wide_deep --label click --dense age"
+    )
+    flags = "--categories user item hour --dynamic 1024 --epochs 2 --batch-size 64"
+    assert main([*command.split(), *flags.split()]) == 0
+    run = sj.Run.load("run")
+    network = run.settings.network
+    assert isinstance(network, WideDeepConfig)
+    assert network.dynamic == DynamicTables(num_rows=1024)
+    assert {"found", "inserted", "refused", "evicted"} <= run.history[0].keys()
+    before = run.model.embeddings.ids("user")
+    assert len(before) == len(np.unique(columns()["user"]))
+    assert run.evaluate("later.parquet")["log_loss"] > 0
+    found = run.predict("later.parquet")
+    schema = ClickSchema(
+        "click",
+        dense={"age": DenseColumn()},
+        ids=dict.fromkeys(("user", "item", "hour"), KeyColumn()),
+    )
+    again = sj.Run.train(
+        "train.parquet",
+        model="wide_deep",
+        schema=schema,
+        dynamic=1024,
+        num_epochs=2,
+        batch_size=64,
+    )
+    np.testing.assert_array_equal(again.predict("later.parquet"), found)
+    run.train_more("later.parquet", num_epochs=1, decay="none")
+    assert {*before} <= {*run.model.embeddings.ids("user")}
+
+
+def test_the_command_plans_the_index(tmp_path, capsys):
+    from sparsejax.cli.main import main
+
+    path = tmp_path / "schema.json"
+    path.write_text(json.dumps(SCHEMA.to_json()))
+    command = f"plan --model dlrm --schema {path} --memory 141GB --dynamic"
+    printed = []
+    for rows in (1_000_000, 2_000_000):
+        assert main([*command.split(), str(rows)]) == 0
+        printed.append(capsys.readouterr().out)
+    assert printed[0] != printed[1]
+
+
+def test_what_does_not_fit(clicks):
+    options = {"num_dense": 1, "rngs": nnx.Rngs(0)}
+    with pytest.raises(
+        ValueError, match="'user' has ids of 64 bits: say how many rows"
+    ):
+        WideDeep(WideDeepConfig(), features=clicks.num_ids, **options)
+    with pytest.raises(ValueError, match="but no feature has ids of 64 bits"):
+        WideDeep(CONFIG, features={"hour": 25}, **options)
+    with pytest.raises(ValueError, match="must be positive|at least 1"):
+        DynamicTables(num_rows=0)
+    document = CONFIG.to_json()
+    assert WideDeepConfig.from_json(document) == CONFIG
+    with pytest.raises(ValueError, match="dynamic is of no use"):
+        sj.Run.train(pa.table({"user": ["a"], "item": ["b"]}), dynamic=9)
