@@ -252,7 +252,7 @@ def test_new_items_by_vectors(tmp_path):
     model.add_items(2)
     content: Any = model.output.content
     content.set_to(None, features.align(more).vectors)
-    wanted = sj.recommend(model, more)
+    wanted = sj.recommend(model, more, exclude=None)
     found = longer.recommend(more)
     np.testing.assert_allclose(found.scores, wanted.scores, rtol=2e-2, atol=2e-2)
     assert np.mean(found.ids == wanted.ids) > 0.9
@@ -331,10 +331,11 @@ def test_vectors_are_made_once_for_many_batches(monkeypatch, features, name):
 
     monkeypatch.setattr(ItemContent, "vectors_with", counted)
     jax.clear_caches()
-    found = sj.recommend(model, data, k=5, batch_size=16, optimizer=optimizer)
+    how: dict[str, Any] = {"k": 5, "batch_size": 16, "exclude": None}
+    found = sj.recommend(model, data, optimizer=optimizer, **how)
     np.testing.assert_allclose(found.scores, wanted, rtol=1e-4, atol=1e-5)
     assert len(calls) == 1
-    before = sj.evaluate(model, data, data, exclude=None, k=5, batch_size=16)
+    before = sj.evaluate(model, data, data, **how)
     with jax.set_mesh(sj.make_mesh(data=2, model=2)):
         again, _ = sj.build(config, data, item_features=features.align(data))
         nnx.update(again, nnx.state(model))
