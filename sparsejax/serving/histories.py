@@ -1,4 +1,4 @@
-"""What users had before, from a saved data set: so a request need not have it."""
+"""Items that users had before, from a saved data set: so a request need not have them."""
 
 from __future__ import annotations
 

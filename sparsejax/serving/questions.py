@@ -287,7 +287,7 @@ class Lists(_Ranked):
     def _joined(
         self, users: Sequence[str], asked: NameLists, beside: Any
     ) -> tuple[NameLists, list[np.ndarray] | None]:
-        """What users had, and after it what a request has; and values or times of both.
+        """The items that users had, and after them those of a request; values or times of both.
 
         A value of the request counts, not that which the same item had before.
         """

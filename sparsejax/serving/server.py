@@ -12,7 +12,6 @@ import os
 import pathlib
 import signal
 import socket
-import sys
 import time
 from collections.abc import Iterator
 
@@ -31,9 +30,6 @@ from sparsejax.serving.versions import Versions
 # load learns only after a while that this process is not ready.
 _QUIET = 1.0
 _POLL = 0.05
-# Seconds for which a thread keeps Python's lock if another one waits for it. A request passes
-# from thread to thread five times. By default each could take 5 ms.
-_SWITCH = 2e-4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -89,13 +85,8 @@ def run(
       OSError: the file cannot be read, or the port is taken.
       ValueError: the file is no predictor, or it cannot be asked by names.
     """
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(_SWITCH)
-    try:
-        with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-            runner.run(_serve(path, name, settings, address, grace, watch))
-    finally:
-        sys.setswitchinterval(before)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(_serve(path, name, settings, address, grace, watch))
 
 
 async def _serve(
