@@ -113,6 +113,12 @@ def test_clicks(capsys):
     assert printed.count("epoch 3: loss") == printed.count("digest") == 2
 
 
+def test_ids_that_come_and_go(capsys):
+    reached = example("11_ids_that_come_and_go").main(num_days=4, rows=4096)
+    assert reached["dynamic"][-1] > 0.6
+    assert "day 3:" in capsys.readouterr().out
+
+
 def test_two_towers(capsys):
     reached = example("07_two_towers").main(num_epochs=3)
     assert reached["recall"] > reached["popularity"]
