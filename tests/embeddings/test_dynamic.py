@@ -255,8 +255,8 @@ def test_each_policy_equals_a_dictionary_for_long(options):
     compare_with_a_dictionary(1000, **options)
 
 
-def one_table(rule=None, **options):
-    model = Model({"id": DynamicTableConfig(1024, 2, **options)}, {"id": "id"})
+def one_table(rule=None, rows=1024, **options):
+    model = Model({"id": DynamicTableConfig(rows, 2, **options)}, {"id": "id"})
     return model, sj.Optimizer(model, rule or sj.optimizers.adam(0.1))
 
 
@@ -440,6 +440,27 @@ def test_a_batch_may_have_more_ids_than_the_table_rows():
     assert stats.rows == np.sum(columns >= 0) > 900
     assert stats.rows + stats.refused == 2000
     np.testing.assert_array_equal(model.embeddings(names)["id"], first)
+
+
+def test_a_large_batch_has_the_rows_of_small_ones():
+    # Large ones have programs for none, few and many new ids.
+    rng, size = np.random.default_rng(4), 8192
+    (large, optimizer), (small, other) = one_table(rows=50_000), one_table(rows=50_000)
+    names = np.arange(size, dtype=np.uint64)
+    for share in (1.0, 0.0, 0.01, 0.1):
+        fresh = rng.choice(size, round(share * size), replace=False)
+        names[fresh] += np.uint64(size)
+        columns = given(large, optimizer, names)
+        for start in range(0, size, 2048):
+            given(small, other, names[start : start + 2048])
+        np.testing.assert_array_equal(columns, given(large, optimizer, names))
+        assert np.min(columns) >= 0
+        stats = large.embeddings.stats()["id"]
+        assert stats.rows == small.embeddings.stats()["id"].rows == stats.inserted
+        assert stats.refused == 0
+    ids = large.embeddings.ids("id")
+    np.testing.assert_array_equal(ids, small.embeddings.ids("id"))
+    assert stats.found == 8 * size - stats.inserted
 
 
 def test_what_a_mask_leaves_out_may_be_any_number():

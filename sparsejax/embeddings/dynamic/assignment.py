@@ -37,10 +37,11 @@ from sparsejax.optimizers.optimizer import first_state
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
-# Programs for fewer new ids than the batch has ids: those for a 64th and for an 8th of them. Small
-# batches have one for all.
+# Programs for fewer new ids than the batch has ids: for none, for a 64th and for an 8th of them.
+# Small batches have one for all.
 _TIERS = 64, 8
 _LEAST_FOR_TIERS = 4096
+_TURNS = 64
 
 
 class Trained(NamedTuple):
@@ -140,16 +141,15 @@ class Assign:
         known = _per_table(state, part, keys.table, wanted & ~missing)
         state = counted(state, FOUND, known)
         size, count = len(found), jnp.sum(missing, dtype=jnp.int32)
-        sizes = [size]
-        if size >= _LEAST_FOR_TIERS:
-            sizes = [*(-(-size // part) for part in _TIERS), size]
-        tier = sum((count > few).astype(jnp.int32) for few in sizes[:-1])
-        programs = [functools.partial(self._insert, few, first_part) for few in sizes]
-        operands = state, keys, missing, found, moment
-        if len(programs) == 1:
-            state, found, new = programs[0](*operands)
+        insert, operands = self._insert, (state, keys, missing, found, moment)
+        if size < _LEAST_FOR_TIERS:
+            state, found, new = insert(size, first_part, *operands)
         else:
-            state, found, new = lax.switch(tier, programs, *operands)
+            sizes = [*(-(-size // part) for part in _TIERS), size]
+            programs = [functools.partial(insert, few, first_part) for few in sizes]
+            limits = 0, *sizes[:-1]
+            tier = sum((count > few).astype(jnp.int32) for few in limits)
+            state, found, new = lax.switch(tier, [_nothing_new, *programs], *operands)
         return state, self._begun(trained, new, moment), found
 
     def _insert(
@@ -323,13 +323,23 @@ def _over_devices(
     return lax.pmax(jnp.where(rows >= 0, rows + first, -1), "model")
 
 
+def _nothing_new(
+    state: State, keys: TableKeys, _: Any, found: Int[Array, "ids"], __: Any
+) -> tuple[State, Int[Array, "ids"], _New]:
+    """What `Assign._insert` returns where all ids have rows."""
+    none = jnp.zeros_like(found)
+    return state, found, _New(none, jax.tree.map(jnp.zeros_like, keys), jnp.int32(0))
+
+
 def _seen(state: State, found: Int[Array, "ids"], now: jax.Array) -> State:
     last, count = state.last.reshape(-1), state.count.reshape(-1)
     at = jnp.where(found >= 0, found, last.size)
     last = last.at[at].set(now, mode="drop")
     count = count.at[at].add(1, mode="drop")
     shape = state.last.shape
-    return state._replace(last=last.reshape(shape), count=count.reshape(shape))
+    state = state._replace(last=last.reshape(shape), count=count.reshape(shape))
+    # Otherwise XLA moves the reshapes into the branches that follow, and copies both arrays.
+    return lax.optimization_barrier(state)
 
 
 def _per_table(
@@ -340,11 +350,15 @@ def _per_table(
     values: Int[Array, "ids"] | None = None,
 ) -> Int[Array, "parts tables"]:
     """How many ids of each part and table count, or the sum of their values."""
-    parts, tables = state.index.num_free.shape
-    at = jnp.where(counts, part * tables + table, parts * tables)
-    zeros = jnp.zeros(parts * tables, jnp.int32)
+    shape, size = state.index.num_free.shape, state.index.num_free.size
+    # Neighbours have counters of their own: a GPU adds to each one number after the other.
+    turns = max(1, min(_TURNS, len(part) // size))
+    turn = jnp.arange(len(part), dtype=jnp.int32) % turns
+    at = jnp.where(counts, turn * size + part * shape[1] + table, turns * size)
+    zeros = jnp.zeros(turns * size, jnp.int32)
     added = jnp.ones(len(at), jnp.int32) if values is None else values
-    return zeros.at[at].add(added, mode="drop").reshape(parts, tables)
+    found = zeros.at[at].add(added, mode="drop")
+    return jnp.sum(found.reshape(turns, *shape), axis=0, dtype=jnp.int32)
 
 
 def _put(size: int, at: Int[Array, "ids"], values: jax.Array) -> jax.Array:
