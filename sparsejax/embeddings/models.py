@@ -180,7 +180,7 @@ class DLRM(_ClickModel):
                 "one feature alone has no pairs; give it dense columns too"
             )
         self.top = _Layers(inputs, (*config.top, 1), self.dtype, rngs)
-        # Of the products of pairs; see `dot_interaction`.
+        # The form of `dot_interaction`.
         self.implementation: Implementation = None
 
     def __call__(
