@@ -142,6 +142,17 @@ def test_sasrec(monkeypatch, capsys):
     assert "of popularity" in capsys.readouterr().out
 
 
+def test_item_features(monkeypatch, capsys):
+    module = example("12_item_features")
+    monkeypatch.setattr(module, "USERS", 600)
+    module.main(num_epochs=30)
+    said = capsys.readouterr().out
+    found = re.search(r"(\d+) of 600 users are recommended a product without", said)
+    assert found is not None and int(found[1]) > 0
+    found = re.search(r"it is number (\d+)\n", said)
+    assert found is not None and int(found[1]) <= 30
+
+
 def test_own_loop_at_full_speed(capsys):
     losses = example("08_own_loop_at_full_speed").main(num_epochs=2)
     train, _ = sj.datasets.msweb().train.split(0.8, seed=0)
