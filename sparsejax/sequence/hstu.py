@@ -5,7 +5,6 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import HSTUConfig
 from sparsejax.sequence.model import TokenModel, TokenVectors, normal
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
@@ -44,30 +43,8 @@ class HSTU(TokenModel):
 
     uses_times = True
 
-    def __init__(
-        self,
-        config: HSTUConfig,
-        *,
-        items: int,
-        content: ContentSizes | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(config, items=items, content=content, rngs=rngs)
-        shape = config.max_length, config.width
-        self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        self.dropout = Dropout(config.dropout, rngs=rngs)
-        self.blocks = nnx.List(
-            GatedAttention(config, rngs=rngs) for _ in range(config.blocks)
-        )
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
-
-    def _of_tokens(self, tokens: Tokens) -> TokenVectors:
-        """The hidden vector of each token."""
-        vectors = self._vectors_of(tokens.ids) * self.config.width**0.5
-        x = self.dropout(vectors + self.places[...][tokens.places], tokens)
-        for block in self.blocks:
-            x = block(x, tokens)
-        return self.norm(x)
+    def _new_block(self, config: HSTUConfig, rngs: nnx.Rngs) -> GatedAttention:
+        return GatedAttention(config, rngs=rngs)
 
 
 class GatedAttention(Attention):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax.numpy as jnp
 from flax import nnx
@@ -15,7 +16,7 @@ from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam, rows_of
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
-from sparsejax.sequence.tokens import PADDING, Tokens
+from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
 
 # Once: a program that is compiled for a function is not found for its like.
 normal = nnx.initializers.normal(0.02)
@@ -267,15 +268,39 @@ class SequenceModel(nnx.Module):
 
 
 class TokenModel(SequenceModel):
-    """A `SequenceModel` that computes nothing for padding. Each defines `_of_tokens`.
+    """A `SequenceModel` that computes nothing for padding. Each defines `_new_block`.
 
     A call with padded histories gives the same numbers as one with tokens. The vectors of
     a history depend on no other history.
     """
 
+    def __init__(
+        self,
+        config: SequenceConfig,
+        *,
+        items: int,
+        content: ContentSizes | None = None,
+        rngs: nnx.Rngs,
+    ):
+        super().__init__(config, items=items, content=content, rngs=rngs)
+        shape = config.max_length, config.width
+        self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
+        self.dropout = Dropout(config.dropout, rngs=rngs)
+        blocks = (self._new_block(config, rngs) for _ in range(config.blocks))
+        self.blocks = nnx.List(blocks)
+        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
+
+    def _new_block(self, config: Any, rngs: nnx.Rngs) -> Any:
+        """A layer of attention, called with vectors and their tokens."""
+        raise NotImplementedError("a model of tokens defines _new_block")
+
     def _of_tokens(self, tokens: Tokens) -> TokenVectors:
         """The hidden vector of each token, which depends on those before it."""
-        raise NotImplementedError("a model of tokens defines _of_tokens")
+        vectors = self._vectors_of(tokens.ids) * self.config.width**0.5
+        x = self.dropout(vectors + self.places[...][tokens.places], tokens)
+        for block in self.blocks:
+            x = block(x, tokens)
+        return self.norm(x)
 
     def __call__(self, histories: Ids, times: Times = None) -> Vectors:
         self._check_length(histories.shape[1])

@@ -5,9 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import SASRecConfig
-from sparsejax.sequence.model import TokenModel, TokenVectors, normal
+from sparsejax.sequence.model import TokenModel, TokenVectors
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
 
 
@@ -32,34 +31,15 @@ class SASRec(TokenModel):
 
         score_ti = h_t . E_i                            or cos(h_t, E_i) / temperature
 
-    Places count from the oldest item that is given. See `SequenceModel` for the rest.
+    Places count from the oldest item that is given. Times make no difference. See
+    `SequenceModel` for the rest.
 
     Attributes:
       places: `[max_length, width]`.
     """
 
-    def __init__(
-        self,
-        config: SASRecConfig,
-        *,
-        items: int,
-        content: ContentSizes | None = None,
-        rngs: nnx.Rngs,
-    ):
-        super().__init__(config, items=items, content=content, rngs=rngs)
-        shape = config.max_length, config.width
-        self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
-        self.dropout = Dropout(config.dropout, rngs=rngs)
-        self.blocks = nnx.List(Block(config, rngs=rngs) for _ in range(config.blocks))
-        self.norm = nnx.LayerNorm(config.width, rngs=rngs)
-
-    def _of_tokens(self, tokens: Tokens) -> TokenVectors:
-        """The hidden vector of each token. Times make no difference."""
-        vectors = self._vectors_of(tokens.ids) * self.config.width**0.5
-        x = self.dropout(vectors + self.places[...][tokens.places], tokens)
-        for block in self.blocks:
-            x = block(x, tokens)
-        return self.norm(x)
+    def _new_block(self, config: SASRecConfig, rngs: nnx.Rngs) -> Block:
+        return Block(config, rngs=rngs)
 
 
 class Block(Attention):
