@@ -18,6 +18,7 @@ from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.kinds.content import content_of
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders
 from sparsejax.runs.kind import Opened, Runs
@@ -141,6 +142,8 @@ class Interactions(Runs):
                     measuring.heldout, measuring.reading, shown, measuring.inputs
                 )
                 how = measuring.counted()
+                if content_of(model) is not None:
+                    how["by"] = "entries"
                 measured = evaluate(model, shown, heldout, keep_rows=True, **how)
             examples = reports.examples_of(model, shown, heldout, keep_seen=keep_seen)
         return {

@@ -110,6 +110,7 @@ def write_report(
         f"<h1>{_text(title)}</h1>",
         _summary(model, measured or {}, data),
         _section("Held-out items found", _metrics(measured)) if of_items else "",
+        _section("New and rare items", _by_entries(measured or {})),
         _section("Measured", _values(measured or {})) if not of_items else "",
         _section("Calibration", _calibration(calibration)),
         _section("Recommendations", _cards(_example(e, titled) for e in examples)),
@@ -529,7 +530,7 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         return ""
     rows, intervals = [], _intervals(measured)
     for name, value in measured.items():
-        if "@" not in name or name.startswith("popularity_"):
+        if "@" not in name or name.startswith("popularity_") or name.endswith("]"):
             continue
         other = measured.get(f"popularity_{name}")
         shown = [
@@ -559,6 +560,38 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
         '<span class="key"><i class="model"></i>model</span> '
         '<span class="key"><i class="other"></i>popularity</span>'
         f"</th></tr>\n{chr(10).join(rows)}</table></div>"
+    )
+
+
+def _by_entries(measured: Mapping[str, float]) -> str:
+    """How well items are found that were in training how often, by `by="entries"`."""
+    groups = [name[8:-1] for name in measured if name.startswith("entries[")]
+    if not groups:
+        return ""
+    kinds = dict.fromkeys(
+        name[: name.index("[")]
+        for name in measured
+        if name.endswith("]") and "@" in name
+    )
+    heads = "".join(f'<th class="number">{_text(kind)}</th>' for kind in kinds)
+    rows = []
+    for group in groups:
+        found = [measured.get(f"{kind}[{group}]") for kind in kinds]
+        cells = "".join(
+            f'<td class="number">{"" if value is None else f"{value:.4f}"}</td>'
+            for value in found
+        )
+        count = measured[f"entries[{group}]"]
+        rows.append(
+            f'<tr><td class="metric">{_text(group)}</td>'
+            f'<td class="number">{count:,.0f}</td>{cells}</tr>'
+        )
+    return (
+        '<p class="soft">Items by the number of users who have them in the training data. '
+        "An item of 0 is new: it is known by its content alone. share is that of the "
+        "recommendations.</p>\n"
+        '<div class="scroll"><table><tr><th>in training</th>'
+        f'<th class="number">held out</th>{heads}</tr>\n{chr(10).join(rows)}</table></div>'
     )
 
 

@@ -63,6 +63,14 @@ def test_one_command_from_events_and_attributes(files, tmp_path, capsys):
     train += ["--config", str(config), "--epochs", "12", "--learning-rate", ".02"]
     assert main([*train, "--batch-size", "20"]) == 0
     assert "0 of 33 items have none, and 3 are in no event" in capsys.readouterr().err
+    report = tmp_path / "report.html"
+    last = tmp_path / "last.csv"
+    last.write_text("user,item,time\nu0,i30,999\nu1,i1,999\n")
+    paths = ["--train", events, "--test", str(last), "--out", str(report)]
+    assert main(["report", run, *paths, "--keep-seen"]) == 0
+    page = report.read_text()
+    assert "New and rare items" in page and '<td class="metric">20+</td>' in page
+    assert "recall@20[" not in page
     out = tmp_path / "out.tsv"
     assert main(["predict", run, events, "--out", str(out), "--k", "5"]) == 0
     found = recommended(out)
