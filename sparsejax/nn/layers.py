@@ -215,12 +215,18 @@ class SparseOutput(nnx.Module):
         if content is not None:
             self.content = ItemContent(num_items, in_features, content, rngs=rngs)
 
-    def vectors(self) -> Float[Array, "items hidden"]:
-        """The vectors of the items, with padding: the kernel, or its sum with the content."""
+    def vectors(self, *, deterministic: bool = True) -> Float[Array, "items hidden"]:
+        """The vectors of the items, with padding: the kernel, or its sum with the content.
+
+        Args:
+          deterministic: see `ItemContent.vectors_with`.
+        """
         kernel = gradients.whole(self.kernel)
         if self.content is None:
             return kernel
-        return self.content.vectors_with(kernel, self.dtype)
+        return self.content.vectors_with(
+            kernel, self.dtype, deterministic=deterministic
+        )
 
     def finished(self, kernel: nnx.Param, unseen: jax.Array) -> SparseOutput:
         """The layer with these vectors in place of its kernel and its content.

@@ -223,7 +223,7 @@ class FeedForward(nnx.Module):
 
         It is the loss of the layers' scores, without those of a linear part.
         """
-        model = with_vectors(self)
+        model = with_vectors(self, deterministic=bool(deterministic))
         h = model.encode(x, deterministic=deterministic)
         return model.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 

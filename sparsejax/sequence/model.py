@@ -199,7 +199,7 @@ class SequenceModel(nnx.Module):
           ValueError: histories are longer, or have less than two places.
         """
         _check_two(histories)
-        model = with_vectors(self)
+        model = with_vectors(self, deterministic=False)
         h = model(histories[:, :-1], None if times is None else times[:, :-1])
         targets = histories[:, 1:]
         if max_targets is None:
@@ -318,7 +318,7 @@ class TokenModel(SequenceModel):
             return super().loss(histories, times)
         _check_two(histories)
         self._check_length(histories.shape[1] - 1)
-        model = with_vectors(self)
+        model = with_vectors(self, deterministic=False)
         tokens, targets, fits = Tokens.packed(histories, times, max_targets)
         loss = model._cross_entropy(model._of_tokens(tokens), targets)
         broken = jnp.any(self._broken(tokens.ids))

@@ -305,6 +305,45 @@ def test_a_softmax_leaves_out_items_without_entries():
     assert set(np.asarray(ids[0]).tolist()) == set(range(60))
 
 
+@pytest.mark.parametrize("kind", ["histories", "items"])
+def test_in_training_some_items_are_their_content_alone(monkeypatch, kind):
+    """Others in each step. Nothing is left out when items are ranked."""
+    tags = some_tags(60)
+    sizes, rngs = ContentSizes.of(tags, None), nnx.Rngs(0)
+    if kind == "histories":
+        config = sj.GRUConfig(max_length=4, width=WIDTH, blocks=1, dropout=0.0)
+        model: Any = build_sequence_model(config, items=60, content=sizes, rngs=rngs)
+        shown: Any = (jnp.array([[0, 7, 59, 3, 3], [5, 1, -1, -1, -1]]),)
+    else:
+        network = sj.NetworkConfig.autoencoder((WIDTH,), corruption=0.0, tied=True)
+        sizes_of_model = {"inputs": 60, "outputs": 60, "content": sizes}
+        model = sj.FeedForward(network, **sizes_of_model, rngs=rngs)
+        x = sj.CSR.from_scipy(scipy.sparse.csr_array(np.eye(3, 60)))
+        shown = x, x
+    content: Any = model.output.content
+    content.set_to(tags, None)
+    content.set_entries(some_counts(60) + 1)
+
+    where = "output" if kind == "histories" else "first"
+
+    def loss(rate, training=True):
+        monkeypatch.setattr(item_content, "DROPPED", rate)
+        (model.train if training else model.eval)()
+        slopes = nnx.value_and_grad(lambda m: m.loss(*shown))(model)
+        return float(slopes[0]), slopes[1][where]["kernel"][...]
+
+    whole, _ = loss(0.0)
+    some, slopes = loss(0.5)
+    assert some != whole and some != loss(0.5)[0]
+    rows = np.asarray(slopes).any(axis=1)[:60]
+    assert 10 < rows.sum() < 50  # the others are content alone
+    assert loss(0.5, training=False)[0] == pytest.approx(whole, rel=1e-6)
+    alone, slopes = loss(1.0)
+    assert not slopes.any()
+    model.output.kernel.set_value(jnp.zeros_like(model.output.kernel[...]))
+    assert loss(0.0)[0] == pytest.approx(alone, rel=1e-5)
+
+
 @pytest.mark.parametrize("use_bias", [True, False])
 def test_items_without_entries_are_no_sampled_negatives(use_bias):
     """Drawn or not, they change neither the loss nor what is learned."""

@@ -325,9 +325,9 @@ def test_vectors_are_made_once_for_many_batches(monkeypatch, features, name):
     _, wanted = model.top_k(cast(Any, shown), 5)
     calls, vectors = [], ItemContent.vectors_with
 
-    def counted(self, *arguments):
+    def counted(self, *arguments, **options):
         calls.append(arguments)
-        return vectors(self, *arguments)
+        return vectors(self, *arguments, **options)
 
     monkeypatch.setattr(ItemContent, "vectors_with", counted)
     jax.clear_caches()
