@@ -3,10 +3,12 @@
     python benchmarks/item_features.py quality --data FILE --attributes FILE   on a GPU
     python benchmarks/item_features.py cold --data FILE --attributes FILE      on a GPU
     python benchmarks/item_features.py step --content vectors                  on a GPU
+    python benchmarks/item_features.py table                                   anywhere
 
 FILE is that of `sequences.py`, and the attributes are a JSON object with a list of tags for
 each item; both may be packed (.xz). `quality` predicts the last item of each user, with
-vectors by ids alone and with tags, and measures items by the number of their entries.
+vectors by ids alone and with tags, and measures items by the number of their entries. The
+last but one is for validation, and not trained on.
 `cold` leaves all entries of a tenth of the items out of training, and asks for them: among
 all items, and among these alone. There the model with tags has them in its vocabulary from
 the beginning ("known"), or gets them after training ("later"). `step` times a training step
@@ -18,6 +20,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -31,7 +34,7 @@ import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
-from report import training_command
+from report import origin, table, training_command, write_section
 from sequences import read
 
 import sparsejax as sj
@@ -47,6 +50,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attributes", type=pathlib.Path)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
+    parser.add_argument("--forms", nargs="+", help="only some of those of `quality`")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="by default the recipe's")
     parser.add_argument("--seconds", type=float, default=float("inf"))
@@ -57,7 +61,7 @@ def main() -> None:
         parser,
         __file__,
         {"quality": _quality, "cold": _cold, "step": _step},
-        {},
+        {"table": _write_table},
         data="FILE",
         without_data=("step",),
     )
@@ -105,24 +109,32 @@ def _fitted(name: str, train, features, seed: int, epochs: int | None) -> Any:
 def _quality(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     data, features = read(arguments.data), sj.read_item_features(arguments.attributes)
     before, test = data.split_last()
-    train = before.split_last().train
+    train, validation = before.split_last()
     results: list[dict] = []
-    trials = itertools.product(range(arguments.seeds), arguments.models, (False, True))
-    for seed, name, tagged in _in_time(arguments, trials):
+    forms = arguments.forms or ("ids", "tags")
+    trials = itertools.product(range(arguments.seeds), arguments.models, forms)
+    for seed, name, form in _in_time(arguments, trials):
+        tagged = form == "tags"
         start = time.perf_counter()
         model = _fitted(
             name, train, features if tagged else None, seed, arguments.epochs
         )
-        parts = before, test, train
+        fitted = time.perf_counter() - start
+        parts: Any = before, test, train, validation
         if name == "autoencoder":
             parts = tuple(part.to_sparse() for part in parts)
-        shown, wanted, counted = parts
+        shown, wanted, known, chosen = parts
         found = sj.evaluate(
-            model, shown, wanted, k=K, exclude=shown, popularity=counted, by="entries"
+            model, shown, wanted, k=K, exclude=shown, popularity=known, by="entries"
         )
-        result: dict[str, Any] = {"model": name, "tags": tagged, "seed": seed}
+        other = sj.evaluate(model, known, chosen, k=K, exclude=known, popularity=None)
+        result: dict[str, Any] = {"model": name, "form": form, "seed": seed}
+        for metric in ("recall", "ndcg"):
+            value = round(other[f"{metric}@{K}"], 5)
+            result[f"validation {metric}@{K}"] = value
         kept = (f"recall@{K}", f"ndcg@{K}", f"share@{K}", f"coverage@{K}", "entries[")
         result |= {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
+        result["fit_seconds"] = round(fitted, 1)
         result["seconds"] = round(time.perf_counter() - start, 1)
         if tagged:
             half = model.output.content.log_half[...]
@@ -241,7 +253,7 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     if sizes is not None:
         content: Any = model.output.content
         content.set_to(tags, vectors)
-        content.set_entries(rng.integers(0, 50, items))
+        content.set_entries(rng.integers(1, 50, items))
     held = sum(v[...].nbytes for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param)))
     optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
     histories = jnp.asarray(rng.integers(0, items, (BATCH, LENGTH + 1)), jnp.int32)
@@ -275,6 +287,64 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
         "losses": [round(x, 3) for x in losses],
     }
     yield {"results": [result]}, result
+
+
+def _write_table(reports: dict) -> None:
+    """Puts the results between the marks in README.md."""
+    groups = ("0", "1-4", "5-9", "10-19", "20+")
+    names = [f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups)]
+    names.append(f"share@{K}[0]")
+    body = [
+        [model, form, len(rows), *(_mean(rows, name) for name in names)]
+        for (model, form), rows in _by(reports["quality"], "model", "form")
+    ]
+    columns = ["model", "vectors by", "seeds", f"R@{K}", f"nDCG@{K}"]
+    columns += [f"R@{K}, {g} entries" for g in groups]
+    columns.append("share of lists, 0 entries")
+    lines = [origin(reports["quality"]), "", *table(columns, body)]
+    write_section("item features", lines)
+
+    report = reports["cold"]
+    scores = [f"recall@{COLD_K} among {among}" for among in ("all", "cold")]
+    body = [
+        [model, form, len(rows), *(_mean(rows, name) for name in scores)]
+        for (model, form), rows in _by(report, "model", "form")
+    ]
+    chances = [f"chance among {among}" for among in ("all", "cold")]
+    popular = _mean(report["results"], "popularity among all")
+    chance = [_mean(report["results"], name) for name in chances]
+    body += [["-", "popularity", "-", popular, "-"], ["-", "chance", "-", *chance]]
+    columns = ["model", "vectors by", "seeds", *scores]
+    write_section("cold items", [origin(report), "", *table(columns, body)])
+
+    body = [
+        [
+            row["content"],
+            f"{row['items']:,}",
+            row["width"],
+            row["milliseconds"],
+            f"{row['content_bytes'] / 1e9:.2f}",
+            f"{row['peak_bytes'] / 1e9:.2f}",
+        ]
+        for row in reports["step"]["results"]
+    ]
+    columns = ["content", "items", "width", "step, ms", "content, GB", "peak, GB"]
+    lines = [origin(reports["step"]), "", *table(columns, body)]
+    write_section("item features step", lines)
+
+
+def _by(report: dict, *names: str) -> list[tuple[tuple, list[dict]]]:
+    """The results with the same values of some names together."""
+    found: dict[tuple, list[dict]] = {}
+    for row in report["results"]:
+        found.setdefault(tuple(row[name] for name in names), []).append(row)
+    return [*found.items()]
+
+
+def _mean(rows: list[dict], name: str) -> str:
+    values = [row[name] for row in rows]
+    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.4f}{spread}"
 
 
 if __name__ == "__main__":
