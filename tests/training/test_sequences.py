@@ -156,6 +156,23 @@ def test_negatives_touch_the_same_rows_as_a_dense_gradient(sampler):
     np.testing.assert_allclose(entry["loss"], expected, rtol=1e-5)
 
 
+def test_negatives_of_the_batch_are_the_same_on_a_mesh():
+    """Devices deal out the tokens in another order, and the draws depend on none."""
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(2, 9, 300)
+    train = histories_of(*(rng.integers(0, 60, n) for n in lengths), items=60)
+    config = sj.SASRecConfig(
+        max_length=5, width=8, blocks=1, dropout=0.3, negatives=8, sampler="batch"
+    )
+    found = []
+    for shape in (None, (2, 2)):
+        with on(shape):
+            model, optimizer = sj.build(config, train, sj.optimizers.adam(0.01))
+            history = sj.fit(model, optimizer, train, batch_size=128, num_epochs=3)
+            found.append(losses(history))
+    np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+
+
 def test_streamed_histories(tmp_path):
     sequences = made()
     # In the same batches as those in memory, which leave out what has no next item.
