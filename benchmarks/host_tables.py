@@ -47,7 +47,7 @@ def train(model, optimizer, ids):
 
 def ids_of(rng, rows, shape):
     """Ids whose probability falls with the power of their number, from 1."""
-    u = rng.random(shape, np.float32).astype(np.float64)
+    u = rng.random(shape)  # in float64, else few of the seldom ids would ever come
     ids = (1 + u * ((rows + 1) ** (1 - POWER) - 1)) ** (1 / (1 - POWER))
     return np.minimum(ids.astype(np.int64) - 1, rows - 1).astype(np.int32)
 

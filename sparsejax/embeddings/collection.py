@@ -40,7 +40,7 @@ from sparsejax.embeddings.dynamic.assignment import (
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
-from sparsejax.embeddings.host_rows import HostRows, NoRoomError
+from sparsejax.embeddings.host_rows import HostRows
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Distinct,
@@ -61,7 +61,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.optimizers import gradients, inplace
-from sparsejax.optimizers.gradients import RowParam
+from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import Optimizer, first_state
 from sparsejax.sparse import CSR
 
@@ -385,8 +385,7 @@ class EmbeddingCollection(nnx.Module):
           ValueError: a batch has no ids of this collection; it has ids of more rows than
             there is room for on the devices; the model is a copy of another one.
         """
-        hosted = [stack for stack in self.stacks if stack.device_rows is not None]
-        if not hosted:
+        if all(stack.device_rows is None for stack in self.stacks):
             raise ValueError(
                 "staged is for tables in host memory (TableConfig(host=True)), of which this "
                 "collection has none; the model takes the ids themselves"
@@ -395,7 +394,12 @@ class EmbeddingCollection(nnx.Module):
         def stage(ids):
             nonlocal found
             found += 1
-            return self._staged(ids, hosted, optimizer, within)
+            if not isinstance(ids, FeatureBatch):
+                ids = jax.tree.map(np.asarray, ids)
+            packed = self._packed(ids)
+            if packed.stage is not None:
+                raise ValueError("the rows of this batch are on the devices already")
+            return bring_rows({tuple(within): self}, packed, optimizer)
 
         for batch in batches:
             found = 0
@@ -416,48 +420,6 @@ class EmbeddingCollection(nnx.Module):
         if isinstance(node, FeatureBatch):
             return True
         return isinstance(node, Mapping) and node.keys() == set(self.names)
-
-    def _staged(
-        self,
-        ids: Mapping[str, Ids] | FeatureBatch,
-        hosted: Sequence[Stack],
-        optimizer: Optimizer | None,
-        within: Sequence[Any],
-    ) -> FeatureBatch:
-        if not isinstance(ids, FeatureBatch):
-            ids = jax.tree.map(np.asarray, ids)
-        batch = self._packed(ids)
-        if batch.stage is not None:
-            raise ValueError("the rows of this batch are on the devices already")
-        stacks, moved = dict(batch.stacks), False
-        for stack in hosted:
-            kernel, state, rule = self.kernels[stack.name], None, None
-            if optimizer is not None:
-                state = optimizer.rows_within((*within, "kernels", stack.name), kernel)
-                rule = optimizer.rule_of(kernel)
-            host = _host(kernel)
-            host.attach(kernel, state, rule)
-            x = stacks.get(stack.name)
-            if x is None:  # no feature reads it
-                continue
-            try:
-                columns = np.asarray(x.indices)
-                slots, left = host.stage(columns, training=optimizer is not None)
-            except NoRoomError as error:
-                names = ", ".join(dict.fromkeys(table.name for table in stack.tables))
-                raise ValueError(
-                    f"a batch has ids of {error.rows:,} rows of the tables {names}, but a "
-                    f"device has room for {error.slots:,}: make device_rows larger, or "
-                    "batches smaller"
-                ) from None
-            moved |= left
-            leaves = (x.data, slots, x.indptr, None)
-            stacks[stack.name] = CSR.tree_unflatten(stack.kernel_rows, leaves)
-        value = self.stage[...]
-        if moved:
-            value = jax.device_put(value + 1, value.sharding)
-            self.stage.set_raw_value(value)
-        return dataclasses.replace(batch, stacks=stacks, stage=np.asarray(value))
 
     def stats(self) -> dict[str, TableStats]:
         """Counts what became of the ids of each dynamic table, since it was made."""
@@ -932,6 +894,57 @@ def kernel_of(stack: Stack, value: jax.Array, host: HostRows | None = None) -> R
     if host is not None:
         metadata["host"] = host
     return RowParam(value, **metadata)
+
+
+def bring_rows(
+    collections: Mapping[Path, EmbeddingCollection],
+    batch: FeatureBatch,
+    optimizer: Optimizer | None,
+) -> FeatureBatch:
+    """A batch whose rows have come from host memory, see `EmbeddingCollection.staged`.
+
+    Args:
+      collections: by their paths in the model, or the ends of these.
+      batch: of all of them, with any axes before those of its arrays.
+      optimizer: that trains the model on it.
+
+    Raises:
+      NoRoomError: there are too many rows. Some may have come.
+    """
+    stacks, states, moved = dict(batch.stacks), set(), False
+    hosted = {
+        path: node
+        for path, node in collections.items()
+        if any(stack.device_rows is not None for stack in node.stacks)
+    }
+    for path, collection in hosted.items():
+        for stack in collection.stacks:
+            if stack.device_rows is None:
+                continue
+            kernel, state, rule = collection.kernels[stack.name], None, None
+            if optimizer is not None:
+                state = optimizer.rows_within((*path, "kernels", stack.name), kernel)
+                rule = optimizer.rule_of(kernel)
+            host = _host(kernel)
+            host.attach(kernel, state, rule)
+            if stack.name not in stacks:  # no feature reads it
+                continue
+            x = stacks[stack.name]
+            columns = np.asarray(x.indices)
+            slots, left = host.stage(columns, training=optimizer is not None)
+            moved |= left
+            leaves = (x.data, slots, x.indptr, None)
+            stacks[stack.name] = CSR.tree_unflatten(stack.kernel_rows, leaves)
+        states.add(int(collection.stage[...]))
+    if moved or len(states) > 1:
+        states = {max(states) + 1}
+        for collection in hosted.values():
+            lies = collection.stage[...].sharding
+            value = jax.device_put(np.int32(max(states)), lies)
+            collection.stage.set_raw_value(value)
+    return dataclasses.replace(
+        batch, stacks=stacks, stage=np.asarray(max(states), np.int32)
+    )
 
 
 def _host(kernel: RowParam) -> HostRows:

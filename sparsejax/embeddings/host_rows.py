@@ -25,6 +25,7 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparsejax.embeddings.host_files import Pieces
 from sparsejax.embeddings.placement import Stack, rows_at
 from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import (
@@ -39,8 +40,12 @@ from sparsejax.optimizers.rules import Rule
 
 # The column of a kernel itself; others are the names of the optimizer's arrays.
 ROW = "row"
+# A name before all others.
+_KNOWN = " known"
 # Flags of a row: its numbers are known, the state of the optimizer is.
 _NUMBERS, _STATE = 1, 2
+# Batches in which a slot need not be marked again.
+_RECENT = 8
 # Slots that are looked at together for one whose row can leave.
 _SLOTS = 4096
 # Rows that are made, or brought up to date, together.
@@ -54,10 +59,6 @@ Arrays = dict[str, np.ndarray]
 
 class NoRoomError(ValueError):
     """The rows of a batch do not fit the devices."""
-
-    def __init__(self, rows: int, slots: int):
-        super().__init__(f"{rows:,} rows for {slots:,} slots")
-        self.rows, self.slots = rows, slots
 
 
 class _Given(NamedTuple):
@@ -88,9 +89,9 @@ class Slots:
     def __init__(self, num_rows: int, slots: int, devices: int):
         self.slot = np.zeros(num_rows, np.int32)  # plus 1; zeros take no memory yet
         self.row = np.full(slots, -1, np.int32)
-        self.used = np.zeros(slots, np.int32)  # when
+        self.used = np.zeros(slots, np.int32)  # twice when; odd if it then changed
         self.changed = np.zeros(slots, bool)
-        self.now, self.devices = 0, devices
+        self.now, self.devices = _RECENT, devices
         self._size = slots // devices
         self._filled = [0] * devices
         self._hand = [0] * devices
@@ -99,39 +100,58 @@ class Slots:
     def find(self, rows: np.ndarray, *, training: bool) -> np.ndarray:
         """The slot of each row, from now on used; -1 if it has none.
 
+        A slot that was said to be used a few batches ago is not said to be so again: most are,
+        and to write so many places takes most of the time.
+
         Args:
           rows: of the stack.
           training: whether they will change.
         """
         slots = np.empty(len(rows), np.int32)
+        now = 2 * self.now + training
+        # An even number is of a batch that was only read.
+        least = 2 * (self.now - _RECENT)
 
         def look(part: slice) -> None:
             mine = np.take(self.slot, rows[part], mode="clip") - 1
             slots[part] = mine
-            if (mine < 0).any():
-                mine = mine[mine >= 0]
-            self.used[mine] = self.now
+            used = np.take(self.used, mine, mode="clip")
+            old = used < least
+            if training:
+                old |= used & 1 == 0
+            mine = mine[old & (mine >= 0)]
+            self.used[mine] = now
             if training:
                 self.changed[mine] = True
 
         _in_parts(len(rows), _LOOKED_UP, look)
         return slots
 
-    def room_for(self, missing: np.ndarray) -> list[_Given]:
+    def room_for(self, missing: np.ndarray, found: np.ndarray) -> list[_Given]:
         """Slots for rows, ascending, that have none; for each device. Nothing changes yet.
 
+        Args:
+          missing: the rows.
+          found: slots that are used now.
+
         Raises:
-          NoRoomError: there are not so many slots beside those that are used now.
+          NoRoomError: there are not so many slots beside those that are used now. Its
+            arguments are the rows and the slots of a device.
         """
         owned = len(self.slot) // self.devices
         ends = np.searchsorted(missing, owned * np.arange(self.devices + 1))
-        given = []
+        given, exact = [], False
         for device in range(self.devices):
             rows = missing[ends[device] : ends[device + 1]]
-            slots = self._free(device, len(rows))
+            slots = self._free(device, len(rows), 2 * (self.now - _RECENT))
+            if len(slots) < len(rows):
+                if not exact:
+                    self.used[found] = 2 * self.now + self.changed[found]
+                    exact = True
+                slots = self._free(device, len(rows), 2 * self.now)
             if len(slots) < len(rows):
                 mine = slice(device * self._size, (device + 1) * self._size)
-                in_use = int(np.sum(self.used[mine] == self.now))
+                in_use = int(np.sum(self.used[mine] >= 2 * self.now))
                 raise NoRoomError(in_use + len(rows), self._size)
             given.append(_Given(slots, rows))
         return given
@@ -143,16 +163,21 @@ class Slots:
             before = self.row[slots]
             self.slot[before[before >= 0]] = 0
             self.slot[rows] = slots + 1
-            self.row[slots], self.used[slots] = rows, self.now
+            self.row[slots], self.used[slots] = rows, 2 * self.now + training
             self.changed[slots] = training
             self._filled[device] += int(np.sum(before < 0))
+
+    def forget_changes(self) -> None:
+        """Says that the host has all that has changed."""
+        self.changed[:] = False
+        self.now += _RECENT + 1  # so that what is used is marked again
 
     def clear(self) -> None:
         """Takes all slots from their rows."""
         self.__init__(len(self.slot), len(self.row), self.devices)
 
-    def _free(self, device: int, count: int) -> np.ndarray:
-        """Up to `count` slots of a device that others can have."""
+    def _free(self, device: int, count: int, before: int) -> np.ndarray:
+        """Up to `count` slots of a device that others can have, not used since `before`."""
         filled = self._filled[device]
         found = [np.arange(filled, min(filled + count, self._size))]
         count -= len(found[0])
@@ -165,11 +190,11 @@ class Slots:
             start = block * _SLOTS
             stop = min(start + _SLOTS, self._size, filled)
             used = self.used[first + start : first + stop]
-            some = start + np.flatnonzero(used < passed[block])
+            some = start + np.flatnonzero(used < min(passed[block], before))
             found.append(some[:count])
             count -= len(found[-1])
             if len(some) == len(found[-1]):
-                passed[block] = self.now
+                passed[block] = 2 * self.now
                 self._hand[device] = (block + 1) % blocks
         return np.unique(np.concatenate(found)).astype(np.int32)
 
@@ -193,6 +218,7 @@ class HostRows:
         self._arrays: Arrays = {}
         self._known = np.zeros(0, np.uint8)
         self._slots: Slots | None = None
+        self._pieces: Pieces | None = None
         self._mesh: jax.sharding.Mesh | None = None
         # Rows that have left the devices and are not in `_arrays` yet.
         self._leaving: tuple[np.ndarray, np.ndarray, dict[str, jax.Array]] | None = None
@@ -255,6 +281,8 @@ class HostRows:
             if not len(self._known):
                 self._known = np.zeros(rows, np.uint8)
             self._variables, self._rule = variables, rule
+            # Names in their order: "known" comes first, and tells whether a piece has rows.
+            self._pieces = Pieces({_KNOWN: self._known, **self._arrays})
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
 
@@ -284,7 +312,17 @@ class HostRows:
             left = False
             if len(absent):
                 missing = rows[absent]
-                left = self._bring(np.unique(missing), training=training)
+                try:
+                    here = found[found >= 0]
+                    left = self._bring(np.unique(missing), here, training=training)
+                except NoRoomError as error:
+                    wanted, slots = error.args
+                    tables = dict.fromkeys(t.name for t in self.stack.tables)
+                    raise NoRoomError(
+                        f"a batch has ids of {wanted:,} rows of the tables "
+                        f"{', '.join(tables)}, but a device has room for {slots:,}: make "
+                        "device_rows larger, or batches smaller"
+                    ) from None
                 found[absent] = self._slots.slot[missing] - 1
         if not whole:
             slots = flat.copy()
@@ -314,7 +352,7 @@ class HostRows:
                     )
                     self._leave(given, [g.rows for g in given])
                     self._collect()
-            table.changed[:] = False
+            table.forget_changes()
 
     def forget_slots(self) -> None:
         """Makes all rows come anew; what has changed on the devices is lost."""
@@ -344,7 +382,7 @@ class HostRows:
         """Gives rows other numbers; their state stays."""
         self.write_back()
         self._arrays[ROW][rows] = values
-        self._known[rows] |= _NUMBERS
+        self._changed(rows, _NUMBERS)
         self.forget_slots()
 
     def settle(
@@ -371,7 +409,28 @@ class HostRows:
             )
             for name, array in settled(given).items():
                 self._arrays[name][rows] = np.asarray(array)[: len(rows)]
-            self._known[rows] |= _NUMBERS | _STATE
+            self._changed(rows, _NUMBERS | _STATE)
+
+    def variables(self) -> list[nnx.Variable]:
+        """Lists the variables that have something of the rows on the devices."""
+        return list(self._variables.values())
+
+    def save(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Writes what has changed since the last save. Returns the names of all files."""
+        self.write_back()
+        assert self._pieces is not None
+        return self._pieces.save(folder)
+
+    def load(self, folder: str | os.PathLike[str], names: list[str]) -> None:
+        """Reads what `save` wrote. Rows on the devices come anew."""
+        assert self._pieces is not None
+        self.forget_slots()
+        self._pieces.load(folder, names)
+
+    def _changed(self, rows: np.ndarray, known: int) -> None:
+        self._known[rows] |= np.uint8(known)
+        assert self._pieces is not None
+        self._pieces.note(rows)
 
     def _seen(self, *, everywhere: bool) -> Iterator[np.ndarray]:
         """The rows with state, or all of them, some at a time."""
@@ -383,11 +442,11 @@ class HostRows:
             for first in range(0, len(rows), _BLOCK):
                 yield start + rows[first : first + _BLOCK]
 
-    def _bring(self, missing: np.ndarray, *, training: bool) -> bool:
+    def _bring(self, missing: np.ndarray, found: np.ndarray, *, training: bool) -> bool:
         """Gives rows slots. Returns whether others have lost theirs."""
         table = self._slots
         assert table is not None
-        given = table.room_for(missing)
+        given = table.room_for(missing, found)
         size = len(table.row) // table.devices
         before = [
             table.row[device * size + slots] for device, (slots, _) in enumerate(given)
@@ -450,7 +509,7 @@ class HostRows:
             host = np.asarray(array)
             self.bytes_moved += host.nbytes
             _put(self._arrays[name], rows, host, places)
-        self._known[rows] |= _NUMBERS | (_STATE if len(found) > 1 else 0)
+        self._changed(rows, _NUMBERS | (_STATE if len(found) > 1 else 0))
         self._leaving = None
 
     def _places(self, given: list[_Given], room: int) -> np.ndarray:
@@ -476,7 +535,7 @@ def _padded(count: int) -> int:
 @functools.cache
 def _threads() -> concurrent.futures.ThreadPoolExecutor:
     return concurrent.futures.ThreadPoolExecutor(
-        min(8, os.cpu_count() or 1), "sparsejax-rows"
+        min(16, os.cpu_count() or 1), "sparsejax-rows"
     )
 
 

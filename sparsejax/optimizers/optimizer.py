@@ -14,10 +14,11 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import functools
+import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -61,8 +62,35 @@ class Moved(NamedTuple):
     make: Callable[..., jax.Array]
 
 
+@runtime_checkable
 class HostRows(Protocol):
     """Rows of a kernel that are in host memory: "host" in its metadata."""
+
+    def attach(
+        self,
+        kernel: nnx.Variable,
+        state: Mapping[str, nnx.Variable] | None,
+        rule: Rule | None,
+    ) -> None:
+        """Says which variables have the rows that are on the devices, and their rule."""
+        ...
+
+    def variables(self) -> list[nnx.Variable]:
+        """Lists those of the last `attach`."""
+        ...
+
+    def save(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Writes rows to a folder. Returns the names of the files."""
+        ...
+
+    def load(self, folder: str | os.PathLike[str], names: list[str]) -> None:
+        """Reads these files.
+
+        Raises:
+          ValueError: a file was altered, or is of another model.
+          OSError: a file cannot be read.
+        """
+        ...
 
     def settle(
         self,
@@ -597,6 +625,15 @@ class Optimizer(nnx.Pytree):
             return [trained.w, *(arrays[name] for name in state)], None
 
         inplace.overwrite([kernel, *state.values()], settled)
+
+    def host_rows(self, model: Any) -> dict[Path, HostRows]:
+        """The rows of a model that are in host memory; they move with their state here."""
+        found = {}
+        for path, kernel in gradients.row_params(model, self.wrt).items():
+            if (host := _host_of(kernel)) is not None:
+                host.attach(kernel, self._rows_of(path), self.rule_of(kernel))
+                found[path] = host
+        return found
 
     def _settle_host(
         self, path: Path, kernel: RowParam, host: HostRows, deterministic: bool

@@ -28,10 +28,13 @@ from orbax.checkpoint import v1 as ocp
 from sparsejax import codec
 from sparsejax.mesh import processes
 from sparsejax.mesh.kept_programs import Keepable
+from sparsejax.optimizers.gradients import row_params
+from sparsejax.optimizers.optimizer import HostRows, Optimizer
 from sparsejax.sparse import CSR
 
 _KEPT = 3  # newest checkpoints that are kept; the best one is kept, too
 VERSION = 1  # of the record
+_HOST_ROWS = "host_rows"  # a folder, of rows that are in host memory
 _METADATA = "_CHECKPOINT_METADATA"  # orbax's file, which also holds the record
 _HANDLERS = r"orbax\.checkpoint\.[\w.]+\.(PyTreeHandler|MetricsHandler)"
 _FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
@@ -108,13 +111,20 @@ class Checkpoints:
         Raises:
           OSError: the checkpoint cannot be written. Earlier ones are unharmed.
         """
-        arrays = _arrays(nnx.state(modules))
+        hosts, held = _host_rows(modules)
+        arrays = _arrays(nnx.state(modules, held))
+        # Before the checkpoint that names them.
+        files = {
+            name: tuple(host.save(self._host_folder(name)))
+            for name, host in hosts.items()
+        }
         record = _Record(
             identity=self.identity,
             progress=progress,
             shapes={name: array.shape for name, array in arrays.items()},
             checksums=checksums(arrays),
             score=score,
+            host_rows=files,
         )
         policies = ocp.training.preservation_policies
         policy = policies.AnyPreservationPolicy(
@@ -148,6 +158,33 @@ class Checkpoints:
                 f"{', make room there and resume' if is_full else ''}; earlier "
                 f"checkpoints are unharmed ({_first_line(error)})"
             ) from error
+        if hosts:
+            self._remove_unnamed()
+
+    def _host_folder(self, name: str) -> epath.Path:
+        """Where the rows of a parameter are that are in host memory."""
+        return (
+            self.directory
+            / _HOST_ROWS
+            / hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        )
+
+    def _remove_unnamed(self) -> None:
+        """Removes files of rows that no checkpoint names."""
+        try:
+            records = [_opened(self.directory / str(step)) for step in self.steps()]
+        except _Damaged:  # it may name any
+            return
+        named = {
+            self._host_folder(name) / file
+            for record in records
+            for name, files in record.host_rows.items()
+            for file in files
+        }
+        for folder in (self.directory / _HOST_ROWS).iterdir():
+            for path in folder.iterdir():
+                if path not in named and not path.name.startswith("."):
+                    path.unlink()
 
     def check(self) -> None:
         """Checks that the checkpoints are of this run, and of this release.
@@ -252,9 +289,10 @@ class Checkpoints:
     ) -> dict[str, jax.Array]:
         """The arrays of a checkpoint, compared with their checksums."""
         path = self.directory / str(step)
+        hosts, held = _host_rows(modules)
         abstract = {
             name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
-            for name, leaf in _arrays(nnx.state(modules)).items()
+            for name, leaf in _arrays(nnx.state(modules, held)).items()
         }
         shapes = record.shapes
         for name in sorted({*abstract, *shapes}):
@@ -284,6 +322,17 @@ class Checkpoints:
             raise _Damaged(f"its arrays cannot be read: {failure}")
         if checksums(arrays) != record.checksums:
             raise _Damaged("its checksum does not match")
+        for name in sorted({*hosts, *record.host_rows}):
+            if name not in hosts or name not in record.host_rows:
+                where = "the checkpoint" if name in hosts else "this model"
+                raise ValueError(
+                    f"{path}: made with another model: {where} has no rows in host memory "
+                    f"of {name}"
+                )
+            try:
+                hosts[name].load(self._host_folder(name), list(record.host_rows[name]))
+            except (OSError, ValueError) as error:
+                raise _Damaged(str(error)) from None
         return arrays
 
     def delete_after(self, step: int) -> None:
@@ -311,6 +360,7 @@ class _Record:
       shapes: of the arrays.
       checksums: of the arrays.
       score: how good it is, if that was measured.
+      host_rows: the files of parameters whose rows are in host memory.
     """
 
     identity: Mapping[str, Any]
@@ -318,6 +368,7 @@ class _Record:
     shapes: Mapping[str, tuple[int, ...]]
     checksums: Mapping[str, int]
     score: float | None = None
+    host_rows: Mapping[str, tuple[str, ...]] = types.MappingProxyType({})
 
 
 def _sealed(record: _Record) -> dict[str, str]:
@@ -466,8 +517,31 @@ def _key_impl(keys):
     return found[0]
 
 
+def _host_rows(
+    modules: tuple[Any, ...],
+) -> tuple[dict[str, HostRows], nnx.filterlib.Filter]:
+    """Rows in host memory by the paths of their parameters, and a filter of other variables."""
+    found: dict[str, HostRows] = {}
+    for path, kernel in row_params(modules).items():
+        if (host := kernel.get_metadata().get("host")) is not None:
+            found["/".join(map(str, path))] = host
+    if not found:
+        return {}, ...
+    optimizers = [module for module in modules if isinstance(module, Optimizer)]
+    if optimizers:
+        (optimizer,) = optimizers
+        for module in modules:
+            if module is not optimizer:
+                optimizer.host_rows(module)
+    cached = {id(v) for host in found.values() for v in host.variables()}
+    paths = {
+        tuple(path) for path, node in nnx.iter_graph(modules) if id(node) in cached
+    }
+    return found, lambda path, _: tuple(path) not in paths
+
+
 def _set_arrays(modules, arrays) -> None:
-    state = nnx.state(modules)
+    state = nnx.state(modules, _host_rows(modules)[1])
 
     def restored(path, leaf):
         array = arrays[jax.tree_util.keystr(path)]

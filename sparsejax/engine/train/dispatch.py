@@ -18,7 +18,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,10 @@ from sparsejax.engine.train.resident import (
     BeginsRows,
     Examples,
     Resident,
+    Sizes,
+    Staging,
     Trainable,
+    TrainingTask,
     first_row,
 )
 from sparsejax.engine.train.streaming import Stream
@@ -68,27 +71,6 @@ class Projected(Protocol):
         It sees rows of `RowParam`s as they are, also if they are behind.
         """
         ...
-
-
-class Sizes(NamedTuple):
-    """The sizes that a program is compiled for.
-
-    Attributes:
-      capacities: for each matrix of the examples, room for the entries of a batch.
-      steps: largest number of steps of a dispatch.
-      sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at
-        once, for the gradients of their rows.
-      full: whether each dispatch has `steps` steps. Then a GPU does not tell the host
-        before each step that there is one more, and the host launches far ahead.
-      padded: whether one that has fewer does `steps` steps all the same, for that reason,
-        of which the last ones change nothing.
-    """
-
-    capacities: tuple[int, ...]
-    steps: int
-    sorted_ahead: bool
-    full: bool = False
-    padded: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True, eq=False)
@@ -337,6 +319,7 @@ class Program[Model: nnx.Module | Trainable]:
         _check_divided(model)
         self._how = How(self._flat.graphdef, self._flat.layout, fused)
         self._run_steps = run_steps[deterministic]
+        self._stagings: dict[TrainingTask, Staging | None] = {}
 
     def launch(self, dispatch: Dispatch) -> jax.Array:
         """Starts the steps of a dispatch, and does not wait for their end.
@@ -348,11 +331,36 @@ class Program[Model: nnx.Module | Trainable]:
           `[dispatch.count]` float32, the loss of each step: the mean of
           `weights_b loss_b` over the examples of its batch.
         """
-
         dispatch.data.roles.check(self.modules[0])
+        staging = self._staging_of(dispatch.data.roles)
+        if staging is None:
+            return self._launched(dispatch, None)
+        # Not full, as it may be cut.
+        sizes = dispatch.sizes
+        padded = sizes.full or sizes.padded
+        sizes = sizes._replace(full=False, padded=padded)
+        found, start = [], 0
+        steps = dispatch.first, dispatch.count, sizes
+        for count, staged in staging.parts(dispatch.data, dispatch.rows, *steps):
+            part = dataclasses.replace(
+                dispatch,
+                first=dispatch.first + start,
+                examples=dispatch.examples[start : start + count],
+                sizes=sizes,
+            )
+            found.append(self._launched(part, staged))
+            start += count
+        return found[0] if len(found) == 1 else jnp.concatenate(found)
 
+    def _staging_of(self, roles: TrainingTask) -> Staging | None:
+        if roles not in self._stagings:
+            self._stagings[roles] = roles.staging(*self.modules)
+        return self._stagings[roles]
+
+    def _launched(self, dispatch: Dispatch, staged: Any) -> jax.Array:
         def program(arrays):
-            state, losses = self._run_steps(*self._arguments(dispatch, arrays))
+            arguments = self._arguments(dispatch, arrays)
+            state, losses = self._run_steps(*arguments, staged)
             return jax.tree.leaves(state), losses
 
         losses = self._flat.run(program)
@@ -361,6 +369,8 @@ class Program[Model: nnx.Module | Trainable]:
 
     def compile_ahead(self, dispatch: Dispatch) -> None:
         """Compiles the program of a dispatch, if a command keeps programs."""
+        if self._staging_of(dispatch.data.roles) is not None:
+            return  # what it is given is not known yet
         arrays = [variable.get_raw_value() for variable in self.variables]
         self._run_steps.compile_ahead(*self._arguments(dispatch, arrays))
 
@@ -414,6 +424,7 @@ def run_steps(
     first: jax.Array,
     count: jax.Array,
     sizes: Sizes,
+    staged: Any = None,
 ) -> tuple[Any, jax.Array]:
     """The compiled program: steps `first .. first + count - 1` of `rows`.
 
@@ -422,7 +433,7 @@ def run_steps(
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
     an epoch. If dispatches are full, it is not read. If they are padded, steps from `count`
     on repeat the last batch and change nothing. On a mesh the state keeps its layout, and
-    every device has the losses.
+    every device has the losses. `staged` is that of `Staging`, if rows are in host memory.
 
     Returns:
       The state, and the losses `[sizes.steps]`, 0 from `count` on.
@@ -444,6 +455,9 @@ def run_steps(
         state, losses, derived = carry
         used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
         x, labels = data.roles.of(used)
+        if staged is not None:
+            here = jax.tree.map(lambda leaf: leaf[i], staged)
+            x = data.roles.with_staged(x, here)
         model, optimizer = nnx.merge(how.graphdef, state, copy=True)
         if begins is not None:
             x = begins.begun(model, optimizer, x, exists[i])

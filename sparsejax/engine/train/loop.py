@@ -98,6 +98,13 @@ def train(
     if checkpoints is not None or jax.process_count() > 1:
         settings["data"] = examples.fingerprint()
         _check_same_everywhere(settings)
+    stopping = how.early_stopping
+    restores = stopping is not None and stopping.restore_best
+    if restores and checkpoints is None and optimizer.host_rows(model):
+        raise ValueError(
+            "early_stopping restores the best epoch, whose rows in host memory need a "
+            "folder: give checkpoint_dir, or EarlyStopping(restore_best=False)"
+        )
     saver = Saver(checkpoints, program.modules, how.checkpoint_seconds)
     progress = _begun(Progress(settings), saver, how.resume)
     training = _Training(

@@ -18,8 +18,8 @@ import dataclasses
 import functools
 import math
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, Protocol, runtime_checkable
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +43,7 @@ from sparsejax.mesh.layout import (
     put_rows,
     replicated,
 )
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR, take_rows
 
 # One, or several by name. A string is the name of a sparse input.
@@ -51,6 +52,27 @@ Targets = Source | str | Mapping[str, Source | str] | None
 # A device with more than its share of the entries is worth a warning only if it has more
 # entries than this. Fewer take little time.
 MANY_ENTRIES = 2**20
+
+
+class Sizes(NamedTuple):
+    """The sizes that a program is compiled for.
+
+    Attributes:
+      capacities: for each matrix of the examples, room for the entries of a batch.
+      steps: largest number of steps of a dispatch.
+      sorted_ahead: whether a dispatch sorts the inputs of all its steps by column at
+        once, for the gradients of their rows.
+      full: whether each dispatch has `steps` steps. Then a GPU does not tell the host
+        before each step that there is one more, and the host launches far ahead.
+      padded: whether one that has fewer does `steps` steps all the same, for that reason,
+        of which the last ones change nothing.
+    """
+
+    capacities: tuple[int, ...]
+    steps: int
+    sorted_ahead: bool
+    full: bool = False
+    padded: bool = False
 
 
 @runtime_checkable
@@ -89,6 +111,37 @@ class TrainingTask(Protocol):
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         """`sum_b weights_b loss_b` of a batch, a scalar."""
+        ...
+
+    def staging(self, model: Any, optimizer: Optimizer) -> Staging | None:
+        """Makes what brings rows of the model from host memory, if it has any there."""
+        ...
+
+    def with_staged(self, x: Any, staged: Any) -> Any:
+        """Replaces, in what the model is shown, ids by where their rows are now."""
+        ...
+
+
+class Staging(Protocol):
+    """Brings the rows of steps from host memory to the devices, before the steps begin."""
+
+    def parts(
+        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
+    ) -> Iterator[tuple[int, Any]]:
+        """Brings the rows of some steps, some steps at a time if they do not fit together.
+
+        Args:
+          data: the examples.
+          rows: of each step of an epoch, see `Dispatch`.
+          first: of the steps.
+          count: of the steps.
+          sizes: of the program.
+
+        Yields:
+          The next number of steps, and what `TrainingTask.with_staged` takes, of as many steps
+          as a program has, of which those behind repeat the last one. These steps have to be launched before
+          the next part is asked for.
+        """
         ...
 
 
@@ -165,6 +218,12 @@ class Roles:
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         return model.loss(x, labels, weights=weights)
+
+    def staging(self, model: Any, optimizer: Optimizer) -> Staging | None:
+        return None
+
+    def with_staged(self, x: Any, staged: Any) -> Any:
+        return x
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         shown = matrices[0]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -16,9 +16,17 @@ from jax.typing import ArrayLike
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.click_schema import KeyColumn
 from sparsejax.data.sets.clicks import ClickDataset
+from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.embeddings.host_rows import NoRoomError
+from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping
-from sparsejax.engine.train.resident import Examples, checked_weights
+from sparsejax.engine.train.resident import (
+    Examples,
+    Resident,
+    Sizes,
+    checked_weights,
+)
 from sparsejax.engine.train.streaming import Matrix, Stream
 from sparsejax.kinds.clicks.dynamic import assigned, rates_of
 from sparsejax.kinds.clicks.exchange import exchange_of
@@ -30,7 +38,8 @@ from sparsejax.kinds.clicks.scores import (
     check_same_columns,
     evaluate_clicks,
 )
-from sparsejax.sparse import CSR
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR, host_rows
 from sparsejax.wide_ids import WideIds
 
 _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its AUC"
@@ -117,6 +126,69 @@ class ClickTask:
         """The binary cross-entropy of `model(dense, ids)`."""
         logits = model(*x).astype(jnp.float32)
         return jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, labels))
+
+    def staging(self, model: Any, optimizer: Optimizer) -> ClickStaging | None:
+        staged = Staged.of(model, optimizer)
+        return None if staged is None else ClickStaging(staged, self)
+
+    def with_staged(self, x: Any, staged: Any) -> Any:
+        return x[0], staged
+
+
+class ClickStaging:
+    """The `Staging` of click models: ids are looked up on the host."""
+
+    def __init__(self, staged: Staged, task: ClickTask):
+        self._staged, self._task = staged, task
+        self._rows: tuple[jax.Array, np.ndarray, np.ndarray] | None = None
+
+    def parts(
+        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
+    ) -> Iterator[tuple[int, FeatureBatch]]:
+        if self._rows is None or self._rows[0] is not rows:  # once an epoch
+            local = np.asarray(jax.jit(Resident.local)(data, rows))
+            self._rows = rows, np.asarray(rows), local
+        _, every, local = self._rows
+        steps = range(first, first + count)
+        room = sizes.capacities
+        batches = [self._packed(data, every[i], local[i], room) for i in steps]
+        start, size = 0, count
+        while start < count:
+            size = min(size, count - start)
+            try:
+                found = self._staged.steps(batches[start : start + size], sizes.steps)
+            except NoRoomError:
+                if size == 1:
+                    raise
+                size = -(-size // 2)
+                continue
+            yield size, found
+            start += size
+
+    def _packed(
+        self,
+        data: Resident,
+        every: np.ndarray,
+        local: np.ndarray,
+        capacities: Sequence[int],
+    ) -> FeatureBatch:
+        """The ids of a step, whose lists have room for those of any step."""
+        _, _, single, *lists = data.matrices
+        ids = np.concatenate(
+            [part[mine] for part, mine in zip(np.asarray(single), local, strict=True)]
+        )
+        found: dict[str, Any] = {
+            name: ids[:, i] for i, name in enumerate(self._task.single)
+        }
+        for name, matrix, room in zip(
+            self._task.lists, lists, capacities[3:], strict=True
+        ):
+            x = host_rows(jax.tree.map(np.asarray, matrix), every.reshape(-1))
+            more = (0, room - x.nse)
+            weights = None if x.data is None else np.pad(x.data, more)
+            leaves = (weights, np.pad(x.indices, more), x.indptr.astype(np.int32), None)
+            found[name] = CSR.tree_unflatten(x.num_cols, leaves)
+        return self._staged.packed(found)
 
 
 def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Examples:

@@ -17,6 +17,8 @@ from sparsejax import metrics
 from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset, check_same_schema
+from sparsejax.embeddings.host_rows import NoRoomError
+from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender, merged, split
@@ -233,6 +235,10 @@ class _Scores:
         check_positive(batch_size=batch_size)
         self._model, self._optimizer = model, optimizer
         self._most, self._program = batch_size, _logits[deterministic]
+        # With the state of the optimizer, but without changes.
+        self._staged = Staged.of(model, None)
+        if self._staged is not None and optimizer is not None:
+            optimizer.host_rows(model)
 
     @promoting()
     @using_auto_axes()
@@ -248,7 +254,9 @@ class _Scores:
             )
         check_columns(self._model, clicks)
         parts = [clicks] if isinstance(clicks, ClickDataset) else clicks.chunks()
-        scored = split(self._model, self._optimizer)
+        scored = None
+        if self._staged is None:
+            scored = split(self._model, self._optimizer)
         logits, labels, groups, first = [], [], [], 0
         for part in parts:
             found = self._of_part(scored, part)
@@ -271,13 +279,32 @@ class _Scores:
         joined = (np.concatenate(x or empty) for x in (logits, labels, groups))
         return _Found(*joined)
 
-    def _of_part(self, scored: tuple[Any, Any], clicks: ClickDataset) -> np.ndarray:
-        found = [
-            self._program(*scored, dense, ids)
-            for dense, ids in _batches(clicks, self._most)
-        ]
+    def _of_part(
+        self, scored: tuple[Any, Any] | None, clicks: ClickDataset
+    ) -> np.ndarray:
+        found = []
+        if scored is not None:
+            batches = _batches(clicks, self._most, on_host=False)
+            found = [self._program(*scored, *batch) for batch in batches]
+        else:
+            while self._staged is not None:
+                try:
+                    found = list(self._scored_on_host(self._staged, clicks))
+                    break
+                except NoRoomError:  # smaller batches may fit
+                    if self._most == 1:
+                        raise
+                    self._most = -(-min(self._most, clicks.num_rows) // 2)
         parts = [np.asarray(x) for x in found] or [np.empty(0, np.float32)]
         return np.concatenate(parts)[: clicks.num_rows]
+
+    def _scored_on_host(
+        self, staged: Staged, clicks: ClickDataset
+    ) -> Iterator[jax.Array]:
+        for dense, ids in _batches(clicks, self._most, on_host=True):
+            ids = staged.brought(ids)
+            # Rows have moved, so the arrays are others.
+            yield self._program(*split(self._model, self._optimizer), dense, ids)
 
 
 @functools.partial(Programs, static_argnames="graphdef")
@@ -288,8 +315,13 @@ def _logits(graphdef, state, dense, ids):
         return replicated(model(dense, ids).astype(jnp.float32))
 
 
-def _batches(clicks: ClickDataset, most: int) -> Iterator[tuple[Any, dict[str, Any]]]:
-    """Examples in batches of one size, on the devices; the last ones may be no examples."""
+def _batches(
+    clicks: ClickDataset, most: int, *, on_host: bool
+) -> Iterator[tuple[Any, dict[str, Any]]]:
+    """Examples in batches of one size, on the devices; the last ones may be no examples.
+
+    `on_host`, their ids are NumPy arrays.
+    """
     mesh = jax.sharding.get_mesh() if mesh_is_set() else None
     parts = 1 if mesh is None else int(np.prod(axis_sizes()))
     size = -(-min(most, bucket(clicks.num_rows)) // parts) * parts
@@ -302,23 +334,26 @@ def _batches(clicks: ClickDataset, most: int) -> Iterator[tuple[Any, dict[str, A
         if isinstance(ids, CSR)
     }
 
-    def put(array, fill=0):
+    def filled(array, fill=0):
         more = [(0, size - len(array))] + [(0, 0)] * (array.ndim - 1)
-        array = np.pad(array, more, constant_values=fill)
+        return np.pad(array, more, constant_values=fill)
+
+    def put(array, fill=0):
+        array = filled(array, fill)
         return jnp.asarray(array) if mesh is None else put_rows(array, mesh)
 
     def lists(ids: CSR, nse: int) -> CSR:
         indices = np.pad(np.asarray(ids.indices), (0, nse - len(ids.indices)))
         more = (0, size + 1 - len(ids.indptr))
         indptr = np.pad(np.asarray(ids.indptr), more, mode="edge")
-        leaves = (None, jnp.asarray(indices), jnp.asarray(indptr), None)
-        return put_on_mesh(CSR.tree_unflatten(ids.num_cols, leaves))
+        x = CSR.tree_unflatten(ids.num_cols, (None, indices, indptr, None))
+        return x if on_host else put_on_mesh(jax.tree.map(jnp.asarray, x))
 
     def padded(name: str, ids: Any) -> Any:
         if isinstance(ids, CSR):
             return lists(ids, room[name])
         if ids.dtype != np.uint64:
-            return put(ids, -1)
+            return filled(ids, -1) if on_host else put(ids, -1)
         words, there = WideIds.of(ids), np.ones(len(ids), bool)
         return WideIds(put(words.low), put(words.high), put(there))
 

@@ -28,6 +28,7 @@ from sparsejax.kinds.histories.next_items import (
     check_history_model,
     has_times,
 )
+from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR, host_rows
 
@@ -76,6 +77,12 @@ class SequenceTask:
         if more:
             named["times"] = more[0]
         return model.loss(histories, **named)
+
+    def staging(self, model: Any, optimizer: Optimizer) -> None:
+        return None
+
+    def with_staged(self, x: Any, staged: Any) -> Any:
+        return x
 
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
         """The matrices of `Histories` or a `SequenceDataset`."""

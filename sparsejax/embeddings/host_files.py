@@ -1,0 +1,117 @@
+"""Rows in host memory as files: pieces, of which a save writes those that have changed.
+
+A piece has the rows of neighbouring slots of all 256 hands. As tables are dealt to the hands like
+cards, these are ids of neighbouring numbers, so popular ids are in few pieces. The name of a
+file has the digest of its contents. So files are never changed, and checkpoints share them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pathlib
+from collections.abc import Mapping
+
+import numpy as np
+
+from sparsejax.mesh.layout import ROW_MULTIPLE
+from sparsejax.whole_files import whole_file
+
+# About so many bytes in a piece, and no more pieces than that.
+_PIECE_BYTES, _MOST_PIECES = 2**22, 4096
+
+
+class Pieces:
+    """The pieces of the rows of a stack.
+
+    Args:
+      arrays: `[num_rows, ...]`, by name.
+    """
+
+    def __init__(self, arrays: Mapping[str, np.ndarray]):
+        self.arrays = dict(arrays)
+        some = next(iter(self.arrays.values()))
+        self.hand = len(some) // ROW_MULTIPLE
+        row = sum(a.dtype.itemsize * a[0].size for a in self.arrays.values())
+        least = -(-self.hand // _MOST_PIECES)
+        self.slots = max(least, _PIECE_BYTES // (ROW_MULTIPLE * row), 1)
+        self.count = -(-self.hand // self.slots)
+        self.changed = np.ones(self.count, bool)
+        # The file of each piece, where it was last saved; none if no row was seen.
+        self._folder: pathlib.Path | None = None
+        self._names: dict[int, str] = {}
+        kinds = {n: [a.dtype.str, *a.shape[1:]] for n, a in self.arrays.items()}
+        self._header = (
+            json.dumps({"rows": len(some), "arrays": kinds}, sort_keys=True) + "\n"
+        ).encode()
+
+    def note(self, rows: np.ndarray) -> None:
+        """Says that rows have changed."""
+        self.changed[rows % self.hand // self.slots] = True
+
+    def save(self, folder: str | os.PathLike[str]) -> list[str]:
+        """Writes the pieces that have changed. Returns the names of the files of all."""
+        folder = pathlib.Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        if self._folder != folder:
+            self._folder, self._names, self.changed[:] = folder, {}, True
+        for piece in np.flatnonzero(self.changed).tolist():
+            parts = [np.ascontiguousarray(part) for part in self._views(piece).values()]
+            if parts[0].any():
+                digest = hashlib.blake2b(self._header, digest_size=16)
+                for part in parts:
+                    digest.update(part)
+                name = f"{piece}-{digest.hexdigest()}"
+                if not (folder / name).exists():
+                    with whole_file(folder / name) as file:
+                        file.write(self._header)
+                        file.writelines(part.data for part in parts)
+                self._names[piece] = name
+            self.changed[piece] = False
+        return sorted(self._names.values())
+
+    def load(self, folder: str | os.PathLike[str], names: list[str]) -> None:
+        """Replaces all rows by those of files of `save`.
+
+        Raises:
+          ValueError: the rows of a file are others than these, or it was altered.
+          OSError: a file cannot be read.
+        """
+        folder = pathlib.Path(folder)
+        known = {int(name.partition("-")[0]): name for name in names}
+        for piece in range(self.count):
+            views = self._views(piece)
+            if piece not in known:
+                first = next(iter(views.values()))
+                if first.any():
+                    first[...] = 0
+                continue
+            path = folder / known[piece]
+            data = path.read_bytes()
+            if not data.startswith(self._header):
+                found = data.partition(b"\n")[0][:300].decode(errors="replace")
+                raise ValueError(
+                    f"{path} has rows of another model or optimizer: {found}, expected "
+                    f"{self._header.decode().strip()}"
+                )
+            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
+            start = len(self._header)
+            size = start + sum(view.nbytes for view in views.values())
+            if path.name != f"{piece}-{digest}" or len(data) != size:
+                raise ValueError(f"{path} was altered")
+            for view in views.values():
+                part = np.frombuffer(data, view.dtype, view.size, start)
+                view[...] = part.reshape(view.shape)
+                start += view.nbytes
+        self._folder, self._names = folder, known
+        self.changed[:] = False
+
+    def _views(self, piece: int) -> dict[str, np.ndarray]:
+        start = piece * self.slots
+        return {
+            name: a.reshape(ROW_MULTIPLE, self.hand, *a.shape[1:])[
+                :, start : start + self.slots
+            ]
+            for name, a in sorted(self.arrays.items())
+        }

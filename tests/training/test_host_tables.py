@@ -1,0 +1,170 @@
+"""`fit` of models whose tables are in host memory, against tables on the device."""
+
+import os
+import pathlib
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.data.files.stored import id_lists
+from sparsejax.embeddings import FeatureConfig, TableConfig, host_files
+from sparsejax.engine.train import checkpoint
+
+ROWS, USERS, TAGS = 500, 3000, 2000
+SCHEMA = sj.ClickSchema(
+    "click",
+    {"age": sj.data.DenseColumn()},
+    {
+        name: sj.data.HashedColumn(size)
+        for name, size in (("user", USERS), ("tags", TAGS), ("hour", 24))
+    },
+)
+
+
+def made(seed=0, rows=ROWS):
+    rng = np.random.default_rng(seed)
+    user = rng.integers(0, USERS, rows).astype(np.int32)
+    lengths = rng.integers(0, 4, rows)
+    flat = np.minimum(rng.zipf(1.3, lengths.sum()) - 1, TAGS - 1).astype(np.int32)
+    tags = id_lists(flat, np.append(0, np.cumsum(lengths)), TAGS)
+    hour = rng.integers(0, 24, rows).astype(np.int32)
+    clicks = rng.random(rows) < np.where(user % 3 == 0, 0.8, 0.2)
+    dense = rng.standard_normal((rows, 1)).astype(np.float32)
+    ids = {"user": user, "tags": tags, "hour": hour}
+    return sj.ClickDataset(clicks.astype(np.float32), dense, ids, SCHEMA, {})
+
+
+class Model(nnx.Module):
+    def __init__(self, **options):
+        # 256 slots: fewer than 16 steps of 64 examples have rows.
+        tables = {
+            "user": TableConfig(USERS, 8, placement="rows", **options),
+            "tags": TableConfig(TAGS, 8, placement="rows", **options),
+            "hour": TableConfig(24, 4),
+        }
+        features = {name: FeatureConfig(name, combiner="mean") for name in tables}
+        rngs = nnx.Rngs(0)
+        self.embeddings = sj.embeddings.EmbeddingCollection(tables, features, rngs=rngs)
+        self.last = nnx.Linear(self.embeddings.num_outputs + 1, 1, rngs=rngs)
+
+    def __call__(self, dense, ids):
+        x = jnp.concatenate([self.embeddings.concat(ids), dense], axis=1)
+        return self.last(x)[:, 0]
+
+
+def hosted():
+    return Model(host=True, device_rows=128)
+
+
+def fitted(model, *, rule=None, clicks=None, **options):
+    optimizer = sj.Optimizer(model, rule or sj.optimizers.adam(0.02))
+    options: dict[str, Any] = {"num_epochs": 2, "batch_size": 64} | options
+    return optimizer, sj.fit(model, optimizer, clicks or made(), **options)
+
+
+def rows_of(model, name):
+    return np.concatenate(list(model.embeddings.table_rows(name)))
+
+
+def check_same(one, other):
+    for name in "user", "tags", "hour":
+        np.testing.assert_array_equal(rows_of(one, name), rows_of(other, name))
+
+
+def test_bits_are_those_of_tables_on_the_device():
+    here, there = Model(), hosted()
+    validation = made(1, 200)
+    optimizers, history = zip(
+        *(fitted(model, validation=validation) for model in (here, there)), strict=True
+    )
+    assert [e["loss"] for e in history[1]] == [e["loss"] for e in history[0]]
+    assert [e["auc"] for e in history[1]] == [e["auc"] for e in history[0]]
+    check_same(here, there)
+    unseen = made(2, 300)
+    for optimizer in None, optimizers:
+        answers = [
+            sj.predict_clicks(
+                m, unseen, optimizer=None if optimizer is None else o, batch_size=64
+            )
+            for m, o in zip((here, there), optimizers, strict=True)
+        ]
+        np.testing.assert_array_equal(answers[1], answers[0])
+    more = [
+        sj.fit(m, o, made(3), num_epochs=1, batch_size=64)
+        for m, o in zip((here, there), optimizers, strict=True)
+    ]
+    assert more[1][0]["loss"] == more[0][0]["loss"]
+
+
+class Killed(BaseException):
+    pass
+
+
+def test_a_resume_has_the_same_bits(tmp_path, monkeypatch):
+    """Whatever file is being written when the process ends."""
+    there = hosted()
+    _, history = fitted(there, num_epochs=3)
+    written = []
+    rename = os.replace
+
+    def counted(source, target, **options):
+        rename(source, target, **options)
+        if "host_rows" in str(target):
+            written.append(pathlib.Path(target).name)
+            if len(written) in (2, 30, 45):
+                raise Killed
+
+    monkeypatch.setattr(os, "replace", counted)
+    monkeypatch.setattr(host_files, "_PIECE_BYTES", 2**15)  # so there are many
+    options: dict[str, Any] = {
+        "num_epochs": 3,
+        "checkpoint_dir": tmp_path,
+        "checkpoint_seconds": 0,
+    }
+    model, again = hosted(), []
+    for _ in range(4):
+        model = hosted()
+        try:
+            _, again = fitted(model, resume=True, **options)
+        except Killed:
+            continue
+        break
+    assert len(written) > 45
+    assert [e["loss"] for e in again] == [e["loss"] for e in history]
+    check_same(model, there)
+    # Files that no checkpoint names are gone.
+    steps = checkpoint.Checkpoints(tmp_path).steps()
+    assert 1 <= len(steps) <= 3
+    (folder,) = (tmp_path / "host_rows").iterdir()
+    records = [
+        checkpoint._opened(checkpoint.epath.Path(tmp_path / str(s))) for s in steps
+    ]
+    named = {f for r in records for fs in r.host_rows.values() for f in fs}
+    assert named == {path.name for path in folder.iterdir() if path.name[0] != "."}
+
+
+def test_a_damaged_file_is_noticed(tmp_path):
+    fitted(hosted(), num_epochs=1, checkpoint_dir=tmp_path)
+    (folder,) = (tmp_path / "host_rows").iterdir()
+    path = next(folder.iterdir())
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    with (
+        pytest.warns(checkpoint.CheckpointWarning, match="was altered"),
+        pytest.raises(ValueError, match="can be read"),
+    ):
+        fitted(hosted(), num_epochs=2, checkpoint_dir=tmp_path, resume=True)
+
+
+def test_errors(tmp_path):
+    with pytest.raises(ValueError, match="rows in host memory need a folder"):
+        fitted(hosted(), validation=made(1, 200), early_stopping=sj.EarlyStopping())
+    with pytest.raises(
+        ValueError, match="batch has ids of .* rows of the tables user, ta"
+    ):
+        fitted(hosted(), batch_size=512)
