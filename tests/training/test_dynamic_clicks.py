@@ -156,6 +156,24 @@ def test_a_killed_fit_goes_on_to_the_bit(clicks, tmp_path):
     assert_same(fit("killed", resume=True), expected)
 
 
+def test_a_fit_goes_on_on_another_mesh(clicks, tmp_path):
+    def fit(folder, num_epochs):
+        model, optimizer = new(clicks)
+        how = {"batch_size": BATCH, "num_epochs": num_epochs, "resume": True}
+        sj.fit(model, optimizer, clicks, checkpoint_dir=tmp_path / folder, **how)
+        ids = {name: model.embeddings.ids(name) for name in ("user", "item")}
+        return ids, sj.predict_clicks(model, clicks), model.embeddings.stats()
+
+    with jax.set_mesh(sj.make_mesh(data=4, model=2)):
+        fit("moved", 1)
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        ids, found, stats = fit("moved", 2)
+    expected = fit("one", 2)
+    assert_same(ids, expected[0])
+    np.testing.assert_allclose(found, expected[1], rtol=1e-4)
+    assert stats == expected[2]
+
+
 def test_refused_ids_are_warned_of(clicks):
     small = DynamicTables(num_rows=1, evict=None)  # 256 rows, one in each part
     model, optimizer = new(clicks, WideDeepConfig(dim=4, hidden=(8,), dynamic=small))
