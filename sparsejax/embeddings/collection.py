@@ -59,6 +59,7 @@ from sparsejax.mesh.layout import (
     replicated,
     to_host,
 )
+from sparsejax.ops import index_edits
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import Path, RowParam
@@ -626,7 +627,7 @@ class EmbeddingCollection(nnx.Module):
             for column, variable in variables.items()
         }
         with_state = optimizer is not None
-        read = files.read(path, stack, table, like, with_state=with_state)
+        read = files.read(path, like, with_state=with_state)
         columns = dict(read.columns)
         columns.setdefault("count", np.ones(len(read.ids), np.int32))
         columns.setdefault("last", np.zeros(len(read.ids), np.int32))
@@ -648,12 +649,17 @@ class EmbeddingCollection(nnx.Module):
                     "state"
                 )
         known = self.indexes[stack.name]
-        index, rows = files.insert(stack, table, _state(known).index, read.ids)
-        if (rows < 0).any():
-            raise ValueError(
-                f"{path}: {np.sum(rows < 0):,} ids found no slot of the index, whose buckets "
-                "were full: make the table larger"
-            )
+        here = dynamic.rows_of(stack, table, *self._used_and_keys(stack))
+        index, rows = index_edits.changed(
+            path,
+            dynamic.layout_of(stack),
+            stack.tables.index(table),
+            name,
+            _state(known).index,
+            here,
+            ids=read.ids,
+            removed=None,
+        )
         _set_state(known, _state(known)._replace(index=index))
         for column, variable in variables.items():
             write = functools.partial(

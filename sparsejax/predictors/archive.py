@@ -51,10 +51,12 @@ class Stored(NamedTuple):
     Attributes:
       like: its shape and dtype.
       pieces: its rows in order. With several processes all have to take all pieces.
+      name: see `Array`.
     """
 
     like: jax.ShapeDtypeStruct | jax.Array
     pieces: Iterator[np.ndarray]
+    name: str | None = None
 
 
 def save(

@@ -98,9 +98,12 @@ class Clicks:
             )
         ids = self._checked(ids, len(dense))
         found = np.empty(len(dense), np.float32)
-        batches = self.programs.batches(len(dense))
+        # All examples are answered by the same weights, also if others come meanwhile.
+        programs = self.programs.steady()
+        batches = programs.batches(len(dense))
         results = [
             self._logits(
+                programs,
                 size,
                 dense[part],
                 {name: _rows(each, part) for name, each in ids.items()},
@@ -141,7 +144,7 @@ class Clicks:
             dense = np.zeros((size, self.num_dense), np.float32)
             none = dict.fromkeys(self._names, np.full(size, -1, np.int32))
             none = self._checked(none, size)
-            jax.block_until_ready(self._logits(size, dense, none))
+            jax.block_until_ready(self._logits(self.programs, size, dense, none))
 
     def _examples_of(self, records: Any) -> tuple[np.ndarray, Mapping[str, Ids]]:
         if self.schema is None:
@@ -194,12 +197,17 @@ class Clicks:
         return found
 
     def _logits(
-        self, size: int, dense: np.ndarray, ids: Mapping[str, Ids], first: int = 0
+        self,
+        programs: Programs,
+        size: int,
+        dense: np.ndarray,
+        ids: Mapping[str, Ids],
+        first: int = 0,
     ) -> jax.Array:
         """Logits of a batch, whose first example has this number. Does not wait for them."""
         packed = [_packed(stack, size, ids, first) for stack in self.stacks]
         room = self.room(size, max(len(entries.indices) for entries in packed))
-        (found,) = self.programs.run(size, [dense, *packed], room)
+        (found,) = programs.run(size, [dense, *packed], room)
         return found
 
 

@@ -11,6 +11,8 @@ import jax
 import numpy as np
 from jaxtyping import Float
 
+from sparsejax import change_folders
+from sparsejax.change_folders import Changes
 from sparsejax.data.files.names import Names
 from sparsejax.data.reading.histories import Unordered
 from sparsejax.data.reading.sources import Sources
@@ -19,6 +21,7 @@ from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.predictors import archive, saving
+from sparsejax.predictors.changes import Taken, changed_weights
 from sparsejax.predictors.new_items import Content, chosen, extended
 from sparsejax.predictors.signature import Signature
 from sparsejax.sparse import CSR
@@ -84,6 +87,7 @@ class Predictor:
       names_in_file: names of items and of tags, or the categories of each vocabulary.
       content: what makes the vectors of new items; None if the file does not have it.
       again: loads the same file again, see `archive.again`; or None.
+      taken: what it has taken of changes.
     """
 
     signature: Signature
@@ -91,6 +95,7 @@ class Predictor:
     names_in_file: Mapping[str, Names] = dataclasses.field(default_factory=dict)
     content: Content | None = None
     again: Callable[[], Predictor] | None = None
+    taken: Taken = dataclasses.field(default_factory=Taken)
 
     def __repr__(self) -> str:
         rows = sorted(self.signature.rows)
@@ -339,6 +344,43 @@ class Predictor:
             programs=sorted(self.model.programs.code.items()),
             weights=[saving.in_one_piece(each) for each in (*self.weights, *kernels)],
         )
+
+    def apply_changes(self, folder: str | os.PathLike[str]) -> Changes:
+        """Takes the changes of a folder that `sparsejax.export_changes` writes for its model.
+
+        ::
+
+            predictor = sj.load_predictor("clicks.predictor")
+            while True:
+                predictor.apply_changes("changes")  # what has come since the last call
+                time.sleep(5)
+
+        The predictor then answers as the model did at the last export. Other threads may
+        predict meanwhile: a call answers with the weights before or after, never with some of
+        both. An error leaves the predictor as it was. There must be room for a second copy of
+        the weights. A pickled predictor is its file, without changes.
+
+        Args:
+          folder: of the changes, always the same one.
+
+        Returns:
+          The last changes that were taken.
+
+        Raises:
+          OSError: a file cannot be read.
+          ValueError: the predictor is not of clicks, was exported with `table_dtype`, by an
+            earlier release, or for another model; or what `sparsejax.apply_changes` refuses.
+        """
+        archive.check_process()
+        with self.taken.lock:
+            links = change_folders.chain(folder, self.taken.last)
+            if links:
+                weights = self.weights
+                # In one step: a program that starts meanwhile reads the list before or after.
+                weights[:] = changed_weights(self.signature, weights, links)
+                self.taken.last = links[-1].changes
+            assert self.taken.last is not None  # else there would be a base
+            return self.taken.last
 
     def warm_up(self, *, max_items: int | None = None, rows: int = 1) -> None:
         """Compiles and runs all programs that small requests need, before the first one.

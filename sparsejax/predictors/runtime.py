@@ -128,6 +128,10 @@ class Programs:
         sizes = (sizes_for(n, self.by_rows) for n in range(1, most + 1))
         return sorted({*itertools.chain(*sizes)})
 
+    def steady(self) -> Programs:
+        """The same programs, whose weights stay these if others take their place."""
+        return dataclasses.replace(self, weights=[*self.weights])
+
     def run(self, size: int, given: Sequence[Rows], room: int) -> Any:
         """The outputs for a batch. Does not wait for them.
 

@@ -41,7 +41,8 @@ class Array:
     """An array that programs take or give.
 
     Attributes:
-      name: None of weights, and of the only input of a model that has no names for them.
+      name: of click models' weights, the path in the model; None of other weights, and of the
+        only input of a model that has no names for them.
       dtype: of the values; None if a sparse one has no values. Of a sparse one of uint32 an
         entry is a number of 64 bits, not a column: values are its upper words, and indices
         its lower ones.
@@ -187,6 +188,25 @@ class ClickFeature:
 
 
 @dataclasses.dataclass(frozen=True)
+class ClickTable:
+    """A table in a stack.
+
+    Attributes:
+      name: with the path of its collection in the model, as changes have it.
+      first: the row of its id 0 in the stack, or where a dynamic table begins.
+      num_rows: of the table.
+    """
+
+    name: str
+    first: int
+    num_rows: int
+
+    def __post_init__(self) -> None:
+        _check_sizes([self.num_rows], 1)
+        _check_sizes([self.first, self.first + self.num_rows], 0)
+
+
+@dataclasses.dataclass(frozen=True)
 class ClickStack:
     """Tables that lie below each other.
 
@@ -194,11 +214,17 @@ class ClickStack:
       bags: of an example.
       features: that read them.
       dynamic: whether ids have 64 bits, and the programs find their rows.
+      tables: for changes; none in files of earlier releases.
+      kernel: the name of the weight with their rows.
+      index: of dynamic ones, the names of the weights with their index begin so.
     """
 
     bags: int
     features: tuple[ClickFeature, ...]
     dynamic: bool = False
+    tables: tuple[ClickTable, ...] = ()
+    kernel: str = ""
+    index: str = ""
 
     def __post_init__(self) -> None:
         last = [f.bag + max(f.length, 1) for f in self.features]

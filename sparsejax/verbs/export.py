@@ -116,7 +116,9 @@ def export_predictor(
     signature = Signature(
         kind=kind.name,
         **portable.stated,
-        weights=tuple(Array.of(weight.like, None) for weight in portable.weights),
+        weights=tuple(
+            Array.of(weight.like, weight.name) for weight in portable.weights
+        ),
         rows=sizes_of_programs(batch_size),
         platforms=PLATFORMS,
         calling_convention=jax.config.jax_export_calling_convention_version,

@@ -36,7 +36,7 @@ from sparsejax.mesh.layout import (
     sharding_of,
     to_host,
 )
-from sparsejax.ops.hash_index import PARTS
+from sparsejax.ops import index_edits
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.wide_ids import WideIds, joined
@@ -414,11 +414,7 @@ def _lost(stack: Stack, piece: Piece, differences: Sequence[Any]) -> np.ndarray:
 
 def _rows_in(stack: Stack, table: StackedTable, mask: np.ndarray) -> np.ndarray:
     """The rows of a dynamic table for which a mask is true."""
-    layout, place = layout_of(stack), stack.tables.index(table)
-    first = layout.firsts[place]
-    mine = mask.reshape(PARTS, -1)[:, first : first + layout.sizes[place]]
-    part, row = np.nonzero(mine)
-    return (part * layout.rows + first + row).astype(np.int32)
+    return index_edits.rows_in(layout_of(stack), stack.tables.index(table), mask)
 
 
 def _ids(keys: Any, rows: np.ndarray) -> np.ndarray:
@@ -439,7 +435,7 @@ def _static_changes(
     for number, table in pieces:
         stack = parts[number].stack
         rows = np.flatnonzero(differences[number][0]).astype(np.int32)
-        block = files.block(rows)
+        block = index_edits.block(len(rows))
         for start in range(0, len(rows), block):
             some = rows[start : start + block]
             which, ids = _ids_at(stack, np.pad(some, (0, block - len(some))))
@@ -531,7 +527,7 @@ def _read(
                 first = piece.first_column
                 columns = [columns[0][:, first : first + stack.dim]]
             else:
-                rows = places(stack, piece, known, content.ids)
+                rows = _places(stack, piece, known, content.ids)
                 here = rows >= 0
                 gone = content.ids[~here]
                 words = WideIds.of(content.ids[here])
@@ -548,7 +544,7 @@ def _read(
     return _Memory(links[-1], put, lost, written)
 
 
-def places(
+def _places(
     stack: Stack,
     table: StackedTable,
     known: Mapping[str, nnx.Variable],

@@ -12,27 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
 from sparsejax import row_files
 from sparsejax.embeddings import table_files
-from sparsejax.embeddings.dynamic.state import layout_of
-from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.mesh.layout import (
     BY_ROWS,
-    call_on_each_device,
     call_with_auto_axes,
     jit_sharded,
-    mesh_is_set,
     replicated,
 )
-from sparsejax.ops import hash_index
-from sparsejax.ops.hash_index import Index, TableKeys
+from sparsejax.ops import index_edits
 from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.whole_files import check_writable, whole_file
-from sparsejax.wide_ids import WideIds
 
 # In the metadata of the file's schema: the steps of the optimizer whose state it has.
 _STEPS = b"sparsejax.steps"
@@ -108,17 +101,14 @@ def gathered(
     rows: np.ndarray, arrays: Sequence[jax.Array]
 ) -> Iterator[tuple[slice, list[jax.Array]]]:
     """Some rows of arrays at a time, with zeros behind: which they are, and copies of them."""
-    read, size = jit_sharded(_read, None, static=()), block(rows)
+    read, size = (
+        jit_sharded(_read, None, static=()),
+        index_edits.block(len(rows), _BLOCK),
+    )
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         at = np.pad(some, (0, size - len(some))).astype(np.int32)
         yield slice(start, start + len(some)), read([*arrays], at)
-
-
-def block(rows: np.ndarray) -> int:
-    """Rows that are worked on at a time: few sizes, so that programs are found again."""
-    bits = max(8, max(0, len(rows) - 1).bit_length())
-    return min(_BLOCK, 1 << -(-bits // 4) * 4)
 
 
 def _read(arrays: list[jax.Array], rows: ArrayLike) -> list[jax.Array]:
@@ -135,8 +125,6 @@ def _narrowest(array: jax.Array) -> jax.Array:
 
 def read(
     path: str | os.PathLike[str],
-    stack: Stack,
-    table: StackedTable,
     like: Mapping[str, jax.ShapeDtypeStruct],
     *,
     with_state: bool,
@@ -145,15 +133,12 @@ def read(
 
     Args:
       path: of the file.
-      stack: of the table.
-      table: that the rows are for.
       like: arrays of all rows by column.
       with_state: whether there is an optimizer, whose arrays are all in `like`.
 
     Raises:
       ValueError: it is no such file, is of another width or dtype, has an id twice or a
-        number that is not finite, more ids than a part of the table has room for, or the
-        state of another rule.
+        number that is not finite, or the state of another rule.
     """
     path = pathlib.Path(path)
     try:
@@ -187,7 +172,6 @@ def read(
     ids = ids.astype(np.uint64)[order]
     if len(twice := np.flatnonzero(ids[1:] == ids[:-1])):
         raise ValueError(f"{path} has the id {ids[twice[0]]} twice")
-    check_room(path, stack, table, ids)
     return Rows(ids, {name: values[order] for name, values in columns.items()}, steps)
 
 
@@ -240,104 +224,6 @@ def _numbers(
     return values
 
 
-def check_room(
-    path: pathlib.Path, stack: Stack, table: StackedTable, ids: np.ndarray
-) -> None:
-    """Raises ValueError if a part of a table has fewer rows than these ids need."""
-    size = table.config.num_rows // hash_index.PARTS
-    keys = _keys(stack, table, ids)
-    most = int(np.bincount(hash_index.part_of(keys), minlength=1).max())
-    if most > size:
-        raise ValueError(
-            f"{path} has {len(ids):,} ids, {most:,} of them in one of 256 parts, of which "
-            f"each has {size:,} rows in the table {table.name!r}: make it for at least "
-            f"{most * hash_index.PARTS:,} rows"
-        )
-
-
-def _keys(stack: Stack, table: StackedTable, ids: np.ndarray) -> TableKeys:
-    words = WideIds.of(ids)
-    number = np.full(len(ids), stack.tables.index(table), np.int32)
-    return TableKeys(number, words.high, words.low)
-
-
-def insert(
-    stack: Stack, table: StackedTable, index: Index, ids: np.ndarray
-) -> tuple[Index, np.ndarray]:
-    """An index whose ids of a table are these, and the row of the kernel of each; or -1."""
-    first, size = _range_of(stack, table)
-    gone = np.zeros((hash_index.PARTS, stack.num_rows // hash_index.PARTS), bool)
-    gone[:, first : first + size] = True
-    return replace(stack, table, index, gone, ids)
-
-
-def replace(
-    stack: Stack,
-    table: StackedTable,
-    index: Index,
-    gone: np.ndarray,
-    ids: np.ndarray,
-) -> tuple[Index, np.ndarray]:
-    """An index without the keys of some rows, and with new ids; the row of each, or -1."""
-    remove = jit_sharded(_removed, P("model"), static=(0,))
-    index = remove(stack, index, gone.reshape(hash_index.PARTS, -1))
-    add, size, rows = jax.jit(_added, static_argnums=0), block(ids), []
-    for start in range(0, len(ids), size):
-        some = ids[start : start + size]
-        wanted = np.arange(size) < len(some)
-        keys = _keys(stack, table, np.pad(some, (0, size - len(some))))
-        index, found = add(stack, index, keys, wanted)
-        rows.append(np.asarray(found)[: len(some)])
-    return index, np.concatenate(rows) if rows else np.zeros(0, np.int32)
-
-
-def _range_of(stack: Stack, table: StackedTable) -> tuple[int, int]:
-    """The first row of a table in each part, and how many it has there."""
-    layout, place = layout_of(stack), stack.tables.index(table)
-    return layout.firsts[place], layout.sizes[place]
-
-
-def _removed(stack: Stack, index: Index, gone: ArrayLike) -> Index:
-    layout = layout_of(stack)
-    return call_with_auto_axes(
-        lambda index, gone: hash_index.remove(layout, index, jnp.asarray(gone)),
-        index,
-        gone,
-        out_specs=P("model"),
-    )
-
-
-def _added(
-    stack: Stack, index: Index, keys: TableKeys, wanted: jax.Array
-) -> tuple[Index, jax.Array]:
-    layout = layout_of(stack)
-
-    def part(index, keys, wanted, first):
-        of_part = hash_index.part_of(keys) - first
-        mine = wanted & (of_part >= 0) & (of_part < len(index.used))
-        of, _ = hash_index.distinct(layout, keys, mine)
-        index, rows = hash_index.insert(layout, index, of, of.first, first)
-        return index, jnp.full(len(rows), -1, jnp.int32).at[of.place].set(rows)
-
-    def on_device(index, keys, wanted):
-        first = lax.axis_index("model") * len(index.used)
-        index, rows = part(index, keys, wanted, first)
-        rows = jnp.where(rows >= 0, rows + first * layout.rows, -1)
-        return index, lax.pmax(rows, "model")
-
-    if not mesh_is_set():
-        return part(index, keys, wanted, 0)
-    by_parts = P("model")
-    return call_on_each_device(
-        on_device,
-        index,
-        keys,
-        wanted,
-        in_specs=(by_parts, P(), P()),
-        out_specs=(by_parts, P()),
-    )
-
-
 def overwritten(
     array: jax.Array,
     rows: np.ndarray,
@@ -358,7 +244,7 @@ def overwritten(
     spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
     spec = spec if divided else P()
     write = jit_sharded(_written, spec, static=(0, 1), donate=(2,))
-    size = block(rows)
+    size = index_edits.block(len(rows), _BLOCK)
     for start in range(0, len(rows), size):
         some, data = rows[start : start + size], values[start : start + size]
         more = size - len(some)

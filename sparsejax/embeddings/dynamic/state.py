@@ -12,9 +12,8 @@ from jaxtyping import Array, Int, UInt8, UInt32
 from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import admission
 from sparsejax.embeddings.placement import Stack, StackedTable
-from sparsejax.ops import hash_index
+from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
-from sparsejax.wide_ids import joined
 
 # The numbers of each table. An id counts as often as batches have it, a row once.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
@@ -130,12 +129,5 @@ def rows_of(
     stack: Stack, table: StackedTable, used: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a table in ascending order, and the row of the kernel of each."""
-    layout, place = layout_of(stack), stack.tables.index(table)
-    first = layout.firsts[place]
-    mine = np.zeros_like(used)
-    mine[:, first : first + layout.sizes[place]] = True
-    rows = np.flatnonzero(used & mine)
-    words = keys.reshape(-1, 2)[rows]
-    ids = joined(words[:, 0], words[:, 1])
-    order = np.argsort(ids)
-    return ids[order], rows[order].astype(np.int32)
+    number = stack.tables.index(table)
+    return index_edits.rows_of(layout_of(stack), number, used, keys)

@@ -17,13 +17,13 @@ from sparsejax.embeddings.dynamic.changes import (
     BY_PARTS,
     Part,
     Piece,
-    places,
     rows_now,
     tables_of,
 )
-from sparsejax.embeddings.dynamic.state import rows_of
+from sparsejax.embeddings.dynamic.state import layout_of, rows_of
 from sparsejax.embeddings.placement import StackedTable
 from sparsejax.mesh.layout import to_host
+from sparsejax.ops import index_edits
 from sparsejax.ops.hash_index import Index
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer, first_state
@@ -143,26 +143,17 @@ def _indexed(
     is_base: bool,
 ) -> tuple[Index, np.ndarray]:
     """An index with the changed ids, and their rows."""
-    stack, ids = part.stack, content.ids
-    if is_base:
-        files.check_room(link.path, stack, table, ids)
-        index, rows = files.insert(stack, table, index, ids)
-    else:
-        before, _ = rows_of(stack, table, *_used_and_keys(part))
-        kept = before[~np.isin(before, content.removed)]
-        files.check_room(link.path, stack, table, np.union1d(kept, ids))
-        gone = np.zeros(stack.num_rows, bool)
-        at = places(stack, table, part.known, content.removed)
-        gone[at[at >= 0]] = True
-        rows = places(stack, table, part.known, ids)
-        new = rows < 0
-        index, rows[new] = files.replace(stack, table, index, gone, ids[new])
-    if (rows < 0).any():
-        raise ValueError(
-            f"{link.path}: {np.sum(rows < 0):,} ids of table {table.name!r} found no slot of "
-            "the index, whose buckets were full: make the table larger"
-        )
-    return index, rows
+    stack = part.stack
+    return index_edits.changed(
+        link.path,
+        layout_of(stack),
+        stack.tables.index(table),
+        table.name,
+        index,
+        rows_of(stack, table, *_used_and_keys(part)),
+        ids=content.ids,
+        removed=None if is_base else content.removed,
+    )
 
 
 def _used_and_keys(part: Part) -> tuple[np.ndarray, np.ndarray]:

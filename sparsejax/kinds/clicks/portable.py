@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -32,7 +32,12 @@ from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.predictors.archive import Stored
-from sparsejax.predictors.signature import ClickFeature, ClickStack, of_clicks
+from sparsejax.predictors.signature import (
+    ClickFeature,
+    ClickStack,
+    ClickTable,
+    of_clicks,
+)
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import NUM_IDS
 
@@ -79,7 +84,7 @@ def portable_clicks(
         for path_of, table in tables
         if table.numbers
     }
-    weights, structure = jax.tree.flatten((state, list(numbers.values())))
+    named, structure = jax.tree.flatten_with_path((state, list(numbers.values())))
 
     def logits(weights, inputs):
         state, scales = jax.tree.unflatten(structure, weights)
@@ -96,18 +101,29 @@ def portable_clicks(
             )
         return [found]
 
-    stated = tuple(map(_stated, stacks))
+    stated = tuple(_stated(path_of, table.stack) for path_of, table in tables)
     schema = None if clicks is None else clicks.schema
     vocabularies = {} if clicks is None else clicks.vocabularies
     return Portable(
         stated={"stacks": stated, "schema": schema, **of_clicks(num_dense, stated)},
         function=logits,
         weights=[
-            Stored(w, w.pieces() if isinstance(w, _Table) else to_host_in_pieces(w))
-            for w in weights
+            Stored(
+                w,
+                w.pieces() if isinstance(w, _Table) else to_host_in_pieces(w),
+                None if place.idx else _dotted(path),
+            )
+            for (place, *path), w in named
         ],
         vocabularies={name: names.tolist() for name, names in vocabularies.items()},
     )
+
+
+def _dotted(path: Iterable[Any]) -> str:
+    """A path of a tree, as exports of changes name it."""
+    # An array is the attribute of a variable, whose name is enough.
+    keys = (key for key in path if not isinstance(key, jax.tree_util.GetAttrKey))
+    return ".".join(str(getattr(key, "key", key)) for key in keys)
 
 
 def _check_unknown(unknown: Unknown | None, model: Any) -> None:
@@ -304,7 +320,7 @@ def _reader(numbers: list[jax.Array]) -> gradients.Reader:
     return read
 
 
-def _stated(stack: Stack) -> ClickStack:
+def _stated(path: tuple, stack: Stack) -> ClickStack:
     features = (
         ClickFeature(
             name=f.name,
@@ -316,4 +332,16 @@ def _stated(stack: Stack) -> ClickStack:
         )
         for f in stack.features
     )
-    return ClickStack(stack.bags, tuple(features), dynamic=stack.dynamic)
+    return ClickStack(
+        stack.bags,
+        tuple(features),
+        dynamic=stack.dynamic,
+        tables=tuple(
+            ClickTable(
+                _dotted((*path, table.name)), table.place.first, table.config.num_rows
+            )
+            for table in stack.tables
+        ),
+        kernel=_dotted((*path, "kernels", stack.name)),
+        index=_dotted((*path, "indexes", stack.name)) if stack.dynamic else "",
+    )
