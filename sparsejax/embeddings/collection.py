@@ -373,7 +373,7 @@ class EmbeddingCollection(nnx.Module):
         the devices work on a batch, the host prepares the next one. Use a batch before you
         take the next one: later it may read NaN, as its rows may have left.
 
-        Losses have the same bits as those of tables that are on the devices, see
+        On a CPU losses have the same bits as those of tables that are on the devices, see
         docs/host_tables.md.
 
         Args:

@@ -3,7 +3,7 @@
 The parameter of such a stack has *slots*, fewer than rows. Before a step its rows get slots, and
 the columns of its batch become the numbers of their slots. So a step is the same as that of
 other tables. Whatever there is of a row moves with it: its numbers and the state of the
-optimizer. In which slot a row lies has no influence on results.
+optimizer. On a CPU, in which slot a row lies has no influence on results, to the bit.
 
 A row is first made on a device, when a batch first has its id. So host memory is taken by rows
 that were seen, and nothing is written at the start.
