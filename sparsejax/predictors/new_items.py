@@ -53,13 +53,11 @@ class Content:
           ValueError: there are other tags than the signature has rows for.
         """
         stated, names = signature.new_items, vocabularies.get(TAGS)
-        count = 0
-        if stated is not None and stated.tag_kernel is not None:
-            count = stated.tag_kernel.shape[0]
+        if stated is None:  # names of tags are then a column of clicks
+            return None
+        count = 0 if stated.tag_kernel is None else stated.tag_kernel.shape[0]
         if (0 if names is None else len(names)) != count:
             raise ValueError(f"{LABEL} has {count:,} tags, but there are other names")
-        if stated is None:
-            return None
         none = np.empty(0, np.dtypes.StringDType())
         vectors = None
         if stated.vector_kernel is not None:
