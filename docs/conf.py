@@ -1,6 +1,7 @@
 """How Sphinx builds these pages: `make docs`."""
 
 import importlib.metadata
+import re
 
 project = "sparsejax"
 release = importlib.metadata.version("sparsejax")
@@ -8,6 +9,7 @@ release = importlib.metadata.version("sparsejax")
 extensions = [
     "myst_nb",
     "sphinx.ext.autodoc",
+    "sphinx.ext.autosummary",
     "sphinx.ext.napoleon",
     "sphinx_design",
     "sphinxcontrib.mermaid",
@@ -27,12 +29,35 @@ napoleon_numpy_docstring = False
 napoleon_use_ivar = True  # a dataclass's attributes once, not twice
 autodoc_member_order = "bysource"
 autodoc_default_options = {"members": True}
+autosummary_generate = False  # tables only: the pages of the API have the names below
+
+
+def described(page: str) -> list[str]:
+    """The names that a page of the API describes, as they stand after `sj.`."""
+    module, names = "sparsejax", []
+    for line in page.splitlines():
+        match re.findall(r"^\.\. (currentmodule|auto[a-z]+):: (\S+)$", line):
+            case [("currentmodule", name)]:
+                module = name
+            case [("autoclass" | "autofunction" | "autoexception", name)]:
+                whole = name if name.startswith("sparsejax.") else f"{module}.{name}"
+                names.append(whole.removeprefix("sparsejax."))
+    return names
 
 
 def setup(app) -> None:
-    """Links to the benchmarks' page, as they are in the repository, stay inside."""
+    """Links to the benchmarks stay inside, and pages of the API begin with a table."""
 
     def relink(app, page: str, source: list[str]) -> None:
         source[0] = source[0].replace("](../benchmarks/README.md", "](benchmarks.md")
 
+    def summarize(app, page: str, source: list[str]) -> None:
+        names = described(source[0]) if page.startswith("api/") else []
+        if names:
+            title, _, rest = source[0].partition("\n")
+            rows = "".join(f"   {name}\n" for name in names)
+            table = f".. currentmodule:: sparsejax\n.. autosummary::\n   :nosignatures:\n\n{rows}"
+            source[0] = f"{title}\n\n```{{eval-rst}}\n{table}```\n{rest}"
+
     app.connect("source-read", relink)
+    app.connect("source-read", summarize)

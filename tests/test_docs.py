@@ -57,11 +57,14 @@ PACKAGES = {"data", "embeddings", "mesh", "nn", "optimizers", "sequence", "train
 
 
 def test_the_api_lists_every_public_name():
-    page = (DOCS / "api" / "index.md").read_text()
-    listed = set(re.findall(r":: (?:sparsejax\.)?([\w.]+)", page))
+    pages = "".join(page.read_text() for page in (DOCS / "api").glob("*.md"))
+    listed = set(re.findall(r":: (?:sparsejax\.)?([\w.]+)", pages))
     known = {sj.optimizers.get(name, learning_rate=0.1) for name in rules.NAMES}
     wanted = {type(rule).__name__ for rule in known} | {"losses", "metrics"}
     wanted |= {f"baselines.{name}" for name in ("popularity", "item_knn", "ease")}
+    for module in (losses, sj.metrics):
+        area = module.__name__.removeprefix("sparsejax.")
+        wanted |= {f"{area}.{name}" for name in public_api.public_names(module)}
     wanted |= set(dir(sj)) - {"baselines", "datasets", "dsstne", "spark"} - PACKAGES
     for package in sorted(PACKAGES):
         names = public_api.public_names(getattr(sj, package)) - {"datasets"}

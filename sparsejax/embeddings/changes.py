@@ -55,7 +55,7 @@ def export_changes(
     reads the folder, and writes what differs from it.
 
     Args:
-      model: whose tables are in `EmbeddingCollection`s.
+      model: its tables are those of each `EmbeddingCollection` in it.
       folder: of the changes; it is made if there is none.
       optimizer: that trains the model. With None rows are written as they are.
       state: write the state of the rows of dynamic tables, too. Under most rules it changes in
@@ -66,7 +66,7 @@ def export_changes(
       export.
 
     Raises:
-      NotImplementedError: there are several processes; or the model has other `RowParam`s.
+      NotImplementedError: there are several processes; or the model has another `RowParam`.
       OSError: the folder cannot be read.
       ValueError: the model has no tables; the folder has changes that were cut off or altered; or
         `state` without an optimizer.
