@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.csv
 import pyarrow.parquet as pq
 import pytest
 
@@ -259,3 +260,33 @@ def test_no_json(tmp_path):
         path.write_text(text)
         with pytest.raises(sj.DataError, match=message):
             sj.read_item_features(path)
+
+
+@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
+def test_folders_of_hive_are_columns(tmp_path, suffix):
+    rows = {"drink": ["tea", "mate"], "food": ["rice"], None: ["pen"]}
+    whole = []
+    for kind, items in rows.items():
+        folder = "__HIVE_DEFAULT_PARTITION__" if kind is None else kind
+        path = tmp_path / "all" / f"kind={folder}" / f"part.{suffix}"
+        path.parent.mkdir(parents=True)
+        table = pa.table({"item": items, "price": [float(len(i)) for i in items]})
+        whole += [{"kind": kind, **row} for row in table.to_pylist()]
+        if suffix == "parquet":
+            pq.write_table(table, path)
+        elif suffix == "csv":
+            pyarrow.csv.write_csv(table, path)
+        else:
+            path.write_text("".join(json.dumps(r) + "\n" for r in table.to_pylist()))
+    found = sj.read_item_features(tmp_path / "all")
+    wanted = sj.read_item_features(whole).align(found.item_names)
+    assert sorted(found.tag_names) == ["kind=drink", "kind=food", "price"]
+    order = [wanted.tag_names.tolist().index(name) for name in found.tag_names]
+    np.testing.assert_array_equal(found.tags.toarray(), wanted.tags.toarray()[:, order])
+    # A column of the file itself counts more than its folder.
+    pq.write_table(
+        pa.table({"item": ["tea"], "kind": ["hot"]}),
+        tmp_path / "all/kind=food/own.parquet",
+    )
+    own = sj.read_item_features(tmp_path / "all/kind=food/own.parquet")
+    assert own.tag_names.tolist() == ["kind=hot"]

@@ -56,6 +56,8 @@ def read_item_features(
     text that is named in `words`   a tag for each different word, in lower case
     ==============================  ====================================================
 
+    Folders named like `kind=drink`, as by Hive, are a column of text.
+
     A cell may be empty. A JSON file may also be one object with a list of tags for each
     item: `{"tea": [4, 7], "rice": [4]}`. In CSV the columns of items, `tags` and `words` are
     text, so that "007" and "NA" are names.
@@ -96,7 +98,9 @@ def read_item_features(
             return ItemFeatures.load(source)
     pieces = find_pieces(source)
     path = pieces[0].path
-    tables = [_table(piece, item, (*tags, *words)) for piece in pieces]
+    tables = [
+        _with_folders(piece, _table(piece, item, (*tags, *words))) for piece in pieces
+    ]
     try:
         table = pa.concat_tables(tables, promote_options="default").combine_chunks()
     except pa.ArrowInvalid as error:
@@ -348,6 +352,16 @@ def _table(
     if start.startswith(b"["):
         return _json(path)
     return _csv(path, item, names)
+
+
+def _with_folders(piece: Piece, table: pa.Table) -> pa.Table:
+    """A table of a file with the columns that the file has from its folders."""
+    constants = piece.constants.beside(table.column_names)
+    for name in constants.texts:
+        # Plain text, as Arrow does not join dictionaries with nulls.
+        cells = constants.column(name, len(table)).cast(pa.string())
+        table = table.append_column(name, cells)
+    return table
 
 
 def _json_lines(path: Path) -> pa.Table:
