@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import sparsejax as sj
+from sparsejax.cli import commands, flags
 from sparsejax.cli.main import main
 from sparsejax.engine.train import checkpoint
 
@@ -77,6 +78,15 @@ def test_one_command_from_events_and_attributes(files, tmp_path, capsys):
     found = recommended(out)
     right = [kind_of_item(item) == int(user[1:]) % 3 for user, item in found]
     assert found and np.mean(right) > 0.8
+
+    # A service of the run recommends them, as an exported file does.
+    file = str(tmp_path / "predictor")
+    assert main(["export", run, file, "--k", "33"]) == 0
+    wanted = sj.load_predictor(file).recommend_names(["i3", "i0"])
+    with commands.exported(flags.Serve(model=run)) as served:
+        answers = sj.load_predictor(served.model).recommend_names(["i3", "i0"])
+    assert answers == wanted and len(wanted) == ITEMS + NEW - 2
+    assert next(n for n in answers if int(n[1:]) >= ITEMS) == "i30"
 
     # A resume has the same content, and loads it.
     assert main([*train, "--batch-size", "20", "--resume"]) == 0

@@ -200,3 +200,32 @@ def test_recommends_to_the_rows_of_a_frame(session, predictor, trained):
     for expressions, message in wrong:
         with pytest.raises(ValueError, match=message):
             sj.spark.recommend(frame.selectExpr(*expressions.split(", ")), predictor)
+
+
+def test_recommends_new_items_by_their_content(session, symbolic_sizes, tmp_path):
+    """Those that the run knew of, and those that a predictor was given later."""
+    shop = {f"u{u}": [f"i{i}" for i in range(u % 2, 12, 2)] for u in range(12)}
+    pairs = [{"user": u, "item": i} for u, items in shop.items() for i in items]
+    events = pa.Table.from_pylist(pairs)
+    content = [{"item": f"i{i}", "kind": f"k{i % 2}"} for i in range(14)]
+    features = sj.read_item_features(content)
+    data = sj.read(events, indicator=True)
+    data = data.align_features(features.names_after(data))
+    known = features.align(data)
+    config = sj.NetworkConfig.autoencoder((4,))
+    rule = sj.optimizers.adam(0.05)
+    model, optimizer = sj.build(config, data, rule, item_features=known)
+    sj.fit(model, optimizer, data, num_epochs=20, batch_size=12)
+    file, longer = tmp_path / "predictor", tmp_path / "longer"
+    sj.export_predictor(model, file, names=data, k=14, item_features=known)
+    later = sj.read_item_features([{"item": "i14", "kind": "k0"}])
+    sj.load_predictor(file).add_items(later).save(longer)
+    seen = [["i0", "i2"], ["i1"], ["i12", "i4"]]
+    rows = [(f"u{i}", items) for i, items in enumerate(seen)]
+    frame = session.createDataFrame(rows, "user string, items array<string>")
+    for path, new in ((file, {"i12", "i13"}), (longer, {"i12", "i13", "i14"})):
+        collected = sj.spark.recommend(frame, path).orderBy("user").collect()
+        here = sj.load_predictor(path)
+        found = [row["items"] for row in collected]
+        assert found == [here.recommend_names(items) for items in seen]
+        assert new <= {*found[1]}
