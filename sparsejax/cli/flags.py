@@ -904,6 +904,8 @@ class Serve:
       keep: Versions before the one that serves which still answer, in memory, who names them.
       histories: What users had before, a saved data set: a request may then name users.
       similar: Serve a second model, called similar: items like given items.
+      exclude_file: Recommend none of these items, such as those sold out: a file with a name on
+        each line. It is read again when it changes.
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is
         127.0.0.1 unless it is given.
@@ -929,6 +931,7 @@ class Serve:
     keep: int = 0
     histories: Annotated[str | None, _OptionalFile] = None
     similar: bool = False
+    exclude_file: Annotated[str | None, _OptionalFile] = None
     admin: Annotated[str | None, _value("[HOST:]PORT", "")] = None
     grace: float = 30.0
     compilation: Compilation = Compilation()

@@ -102,6 +102,7 @@ def serve(command: flags.Serve) -> None:
             keep=command.keep,
             similar=command.similar,
             histories=command.histories,
+            exclude_file=command.exclude_file,
         ),
         address,
         grace=command.grace,

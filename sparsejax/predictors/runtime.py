@@ -83,6 +83,7 @@ class Programs:
       code: what they are made of.
       only: the same programs, whose last input is the only items that are ranked, not those
         that are not; None if the output layer is part of the programs.
+      denies: whether the last weight is for `deny`.
     """
 
     inputs: tuple[Array, ...]
@@ -90,6 +91,7 @@ class Programs:
     weights: list[jax.Array]
     code: Mapping[int, export.Exported]
     only: Programs | None = None
+    denies: bool = False
 
     @classmethod
     def of(
@@ -97,18 +99,25 @@ class Programs:
         signature: Signature,
         programs: Mapping[int, export.Exported],
         weights: Iterable[np.ndarray | jax.Array],
+        *,
+        denies: bool = False,
     ) -> Programs:
-        """Puts weights on the device."""
+        """Puts weights on the device; with `denies` one more, by which `deny` works."""
         options, on_device = dict(gpu_options()) or None, jax.device_put(list(weights))
+        if denies:
+            assert signature.layer is not None  # else there is nothing to deny
+            # The kernel may have more rows than there are items.
+            rows = len(on_device[signature.layer.kernel])
+            on_device.append(_denied(rows, np.empty(0, np.int32)))
 
         def made(best: _Best, only: Programs | None) -> Programs:
             compiled = {
                 rows: jax.jit(
-                    _whole(signature, program, best), compiler_options=options
+                    _whole(signature, program, best, denies), compiler_options=options
                 )
                 for rows, program in programs.items()
             }
-            return cls(signature.inputs, compiled, on_device, programs, only)
+            return cls(signature.inputs, compiled, on_device, programs, only, denies)
 
         only = None if signature.layer is None else made(_best_of_some, None)
         return made(_best_of_all, only)
@@ -131,6 +140,22 @@ class Programs:
     def steady(self) -> Programs:
         """The same programs, whose weights stay these if others take their place."""
         return dataclasses.replace(self, weights=[*self.weights])
+
+    def denying(self, signature: Signature) -> Programs:
+        """The same programs, for `deny`. The output layer must be apart from them."""
+        return Programs.of(signature, self.code, self.weights, denies=True)
+
+    def deny(self, items: np.ndarray) -> None:
+        """Recommends these items to nobody from now on, and all others again.
+
+        What was compiled stays so. A batch has the items of before, or these.
+
+        Args:
+          items: their ids.
+        """
+        assert self.denies
+        # Whoever compiled a program holds this list, too, as does `only`.
+        self.weights[-1] = _denied(len(self.weights[-1]), items)
 
     def run(self, size: int, given: Sequence[Rows], room: int) -> Any:
         """The outputs for a batch. Does not wait for them.
@@ -164,6 +189,13 @@ class Programs:
             none if each.sparse else np.zeros((0, *each.shape), each.dtype)
             for each in self.inputs
         ]
+
+
+def _denied(rows: int, items: np.ndarray) -> jax.Array:
+    """A bias that denies items: -inf for these, 0 for others, whose scores keep their bits."""
+    bias = np.zeros(rows, np.float32)
+    bias[items] = -np.inf
+    return jax.device_put(bias)
 
 
 class _Layer(NamedTuple):
@@ -214,7 +246,7 @@ def _best_of_some(
 
 
 def _whole(
-    signature: Signature, program: export.Exported, best: _Best
+    signature: Signature, program: export.Exported, best: _Best, denies: bool
 ) -> Callable[..., Any]:
     """A program with the output layer behind it, if the file has that apart."""
     stated = signature.layer
@@ -229,9 +261,14 @@ def _whole(
         bias, scale = (
             None if at is None else weights[at] for at in (stated.bias, stated.scale)
         )
+        if bias is not None:
+            bias = bias.astype(accumulator(bias.dtype))
+        if denies:
+            denied = weights[-1].astype(accumulator(h.dtype))
+            bias = denied if bias is None else bias + denied.astype(bias.dtype)
         layer = _Layer(
             kernel=weights[stated.kernel].astype(h.dtype),
-            bias=None if bias is None else bias.astype(accumulator(bias.dtype)),
+            bias=bias,
             scale=scale,
             precision=stated.precision,
         )

@@ -24,7 +24,7 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
 
     Args:
       signature: of a predictor with an output layer.
-      programs: its own, whose weights these share.
+      programs: its own, whose weights these share. If they deny, so do these.
     """
     layer = signature.layer
     assert layer is not None
@@ -32,7 +32,8 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
     num_items, (k,) = exclude.shape[-1], ids.shape
 
     def similar(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
-        (kernel, scale, bias), (items, own) = weights, inputs
+        (kernel, scale, bias, *denied), (items, own) = weights, inputs
+        bias = sum(denied, start=bias)
         kernel, seen = kernel.astype(layer.dtype), CSR(None, *own, num_cols=num_items)
         operands = kernel[items], kernel, bias, k
         with for_one_device():
@@ -43,12 +44,16 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
         return [found.astype(ids.dtype), cosines.astype(scores.dtype)]
 
     options, kernel = dict(gpu_options()) or None, programs.weights[layer.kernel]
-    weights = [kernel, *_scale_and_bias(kernel)]
+    weights = [
+        kernel,
+        *_scale_and_bias(kernel),
+        *programs.weights[-1:] * programs.denies,
+    ]
     inputs = Array(name="items", dtype="int32", shape=()), exclude
     compiled = {
         rows: jax.jit(similar, compiler_options=options) for rows in programs.by_rows
     }
-    return Programs(inputs, compiled, weights, code={})
+    return Programs(inputs, compiled, weights, code={}, denies=programs.denies)
 
 
 @jax.jit

@@ -139,7 +139,7 @@ async def _serve(
     # The health of the process is answered while the model is loaded and compiled.
     load = functools.partial(service.load, path) if versions is None else versions.first
     loading = asyncio.ensure_future(asyncio.to_thread(load))
-    watching = None
+    watching: list[asyncio.Future] = []
     stopped = asyncio.ensure_future(ending.wait())
     try:
         first = {"return_when": asyncio.FIRST_COMPLETED}
@@ -151,13 +151,15 @@ async def _serve(
             gc.freeze()
             log("ready", model=name, seconds=time.monotonic() - begun, **ports)
             if versions is not None and watch is not None:
-                watching = asyncio.ensure_future(versions.watch(watch))
+                watching.append(asyncio.ensure_future(versions.watch(watch)))
+            if service.excluded is not None:
+                watching.append(asyncio.ensure_future(service.excluded.watch()))
         await asyncio.wait({stopped, serving}, **first)
         if signal.SIGTERM in told[:1]:
             await _until_quiet(service, grace / 2)
     finally:
-        if watching is not None:
-            watching.cancel()
+        for each in watching:
+            each.cancel()
         if admin is not None and administering is not None:
             admin.should_exit = True
             await asyncio.wait({administering})

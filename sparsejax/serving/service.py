@@ -21,6 +21,7 @@ from sparsejax.serving.batcher import (
     Failures,
 )
 from sparsejax.serving.engine import Engine, Shape, TooLargeError
+from sparsejax.serving.excluded import Excluded
 from sparsejax.serving.histories import Histories
 from sparsejax.serving.metrics import Metrics
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor, wanted
@@ -47,6 +48,7 @@ class Settings:
       keep: versions before the one that serves, which answer who names them.
       similar: whether there is a second model, `similar`: items like given items.
       histories: file of a saved data set: what users had before, whom a request may name.
+      exclude_file: file with the names of items that nobody is recommended.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -59,6 +61,7 @@ class Settings:
     keep: int = 0
     similar: bool = False
     histories: str | None = None
+    exclude_file: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -110,6 +113,7 @@ class Service:
       settings: of the service.
       metrics: of the service.
       draining: whether the service is about to end.
+      excluded: what nobody is recommended, after `prepare`; None if there is no such file.
     """
 
     def __init__(self, name: str, settings: Settings):
@@ -127,15 +131,19 @@ class Service:
         self._version: Version | None = None
         self._older: list[Version] = []  # the latest first
         self._histories: Histories | None = None
+        self.excluded: Excluded | None = None
         self._in_hand = 0
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
-        """Reads what users had before, which all versions share.
+        """Reads what users had before, and what is left out, which all versions share.
 
         Raises:
-          DataError: the file is missing, is no saved data set of rows, or is damaged.
+          DataError: a file is missing or damaged, or it is no saved data set of rows.
+          OSError: the file of what is left out cannot be read.
         """
+        if self.settings.exclude_file is not None:
+            self.excluded = Excluded(self.settings.exclude_file)
         if self.settings.histories is not None:
             self._histories = Histories(self.settings.histories)
 
@@ -145,9 +153,12 @@ class Service:
         Raises:
           OSError: the file cannot be read.
           ValueError: it is no predictor, it cannot be asked by names, it has no vectors of
-            items where `similar` needs them, or it has no use for the histories.
+            items where `similar` needs them, or it has no use for the histories or for
+            items to leave out. No item is left.
         """
         predictor = load_predictor(path)
+        if self.excluded is not None:
+            predictor = self.excluded.denying(predictor)
         form, failures = form_of(predictor, self._histories), Failures()
         layer, own = predictor.signature.layer, predictor.model.programs
         if self.settings.similar and layer is None:
@@ -155,6 +166,10 @@ class Service:
                 f"the model {SIMILAR!r} needs vectors of items, which this predictor does not "
                 "have apart; export it again with this release, or serve without it"
             )
+
+        def tell(programs: Programs) -> None:
+            if self.excluded is not None:
+                self.excluded.tell(programs, predictor.items)
 
         def batcher(programs: Programs | None = None) -> Batcher:
             return Batcher(
@@ -165,10 +180,12 @@ class Service:
                 observe=self.metrics.batch,
             )
 
+        tell(own)
         similar = None
         if self.settings.similar:
             assert isinstance(form, Lists)  # of clicks there is no layer
             programs = similar_programs(predictor.signature, own)
+            tell(programs)
             like = Similar(predictor, form.names)
             similar = Version(SIMILAR, name, like, batcher(programs))
         candidates = None if layer is None else batcher(own.only)

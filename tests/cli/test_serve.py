@@ -108,6 +108,7 @@ def _ask(client: Client, answers: list[int]) -> None:
         (["--admin", "x:y"], "--admin is a port, or host and port like"),
         (["--keep", "1"], "goes with --watch or --admin"),
         (["--name", "similar", "--similar"], "is the name of the second model"),
+        (["--exclude-file", "no-such.txt"], "error: no-such.txt: "),
         (["--port", "70000"], "--port must be from 0 to 65535"),
         (
             ["--host", "no.such.host.invalid"],
