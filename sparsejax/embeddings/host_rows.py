@@ -92,6 +92,7 @@ class Slots:
         self.used = np.zeros(slots, np.int32)  # twice when; odd if it then changed
         self.changed = np.zeros(slots, bool)
         self.now, self.devices = _RECENT, devices
+        self._least = 0  # `used` of a slot of the newest batch is at least this
         self._size = slots // devices
         self._filled = [0] * devices
         self._hand = [0] * devices
@@ -110,7 +111,7 @@ class Slots:
         slots = np.empty(len(rows), np.int32)
         now = 2 * self.now + training
         # An even number is of a batch that was only read.
-        least = 2 * (self.now - _RECENT)
+        least = self._least = 2 * (self.now - _RECENT)
 
         def look(part: slice) -> None:
             mine = np.take(self.slot, rows[part], mode="clip") - 1
@@ -168,8 +169,11 @@ class Slots:
             self._filled[device] += int(np.sum(before < 0))
 
     def forget_changes(self) -> None:
-        """Says that the host has all that has changed."""
-        self.changed[:] = False
+        """Says that the host has all that has changed.
+
+        Slots of the newest batch stay marked: its step may not have begun.
+        """
+        self.changed &= self.used >= self._least
         self.now += _RECENT + 1  # so that what is used is marked again
 
     def clear(self) -> None:

@@ -146,6 +146,20 @@ def trained(model, optimizer, steps, seed=0):
     return [float(train(model, optimizer, *batch)) for batch in staged]
 
 
+def test_rows_read_before_a_step_do_not_lose_its_update():
+    here, there = Model(), hosted()
+    optimizers = [sj.Optimizer(m, RULES["rowwise_adagrad"]) for m in (here, there)]
+    losses = [float(train(here, optimizers[0], *b)) for b in batches(30)]
+    found = []
+    for batch in there.embeddings.staged(batches(30), optimizers[1]):
+        for name in "user", "item":  # they share a stack, which is copied twice
+            rows_of(there, name)
+        found.append(float(train(there, optimizers[1], *batch)))
+    assert found == losses
+    for name in "user", "item":
+        np.testing.assert_array_equal(rows_of(there, name), rows_of(here, name))
+
+
 def test_a_new_optimizer_begins_with_a_new_state():
     here, there = Model(), hosted()
     for seed in range(2):
