@@ -256,6 +256,8 @@ def _portable(
         kernel, *numbers = _arrays(stack, pieces, kind)
         kernels[stack.name] = RowParam(kernel)
         found.append(_Tables(stack, numbers))
+    if any(stack.device_rows is not None for stack in collection.stacks):
+        del collection.first, collection.stage  # the file has all rows
     collection.stacks = tuple(tables.stack for tables in found)
     collection.kernels, collection.indexes = nnx.data(kernels), nnx.data(indexes)
     collection.unknown = unknown
