@@ -14,6 +14,7 @@ from __future__ import annotations
 import concurrent.futures
 import functools
 import os
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -207,7 +208,8 @@ class HostRows:
     """The rows of a stack, with what an optimizer keeps of them.
 
     It is part of the metadata of the stack's parameter. All of these are equal, so that
-    programs that are compiled for a model serve others of the same tables.
+    programs that are compiled for a model serve others of the same tables. Such a program keeps
+    it, so it keeps the parameter weakly, and lets go of all rows when that is gone.
 
     Args:
       stack: of the tables.
@@ -217,7 +219,8 @@ class HostRows:
     def __init__(self, stack: Stack, key: nnx.Variable):
         self.stack, self.key = stack, key
         self.bytes_moved = 0
-        self._variables: dict[str, nnx.Variable] = {}
+        self._kernel: weakref.ref[nnx.Variable] | None = None
+        self._state: dict[str, nnx.Variable] = {}
         self._rule: Rule | None = None
         self._arrays: Arrays = {}
         self._known = np.zeros(0, np.uint8)
@@ -238,6 +241,8 @@ class HostRows:
         kernel: nnx.Variable,
         state: Mapping[str, nnx.Variable] | None,
         rule: Rule | None,
+        *,
+        reading: bool = False,
     ) -> None:
         """Says which variables have the slots.
 
@@ -245,12 +250,13 @@ class HostRows:
           kernel: the parameter of the stack.
           state: of its optimizer; None leaves that as it was.
           rule: of the optimizer.
+          reading: whether rows will not change, so that this optimizer begins nothing.
 
         Raises:
-          ValueError: they are those of a copy of the model.
+          ValueError: they are those of a copy of the model; or of another optimizer than
+            that of the rows, for reading.
         """
-        known = self._variables.get(ROW)
-        if known is not None and known is not kernel:
+        if self._kernel is not None and self._kernel() is not kernel:
             raise ValueError(
                 "this model is a copy of one whose tables are in host memory, and both would "
                 "write the same rows: build another model, and load a checkpoint into it"
@@ -259,21 +265,24 @@ class HostRows:
             raise NotImplementedError(
                 "tables in host memory are for one process, which may have several devices"
             )
-        variables = {ROW: kernel}
-        if state is None:
-            variables = self._variables | variables
-        else:
-            variables |= state
+        state = self._state if state is None else dict(state)
         devices = axis_sizes()[1] if mesh_is_set() else 1
-        same = variables.keys() == self._variables.keys() and all(
-            variables[name] is self._variables[name] for name in variables
+        same = state.keys() == self._state.keys() and all(
+            state[name] is self._state[name] for name in state
         )
+        if reading and self._state and not same:
+            raise ValueError(
+                "the rows in host memory have the state of another optimizer, which trains "
+                "this model: give that one; or none, after its flush(model)"
+            )
+        same &= self._kernel is not None
         if self._slots is not None:
             if same and self._slots.devices == devices:
                 return
             self.write_back()
         rows = self.stack.num_rows
         if not same:
+            variables = {ROW: kernel, **state}
             kept = {ROW: self._arrays[ROW]} if self._arrays else {}
             self._arrays = {
                 name: kept[name]
@@ -284,7 +293,10 @@ class HostRows:
             self._known &= np.uint8(_NUMBERS)  # another optimizer begins
             if not len(self._known):
                 self._known = np.zeros(rows, np.uint8)
-            self._variables, self._rule = variables, rule
+            if self._kernel is None:
+                self._kernel = weakref.ref(kernel)
+                weakref.finalize(kernel, self._release)
+            self._state, self._rule = state, rule
             # Names in their order: "known" comes first, and tells whether a piece has rows.
             self._pieces = Pieces({_KNOWN: self._known, **self._arrays})
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
@@ -335,8 +347,17 @@ class HostRows:
         return found.reshape(np.shape(columns)), left
 
     def write_back(self) -> None:
-        """Copies what has changed on the devices to the host. Rows keep their slots."""
+        """Copies what has changed on the devices to the host. Rows keep their slots.
+
+        Raises:
+          ValueError: the model is gone, and this was asked for by a copy of it.
+        """
         if self._slots is None:
+            if self._kernel is not None:
+                raise ValueError(
+                    "this model is a copy of one whose tables were in host memory, and that "
+                    "one was deleted with all rows: keep it, or load a checkpoint"
+                )
             return
         mesh = without_mesh() if self._mesh is None else jax.set_mesh(self._mesh)
         with interrupts.uninterrupted(), mesh:
@@ -396,8 +417,6 @@ class HostRows:
         everywhere: bool,
     ) -> None:
         """Brings the rows here up to date; slots are not written. See `Optimizer.flush`."""
-        if self._slots is None:
-            return
         self.write_back()
         if self._rule is None:
             return
@@ -417,7 +436,7 @@ class HostRows:
 
     def variables(self) -> list[nnx.Variable]:
         """Lists the variables that have something of the rows on the devices."""
-        return list(self._variables.values())
+        return list(self._variables().values())
 
     def save(self, folder: str | os.PathLike[str]) -> list[str]:
         """Writes what has changed since the last save. Returns the names of all files."""
@@ -430,6 +449,16 @@ class HostRows:
         assert self._pieces is not None
         self.forget_slots()
         self._pieces.load(folder, names)
+
+    def _release(self) -> None:
+        """Lets go of all rows, and of the state on the devices: the model is gone."""
+        self._state, self._arrays, self._rule = {}, {}, None
+        self._known = np.zeros(0, np.uint8)
+        self._slots = self._pieces = self._mesh = self._leaving = None
+
+    def _variables(self) -> dict[str, nnx.Variable]:
+        kernel = None if self._kernel is None else self._kernel()
+        return {} if kernel is None else {ROW: kernel, **self._state}
 
     def _changed(self, rows: np.ndarray, known: int) -> None:
         self._known[rows] |= np.uint8(known)
@@ -478,14 +507,14 @@ class HostRows:
         known = self._known[rows]
         self.bytes_moved += sum(array.nbytes for array in values.values())
         moved = _on_devices((slots, rows, known, values))
-        names = list(self._variables)
+        variables = self._variables()
 
         def program():
-            arrays = {n: v.get_raw_value() for n, v in self._variables.items()}
+            arrays = {n: v.get_raw_value() for n, v in variables.items()}
             after = _enter(self.stack, self._rule, self.key[...], arrays, *moved)
-            return [after[name] for name in names], None
+            return [after[name] for name in variables], None
 
-        inplace.overwrite(list(self._variables.values()), program)
+        inplace.overwrite(list(variables.values()), program)
         table.give(given, training=training)
         return left
 
@@ -493,7 +522,7 @@ class HostRows:
         """Begins to copy slots to the host, for these rows; -1 for none."""
         room = _padded(max(len(mine) for mine in rows))
         slots = self._places(given, room)
-        arrays = {n: v.get_raw_value() for n, v in self._variables.items()}
+        arrays = {n: v.get_raw_value() for n, v in self._variables().items()}
         found = _read_slots(arrays, _on_devices(slots))
         for array in found.values():
             array.copy_to_host_async()

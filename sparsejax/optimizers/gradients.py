@@ -60,6 +60,9 @@ class RowParam(nnx.Param):
     True
     """
 
+    # Rows in host memory go when it goes.
+    __slots__ = ("__weakref__",)
+
 
 def lookup(
     kernel: nnx.Variable,

@@ -71,6 +71,8 @@ class HostRows(Protocol):
         kernel: nnx.Variable,
         state: Mapping[str, nnx.Variable] | None,
         rule: Rule | None,
+        *,
+        reading: bool = False,
     ) -> None:
         """Says which variables have the rows that are on the devices, and their rule."""
         ...
@@ -626,12 +628,21 @@ class Optimizer(nnx.Pytree):
 
         inplace.overwrite([kernel, *state.values()], settled)
 
-    def host_rows(self, model: Any) -> dict[Path, HostRows]:
-        """The rows of a model that are in host memory; they move with their state here."""
+    def host_rows(self, model: Any, *, reading: bool = False) -> dict[Path, HostRows]:
+        """The rows of a model that are in host memory; they move with their state here.
+
+        Args:
+          model: the model.
+          reading: whether rows will not change.
+
+        Raises:
+          ValueError: for reading, rows have the state of another optimizer.
+        """
         found = {}
         for path, kernel in gradients.row_params(model, self.wrt).items():
             if (host := _host_of(kernel)) is not None:
-                host.attach(kernel, self._rows_of(path), self.rule_of(kernel))
+                state, rule = self._rows_of(path), self.rule_of(kernel)
+                host.attach(kernel, state, rule, reading=reading)
                 found[path] = host
         return found
 

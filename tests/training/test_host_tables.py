@@ -1,9 +1,12 @@
 """`fit` of models whose tables are in host memory, against tables on the device."""
 
+import gc
 import os
 import pathlib
+import weakref
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -168,3 +171,44 @@ def test_errors(tmp_path):
         ValueError, match="batch has ids of .* rows of the tables user, ta"
     ):
         fitted(hosted(), batch_size=512)
+
+
+def test_an_exported_predictor_has_all_rows(tmp_path):
+    clicks, unseen = made(), made(2, 300)
+    model = hosted()
+    optimizer, _ = fitted(model, clicks=clicks)
+    optimizer.flush(model)
+    expected = sj.predict_clicks(model, unseen)
+    path = tmp_path / "clicks.sj"
+    sj.export_predictor(model, path, names=clicks)
+    found = sj.load_predictor(path).predict(unseen)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
+    # The model goes on.
+    np.testing.assert_array_equal(sj.predict_clicks(model, unseen), expected)
+
+
+def test_a_deleted_model_leaves_no_rows():
+    # Whatever other tests have left.
+    before = {id(array) for array in jax.live_arrays()}
+    model = hosted()
+    optimizer, _ = fitted(model, validation=made(1, 200))
+    host: Any = next(iter(optimizer.host_rows(model).values()))
+    arrays = weakref.ref(host._arrays["row"])
+    del model, optimizer
+    gc.collect()
+    assert arrays() is None
+    slots = [a.shape for a in jax.live_arrays() if id(a) not in before and a.ndim > 1]
+    assert slots == []
+
+
+def test_rows_are_read_with_their_optimizer_alone():
+    here, there = Model(), hosted()
+    optimizers = [fitted(model)[0] for model in (here, there)]
+    other = nnx.clone(optimizers[1])
+    with pytest.raises(ValueError, match="the state of another optimizer, which trai"):
+        sj.predict_clicks(there, made(1, 200), optimizer=other)
+    more = [
+        sj.fit(m, o, made(3), num_epochs=1, batch_size=64)[0]["loss"]
+        for m, o in zip((here, there), optimizers, strict=True)
+    ]
+    assert more[1] == more[0]

@@ -238,7 +238,7 @@ class _Scores:
         # With the state of the optimizer, but without changes.
         self._staged = Staged.of(model, None)
         if self._staged is not None and optimizer is not None:
-            optimizer.host_rows(model)
+            optimizer.host_rows(model, reading=True)
 
     @promoting()
     @using_auto_axes()
