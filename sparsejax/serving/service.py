@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import os
 import time
@@ -171,25 +172,43 @@ class Service:
             if self.excluded is not None:
                 self.excluded.tell(programs, predictor.items)
 
-        def batcher(programs: Programs | None = None) -> Batcher:
-            return Batcher(
-                Engine(predictor, self.settings.shapes, programs=programs),
-                failures=failures,
-                max_wait=self.settings.max_wait,
-                max_rows=self.settings.max_rows,
-                observe=self.metrics.batch,
-            )
+        def engine(programs: Programs | None = None) -> Engine:
+            return Engine(predictor, self.settings.shapes, programs=programs)
 
         tell(own)
-        similar = None
+        # All that may fail comes first: a batcher has threads, which hold the weights.
+        of_all, of_candidates, of_similar = engine(), None, None
+        if layer is not None:
+            of_candidates = engine(own.only)
         if self.settings.similar:
-            assert isinstance(form, Lists)  # of clicks there is no layer
             programs = similar_programs(predictor.signature, own)
             tell(programs)
-            like = Similar(predictor, form.names)
-            similar = Version(SIMILAR, name, like, batcher(programs))
-        candidates = None if layer is None else batcher(own.only)
-        return Version(self.name, name, form, batcher(), candidates, similar)
+            of_similar = engine(programs)
+
+        with contextlib.ExitStack() as made:
+
+            def batcher(engine: Engine) -> Batcher:
+                found = Batcher(
+                    engine,
+                    failures=failures,
+                    max_wait=self.settings.max_wait,
+                    max_rows=self.settings.max_rows,
+                    observe=self.metrics.batch,
+                )
+                made.callback(found.close)
+                return found
+
+            candidates = None if of_candidates is None else batcher(of_candidates)
+            similar = None
+            if of_similar is not None:
+                assert isinstance(form, Lists)  # of clicks there is no layer
+                like = Similar(predictor, form.names)
+                similar = Version(SIMILAR, name, like, batcher(of_similar))
+            version = Version(
+                self.name, name, form, batcher(of_all), candidates, similar
+            )
+            made.pop_all()  # from now on the version closes them
+            return version
 
     def swap(self, version: Version) -> list[Version]:
         """Lets a version answer from now on, and gives those that do not any more.

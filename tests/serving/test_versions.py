@@ -20,6 +20,7 @@ from served import Client, listening, tensor
 
 import sparsejax as sj
 from sparsejax.serving import app
+from sparsejax.serving import service as serving_service
 from sparsejax.serving.connections import configured
 from sparsejax.serving.engine import Engine, Shape
 from sparsejax.serving.service import Service, Settings
@@ -235,6 +236,23 @@ def test_versions_that_are_kept(tmp_path, files):
         asyncio.run(versions.look())
         assert client.get("/v2/models/films")[1]["versions"] == ["3"]
         assert answer(client, 3) == ("3", ["odd a", "odd b"])
+
+
+def test_what_cannot_be_made_leaves_no_threads(tmp_path, files, monkeypatch):
+    engines = []
+
+    def third(*given, **options):
+        engines.append(Engine(*given, **options))
+        if len(engines) == 3:
+            raise RuntimeError("out of memory")
+        return engines[-1]
+
+    monkeypatch.setattr(serving_service, "Engine", third)
+    service = Service("films", Settings(shapes=(Shape(1, 256),), similar=True))
+    before = threading.active_count()
+    with contextlib.closing(service), pytest.raises(RuntimeError, match="of memory"):
+        service.made(files[0], "1")
+    assert len(engines) == 3 and threading.active_count() == before
 
 
 def test_an_error_that_passes_is_tried_again(tmp_path, files, service, monkeypatch):
