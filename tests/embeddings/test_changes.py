@@ -233,6 +233,19 @@ def test_state_is_exported_and_goes_on(rule, tmp_path):
         sj.export_changes(other, tmp_path / "changes", None, state=True)
 
 
+def test_static_tables_go_on_under_weight_decay(tmp_path):
+    """Their rows are as they were at the step of the export, and decay from there on."""
+    tables = {"user": TABLES["user"], "shop": TABLES["shop"]}
+    rule = sj.optimizers.momentum(0.1, weight_decay=0.1)
+    training, other = Training(rule, tables), Clicks(tables, seed=1)
+    training.go_on(3)
+    training.export(tmp_path / "changes", state=True)
+    optimizer = sj.Optimizer(other, rule)
+    sj.apply_changes(other, tmp_path / "changes", optimizer)
+    expected = saved(training.model, training.optimizer, tmp_path / "a", state=True)
+    assert saved(other, optimizer, tmp_path / "b", state=True) == expected
+
+
 def test_a_training_goes_on_from_an_older_checkpoint(tmp_path):
     training = Training()
     training.go_on()
@@ -388,6 +401,23 @@ def test_numbers_that_are_not_finite_are_not_exported(tmp_path):
         each.set_value(before[name])
     training.go_on()
     assert training.export(tmp_path / "changes").number == told.number + 1
+
+
+def test_layers_that_are_not_finite(tmp_path, monkeypatch):
+    tables, folder = {"shop": TABLES["shop"]}, tmp_path / "changes"
+    model, other = Clicks(tables), Clicks(tables, seed=1)
+    model.last.kernel.set_value(model.last.kernel[...] * jnp.nan)
+    with pytest.raises(FloatingPointError, match=r"layer 'last.kernel' .* not finite"):
+        sj.export_changes(model, folder, None).result()
+    assert change_folders.numbers(folder) == []
+    with monkeypatch.context() as patch:  # another writer
+        patch.setattr(change_folders, "is_finite", lambda array: True)
+        sj.export_changes(model, folder, None).result()
+    before = [np.asarray(a) for a in jax.tree.leaves(nnx.state(other))]
+    with pytest.raises(ValueError, match=r"'last.kernel' has numbers that are not"):
+        sj.apply_changes(other, folder)
+    for a, b in zip(before, jax.tree.leaves(nnx.state(other)), strict=True):
+        np.testing.assert_array_equal(a, b)
 
 
 def test_a_full_disk_leaves_the_changes_before(tmp_path, monkeypatch):

@@ -58,13 +58,15 @@ def apply(
         for table in stated
         for column in table.columns
     )
+    step = None if optimizer is None else optimizer.step[...]
+    if with_state:  # rows are as they were at this step, those of static tables, too
+        step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
     plans: list[_Plan] = []
     indexes: dict[int, Index] = {}
     is_base = links[0].manifest.base is None
     for table, pieces in tables.items():
         number = number_of[table.name]
         content = merged(link.content(number) for link in links)
-        _check_finite(links[-1], table, content)
         for at, piece in pieces:
             part = parts[at]
             columns = content.columns
@@ -78,7 +80,7 @@ def apply(
                     links[-1], part, piece, index, content, is_base=is_base
                 )
             columns = _with_state(
-                links[-1], part, columns, optimizer, with_state=with_state
+                links[-1], part, columns, optimizer, step, with_state=with_state
             )
             plans.append(_Plan(at, rows, columns))
     for at, index in indexes.items():
@@ -87,7 +89,7 @@ def apply(
     for plan in plans:
         _write(parts[plan.number], plan, optimizer)
     if with_state and optimizer is not None:
-        optimizer.step.set_value(jnp.asarray(links[-1].manifest.steps, jnp.int32))
+        optimizer.step.set_value(step)
 
 
 def _tables_of(parts: Sequence[Part]) -> dict[Table, list[Piece]]:
@@ -118,15 +120,6 @@ def check_tables(link: Link, parts: Sequence[Part]) -> None:
             f"{link.path} has changes of other tables than the model: {shown}. Give the "
             "model, or its collection, that was exported"
         )
-
-
-def _check_finite(link: Link, table: Table, content: Content) -> None:
-    for name, values in content.columns.items():
-        if values.dtype.kind == "f" and not np.isfinite(values).all():
-            raise ValueError(
-                f"{link.path}: table {table.name!r} has numbers that are not finite, in "
-                f"{name!r}"
-            )
 
 
 def _index(part: Part) -> Index:
@@ -165,17 +158,17 @@ def _with_state(
     part: Part,
     columns: dict[str, np.ndarray],
     optimizer: Optimizer | None,
+    step: jax.Array | None,
     *,
     with_state: bool,
 ) -> dict[str, np.ndarray]:
     """The columns with what the optimizer is to have of the rows."""
     given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
-    if optimizer is None or not len(columns["row"]):
+    if optimizer is None or step is None or not len(columns["row"]):
         return given
     arrays = optimizer.rows_within(part.within, part.kernel)
     if not (with_state and part.stack.dynamic):
         begin = functools.partial(first_state, optimizer.rule_of(part.kernel))
-        step = optimizer.step[...]
         fresh = files.in_blocks(
             lambda rows: begin(jnp.asarray(rows), step), columns["row"]
         )
