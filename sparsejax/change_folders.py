@@ -188,7 +188,7 @@ class Link:
 
         Raises:
           OSError: a file cannot be read.
-          ValueError: a file is missing, cut off, or altered.
+          ValueError: a file is missing, cut off, or altered, or has numbers that are not finite.
         """
         files = {file.name: file for file in self.manifest.files}
         table = self.manifest.tables[number]
@@ -211,6 +211,12 @@ class Link:
             raise ValueError(
                 f"{path} does not have what {_MANIFEST} states of table {table.name!r}"
             )
+        for name, column in columns.items():
+            if not is_finite(column):
+                raise ValueError(
+                    f"{path}: table {table.name!r} has numbers that are not finite, in "
+                    f"{name!r}; export into a new folder"
+                )
         return Content(ids, columns, removed)
 
     def values(self) -> dict[str, np.ndarray]:
@@ -223,6 +229,11 @@ class Link:
             array = np.frombuffer(content[start:stop], dtype)
             found[value.name] = array.reshape(value.shape)
             start = stop
+            if not is_finite(array):
+                raise ValueError(
+                    f"{self.path / _VALUES}: '{value.name}' has numbers that are not "
+                    "finite; wait for the next export"
+                )
         return found
 
     def _content(self, files: Mapping[str, File], name: str) -> bytes:
@@ -247,6 +258,13 @@ class Link:
                 f"{file.checksum}; copy it again"
             )
         return content
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Whether all numbers of an array are finite; integers are."""
+    return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(
+        np.isfinite(array).all()
+    )
 
 
 def numbers(folder: str | os.PathLike[str]) -> list[int]:

@@ -113,8 +113,8 @@ def apply_changes(
     Raises:
       OSError: a file cannot be read.
       ValueError: there are no changes; one is missing, cut off, altered, at another place in the
-        order, or of another base; they are of other tables, or of more ids than there is room
-        for. The message names the file and what was expected.
+        order, of another base, or not finite; they are of other tables, or of more ids than there
+        is room for. The message names the file and what was expected.
     """
     links = change_folders.chain(folder, after)
     if not links:

@@ -8,6 +8,7 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax import change_folders
 from sparsejax.embeddings import DynamicTableConfig, EmbeddingCollection, TableConfig
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
@@ -70,7 +71,7 @@ class Training:
         return sj.load_predictor(path)
 
 
-def test_a_predictor_answers_as_the_model_does(tmp_path):
+def test_a_predictor_answers_as_the_model_does(tmp_path, monkeypatch):
     training, folder = Training(), tmp_path / "changes"
     training.go_on(3)
     predictor = training.predictor(tmp_path / "first.predictor")
@@ -100,6 +101,19 @@ def test_a_predictor_answers_as_the_model_does(tmp_path):
         late.apply_changes(tmp_path / "alone")
     with pytest.raises(ValueError, match="but number 2 was taken already"):
         predictor.apply_changes(tmp_path / "alone")
+
+    last = training.model.last.kernel
+    whole = last[...]
+    last.set_value(whole * jnp.nan)
+    with monkeypatch.context() as patch:  # another writer
+        patch.setattr(change_folders, "is_finite", lambda array: True)
+        training.export(tmp_path / "not finite")
+    last.set_value(whole)
+    with pytest.raises(
+        ValueError, match="'last.kernel' has numbers that are not finite"
+    ):
+        late.apply_changes(tmp_path / "not finite")
+    np.testing.assert_array_equal(late.predict(*given), before)
 
     # Other threads predict while changes are taken.
     found, done = [], threading.Event()

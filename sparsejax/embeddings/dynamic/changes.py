@@ -141,7 +141,7 @@ class Export:
         """Waits for the end, and says what was written.
 
         Raises:
-          FloatingPointError: a row has numbers that are not finite; nothing was written.
+          FloatingPointError: a row or a layer has numbers that are not finite; nothing was written.
           OSError: a file could not be written.
         """
         self._asked = True
@@ -242,6 +242,8 @@ def export(
     is_base = memory is None
 
     def write() -> Changes:
+        for name, value in on_host.items():
+            _check_finite(f"the layer '{name}'", value)
         given = {
             table: (_on_host(table, some), gone)
             for table, some, gone in zip(tables, blocks, removed, strict=True)
@@ -463,14 +465,17 @@ def _on_host(
         for column, parts in zip(table.columns, arrays, strict=True):
             found = [np.asarray(part)[: len(ids)] for part in parts]
             values = found[0] if len(found) == 1 else np.concatenate(found, axis=1)
-            if values.dtype.kind == "f" and not np.isfinite(values).all():
-                raise FloatingPointError(
-                    f"table {table.name!r} has numbers that are not finite, in "
-                    f"{column.name!r}: nothing was exported. Train again, for example with "
-                    "a lower learning rate"
-                )
+            _check_finite(f"{column.name!r} of the table {table.name!r}", values)
             columns.append(values)
         yield ids, columns
+
+
+def _check_finite(what: str, values: np.ndarray) -> None:
+    if not change_folders.is_finite(values):
+        raise FloatingPointError(
+            f"{what} has numbers that are not finite: nothing was exported. Train again, "
+            "for example with a lower learning rate"
+        )
 
 
 # --- what a folder has ---
