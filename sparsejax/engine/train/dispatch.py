@@ -335,18 +335,17 @@ class Program[Model: nnx.Module | Trainable]:
         staging = self._staging_of(dispatch.data.roles)
         if staging is None:
             return self._launched(dispatch, None)
-        # Not full, as it may be cut.
-        sizes = dispatch.sizes
-        padded = sizes.full or sizes.padded
-        sizes = sizes._replace(full=False, padded=padded)
-        found, start = [], 0
+        found, start, sizes = [], 0, dispatch.sizes
         steps = dispatch.first, dispatch.count, sizes
         for count, staged in staging.parts(dispatch.data, dispatch.rows, *steps):
+            # A part of a dispatch that was cut has far fewer steps than there is room for.
+            whole = count == dispatch.count
+            padded = whole and (sizes.full or sizes.padded)
             part = dataclasses.replace(
                 dispatch,
                 first=dispatch.first + start,
                 examples=dispatch.examples[start : start + count],
-                sizes=sizes,
+                sizes=sizes._replace(full=False, padded=padded),
             )
             found.append(self._launched(part, staged))
             start += count

@@ -141,6 +141,8 @@ class ClickStaging:
     def __init__(self, staged: Staged, task: ClickTask):
         self._staged, self._task = staged, task
         self._rows: tuple[jax.Array, np.ndarray, np.ndarray] | None = None
+        # Steps whose rows fit together, as was found; None if no dispatch was cut yet.
+        self._fits: int | None = None
 
     def parts(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
@@ -152,7 +154,7 @@ class ClickStaging:
         steps = range(first, first + count)
         room = sizes.capacities
         batches = [self._packed(data, every[i], local[i], room) for i in steps]
-        start, size = 0, count
+        start, size = 0, self._fits or count
         while start < count:
             size = min(size, count - start)
             try:
@@ -160,7 +162,7 @@ class ClickStaging:
             except NoRoomError:
                 if size == 1:
                     raise
-                size = -(-size // 2)
+                self._fits = size = -(-size // 2)
                 continue
             yield size, found
             start += size
