@@ -396,10 +396,21 @@ def _points(
     return [(x, y) for x, y in found if _is_finite(y)]  # pyrefly: ignore[bad-return]
 
 
+# What `fit` tells of the training itself beside the loss, and how charts call it.
+_OF_TRAINING = {
+    "examples_per_second": "examples/s",
+    "overflows": "overflows",
+    "found": "ids found",
+    "inserted": "ids inserted",
+    "refused": "ids refused",
+    "evicted": "ids evicted",
+}
+
+
 def _metrics_of(history: Sequence[Mapping[str, float]]) -> list[str]:
     """Names of what was measured after an epoch."""
     names = dict.fromkeys(name for entry in history for name in entry)
-    others = ("epoch", "step", "loss", "examples_per_second")
+    others = {"epoch", "step", "loss", *_OF_TRAINING}
     return [name for name in names if name not in others]
 
 
@@ -412,10 +423,10 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
         return ""
     metrics = _metrics_of(history)
     figures = []
-    for name in ["loss", *metrics, "examples_per_second"]:
+    for name in ["loss", *metrics, *_OF_TRAINING]:
         if not (points := _points(history, name)):
             continue
-        label = "examples/s" if name == "examples_per_second" else name
+        label = _OF_TRAINING.get(name, name)
         figures.append(
             f"<figure><figcaption>{_text(label)} "
             f"<span>last {_number(points[-1][1])}</span></figcaption>"

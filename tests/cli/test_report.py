@@ -271,6 +271,16 @@ def test_metrics_of_some_epochs(tmp_path):
     assert "best" not in page(tmp_path, model_of(), measured[:2]).text
 
 
+def test_figures_of_the_training_are_no_metrics(tmp_path):
+    rates = {"found": 0.7, "inserted": 0.2, "refused": 0.1, "evicted": 0.0}
+    history = [{"epoch": 1, "loss": 0.5, "overflows": 3, **rates}]
+    text = page(tmp_path, model_of(), history).text
+    assert "ids refused" in text and "overflows" in text
+    assert "metrics are those" not in text
+    history[0]["auc"] = 0.7
+    assert "metrics are those" in page(tmp_path, model_of(), history).text
+
+
 CLICKS = {"auc": 0.71, "log_loss": 0.42, "normalized_entropy": 0.9, "calibration": 1.1}
 
 
