@@ -22,6 +22,10 @@ from sparsejax.whole_files import whole_file
 _PIECE_BYTES, _MOST_PIECES = 2**22, 4096
 
 
+class AlteredError(OSError):
+    """A file does not have what was written to it."""
+
+
 class Pieces:
     """The pieces of the rows of a stack.
 
@@ -59,11 +63,8 @@ class Pieces:
         for piece in np.flatnonzero(self.changed).tolist():
             parts = [np.ascontiguousarray(part) for part in self._views(piece).values()]
             if parts[0].any():
-                digest = hashlib.blake2b(self._header, digest_size=16)
-                for part in parts:
-                    digest.update(part)
-                name = f"{piece}-{digest.hexdigest()}"
-                if not (folder / name).exists():
+                name = _name(piece, self._header, *parts)
+                if not _is_sound(folder / name, piece):
                     with whole_file(folder / name) as file:
                         file.write(self._header)
                         file.writelines(part.data for part in parts)
@@ -75,11 +76,15 @@ class Pieces:
         """Replaces all rows by those of files of `save`.
 
         Raises:
-          ValueError: the rows of a file are others than these, or it was altered.
+          ValueError: a file has rows of other tables or of another optimizer. No row was
+            replaced yet.
+          AlteredError: a file was altered.
           OSError: a file cannot be read.
         """
         folder = pathlib.Path(folder)
         known = {int(name.partition("-")[0]): name for name in names}
+        for name in known.values():
+            self._check_header(folder / name)
         for piece in range(self.count):
             views = self._views(piece)
             if piece not in known:
@@ -89,23 +94,28 @@ class Pieces:
                 continue
             path = folder / known[piece]
             data = path.read_bytes()
-            if not data.startswith(self._header):
-                found = data.partition(b"\n")[0][:300].decode(errors="replace")
-                raise ValueError(
-                    f"{path} has rows of another model or optimizer: {found}, expected "
-                    f"{self._header.decode().strip()}"
-                )
-            digest = hashlib.blake2b(data, digest_size=16).hexdigest()
             start = len(self._header)
             size = start + sum(view.nbytes for view in views.values())
-            if path.name != f"{piece}-{digest}" or len(data) != size:
-                raise ValueError(f"{path} was altered")
+            if path.name != _name(piece, data) or len(data) != size:
+                raise AlteredError(f"{path} was altered")
             for view in views.values():
                 part = np.frombuffer(data, view.dtype, view.size, start)
                 view[...] = part.reshape(view.shape)
                 start += view.nbytes
         self._folder, self._names = folder, known
         self.changed[:] = False
+
+    def _check_header(self, path: pathlib.Path) -> None:
+        with path.open("rb") as file:
+            if file.read(len(self._header)) == self._header:
+                return
+        if not _is_sound(path, int(path.name.partition("-")[0])):
+            raise AlteredError(f"{path} was altered")
+        with path.open("rb") as file:
+            found = file.readline(300).decode(errors="replace").strip()
+        raise ValueError(
+            f"{path} has other rows: {found}, expected {self._header.decode().strip()}"
+        )
 
     def _views(self, piece: int) -> dict[str, np.ndarray]:
         start = piece * self.slots
@@ -115,3 +125,19 @@ class Pieces:
             ]
             for name, a in sorted(self.arrays.items())
         }
+
+
+def _name(piece: int, *parts: bytes | np.ndarray) -> str:
+    """The name of a file with this content."""
+    digest = hashlib.blake2b(digest_size=16)
+    for part in parts:
+        digest.update(part)
+    return f"{piece}-{digest.hexdigest()}"
+
+
+def _is_sound(path: pathlib.Path, piece: int) -> bool:
+    """Whether there is such a file, and it is as it was written."""
+    try:
+        return path.name == _name(piece, path.read_bytes())
+    except OSError:
+        return False

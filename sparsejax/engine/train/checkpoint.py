@@ -115,19 +115,6 @@ class Checkpoints:
         """
         hosts, held = _host_rows(modules)
         arrays = _arrays(nnx.state(modules, held))
-        # Before the checkpoint that names them.
-        files = {
-            name: tuple(host.save(self._host_folder(name)))
-            for name, host in hosts.items()
-        }
-        record = _Record(
-            identity=self.identity,
-            progress=progress,
-            shapes={name: array.shape for name, array in arrays.items()},
-            checksums=checksums(arrays),
-            score=score,
-            host_rows=files,
-        )
         policies = ocp.training.preservation_policies
         policy = policies.AnyPreservationPolicy(
             [
@@ -140,6 +127,19 @@ class Checkpoints:
             ]
         )
         try:
+            # Before the checkpoint that names them.
+            files = {
+                name: tuple(host.save(self._host_folder(name)))
+                for name, host in hosts.items()
+            }
+            record = _Record(
+                identity=self.identity,
+                progress=progress,
+                shapes={name: array.shape for name, array in arrays.items()},
+                checksums=checksums(arrays),
+                score=score,
+                host_rows=files,
+            )
             with ocp.training.Checkpointer(
                 self.directory,
                 preservation_policy=policy,  # pyrefly: ignore[bad-argument-type]
@@ -236,6 +236,9 @@ class Checkpoints:
             # Each process reads its own part. The damage may be in that of another one.
             if not processes.is_true_anywhere(bool(failure)):
                 _set_arrays(modules, arrays)
+                for host in _host_rows(modules)[0].values():
+                    # The number of the devices' state may be that of an earlier one now.
+                    host.forget_slots()
                 return progress
             if processes.is_true_anywhere(not (self.directory / str(step)).is_dir()):
                 continue  # a training that is still running has removed it
@@ -336,8 +339,12 @@ class Checkpoints:
                 )
             try:
                 hosts[name].load(self._host_folder(name), list(record.host_rows[name]))
-            except (OSError, ValueError) as error:
+            except OSError as error:
                 raise _Damaged(str(error)) from None
+            except ValueError as error:
+                raise ValueError(
+                    f"{path}: made with another model or optimizer: {error}"
+                ) from None
         return arrays
 
     def delete_after(self, step: int) -> None:
