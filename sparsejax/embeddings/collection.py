@@ -40,7 +40,7 @@ from sparsejax.embeddings.dynamic.assignment import (
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
-from sparsejax.embeddings.host_rows import HostRows
+from sparsejax.embeddings.host_rows import HostRows, set_number
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Distinct,
@@ -917,39 +917,42 @@ def bring_rows(
     Raises:
       NoRoomError: there are too many rows. Some may have come.
     """
-    stacks, states, moved = dict(batch.stacks), set(), False
+    stacks, moved = dict(batch.stacks), False
     hosted = {
         path: node
         for path, node in collections.items()
         if any(stack.device_rows is not None for stack in node.stacks)
     }
-    for path, collection in hosted.items():
-        for stack in collection.stacks:
-            if stack.device_rows is None:
-                continue
-            kernel, state, rule = collection.kernels[stack.name], None, None
-            if optimizer is not None:
-                state = optimizer.rows_within((*path, "kernels", stack.name), kernel)
-                rule = optimizer.rule_of(kernel)
-            host = _host(kernel)
-            host.attach(kernel, state, rule)
-            if stack.name not in stacks:  # no feature reads it
-                continue
-            x = stacks[stack.name]
-            columns = np.asarray(x.indices)
-            slots, left = host.stage(columns, training=optimizer is not None)
-            moved |= left
-            leaves = (x.data, slots, x.indptr, None)
-            stacks[stack.name] = CSR.tree_unflatten(stack.kernel_rows, leaves)
-        states.add(int(collection.stage[...]))
-    if moved or len(states) > 1:
-        states = {max(states) + 1}
-        for collection in hosted.values():
-            lies = collection.stage[...].sharding
-            value = jax.device_put(np.int32(max(states)), lies)
-            collection.stage.set_raw_value(value)
+    try:
+        for path, collection in hosted.items():
+            for stack in collection.stacks:
+                if stack.device_rows is None:
+                    continue
+                kernel, state, rule = collection.kernels[stack.name], None, None
+                if optimizer is not None:
+                    state = optimizer.rows_within(
+                        (*path, "kernels", stack.name), kernel
+                    )
+                    rule = optimizer.rule_of(kernel)
+                host = _host(kernel)
+                host.attach(kernel, state, rule)
+                host.number = collection.stage
+                if stack.name not in stacks:  # no feature reads it
+                    continue
+                x = stacks[stack.name]
+                columns = np.asarray(x.indices)
+                slots, left = host.stage(columns, training=optimizer is not None)
+                moved |= left
+                leaves = (x.data, slots, x.indptr, None)
+                stacks[stack.name] = CSR.tree_unflatten(stack.kernel_rows, leaves)
+    finally:  # rows of one stack may have left, and those of another not fit
+        numbers = {int(collection.stage[...]) for collection in hosted.values()}
+        if moved or len(numbers) > 1:
+            numbers = {max(numbers) + 1}
+            for collection in hosted.values():
+                set_number(collection.stage, *numbers)
     return dataclasses.replace(
-        batch, stacks=stacks, stage=np.asarray(max(states), np.int32)
+        batch, stacks=stacks, stage=np.asarray(max(numbers), np.int32)
     )
 
 

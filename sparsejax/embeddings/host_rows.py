@@ -219,6 +219,9 @@ class HostRows:
     def __init__(self, stack: Stack, key: nnx.Variable):
         self.stack, self.key = stack, key
         self.bytes_moved = 0
+        # The number of the state of the devices' tables: batches of others read NaN.
+        self.number: nnx.Variable | None = None
+        self._last_number = 0
         self._kernel: weakref.ref[nnx.Variable] | None = None
         self._state: dict[str, nnx.Variable] = {}
         self._rule: Rule | None = None
@@ -280,6 +283,7 @@ class HostRows:
             if same and self._slots.devices == devices:
                 return
             self.write_back()
+            self.forget_slots()
         rows = self.stack.num_rows
         if not same:
             variables = {ROW: kernel, **state}
@@ -380,10 +384,17 @@ class HostRows:
             table.forget_changes()
 
     def forget_slots(self) -> None:
-        """Makes all rows come anew; what has changed on the devices is lost."""
+        """Makes all rows come anew; what has changed on the devices is lost.
+
+        Batches that are on the devices read NaN.
+        """
         self._leaving = None
         if self._slots is not None:
             self._slots.clear()
+        if self.number is not None:
+            last = max(self._last_number, int(self.number[...]))
+            self._last_number = last + 1
+            set_number(self.number, last + 1)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """`[rows, dim]`: rows as they are now."""
@@ -454,7 +465,7 @@ class HostRows:
         """Lets go of all rows, and of the state on the devices: the model is gone."""
         self._state, self._arrays, self._rule = {}, {}, None
         self._known = np.zeros(0, np.uint8)
-        self._slots = self._pieces = self._mesh = self._leaving = None
+        self._slots = self._pieces = self._mesh = self._leaving = self.number = None
 
     def _variables(self) -> dict[str, nnx.Variable]:
         kernel = None if self._kernel is None else self._kernel()
@@ -498,13 +509,15 @@ class HostRows:
                 ],
             )
         room = _padded(max(len(rows) for _, rows in given))
-        rows = np.zeros((table.devices, room), np.int32)
+        rows = np.full((table.devices, room), -1, np.int32)
         for device, (_, mine) in enumerate(given):
             rows[device, : len(mine)] = mine
         rows = rows.reshape(-1)
+        padding, rows = rows < 0, np.maximum(rows, 0)
         slots = self._places(given, room)
         values = {name: _taken(array, rows) for name, array in self._arrays.items()}
-        known = self._known[rows]
+        # Nothing is made for padding.
+        known = np.where(padding, np.uint8(_NUMBERS | _STATE), self._known[rows])
         self.bytes_moved += sum(array.nbytes for array in values.values())
         moved = _on_devices((slots, rows, known, values))
         variables = self._variables()
@@ -553,6 +566,12 @@ class HostRows:
         for device, (mine, _) in enumerate(given):
             slots[device, : len(mine)] = mine
         return slots.reshape(-1)
+
+
+def set_number(variable: nnx.Variable, number: int) -> None:
+    """Gives the devices' tables another number."""
+    lies = variable[...].sharding
+    variable.set_raw_value(jax.device_put(np.int32(number), lies))
 
 
 def _padded(count: int) -> int:

@@ -66,6 +66,10 @@ class Moved(NamedTuple):
 class HostRows(Protocol):
     """Rows of a kernel that are in host memory: "host" in its metadata."""
 
+    def forget_slots(self) -> None:
+        """Makes all rows come anew."""
+        ...
+
     def attach(
         self,
         kernel: nnx.Variable,

@@ -97,6 +97,9 @@ def fit(
         optimizer = Optimizer(model, optimizers.adam(5e-4))
         fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
 
+    To a model with dynamic tables, or tables in host memory, `ids` is a `FeatureBatch`, which
+    only an `EmbeddingCollection` reads.
+
     While it runs on a terminal, a bar shows loss, examples per second and time left.
 
     Args:

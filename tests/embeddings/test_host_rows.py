@@ -206,6 +206,57 @@ def test_a_batch_whose_rows_have_left_reads_nan():
     assert np.isnan(model(ids)).all()
 
 
+def test_a_batch_reads_nan_if_rows_are_replaced():
+    model = hosted()
+    optimizer = sj.Optimizer(model, RULES["sgd"])
+    (ids, _), *_ = model.embeddings.staged(batches(1), optimizer)
+    model.embeddings.set_table("user", np.ones((ROWS, 8), np.float32))
+    assert np.isnan(model(ids)).all()
+
+
+def test_a_batch_reads_nan_if_the_next_does_not_fit():
+    tables = {
+        "a": TableConfig(ROWS, 8, host=True, device_rows=128),
+        "b": TableConfig(ROWS, 4, host=True, device_rows=128),
+    }
+    embeddings = sj.embeddings.EmbeddingCollection(
+        tables, {"a": "a", "b": "b"}, rngs=nnx.Rngs(0)
+    )
+    few, many = np.arange(200, dtype=np.int32), np.arange(1000, 1200, dtype=np.int32)
+    (before,) = embeddings.staged([{"a": few, "b": few}])
+    order = [stack.name[0] for stack in embeddings.stacks]
+    first, second = ("a", "b") if order == ["8", "4"] else ("b", "a")
+    room = embeddings.stacks[1].kernel_rows
+    large = {
+        first: np.resize(many, room + 1),
+        second: np.arange(room + 1, dtype=np.int32),
+    }
+    with pytest.raises(
+        ValueError, match=f"of {room + 1:,} rows of the tables {second},"
+    ):
+        next(embeddings.staged([large]))
+    assert np.isnan(embeddings.concat(before)).any()
+
+
+def test_nothing_is_made_for_padding(monkeypatch):
+    model, seen, enter = hosted(), [], host_rows._enter
+
+    def noted(*arguments):
+        *_, slots, _, known, _ = arguments
+        padding = (
+            np.asarray(slots) >= model.embeddings.kernels["8_float32_host"].shape[0]
+        )
+        seen.append((np.asarray(known)[padding], padding.any()))
+        return enter(*arguments)
+
+    monkeypatch.setattr(host_rows, "_enter", noted)
+    ids, _ = next(batches(1))
+    ids["user"] = np.arange(1, 1 + BATCH, dtype=np.int32)
+    next(model.embeddings.staged([ids]))
+    ((known, some),) = seen
+    assert some and known.all()
+
+
 def test_errors():
     model = hosted(device_rows=4)  # 256 slots, the least there are
     optimizer = sj.Optimizer(model, RULES["sgd"])

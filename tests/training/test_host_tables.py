@@ -1,5 +1,6 @@
 """`fit` of models whose tables are in host memory, against tables on the device."""
 
+import errno
 import gc
 import os
 import pathlib
@@ -15,7 +16,9 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.data.files.stored import id_lists
 from sparsejax.embeddings import FeatureConfig, TableConfig, host_files
-from sparsejax.engine.train import checkpoint
+from sparsejax.embeddings.host_rows import NoRoomError
+from sparsejax.embeddings.staged import Staged
+from sparsejax.engine.train import checkpoint, dispatch
 
 ROWS, USERS, TAGS = 500, 3000, 2000
 SCHEMA = sj.ClickSchema(
@@ -162,6 +165,90 @@ def test_a_damaged_file_is_noticed(tmp_path):
         pytest.raises(ValueError, match="can be read"),
     ):
         fitted(hosted(), num_epochs=2, checkpoint_dir=tmp_path, resume=True)
+
+
+def test_parts_of_a_dispatch_do_their_steps_alone(monkeypatch):
+    here = Model()
+    _, expected = fitted(here)
+    monkeypatch.setattr(dispatch, "fills_dispatches", lambda: True)  # as on a GPU
+    sizes, cut = [], []
+    launched, steps = dispatch.Program._launched, Staged.steps
+
+    def noted(self, part, staged):
+        sizes.append((part.count, part.sizes.padded))
+        return launched(self, part, staged)
+
+    def counted(self, batches, room):
+        try:
+            return steps(self, batches, room)
+        except NoRoomError:
+            cut.append(len(batches))
+            raise
+
+    monkeypatch.setattr(dispatch.Program, "_launched", noted)
+    monkeypatch.setattr(Staged, "steps", counted)
+    there = hosted()
+    _, history = fitted(there)
+    assert [e["loss"] for e in history] == [e["loss"] for e in expected]
+    assert len(cut) == len(set(cut)) > 0  # each size is tried once
+    assert max(count for count, _ in sizes) < max(cut)
+    assert not any(padded for _, padded in sizes)
+
+
+def saved(folder):
+    """A model with a checkpoint, and a file of its rows."""
+    model = hosted()
+    optimizer, _ = fitted(model, num_epochs=1)
+    checkpoints = checkpoint.Checkpoints(folder)
+    checkpoints.save(1, (model, optimizer), {})
+    (rows,) = (folder / "host_rows").iterdir()
+    return model, optimizer, checkpoints, next(rows.iterdir())
+
+
+def test_a_damaged_file_is_written_again(tmp_path):
+    model, optimizer, checkpoints, path = saved(tmp_path)
+    data = path.read_bytes()
+    path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    host: Any = next(iter(optimizer.host_rows(model).values()))
+    host._pieces.changed[:] = True  # as if rows had changed there and back
+    checkpoints.save(2, (model, optimizer), {})
+    assert path.read_bytes() == data
+    assert checkpoints.restore((model, optimizer)) == {}
+
+
+def test_a_restore_makes_batches_read_nan(tmp_path):
+    model, optimizer, checkpoints, _ = saved(tmp_path)
+    none = np.full(4, -1, np.int32)
+    batch = {"user": np.arange(4, dtype=np.int32), "tags": none, "hour": none}
+    (rows,) = model.embeddings.staged([batch], optimizer)
+    checkpoints.save(2, (model, optimizer), {})
+    assert np.isfinite(model.embeddings.concat(rows)).all()
+    checkpoints.restore((model, optimizer))
+    assert np.isnan(model.embeddings.concat(rows)).any()
+
+
+def test_a_checkpoint_of_other_tables_is_no_damage(tmp_path, monkeypatch):
+    saved(tmp_path)
+    checkpoints = checkpoint.Checkpoints(tmp_path)
+    monkeypatch.setitem(globals(), "USERS", 2 * USERS)
+    other = hosted()
+    adam = sj.Optimizer(other, sj.optimizers.adam(0.02))
+    before = rows_of(other, "user")
+    with pytest.raises(ValueError, match="1: made with another model or optimizer: "):
+        checkpoints.restore((other, adam))
+    np.testing.assert_array_equal(rows_of(other, "user"), before)
+
+
+def test_a_full_disk(tmp_path, monkeypatch):
+    model, optimizer, checkpoints, _ = saved(tmp_path)
+    host: Any = next(iter(optimizer.host_rows(model).values()))
+
+    def full(folder):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(host._pieces, "save", full)
+    with pytest.raises(OSError, match="make room there and resume; earlier"):
+        checkpoints.save(2, (model, optimizer), {})
 
 
 def test_errors(tmp_path):
