@@ -86,6 +86,23 @@ class Size:
         return self.rows <= shape.rows and most <= shape.entries
 
 
+def shapes_of(predictor: Predictor, shapes: Iterable[Shape] = ()) -> tuple[Shape, ...]:
+    """The shapes that `Engine` compiles of these, small ones first."""
+    return tuple(sorted({*shapes} or _default_shapes(predictor)))
+
+
+def _default_shapes(predictor: Predictor) -> set[Shape]:
+    room, known = predictor.model.room, predictor.model.programs.by_rows
+    sizes, least = [*known], min(known)
+    if jax.default_backend() == "cpu":
+        sizes = [size for size in sizes if size <= max(_MOST_ROWS, least)]
+    else:
+        always = least, max(sizes)
+        sizes = [size for size in sizes if size in always or size >= _MOST_ROWS]
+    usual = {Shape(size, room(size, 1)) for size in sizes}
+    return usual | {Shape(least, room(least, _LONG_ROW))}
+
+
 class Engine:
     """The programs of a predictor, compiled for a few shapes and for no other.
 
@@ -117,7 +134,7 @@ class Engine:
         self.predictor = predictor
         self._alike = _ALIKE.get(jax.default_backend(), _ALIKE_ON_GPU)
         self._programs = predictor.model.programs
-        self.shapes = tuple(sorted({*shapes} or self._default_shapes()))
+        self.shapes = shapes_of(predictor, shapes)
         if programs is not None:
             self._programs, least = programs, self.shapes[0].rows
             # No request is refused that another shape has room for.
@@ -138,17 +155,6 @@ class Engine:
                     "the predictor gives NaN for an empty row, so it is not served; look at "
                     "the run that it comes from"
                 )
-
-    def _default_shapes(self) -> set[Shape]:
-        room = self.predictor.model.room
-        sizes, least = [*self._programs.by_rows], min(self._programs.by_rows)
-        if jax.default_backend() == "cpu":
-            sizes = [size for size in sizes if size <= max(_MOST_ROWS, least)]
-        else:
-            always = least, max(sizes)
-            sizes = [size for size in sizes if size in always or size >= _MOST_ROWS]
-        usual = {Shape(size, room(size, 1)) for size in sizes}
-        return usual | {Shape(least, room(least, _LONG_ROW))}
 
     def size_of(self, given: Sequence[Rows]) -> Size:
         """The size of some rows, as the predictor's `rows_of_...` makes them."""

@@ -54,20 +54,30 @@ class Histories:
         return self._times is not None
 
     def of(
-        self, user: str, known: np.ndarray
+        self, user: str, known: np.ndarray, *, most: int | None, once: bool
     ) -> tuple[list[str], np.ndarray | None, np.ndarray | None]:
         """The items of a row by name, their values and their times; none if it is unknown.
 
         Args:
           user: the name of the row.
           known: for each of `features` whether it is wanted.
+          most: different items at most, the last ones; None for all.
+          once: whether an item comes once, where it came last.
         """
         row = self._rows.get(user)
         ends = (0, 0) if row is None else self._indptr[row : row + 2]
         part = slice(*ends)
-        kept = known[self._indices[part]]
+        places = np.flatnonzero(known[self._indices[part]]) + ends[0]
+        if once or (most is not None and len(places) > most):
+            # The last place of each item, counted from the end.
+            _, last = np.unique(self._indices[places][::-1], return_index=True)
+            last.sort()
+            if once:
+                places = places[::-1][last[:most]][::-1]
+            elif most is not None and len(last) > most:
+                places = places[len(places) - last[most] :]
         values, times = (
-            None if each is None else each[part][kept]
+            None if each is None else each[places]
             for each in (self._values, self._times)
         )
-        return self.features[self._indices[part][kept]].tolist(), values, times
+        return self.features[self._indices[places]].tolist(), values, times

@@ -93,18 +93,21 @@ class Form(Protocol):
         ...
 
 
-def form_of(predictor: Predictor, histories: Histories | None = None) -> Form:
+def form_of(
+    predictor: Predictor, histories: Histories | None = None, room: int | None = None
+) -> Form:
     """How a predictor is asked.
 
     Args:
       predictor: that is asked.
       histories: what users had before, or None.
+      room: entries of a row at most, to which what a user had is cut; None cuts nothing.
 
     Raises:
       ValueError: it cannot be asked by names, or has no use for these histories.
     """
     if predictor.signature.kind != "clicks":
-        return Lists(predictor, histories)
+        return Lists(predictor, histories, room)
     if histories is not None:
         raise ValueError(
             f"{histories.path}: a model of clicks reads no histories; leave them out"
@@ -178,8 +181,13 @@ class _Ranked:
 class Lists(_Ranked):
     """Predictors of items and of histories: lists of names."""
 
-    def __init__(self, predictor: Predictor, histories: Histories | None = None):
-        """Looks whether the predictor can be asked by names.
+    def __init__(
+        self,
+        predictor: Predictor,
+        histories: Histories | None = None,
+        room: int | None = None,
+    ):
+        """Looks whether the predictor can be asked by names; see `form_of`.
 
         Raises:
           ValueError: it cannot, or not about users of these histories.
@@ -192,7 +200,7 @@ class Lists(_Ranked):
         ]
         if self._beside == "times" and not self._model.reads_times:
             self._beside = ""
-        self._histories = histories
+        self._histories, self._room = histories, room
         kinds = {"items": "BYTES", "lengths": "INT32"}
         if histories is not None:
             self._check_histories(histories)
@@ -251,7 +259,8 @@ class Lists(_Ranked):
                     f"[{len(indptr) - 1}], got {list(users.shape)}",
                 )
             beside = options.pop(self._beside, None)
-            histories, beside = self._joined(users.data, histories, beside)
+            further = options.get("exclude")
+            histories, beside = self._joined(users.data, histories, beside, further)
             if beside is not None:
                 options[self._beside] = beside
         k = self._k(asked)
@@ -285,11 +294,17 @@ class Lists(_Ranked):
             )
 
     def _joined(
-        self, users: Sequence[str], asked: NameLists, beside: Any
+        self,
+        users: Sequence[str],
+        asked: NameLists,
+        beside: Any,
+        further: NameLists | None,
     ) -> tuple[NameLists, list[np.ndarray] | None]:
         """The items that users had, and after them those of a request; values or times of both.
 
-        A value of the request counts, not that which the same item had before.
+        A value of the request counts, not that which the same item had before. Of many items
+        that a user had, the last ones are taken that there is room for, beside those of the
+        request and the `further` ones that are excluded.
         """
         stored = self._histories
         assert stored is not None
@@ -298,15 +313,19 @@ class Lists(_Ranked):
         numbered = beside is not None or has.get(what, False)
         names: list[str] = []
         ends, numbers = [0], []
+        taken = np.diff(asked.indptr)
+        if further is not None:
+            taken = taken + np.diff(further.indptr)
         for row, (user, own) in enumerate(zip(users, asked.lists(), strict=True)):
-            had, values, times = stored.of(user, self._known)
+            most = None if self._room is None else max(0, self._room - int(taken[row]))
+            had, values, times = stored.of(
+                user, self._known, most=most, once=what == "values"
+            )
             before = values if what == "values" else times
             before = np.ones(len(had)) if before is None else before
             if what == "values":
                 again = np.fromiter(map({*own}.__contains__, had), bool, len(had))
-                had = [
-                    name for name, is_own in zip(had, again, strict=True) if not is_own
-                ]
+                had = [*itertools.compress(had, ~again)]
                 before = before[~again]
             now = np.ones(len(own)) if beside is None else beside[row]
             if what == "times" and beside is None:

@@ -21,7 +21,7 @@ from sparsejax.serving.batcher import (
     DeviceError,
     Failures,
 )
-from sparsejax.serving.engine import Engine, Shape, TooLargeError
+from sparsejax.serving.engine import Engine, Shape, TooLargeError, shapes_of
 from sparsejax.serving.excluded import Excluded
 from sparsejax.serving.histories import Histories
 from sparsejax.serving.metrics import Metrics
@@ -160,7 +160,9 @@ class Service:
         predictor = load_predictor(path)
         if self.excluded is not None:
             predictor = self.excluded.denying(predictor)
-        form, failures = form_of(predictor, self._histories), Failures()
+        shapes = shapes_of(predictor, self.settings.shapes)
+        room = max(shape.entries for shape in shapes)
+        form, failures = form_of(predictor, self._histories, room), Failures()
         layer, own = predictor.signature.layer, predictor.model.programs
         if self.settings.similar and layer is None:
             raise ValueError(
@@ -173,7 +175,7 @@ class Service:
                 self.excluded.tell(programs, predictor.items)
 
         def engine(programs: Programs | None = None) -> Engine:
-            return Engine(predictor, self.settings.shapes, programs=programs)
+            return Engine(predictor, shapes, programs=programs)
 
         tell(own)
         # All that may fail comes first: a batcher has threads, which hold the weights.

@@ -8,7 +8,7 @@ import scipy.special
 from served import NAMES
 
 import sparsejax as sj
-from sparsejax.serving.engine import Engine, Shape, TooLargeError
+from sparsejax.serving.engine import Engine, Shape, TooLargeError, shapes_of
 
 SHAPE = Shape(4, 256)
 HISTORIES = [["item 3", "item 1"], ["jalapeño"], [], ["item 0", "item 2", "item 5"]]
@@ -166,10 +166,10 @@ def test_shapes_are_those_of_programs(predictor):
         Engine(predictor, [Shape(3, 64)])
 
 
-def test_the_largest_program_is_among_the_default_ones(engine, monkeypatch):
+def test_the_largest_program_is_among_the_default_ones(predictor, monkeypatch):
     for backend in ("cpu", "gpu"):
         monkeypatch.setattr("jax.default_backend", lambda backend=backend: backend)
-        assert {shape.rows for shape in engine._default_shapes()} == {1, 4}
+        assert {shape.rows for shape in shapes_of(predictor)} == {1, 4}
 
 
 def test_as_many_candidates_as_the_largest_shape_has_room_for(predictor):

@@ -118,6 +118,35 @@ def test_the_order_is_that_of_time(tmp_path, kinds):
         form.question(asked(users, *new), Limits())
 
 
+def test_long_histories_are_cut(tmp_path, predictor, kinds):
+    names = np.array([f"item {n}" for n in range(9)], np.dtypes.StringDType())
+    items, path = np.array([0, 1, 2, 3, 2, 4, 1], np.int32), tmp_path / "long.parquet"
+    users, times = np.array(["ann"], np.dtypes.StringDType()), np.arange(7)
+    sj.SequenceDataset(np.array([0, 7]), items, users, names, times=times).save(path)
+    ann, new = texts("users", ["ann"]), texts("items", ["item 7"])
+    form = form_of(predictor, Histories(path), 4)
+    given = form.question(asked(ann, new), Limits()).given
+    for each in given:
+        assert isinstance(each, sj.CSR) and each.indices.tolist() == [1, 2, 4, 7]
+    # Its item that comes twice is no error beside values.
+    given = form.question(asked(ann, new, numbers("values", [9])), Limits()).given[0]
+    assert isinstance(given, sj.CSR) and given.indices.tolist() == [1, 2, 4, 7]
+    assert given.data is not None and given.data.tolist() == [1, 1, 1, 9]
+    excluded = form.question(asked(ann, texts("exclude", ["item 5"])), Limits()).given
+    assert isinstance(excluded[-1], sj.CSR)
+    assert excluded[-1].indices.tolist() == [1, 2, 4, 5]
+    ordered = sj.load_predictor(kinds / "histories")
+    for room, count in ((3, 3), (4, 6), (None, 7)):
+        given = form_of(ordered, Histories(path), room).question(asked(ann), Limits())
+        last = names[items[-count:]].tolist()
+        expected, _ = ordered.model.rows_of_names([last], times=[times[-count:]])
+        for found, wanted in zip(given.given[:-1], expected[:-1], strict=True):
+            np.testing.assert_array_equal(found, wanted)
+        seen, wanted = given.given[-1], expected[-1]
+        assert isinstance(seen, sj.CSR) and isinstance(wanted, sj.CSR)
+        assert seen.indices.tolist() == wanted.indices.tolist()
+
+
 @pytest.mark.parametrize(
     ("tensors", "message"),
     [
