@@ -393,7 +393,7 @@ def write(
     """Writes the next change, whole or not at all.
 
     Args:
-      folder: of all of them.
+      folder: of all of them, which is there.
       previous: the last one there.
       is_base: whether it has all rows.
       steps: see `Manifest`.
@@ -405,7 +405,6 @@ def write(
     """
     folder = pathlib.Path(folder)
     number = 0 if previous is None else previous.manifest.number + 1
-    folder.mkdir(exist_ok=True)
     path = folder / _name(number)
     with whole_folder(path) as temporary:
         rows = []
@@ -459,9 +458,13 @@ def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
 
     What cannot be removed stays.
     """
-    folder, found = pathlib.Path(folder), numbers(folder)
-    while link.manifest.base is not None and link.manifest.number - 1 in found:
-        link = read(folder, link.manifest.number - 1)
+    folder = pathlib.Path(folder)
+    try:
+        found = numbers(folder)
+        while link.manifest.base is not None and link.manifest.number - 1 in found:
+            link = read(folder, link.manifest.number - 1)
+    except (OSError, ValueError):  # one is damaged; whoever needs it is told so
+        return
     for each in found:
         if each < link.manifest.number:
             with contextlib.suppress(OSError):

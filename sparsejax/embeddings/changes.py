@@ -67,7 +67,7 @@ def export_changes(
 
     Raises:
       NotImplementedError: there are several processes; or the model has another `RowParam`.
-      OSError: the folder cannot be read.
+      OSError: the folder cannot be made or read.
       ValueError: the model has no tables; the folder has changes that were cut off or altered; or
         `state` without an optimizer.
     """
@@ -179,8 +179,11 @@ def _tables_of(model: nnx.Module) -> _Tables:
 
 
 def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
-    given = {value.name: value.shape for value in link.manifest.values}
-    wanted = {name: variable.shape for name, variable in here.items()}
+    given = {value.name: (value.dtype, value.shape) for value in link.manifest.values}
+    wanted = {
+        name: (variable[...].dtype.name, variable.shape)
+        for name, variable in here.items()
+    }
     if given != wanted:
         name = min(
             name
@@ -188,6 +191,6 @@ def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
             if given.get(name) != wanted.get(name)
         )
         raise ValueError(
-            f"{link.path} is of another model: '{name}' has the shape {given.get(name)} there, "
-            f"and {wanted.get(name)} here"
+            f"{link.path} is of another model: '{name}' has the dtype and the shape "
+            f"{given.get(name)} there, and {wanted.get(name)} here"
         )

@@ -291,6 +291,32 @@ def test_many_changes_make_a_new_base(tmp_path, monkeypatch):
     assert narrow.export(tmp_path / "changes").is_base
 
 
+def test_changes_that_cannot_be_removed_stay(tmp_path):
+    last = None
+    for number in range(3):
+        is_base = number == 0
+        last = change_folders.write(
+            tmp_path, last, is_base=is_base, steps=None, tables={}, values={}
+        )
+    cut("00000001/manifest.json")(tmp_path)
+    assert last is not None
+    change_folders.remove_before_base(tmp_path, last)
+    assert change_folders.numbers(tmp_path) == [0, 1, 2]
+
+
+def test_wrong_places_are_refused_at_once(tmp_path):
+    model = Clicks({"shop": TABLES["shop"]})
+    (tmp_path / "file").touch()
+    for place in ("file", "none/changes"):
+        with pytest.raises(OSError, match=place):
+            sj.export_changes(model, tmp_path / place, None)
+    sj.export_changes(model, tmp_path / "changes", None).result()
+    half = Clicks({"shop": TABLES["shop"]})
+    half.last.kernel.set_value(half.last.kernel[...].astype(jnp.bfloat16))
+    with pytest.raises(ValueError, match=r"'last.kernel' has the dtype .*bfloat16"):
+        sj.apply_changes(half, tmp_path / "changes")
+
+
 def remove(name):
     return lambda folder: shutil.rmtree(folder / name)
 
@@ -454,6 +480,7 @@ from sparsejax import change_folders as folders
 folder, rng = sys.argv[1], np.random.default_rng(int(sys.argv[2]))
 table = folders.Table("user", 0, (folders.Column("row", "float32", 8),))
 last = None
+folders.pathlib.Path(folder).mkdir(exist_ok=True)
 if found := folders.numbers(folder):
     last = folders.chain(folder)[-1]
 while True:
@@ -474,13 +501,12 @@ def test_exports_that_are_killed_leave_the_changes_before(tmp_path):
     written = -1
     for attempt in range(5):
         arguments = [sys.executable, "-c", _WRITER, str(folder), str(attempt)]
-        writer = subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
-        assert writer.stdout is not None
-        written = int(writer.stdout.readline())
-        time.sleep(rng.random() * 0.3)
-        writer.send_signal(signal.SIGKILL)
-        lines = writer.stdout.read().split()
-        writer.wait()
+        with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True) as writer:
+            assert writer.stdout is not None
+            written = int(writer.stdout.readline())
+            time.sleep(rng.random() * 0.3)
+            writer.send_signal(signal.SIGKILL)
+            lines = writer.stdout.read().split()
         written = max([written, *map(int, lines)])
         links = change_folders.chain(folder)
         # The last one may have appeared just before its number was told.

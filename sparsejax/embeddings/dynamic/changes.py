@@ -205,6 +205,7 @@ def export(
     if owner in _running:
         _running.pop(owner).settle()
     folder = folder.resolve()
+    folder.mkdir(exist_ok=True)  # an error of it comes now, not from the thread
     now = [rows_now(part, optimizer, state=state) for part in parts]
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
