@@ -94,12 +94,26 @@ def admin(service: Service, versions: Versions) -> Starlette:
         await versions.unload()
         return _json({})
 
+    def operated(answer: Callable[[Request], Awaitable[Response]]):
+        async def answered(request: Request) -> Response:
+            identity = logs.request_id(request.headers.get("x-request-id", ""))
+            try:
+                if "origin" in request.headers:
+                    raise RefusedError(
+                        403, "a web page must not ask this; leave out the header Origin"
+                    )
+                return await answer(request)
+            except Exception as error:  # noqa: BLE001 - told to the client or the log
+                return _instead(error, identity)
+
+        return answered
+
     model = "/v2/repository/models/{model}"
     return Starlette(
         routes=[
-            Route("/v2/repository/index", index, methods=["POST"]),
-            Route(f"{model}/load", load, methods=["POST"]),
-            Route(f"{model}/unload", unload, methods=["POST"]),
+            Route("/v2/repository/index", operated(index), methods=["POST"]),
+            Route(f"{model}/load", operated(load), methods=["POST"]),
+            Route(f"{model}/unload", operated(unload), methods=["POST"]),
         ],
         exception_handlers=_HANDLERS,
     )
@@ -178,14 +192,8 @@ async def _counted(
         service.begin()
         in_hand = True
         response, rows = await answer(service, request)
-    except RefusedError as error:
-        response = _refusal(error)
-    except ClientDisconnect:
-        response = Response(status_code=_GONE)
-    except Exception as error:  # noqa: BLE001 - a bug, which the log has
-        logs.error(identity, error)
-        text = f"the service failed; its log says why at request {identity}"
-        response = _json({"error": text}, 500)
+    except Exception as error:  # noqa: BLE001 - told to the client or the log
+        response = _instead(error, identity)
     finally:
         if in_hand:
             service.end()
@@ -197,6 +205,17 @@ async def _counted(
     if service.draining:
         response.headers.update(_CLOSE)
     return response
+
+
+def _instead(error: Exception, identity: str) -> Response:
+    """The answer to a request that met an error."""
+    if isinstance(error, RefusedError):
+        return _refusal(error)
+    if isinstance(error, ClientDisconnect):
+        return Response(status_code=_GONE)
+    logs.error(identity, error)  # a bug
+    text = f"the service failed; its log says why at request {identity}"
+    return _json({"error": text}, 500)
 
 
 async def _infer(service: Service, request: Request) -> tuple[Response, int]:

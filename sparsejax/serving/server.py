@@ -99,13 +99,15 @@ async def _serve(
 ) -> None:
     begun = time.monotonic()
     service = Service(name, settings)
+    patience = max(1, int(grace / 2))
     config = configured(
         service,
         ssl_certfile=at.tls_cert,
         ssl_keyfile=at.tls_key,
-        timeout_graceful_shutdown=max(1, int(grace / 2)),
+        timeout_graceful_shutdown=patience,
     )
     server = _Server(config)
+    servers = [server]  # of HTTP
     listening = _listening(at.host, at.port)
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     told: list[signal.Signals] = []
@@ -113,7 +115,8 @@ async def _serve(
     def end(number: signal.Signals) -> None:
         log("signal", signal=number.name)
         if told:  # the second one ends at once
-            server.force_exit = True
+            for each in servers:
+                each.force_exit = True
         told.append(number)
         service.draining = True
         ending.set()
@@ -127,13 +130,16 @@ async def _serve(
         ports["grpc_port"] = _bound(remote, at)
         await remote.start()
     versions = Versions(service, path) if os.path.isdir(path) else None
-    admin = administering = None
+    administering = []
     if at.admin is not None:
         assert versions is not None  # else it was refused
         bound = _listening(*at.admin)
         ports["admin_port"] = bound.getsockname()[1]
-        admin = _Server(configured(service, app.admin(service, versions)))
-        administering = asyncio.ensure_future(admin.serve(sockets=[bound]))
+        application = app.admin(service, versions)
+        options = {"timeout_graceful_shutdown": patience}
+        admin = _Server(configured(service, application, **options))
+        servers.append(admin)
+        administering.append(asyncio.ensure_future(admin.serve(sockets=[bound])))
     log("listening", host=at.host, model=name, **ports)
     serving = asyncio.ensure_future(server.serve(sockets=[listening]))
     # The health of the process is answered while the model is loaded and compiled.
@@ -160,13 +166,11 @@ async def _serve(
     finally:
         for each in watching:
             each.cancel()
-        if admin is not None and administering is not None:
-            admin.should_exit = True
-            await asyncio.wait({administering})
-        server.should_exit = True
+        for each in servers:
+            each.should_exit = True
         if remote is not None:
             await remote.stop(grace / 2)
-        await asyncio.wait({serving})
+        await asyncio.wait({serving, *administering})
         await asyncio.to_thread(service.close)
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

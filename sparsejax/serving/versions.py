@@ -143,15 +143,18 @@ class Versions:
         Raises:
           OSError: the folder cannot be read.
         """
-        return [
-            {
-                "name": self._service.name,
-                "version": str(each.number),
-                "state": "READY" if each in self._answer else "UNAVAILABLE",
-                "reason": self._bad[each].reason if each in self._bad else "",
-            }
-            for each in found_in(self._folder)
-        ]
+        stated = []
+        for each in found_in(self._folder):
+            trouble = self._bad.get(each)  # once: a look may forget it meanwhile
+            stated.append(
+                {
+                    "name": self._service.name,
+                    "version": str(each.number),
+                    "state": "READY" if each in self._answer else "UNAVAILABLE",
+                    "reason": "" if trouble is None else trouble.reason,
+                }
+            )
+        return stated
 
     async def _look(self) -> list[_Found]:
         """Looks, and gives what is there."""

@@ -333,6 +333,14 @@ def test_the_repository_extension(tmp_path, files, service):
             assert found[0] == status and message in found[1]["error"]
         for body, status in ((b"{", 400), (b"[]", 422)):
             assert admin.ask("POST", "/v2/repository/index", body)[0] == status
+        unload = "/v2/repository/models/films/unload"
+        page = {"origin": "http://example.org"}
+        status, _, found = admin.ask("POST", unload, b"", page)
+        assert status == 403 and "a web page must not" in json.loads(found)["error"]
+        assert client.get("/v2/health/ready")[0] == 200
+        shutil.rmtree(tmp_path)  # an error that nobody foresaw is JSON, too
+        status, found = told(admin, "index")
+        assert status == 500 and "its log says why" in found["error"]
         # Nobody else is told so.
         assert client.ask("POST", "/v2/repository/models/films/unload")[0] == 404
 
