@@ -14,7 +14,8 @@ from sparsejax.data.events.block import NO_ITEM, NO_TIME, NO_USER, NO_VALUE, is_
 from sparsejax.data.events.source import check_times
 from sparsejax.data.events.tables import find_table_layout, inner_type
 from sparsejax.data.files import arrow
-from sparsejax.data.files.columns import Chosen, Columns
+from sparsejax.data.files.columns import Chosen, Columns, role_of
+from sparsejax.data.files.hive import Constants, of_folder
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.spelling import exact_bits, is_text
 from sparsejax.data.files.values import parse_times
@@ -65,7 +66,7 @@ def frame_events(
     """
     from pyspark.sql import functions as F
 
-    schema = _arrow_schema(frame.schema)
+    schema = _with_folders(_arrow_schema(frame.schema), frame)
     layout = find_table_layout(
         PATH, schema, chosen, indicator=indicator, with_time=with_time
     )
@@ -256,6 +257,19 @@ class _Parse:
 def _arrow_schema(schema: Any) -> pa.Schema:
     """The types of Spark's columns as Arrow has them; of others an empty struct."""
     return pa.schema([(field.name, _arrow_type(field.dataType)) for field in schema])
+
+
+def _with_folders(schema: pa.Schema, frame: Any) -> pa.Schema:
+    """The schema with marks at those of several times that the names of folders give."""
+    times = [i for i, name in enumerate(schema.names) if role_of(name) == "time"]
+    if len(times) < 2:
+        return schema  # the files need not be listed
+    folders = {path.rpartition("/")[0] + "/" for path in frame.inputFiles()}
+    given = {name for folder in folders for name in Constants.of(folder).texts}
+    for i in times:
+        if schema.names[i] in given:
+            schema = schema.set(i, of_folder(schema.field(i)))
+    return schema
 
 
 def _arrow_type(type_: Any) -> pa.DataType:

@@ -16,7 +16,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.files import arrow
-from sparsejax.data.files.columns import BY_NAME, Chosen, Column
+from sparsejax.data.files.columns import Column
 from sparsejax.data.files.names import Names, as_names, to_arrow
 from sparsejax.data.files.opening import DataError, Path, is_address, shown
 from sparsejax.data.files.parquet import MANIFEST
@@ -32,16 +32,15 @@ from sparsejax.data.prepared.folder import (
 )
 from sparsejax.data.prepared.folder_files import finish
 from sparsejax.data.prepared.preparation import (
+    Asked,
     Cut,
     all_held_out,
     all_unknown,
     check_prepared,
     check_same,
-    needs_time,
     nothing_left,
     prepared_before,
     repeats_left_out,
-    settings_of,
     warn_of_merged,
     with_left_out,
 )
@@ -136,37 +135,38 @@ def prepare(
         raise ImportError(
             "preparing data on Spark needs pyspark: pip install '.[spark]' in a checkout of sparsejax"
         ) from None
-    cut = Cut.of(
-        split_time=split_time,
-        repeats=repeats,
-        split_last=split_last,
-        split_fraction=split_fraction,
-        seed=seed,
-    )
-    settings, known = settings_of(
-        cut,
-        columns=[user, item, value, time],
+    asked = Asked(
+        user=user,
+        item=item,
+        value=value,
+        time=time,
         duplicates=duplicates,
         min_user=min_user,
         min_item=min_item,
         features=features,
         indicator=indicator,
+        split_time=split_time,
+        repeats=repeats,
+        split_last=split_last,
+        split_fraction=split_fraction,
+        seed=seed,
         skip_bad=skip_bad,
     )
     address = os.fspath(out) if is_address(out) else os.path.abspath(out)
     before = None  # a folder without a manifest is unfinished
     if Place.of(address).below(MANIFEST).size() is not None:
-        before = prepared_before(address, settings)
+        before = prepared_before(address, asked.settings)
     check_workers(frame.sparkSession)
     with contextlib.ExitStack() as kept, clear_errors("preparing the frame"):
         events = frame_events(
             frame,
-            Chosen(user, item, value, BY_NAME if time is None else time),
+            asked.chosen,
             indicator=indicator,
-            with_time=needs_time(cut, duplicates),
+            with_time=asked.with_time,
         )
-        preparation = _Preparation(frame.sparkSession, events, cut, settings, kept)
-        return preparation.run(address, known, before)
+        session = frame.sparkSession
+        preparation = _Preparation(session, events, asked.cut, asked.settings, kept)
+        return preparation.run(address, asked.known, before)
 
 
 @dataclasses.dataclass(frozen=True)

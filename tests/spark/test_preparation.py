@@ -16,6 +16,7 @@ import hypothesis
 import hypothesis.strategies as st
 import numpy as np
 import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from contents import contents
 from event_tables import entries, expected, frequent, many_events, repeats, tables
@@ -211,6 +212,26 @@ def test_columns_of_other_types(session, columns, tmp_path):
     for part in ("train", "test"):
         found, data = (sj.read(tmp_path / by / part) for by in ("spark", "duckdb"))
         assert entries(found) == entries(data)
+
+
+def test_times_of_files_count_more_than_those_of_folders(session, tmp_path):
+    for day, items in (("2024-05-01", ["tea", "rye"]), ("2024-05-02", ["rye", "tea"])):
+        folder = tmp_path / f"events/dt={day}"
+        folder.mkdir(parents=True)
+        times = [f"{day}T01:00:00", f"{day}T05:00:00"]
+        events = {"user": ["ann", "bob"], "item": items, "time": times}
+        pq.write_table(pa.table(events), folder / "part.parquet")
+    frame = session.read.parquet(f"{tmp_path}/events")
+    assert {"time", "dt"} <= set(frame.columns)
+    options = {"split_time": "2024-05-02T03:00:00"}
+    found = sj.spark.prepare(frame, tmp_path / "spark", **options)
+    known = sj.prepare(tmp_path / "events", tmp_path / "duckdb", **options)
+    assert found.vocabulary == known.vocabulary and found.num_rows("test") == 1
+    for part in ("train", "test"):
+        rows, data = (sj.read(tmp_path / by / part) for by in ("spark", "duckdb"))
+        assert entries(rows) == entries(data)
+    with_days = sj.spark.prepare(frame, tmp_path / "days", time="dt", split_last=1)
+    assert with_days.num_rows("test") == 2
 
 
 def test_two_calls_at_once_and_again(session, tmp_path, monkeypatch):

@@ -19,8 +19,13 @@ _OF_FOLDER = {b"sparsejax": b"folder"}
 _TYPE = pa.dictionary(pa.int32(), pa.string())
 
 
+def of_folder(field: pa.Field) -> pa.Field:
+    """The same column, marked as one that the names of folders give."""
+    return field.with_metadata(_OF_FOLDER)
+
+
 def is_of_folder(field: pa.Field) -> bool:
-    """Whether `Constants.schema` has added the column to those of a file."""
+    """Whether `of_folder` has marked the column."""
     return (field.metadata or {}).get(b"sparsejax") == b"folder"
 
 
@@ -53,7 +58,7 @@ class Constants:
     def schema(self, own: pa.Schema) -> pa.Schema:
         """The columns of the file, and these."""
         for name in self.texts:
-            own = own.append(pa.field(name, _TYPE, metadata=_OF_FOLDER))
+            own = own.append(of_folder(pa.field(name, _TYPE)))
         return own
 
     def column(self, name: str, rows: int) -> pa.Array:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -78,37 +79,6 @@ class Cut:
     fraction: float | None = None
     seed: int = 0
 
-    @classmethod
-    def of(
-        cls,
-        *,
-        split_time: split.Time | None,
-        repeats: split.Repeats | None,
-        split_last: int | None,
-        split_fraction: float | None,
-        seed: int,
-    ) -> Cut:
-        """The split that the arguments of `prepare` name.
-
-        Raises:
-          ValueError: they are wrong, or name several splits.
-        """
-        if repeats is not None:
-            split.check_repeats(repeats)
-            if split_time is None:
-                raise ValueError(
-                    f"repeats={repeats!r} goes with split_time=..., which is not given"
-                )
-        cut = cls(
-            time=split_time,
-            repeats=repeats or "new",
-            last=split_last,
-            fraction=split_fraction,
-            seed=seed,
-        )
-        cut.check()
-        return cut
-
     def check(self) -> None:
         """Raises ValueError for wrong values, or for several splits."""
         given = [
@@ -178,6 +148,95 @@ class Cut:
         users = split.hashes(as_names(names), self.seed)
         at = np.arange(len(keys))
         return split.heldout_by_hash(indptr, at, users, keys, self.fraction)
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Asked:
+    """What `prepare` is asked of the events, here and on Spark: its arguments, checked.
+
+    Raises:
+      ValueError: one is wrong, or they name several splits.
+    """
+
+    user: Column
+    item: Column
+    value: Column
+    time: Column
+    duplicates: str
+    min_user: int
+    min_item: int
+    features: Features
+    indicator: bool
+    split_time: split.Time | None
+    repeats: split.Repeats | None
+    split_last: int | None
+    split_fraction: float | None
+    seed: int
+    skip_bad: bool
+
+    def __post_init__(self) -> None:
+        if self.repeats is not None:
+            split.check_repeats(self.repeats)
+            if self.split_time is None:
+                raise ValueError(
+                    f"repeats={self.repeats!r} goes with split_time=..., which is not given"
+                )
+        self.cut.check()
+        if self.duplicates not in ("add", "last", "max"):
+            raise ValueError(
+                f'duplicates is "add", "last" or "max", got {self.duplicates!r}'
+            )
+        for name in ("min_user", "min_item"):
+            if (least := getattr(self, name)) < 1:
+                raise ValueError(f"{name} must be 1 or more, got {least}")
+
+    @functools.cached_property
+    def cut(self) -> Cut:
+        """The split."""
+        return Cut(
+            time=self.split_time,
+            repeats=self.repeats or "new",
+            last=self.split_last,
+            fraction=self.split_fraction,
+            seed=self.seed,
+        )
+
+    @functools.cached_property
+    def known(self) -> Names | None:
+        """The given vocabulary."""
+        return None if self.features is None else of_features(self.features)
+
+    @property
+    def chosen(self) -> Chosen:
+        """The columns."""
+        time = BY_NAME if self.time is None else self.time
+        return Chosen(self.user, self.item, self.value, time)
+
+    @property
+    def with_time(self) -> bool:
+        """Whether events must have times."""
+        is_cut = self.cut.time is not None or self.cut.last is not None
+        return is_cut or self.duplicates == "last"
+
+    @functools.cached_property
+    def settings(self) -> dict[str, Any]:
+        """As the manifest has them."""
+        cut, known = self.cut, self.known
+        return {
+            "columns": [self.user, self.item, self.value, self.time],
+            "duplicates": self.duplicates,
+            "min_user": self.min_user,
+            "min_item": self.min_item,
+            "features": None if known is None else vocabulary_hash(known),
+            "indicator": self.indicator,
+            "split_time": None if cut.time is None else str(cut.time),
+            # Without a time, settings are those that earlier releases wrote.
+            **({} if cut.time is None else {"repeats": cut.repeats}),
+            "split_last": cut.last,
+            "split_fraction": cut.fraction,
+            "seed": cut.seed,
+            "skip_bad": self.skip_bad,
+        }
 
 
 def prepare(
@@ -272,39 +331,39 @@ def prepare(
       OSError: `out` cannot be written.
       ValueError: an argument is wrong.
     """
-    cut = Cut.of(
-        split_time=split_time,
-        repeats=repeats,
-        split_last=split_last,
-        split_fraction=split_fraction,
-        seed=seed,
-    )
-    settings, known = settings_of(
-        cut,
-        columns=[user, item, value, time],
+    asked = Asked(
+        user=user,
+        item=item,
+        value=value,
+        time=time,
         duplicates=duplicates,
         min_user=min_user,
         min_item=min_item,
         features=features,
         indicator=indicator,
+        split_time=split_time,
+        repeats=repeats,
+        split_last=split_last,
+        split_fraction=split_fraction,
+        seed=seed,
         skip_bad=skip_bad,
     )
-    before = prepared_before(out, settings)
+    before = prepared_before(out, asked.settings)
     with _writing(out, before) as folder, _engine(folder, memory) as engine:
         found = events_of(
             events,
-            chosen=Chosen(user, item, value, BY_NAME if time is None else time),
+            chosen=asked.chosen,
             format=format,
             delimiter=delimiter,
             indicator=indicator,
-            with_time=needs_time(cut, duplicates),
+            with_time=asked.with_time,
             skip_bad=skip_bad,
             separator=separator,
             time_format=time_format,
         )
-        found.vocabulary = known
-        preparation = _Preparation(engine, found, cut, settings)
-        return preparation.run(folder, known, before)
+        found.vocabulary = asked.known
+        preparation = _Preparation(engine, found, asked.cut, asked.settings)
+        return preparation.run(folder, asked.known, before)
 
 
 def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None:
@@ -351,51 +410,6 @@ def check_same(before: DataFolder, identity: str) -> Manifest:
             "another folder"
         )
     return before.manifest
-
-
-def needs_time(cut: Cut, duplicates: str) -> bool:
-    """Whether events must have times."""
-    return cut.time is not None or cut.last is not None or duplicates == "last"
-
-
-def settings_of(
-    cut: Cut,
-    *,
-    columns: list[Column],
-    duplicates: str,
-    min_user: int,
-    min_item: int,
-    features: Features,
-    indicator: bool,
-    skip_bad: bool,
-) -> tuple[dict[str, Any], Names | None]:
-    """The settings as the manifest has them, and the given vocabulary; see `prepare`.
-
-    Raises:
-      ValueError: an argument is wrong.
-    """
-    if duplicates not in ("add", "last", "max"):
-        raise ValueError(f'duplicates is "add", "last" or "max", got {duplicates!r}')
-    for name, least in (("min_user", min_user), ("min_item", min_item)):
-        if least < 1:
-            raise ValueError(f"{name} must be 1 or more, got {least}")
-    known = None if features is None else of_features(features)
-    settings = {
-        "columns": columns,
-        "duplicates": duplicates,
-        "min_user": min_user,
-        "min_item": min_item,
-        "features": None if known is None else vocabulary_hash(known),
-        "indicator": indicator,
-        "split_time": None if cut.time is None else str(cut.time),
-        # Without a time, settings are those that earlier releases wrote.
-        **({} if cut.time is None else {"repeats": cut.repeats}),
-        "split_last": cut.last,
-        "split_fraction": cut.fraction,
-        "seed": cut.seed,
-        "skip_bad": skip_bad,
-    }
-    return settings, known
 
 
 @contextlib.contextmanager
