@@ -109,7 +109,7 @@ class Excluded:
             await asyncio.to_thread(self.look)
 
     def _state(self) -> tuple[int, ...]:
-        """What differs when the file has changed."""
+        """The facts that differ when the file has changed."""
         facts = os.stat(self.path)
         return facts.st_size, facts.st_mtime_ns, facts.st_ino
 
