@@ -32,6 +32,7 @@ from sparsejax.mesh.layout import (
     readable_bytes,
 )
 from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.item_content import ContentSizes
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sparse import MAX_ENTRIES
 
@@ -73,13 +74,14 @@ class Plan(Footprint):
       steps: steps of a dispatch.
       entries: number of entries of the inputs or of the targets, whichever is larger, on
         the fullest device; of histories the places that have a next item.
-      weights: parameters.
+      weights: parameters, and content of the items.
       state: state of the optimizer.
       dataset: inputs and targets; of histories their last items, and where targets are.
       order: order of the rows in an epoch.
       batches: batches of all steps of a dispatch, and what a step makes of its entries.
       hidden: activations of the hidden layers, or of the blocks, and their gradients.
-      operand: a copy of the last kernel in bfloat16, and factors of cosines.
+      operand: a copy of the last kernel in bfloat16, and factors of cosines; or the items'
+        vectors, if they have content.
       output_gradient: gradient of the last kernel, if it is not applied where it is made.
       chunk: scores of a part of the items, and the gradient of their rows.
       input_gradient: gradient of the rows of the first kernel that a batch touches; or of
@@ -173,6 +175,7 @@ def plan(
     times: bool = False,
     batch_size: int = 512,
     fused: bool = False,
+    content: ContentSizes | None = None,
     data: int = 1,
     model: int = 1,
     memory: int | None = None,
@@ -217,6 +220,7 @@ def plan(
       times: whether histories have times. Only `HSTU` reads them.
       batch_size: examples a step.
       fused: as `fit` takes it.
+      content: the sizes of what is known of the items, see `sparsejax.nn.ContentSizes`.
       data: devices over which batches are divided.
       model: devices over which the first kernel is divided. The last kernel is divided
         over all devices.
@@ -230,7 +234,8 @@ def plan(
       ValueError: a size is not positive, the mesh cannot be made or does not divide the
         batch, there are too few devices to compile for, or histories have fewer than two
         entries a row, targets or values.
-      NotImplementedError: `fused` with a tied output, or with a model of histories.
+      NotImplementedError: `fused` with a tied output, with content, or with a model of
+        histories.
     """
     if outputs is None and target_entries is not None:
         raise ValueError(
@@ -261,6 +266,7 @@ def plan(
         times=times,
         batch=dispatch.step_size(batch_size, rows, data),
         fused=fused,
+        content=content,
     )
     memory = device_memory() if memory is None else memory
 

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
+import scipy.sparse
 from flax import nnx
 from jax.sharding import NamedSharding
 
@@ -20,6 +21,7 @@ from sparsejax.kinds.histories.footprint import HistoryWorkload
 from sparsejax.kinds.items.footprint import NetworkWorkload
 from sparsejax.mesh.layout import padded_rows, put_on_mesh
 from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
+from sparsejax.sequence.build import build_sequence_model
 from sparsejax.verbs import plan as planning
 from sparsejax.verbs.plan import plan
 
@@ -82,6 +84,60 @@ def compiled(network, rule=SGD, **options) -> int:
     assert planned.compiled.kept == planned.kept + numbers
     assert "compiler (cpu)" in planned.table()
     return planned.compiled.temporary
+
+
+CONTENT = sj.nn.ContentSizes(tags=500, entries=3000, vectors=96, dtype="float16")
+
+
+@pytest.mark.parametrize("kind", ["items", "histories"])
+def test_content_is_counted_as_it_is_built(kind):
+    """Also what a mesh divides, and sends."""
+    rng = np.random.default_rng(0)
+    vectors = rng.standard_normal((1000, 7)).astype(np.float16)
+    tags = scipy.sparse.random_array((1000, 30), density=0.1, rng=rng, format="csr")
+    sizes = sj.nn.ContentSizes.of(tags.astype(np.float32), vectors)
+    network: Any = TIED
+    rule = sj.optimizers.adam(1e-3)
+    if kind == "histories":
+        network = sj.SASRecConfig(max_length=6, width=32, blocks=1, heads=1)
+    counts = {"inputs": 1000, "rows": 10, "entries": 100}
+    options: dict[str, Any] = {**counts, "content": sizes, "batch_size": 64}
+    planned = plan(network, rule, **options)
+    rngs = nnx.Rngs(0)
+    if kind == "items":
+        how = {"inputs": 1000, "outputs": 1000, "content": sizes}
+        model: Any = sj.FeedForward(network, **how, rngs=rngs)
+    else:
+        model = build_sequence_model(network, items=1000, content=sizes, rngs=rngs)
+    optimizer = sj.Optimizer(model, rule)
+
+    def size(module) -> int:
+        return sum(leaf.nbytes for leaf in jax.tree.leaves(nnx.state(module)))
+
+    assert (planned.weights, planned.state) == (size(model), size(optimizer))
+    del options["content"]
+    mesh = {"data": 2, "model": 4}
+    one, other = (
+        plan(network, rule, **options, **mesh, content=c) for c in (sizes, None)
+    )
+    rows = padded_rows(1000)
+    given = 2 * rows * 7 + 4 * rows + 4 * (2 * 256 * sizes.entries + 256 + rows)
+    # Two kernels, the log of a number, and a random key with its count.
+    shared = 4 * (padded_rows(30) + 7) * 32 + 4
+    assert one.weights - other.weights == given // 8 + shared + 4 + 8
+    sums = "sums of hidden gradients"
+    assert one.over_data[sums] - other.over_data[sums] == pytest.approx(shared, abs=2)
+
+
+@pytest.mark.parametrize("half", [False, True], ids=["float32", "bfloat16"])
+def test_vectors_with_content_and_their_gradient_are_temporary(half):
+    network = HALF if half else WIDE
+    more = compiled(network, content=CONTENT) - compiled(network)
+    with_content, without = large(network, content=CONTENT), large(network)
+    planned = with_content.temporary - without.temporary
+    assert more == pytest.approx(planned, rel=0.3)
+    with pytest.raises(NotImplementedError, match="cannot have a fused update"):
+        small(network, content=CONTENT, fused=True)
 
 
 def test_the_gradient_of_the_output_is_what_a_fused_update_saves():

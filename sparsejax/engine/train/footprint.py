@@ -28,6 +28,10 @@ from sparsejax.optimizers.rules import Rule
 _PIECES = 1 / 8
 # Bytes per row of the data while the order of an epoch is sorted, besides the order.
 ORDER_SORTED = 20
+# Parameters of the output layer that all items share.
+CONTENT_KERNELS = [
+    ("content", name) for name in ("tag_kernel", "vector_kernel", "log_half")
+]
 
 
 # Makes something in place of an array of a shape and a dtype that lies so on a mesh.
@@ -85,6 +89,7 @@ class Workload(abc.ABC):
       values: whether entries have values.
       batch: rows of a step.
       fused: as `fit` takes it.
+      content: the `ContentSizes` of what is known of the items, or None.
     """
 
     network: Any
@@ -95,6 +100,7 @@ class Workload(abc.ABC):
     batch: int
     values: bool = False
     fused: bool = False
+    content: Any = None
 
     @property
     def num_items(self) -> int:
@@ -300,6 +306,28 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
     arrays = job.state_shapes(width).count((2, width))
     moved = (8 + 4 * arrays + 2 * with_kernel) * rows
     return Output(operand, gradient, max(read, job.fused * moved), False)
+
+
+def with_content(
+    job: Workload, output: Output, scored: Scored, chunk_items: int
+) -> Output:
+    """The output's arrays where its operand is the sum of the items' rows and content.
+
+    Vectors of `chunk_items` items are made at a time.
+    """
+    if job.content is None:
+        return output
+    _, items, width, stored, dtype, *_ = scored
+    operand, gradient = output.operand, output.gradient
+    if dtype == stored:  # else the operand is it
+        operand += items * width * dtype.itemsize
+    else:  # in the type of the rows, whose gradient takes its place
+        gradient += items * width * stored.itemsize
+    rows = min(items, chunk_items)
+    # The sum, its slopes and the gradient of the rows, and content as an operand.
+    chunk = 4 * rows * (3 * width + job.content.vectors)
+    least = items * width * dtype.itemsize  # E's gradient, if the softmax makes none
+    return Output(operand, max(gradient, least), max(output.chunk, chunk), False)
 
 
 def input_gradient(

@@ -20,6 +20,7 @@ from pallas_kernels.matmul_tiles import STEP
 from sparsejax.engine.batching import bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
+    CONTENT_KERNELS,
     ORDER_SORTED,
     Laid,
     Output,
@@ -31,11 +32,13 @@ from sparsejax.engine.train.footprint import (
     input_gradient,
     output_bytes,
     summed,
+    with_content,
 )
 from sparsejax.engine.train.resident import TrainingTask
 from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.modules import new_sequence_model
 from sparsejax.mesh.layout import padded_rows
+from sparsejax.nn.item_content import CHUNK_ITEMS
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer
@@ -131,7 +134,11 @@ class HistoryWorkload(Workload):
 
     def new(self) -> tuple[SequenceModel, Optimizer]:
         return new_sequence_model(
-            self.network, rule=self.rule, inputs=self.inputs, seed=0
+            self.network,
+            rule=self.rule,
+            inputs=self.inputs,
+            seed=0,
+            content=self.content,
         )
 
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
@@ -158,7 +165,14 @@ class HistoryWorkload(Workload):
         # Vectors of the items and their gradient, of the whole batch.
         if data > 1 and not self._of_tokens:
             gradients += 2 * 4 * data * read * width
-        output = self._output(targets, padded_rows(self.inputs) // (data * model))
+        items, dtype = (
+            padded_rows(self.inputs) // (data * model),
+            jnp.dtype(jnp.float32),
+        )
+        scored = Scored(
+            targets, items, width, dtype, dtype, self.network.temperature, None
+        )
+        output = with_content(self, self._output(targets, items), scored, CHUNK_ITEMS)
         touched = self._input_gradient(read, targets, data, model)
         stages = (
             of_targets + output.at_once(False),
@@ -204,7 +218,7 @@ class HistoryWorkload(Workload):
         """Bytes of the gradient of the items' vectors; `read` of them are in histories."""
         width, drawn = self.network.width, self.network.negatives
         rows = padded_rows(self.inputs) // model
-        if drawn is None:
+        if drawn is None or self.content is not None:  # which makes all vectors
             return input_gradient(self, read, rows // data, width, dense=True)
         made = input_gradient(self, read + targets + drawn, rows, width, dense=False)
         if data > 1:  # the kernel is gathered, and its gradients are summed
@@ -279,8 +293,12 @@ class HistoryWorkload(Workload):
                 over_data["vectors of the items and their gradients"] = gathered(
                     kernel, data
                 ) + 2 * summed(kernel, data)
-            between = sum(v.part for v in laid if v.path[0] == 0)
-            between -= 4 * padded_rows(self.inputs) // whole * width
+            between = sum(
+                v.part
+                for v in laid
+                if v.path[0] == 0
+                and (v.path[1] != "output" or v.path[2:] in CONTENT_KERNELS)
+            )
             over_data["sums of hidden gradients"] = summed(between, data)
         return over_data, over_model
 

@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.engine.batching import bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
+    CONTENT_KERNELS,
     ORDER_SORTED,
     Laid,
     Scored,
@@ -24,6 +25,7 @@ from sparsejax.engine.train.footprint import (
     input_gradient,
     output_bytes,
     summed,
+    with_content,
 )
 from sparsejax.engine.train.resident import Roles, TrainingTask
 from sparsejax.kinds.items.modules import new_network
@@ -31,6 +33,7 @@ from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import NetworkConfig
+from sparsejax.nn.item_content import CHUNK_ITEMS
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
@@ -72,7 +75,11 @@ class NetworkWorkload(Workload):
         return Roles()
 
     def new(self) -> tuple[FeedForward, Optimizer]:
-        sizes = {"inputs": self.inputs, "outputs": self.outputs}
+        sizes = {
+            "inputs": self.inputs,
+            "outputs": self.outputs,
+            "content": self.content,
+        }
         return new_network(self.network, rule=self.rule, seed=0, **sizes)
 
     def sizes(self) -> list[tuple[int, int]]:
@@ -147,7 +154,7 @@ class NetworkWorkload(Workload):
             temperature=network.output.temperature,
             precision=network.precision,
         )
-        output = output_bytes(self, scored)
+        output = with_content(self, output_bytes(self, scored), scored, CHUNK_ITEMS)
         tied = network.output.tied is not None
         first = sizes[0]
         touched = input_gradient(self, column, kernel_rows, first, dense=tied)
@@ -188,6 +195,10 @@ def network_workload(
         raise ValueError("a network does not read times; leave out times")
     if fused and network.output.tied is not None:
         raise NotImplementedError("a tied kernel cannot have a fused update")
+    if fused and shared.get("content") is not None:
+        raise NotImplementedError(
+            "vectors with content of the items cannot have a fused update"
+        )
     targets = entries if target_entries is None else target_entries
     return NetworkWorkload(
         network=network,
@@ -200,8 +211,10 @@ def network_workload(
 
 
 def _is_between(path: tuple[Any, ...]) -> bool:
-    """Whether a parameter is not the first kernel and not in the output."""
-    return path[0] == 0 and path[1] != "output" and path[1:] != ("first", "kernel")
+    """Whether all devices have a parameter: it is not a kernel of items or of features."""
+    if path[0] == 0 and path[1] == "output":
+        return path[2:] in CONTENT_KERNELS
+    return path[0] == 0 and path[1:] != ("first", "kernel")
 
 
 def _sent(
