@@ -1,8 +1,9 @@
-"""The row of a 64-bit key in an index of buckets: a Mosaic GPU program.
+"""Rows of 64-bit keys in an index of buckets: a Mosaic GPU program.
 
 A thread has one key. It reads the tags of the key's two buckets, then the row and the key of
-each slot whose tag is that of the key: as a rule four reads of 32 bytes, each of which waits for
-the one before it, but for the two of tags. So the program needs many threads, and few registers.
+each slot whose tag is that of the key: as a rule four reads of 32 bytes. The reads of tags go
+side by side; each other one waits for the one before. So the program needs many threads, and few
+registers.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from pallas_kernels.teams import Team, on_teams
 
 SLOTS = 16  # of a bucket
 _WORDS = SLOTS // 4
-# Of table, high and low word of a key: part, two buckets of it, and tag.
+# Gives part, its two buckets and tag, for a table and the high and low word of a key.
 Places = Callable[[Any, Any, Any], tuple[Any, Any, Any, Any]]
 
 

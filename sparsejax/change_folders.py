@@ -86,7 +86,7 @@ class File:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a change is.
+    """The contents of a folder of changes.
 
     Attributes:
       number: of its folder.
@@ -171,7 +171,7 @@ class Link:
 
     @property
     def changes(self) -> Changes:
-        """What a user is told of it."""
+        """The record of it for users."""
         told = self.manifest
         return Changes(
             number=told.number,
@@ -308,7 +308,7 @@ def _newest(folder: pathlib.Path, found: Sequence[int]) -> list[Link]:
 
 
 def _behind(folder: pathlib.Path, found: Sequence[int], after: Changes) -> list[Link]:
-    """Those that follow `after`, from the last base among them on."""
+    """The changes that follow `after`, from the last base among them on."""
     if found[-1] < after.number:
         raise ValueError(
             f"{folder} has changes up to {_name(found[-1])}, but number {after.number} was "

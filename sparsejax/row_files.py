@@ -19,7 +19,7 @@ class NotRowsError(ValueError):
 
 
 def type_of(array: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> pa.DataType:
-    """What a file has of the rows of an array: numbers of 16 bits become float32."""
+    """The type in a file of the rows of an array: numbers of 16 bits become float32."""
     dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
     kind = pa.from_numpy_dtype(dtype)
     return kind if array.ndim == 1 else pa.list_(kind, array.shape[1])

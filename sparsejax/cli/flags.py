@@ -902,7 +902,7 @@ class Serve:
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
       keep: Versions before the one that serves which still answer, in memory, who names them.
-      histories: What users had before, a saved data set: a request may then name users.
+      histories: A saved data set of what users had before: a request may then name users.
       similar: Serve a second model, called similar: items like given items.
       exclude_file: Recommend none of these items, such as those sold out: a file with a name on
         each line. It is read again when it changes.

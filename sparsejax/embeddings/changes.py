@@ -48,7 +48,7 @@ def export_changes(
     Rows are written as they are after `Optimizer.flush`; the training goes on with the same bits
     as without the export. The call waits for the steps before it, compares the rows with 8 bytes
     that it keeps of each (16 of a row of a dynamic table), and copies those that differ on the
-    device. A thread writes them. Of more than a gigabyte of rows, the rest is copied to the host
+    device. A thread writes them. Beyond a gigabyte of rows, the rest is copied to the host
     before the call returns.
 
     A process that was killed, or a full disk, leaves the changes before. An export after a restart
@@ -132,7 +132,7 @@ def apply_changes(
 
 
 class _Tables(NamedTuple):
-    """What changes in a model.
+    """The parts of a model that change.
 
     Attributes:
       parts: the stacks of its collections.

@@ -169,7 +169,7 @@ class EmbeddingCollection(nnx.Module):
         self.asked = tuple(placements.items()), tuple(hotness.items())
         self.given = self.wire = _wire(wire_dtype, exchange_room, distinct)
         self.names = tuple(configs)
-        # What ids without a row read: their first vector; in a predictor it may be zeros.
+        # Ids without a row read their first vector; in a predictor it may be zeros.
         self.unknown: Unknown = "init"
         key = rngs.params()
         self.overflows = nnx.Variable(jnp.zeros((), jnp.int32))

@@ -48,7 +48,7 @@ class ClickModelConfig(ModelConfig):
     """Settings of all click models. `DLRMConfig` and the others add their own.
 
     >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
-    WideDeepConfig(dim=16, combiner='sum', dtype='float32', hidden=(64,))
+    WideDeepConfig(dim=16, combiner='sum', dtype='float32', dynamic=None, hidden=(64,))
 
     Attributes:
       dim: numbers in a row of each table.

@@ -22,7 +22,7 @@ from sparsejax.sparse import MAX_ENTRIES
 
 @dataclasses.dataclass(eq=False)
 class Taken:
-    """What a predictor has taken of a folder.
+    """The changes that a predictor has taken of a folder.
 
     Attributes:
       last: the last changes.

@@ -91,7 +91,7 @@ class Ordered(Items):
         places = {each.name: i for i, each in enumerate(inputs)}
         ids = found[places[HISTORIES]]
         unread = (ids < 0) | (ids >= self.num_read)
-        # What is read comes first, as it is without the others.
+        # The items that are read come first, as they do without the others.
         order = np.argsort(unread, axis=1, kind="stable")
         for name, nothing in ((HISTORIES, -1), (TIMES, 0)):
             if name in places:

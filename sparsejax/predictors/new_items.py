@@ -28,7 +28,7 @@ _MIN_NORM = 1e-6
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Content:
-    """What makes the vectors of new items: kernels, and the tags that they have rows for.
+    """The parts that make vectors of new items: kernels, and the tags that they have rows for.
 
     Attributes:
       stated: what the signature says of it.
@@ -47,7 +47,7 @@ class Content:
         vocabularies: Mapping[str, Names],
         kernels: Iterable[np.ndarray],
     ) -> Content | None:
-        """What a file has of it, if anything.
+        """The content of a file, if it has some.
 
         Raises:
           ValueError: there are other tags than the signature has rows for.
@@ -159,8 +159,7 @@ def extended(
     if content.stated.temperature is not None:
         factors = (1 / (norms * content.stated.temperature)).astype(np.float32)
     if more := kernel.shape[1] - vectors.shape[1]:
-        # Of the linear part, whose scores a new item does not have. The kernel of both has
-        # no scale.
+        # A new item has no scores of the linear part. The kernel of both has no scale.
         scaled = vectors.astype(np.float32) * factors[:, None]
         vectors = np.pad(scaled, ((0, 0), (0, more))).astype(kernel.dtype)
         factors = np.ones(count, np.float32)

@@ -396,7 +396,7 @@ def _points(
     return [(x, y) for x, y in found if _is_finite(y)]  # pyrefly: ignore[bad-return]
 
 
-# What `fit` tells of the training itself beside the loss, and how charts call it.
+# Figures of `fit` about the training itself, beside the loss, and their names in charts.
 _OF_TRAINING = {
     "examples_per_second": "examples/s",
     "overflows": "overflows",

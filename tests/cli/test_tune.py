@@ -184,6 +184,7 @@ def test_items_with_content(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune, "fit", fit)
     final = []
     monkeypatch.setattr(tune.commands_of_train, "train", final.append)
+    monkeypatch.setattr(tune, "interval", lambda *_: "")
     argv = ["tune", "histories.txt", "--format", "adjacency", "--model", "gru"]
     argv += ["--item-features", "items.csv"]
     assert main([*argv, "--trials", "1", "--epochs", "2"]) == 0

@@ -14,7 +14,7 @@ from sparsejax.data.files import arrow
 
 _FOLDER = re.compile(r"([^=]+)=(.*)")
 _NULL = "__HIVE_DEFAULT_PARTITION__"
-# What marks a column in the schema of a file.
+# The mark of a column in the schema of a file.
 _OF_FOLDER = {b"sparsejax": b"folder"}
 _TYPE = pa.dictionary(pa.int32(), pa.string())
 

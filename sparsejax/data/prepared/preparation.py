@@ -152,7 +152,7 @@ class Cut:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Asked:
-    """What `prepare` is asked of the events, here and on Spark: its arguments, checked.
+    """The arguments of `prepare` about the events, here and on Spark, checked.
 
     Raises:
       ValueError: one is wrong, or they name several splits.
@@ -220,7 +220,7 @@ class Asked:
 
     @functools.cached_property
     def settings(self) -> dict[str, Any]:
-        """As the manifest has them."""
+        """The settings as the manifest has them."""
         cut, known = self.cut, self.known
         return {
             "columns": [self.user, self.item, self.value, self.time],

@@ -326,7 +326,7 @@ def _over_devices(
 def _nothing_new(
     state: State, keys: TableKeys, _: Any, found: Int[Array, "ids"], __: Any
 ) -> tuple[State, Int[Array, "ids"], _New]:
-    """What `Assign._insert` returns where all ids have rows."""
+    """Returns what `Assign._insert` does where all ids have rows."""
     none = jnp.zeros_like(found)
     return state, found, _New(none, jax.tree.map(jnp.zeros_like, keys), jnp.int32(0))
 

@@ -83,7 +83,7 @@ class Rows(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """What the folder has of each row of a stack.
+    """The state of each row of a stack in the folder.
 
     Attributes:
       hashes: of what it has.
@@ -98,7 +98,7 @@ class _Told(NamedTuple):
 
 @dataclasses.dataclass
 class _Memory:
-    """What is known of a folder of changes.
+    """A folder of changes, as far as it is known.
 
     Attributes:
       last: the last changes in it.
@@ -210,7 +210,7 @@ def export(
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
     memory, last = _recalled(folder, memories.pop(folder, None), parts, tables)
-    # What differs is copied on the device. Then the training may go on.
+    # Rows that differ are copied on the device. Then the training may go on.
     told, removed, blocks = [], [], []
     differences = []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
@@ -331,7 +331,7 @@ def _column(name: str, array: jax.Array, table: StackedTable) -> Column:
 
 
 def _compared(spec: P, rows: Rows, told: _Told):
-    """What the folder is to have, which rows differ from it, and which it has no more."""
+    """The rows that the folder shall have, those that differ, and those that are gone."""
 
     def compared(rows, told):
         hashes = _hashed(_flat(rows), jnp)
@@ -488,7 +488,7 @@ def _recalled(
     parts: Sequence[Part],
     tables: Mapping[Table, Sequence[Piece]],
 ) -> tuple[_Memory | None, Link | None]:
-    """What a folder has of the tables, and its last changes; None if a base is due."""
+    """The tables as a folder has them, and its last changes; None if a base is due."""
     numbers = change_folders.numbers(folder)
     if not numbers:
         return None, None

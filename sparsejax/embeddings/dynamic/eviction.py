@@ -147,7 +147,7 @@ def _limit(
             jnp.take_along_axis(ends, place[:, None], axis=1)[:, 0]
             for place in (last, last + 1)
         )
-        # Of a part that is done, all that begin with its digits are wanted.
+        # If a part is done, all that begin with its digits are wanted.
         last = jnp.where(left > 0, last, 2**_DIGIT - 1).astype(jnp.uint32)
         left = jnp.where(at == left, 0, jnp.where(left > 0, left - below, 0))
         return i + 1, limit << _DIGIT | last, left

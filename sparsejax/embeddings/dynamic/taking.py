@@ -30,7 +30,7 @@ from sparsejax.optimizers.optimizer import Optimizer, first_state
 
 
 class _Plan(NamedTuple):
-    """What a table takes.
+    """The changes that a table takes.
 
     Attributes:
       number: of its stack.

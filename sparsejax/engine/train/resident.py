@@ -155,7 +155,7 @@ class BeginsRows(Protocol):
         ...
 
     def begun(self, model: Any, optimizer: Any, x: Any, exists: jax.Array) -> Any:
-        """What the model is shown, once its new ids have rows.
+        """The input that the model is shown, once its new ids have rows.
 
         Args:
           model: is changed.

@@ -73,8 +73,8 @@ def rates_of(model: Any) -> Callable[[], Callable[[], dict[str, float]]] | None:
                 warned = True
                 if processes.is_first():
                     warn_caller(
-                        f"of {ids:,} ids of dynamic tables {more['refused']:,} found no "
-                        "room, and are not learned: make the tables larger, or let them "
+                        f"dynamic tables have no room for {more['refused']:,} of {ids:,} "
+                        "ids, which are not learned: make the tables larger, or let them "
                         'evict, evict="lru"'
                     )
             return {name: more[name] / max(ids, 1) for name in _RATES}
