@@ -263,7 +263,8 @@ class ItemContent(nnx.Module):
         entries = self.entries[...]
         if not (deterministic or self.deterministic):
             kept = jax.random.bernoulli(self.draws(), 1 - DROPPED, entries.shape)
-            entries = jnp.where(kept, entries, 0)
+            # An item without content would be nothing at all.
+            entries = jnp.where(kept | ~_have_content(tags, given), entries, 0)
         fixed = _Fixed(entries, tags, given)
         axes = item_axes() if mesh_is_set() else None
         dtype = jnp.dtype(kernel.dtype if dtype is None else dtype)
@@ -435,6 +436,18 @@ def _joined(blocks: CSR) -> CSR:
     indptr = jnp.append(begins, jnp.int32(count * nse))
     flat = jax.tree.map(lambda x: x.reshape(-1), (blocks.data, blocks.indices))
     return CSR.tree_unflatten(blocks.num_cols, (*flat, indptr, None))
+
+
+def _have_content(
+    tags: CSR | None, given: Float[Array, "rows numbers"] | None
+) -> Bool[Array, "rows"] | bool:
+    """Whether an item has tags, or a vector that is not all zeros."""
+    found: Bool[Array, "rows"] | bool = False
+    if tags is not None:
+        found = (jnp.diff(tags.indptr, axis=1) > 0).reshape(-1)
+    if given is not None:
+        found |= jnp.any(given != 0, axis=1)
+    return found
 
 
 def _shape(tags: scipy.sparse.csr_array) -> tuple[int, int]:

@@ -339,9 +339,31 @@ def test_in_training_some_items_are_their_content_alone(monkeypatch, kind):
     assert 10 < rows.sum() < 50  # the others are content alone
     assert loss(0.5, training=False)[0] == pytest.approx(whole, rel=1e-6)
     alone, slopes = loss(1.0)
-    assert not slopes.any()
-    model.output.kernel.set_value(jnp.zeros_like(model.output.kernel[...]))
+    bare = np.diff(tags.indptr) == 0
+    assert not np.asarray(slopes)[:60][~bare].any()
+    kernel = model.output.kernel[...]
+    model.output.kernel.set_value(kernel.at[np.flatnonzero(~bare)].set(0))
     assert loss(0.0)[0] == pytest.approx(alone, rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["tags", "vectors", "both"])
+def test_items_without_content_keep_their_rows(monkeypatch, kind):
+    monkeypatch.setattr(item_content, "DROPPED", 1.0)
+    tags = some_tags(60) if kind != "vectors" else None
+    vectors = np.eye(60, 5, dtype=np.float32) if kind != "tags" else None
+    content = ItemContent(60, WIDTH, ContentSizes.of(tags, vectors), rngs=nnx.Rngs(0))
+    content.set_to(tags, vectors)
+    content.set_entries(np.full(60, 9))
+    content.train()
+    kernel = jax.random.normal(jax.random.key(0), content.entries.shape + (WIDTH,))
+    has = np.zeros(60, bool)
+    has |= np.diff(tags.indptr) > 0 if tags is not None else False
+    has |= vectors.any(axis=1) if vectors is not None else False
+    assert has.any() and not has.all()
+    found = content.vectors_with(kernel, deterministic=False)[:60]
+    whole = content.vectors_with(kernel)[:60]
+    np.testing.assert_array_equal(found[~has], whole[~has])
+    assert np.all(np.any(np.asarray(found != whole), axis=1) == has)
 
 
 @pytest.mark.parametrize("use_bias", [True, False])
