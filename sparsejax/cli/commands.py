@@ -307,9 +307,10 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
     kept = dataclasses.replace(columns, time=None, delimiter=None)
     if command.by not in ("time", "rows"):
         raise ValueError(f"--by {command.by} is of no use for clicks: time or rows")
-    if command.histories or command.repeats is not None or kept != flags.Columns():
+    of_others = command.histories, command.repeats, command.format
+    if any(of_others) or kept != flags.Columns():
         raise ValueError(
-            "--histories, --repeats, --user, --item, --value, --no-value, --no-time, "
+            "--histories, --repeats, --format, --user, --item, --value, --no-value, --no-time, "
             "--separator and --time-format are of no use for clicks: leave them out"
         )
     if command.clicks.dynamic is not None:
@@ -321,6 +322,11 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
         if time is not None:
             raise ValueError("a saved data set knows its columns: leave out --time")
         data = ClickDataset.load(command.data)
+        if command.by == "time" and data.times is None:
+            raise ValueError(
+                f"{shown(command.data)}: has no times; split the file that it was read "
+                "from, with --schema and --time"
+            )
     else:
         if isinstance(time, int):
             raise ValueError(f"--time {time}: columns of clicks go by their names")

@@ -61,5 +61,12 @@ class Histories(interactions.Interactions):
         tuned = ("width", "dropout", "temperature")
         return {name: getattr(config, name) for name in tuned}
 
+    def choices(self, command: flags.Tune) -> Mapping[str, Range | tuple[int, ...]]:
+        heads = getattr(self.described(command)[0], "heads", 1)
+        widths = self.tuned["width"]
+        assert isinstance(widths, tuple)
+        divided = tuple(int(width) for width in widths if width % heads == 0)
+        return {**self.tuned, "width": divided}
+
 
 COMMANDS: Commands = Histories()

@@ -121,6 +121,10 @@ class Commands(abc.ABC):
         """The flags of the network for some choice of what is tuned."""
         return command.network
 
+    def choices(self, command: flags.Tune) -> Mapping[str, Range | tuple[int, ...]]:
+        """`tuned`, without what the flags exclude."""
+        return self.tuned
+
     def with_chosen(self, config: Any, chosen: Mapping[str, Any]) -> Any:
         """The configuration with some choice of what is tuned."""
         return dataclasses.replace(config, **chosen)

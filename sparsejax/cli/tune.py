@@ -86,9 +86,13 @@ def tune(command: flags.Tune) -> None:
                 break
             trial = study.ask()
             chosen, began = _choice(trial, command), time.monotonic()
-            state, score, why = _trained(
-                optuna, trial, command, chosen, source, deadline, linear_part
-            )
+            try:
+                state, score, why = _trained(
+                    optuna, trial, command, chosen, source, deadline, linear_part
+                )
+            except Exception:  # who repeats the command must not meet it again
+                study.tell(trial, state=optuna.trial.TrialState.FAIL)
+                raise
             study.tell(trial, score if state is None else None, state=state)
             took = f"{time.monotonic() - began:.0f} s"
             said = " ".join(f"{n} {_short(v)}" for n, v in trial.params.items())
@@ -203,7 +207,7 @@ def _start(command: flags.Tune) -> dict[str, Any]:
 
 def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
     """The value that the trial draws for each of the settings in `_start`."""
-    chosen, tuned = {}, commands_for(command.kind).tuned
+    chosen, tuned = {}, commands_for(command.kind).choices(command)
     for name, start in _start(command).items():
         choices = tuned.get(name, _LEARNING_RATES)
         if not isinstance(choices, Range):

@@ -117,6 +117,9 @@ def chosen(content: Content, features: ItemFeatures, known: Names) -> ItemFeatur
             f"the predictor has all of these {len(names):,} items; give the content of new "
             "ones"
         )
+    features = dataclasses.replace(
+        features, item_names=names
+    )  # as the predictor spells them
     some = features.align(new).like(content.known)
     empty = some.is_empty
     if empty.all():

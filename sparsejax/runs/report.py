@@ -575,7 +575,7 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
 
 
 def _by_entries(measured: Mapping[str, float]) -> str:
-    """How well items are found that were in training how often, by `by="entries"`."""
+    """How well items are found that so many users have, by `by="entries"`."""
     groups = [name[8:-1] for name in measured if name.startswith("entries[")]
     if not groups:
         return ""
@@ -598,10 +598,9 @@ def _by_entries(measured: Mapping[str, float]) -> str:
             f'<td class="number">{count:,.0f}</td>{cells}</tr>'
         )
     return (
-        '<p class="soft">Items by the number of users who have them in the training data. '
-        "An item of 0 is new: it is known by its content alone. share is that of the "
-        "recommendations.</p>\n"
-        '<div class="scroll"><table><tr><th>in training</th>'
+        '<p class="soft">Items by the number of users who have them in the data that the model '
+        "is shown. share is that of the recommendations.</p>\n"
+        '<div class="scroll"><table><tr><th>users</th>'
         f'<th class="number">held out</th>{heads}</tr>\n{chr(10).join(rows)}</table></div>'
     )
 

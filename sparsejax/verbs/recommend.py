@@ -100,8 +100,9 @@ def recommend(
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
       k: items per row. Where there are fewer candidates, ids end with -1.
       exclude: "inputs" leaves out what a row already has, None ranks it, too. 0.2 leaves it
-        out by default, as `evaluate` and predictors do. Until then nothing is left out, with
-        a FutureWarning where that makes a difference. Or the name of one of several inputs,
+        out by default, as `evaluate` does. Until then nothing is left out, with a
+        FutureWarning where that makes a difference. Or the name of one of several inputs, of
+        which none is left out by default,
         or `[rows, items]`: two data sets are matched by row name, and a row that `exclude`
         lacks has nothing excluded; otherwise row `i` belongs to row `i`.
       exclude_items: names of items that nobody is recommended, such as those sold out; or

@@ -1,5 +1,6 @@
 """`sparsejax split`."""
 
+import dataclasses
 import errno
 import os
 import pathlib
@@ -160,6 +161,7 @@ def test_clicks_are_split_by_time(tmp_path, monkeypatch, capsys):
     again = ["split", "parts/train.parquet", "--fraction", ".5", "--out"]
     assert main([*again, "by_time", "--by", "time"]) == 0
     assert main([*again, "by_rows", "--by", "rows"]) == 0
+    dataclasses.replace(train, times=None).save("old.parquet")
     for wrong, message in (
         ([*again, "x", "--by", "random"], "--by random is of no use for clicks"),
         ([*again, "x", "--by", "time", "--time", "at"], "leave out --time"),
@@ -171,6 +173,8 @@ def test_clicks_are_split_by_time(tmp_path, monkeypatch, capsys):
             [*argv, "x", "--fraction", ".5"],
             "--by time needs --time, the column of times",
         ),
+        ([*again, "x", "--by", "rows", "--format", "pairs"], "--format, .*of no use"),
+        (["split", "old.parquet", *again[2:], "x", "--by", "time"], "it was read from"),
     ):
         assert main(wrong) == 1
         assert re.search(message, capsys.readouterr().err), message

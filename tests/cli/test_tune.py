@@ -169,6 +169,31 @@ def test_models_of_histories(tmp_path, monkeypatch, capsys):
     assert (command.learning_rate, command.validation) == (rate, "last")
 
 
+def test_widths_that_heads_divide(tmp_path, monkeypatch):
+    """A trial that raises is not met again by who repeats the command."""
+    monkeypatch.chdir(tmp_path)
+    lines = [f"u{u} " + " ".join(f"i{(u + n) % 9}" for n in range(5)) for u in range(9)]
+    pathlib.Path("histories.txt").write_text("\n".join(lines))
+    widths = []
+
+    def fit(model, optimizer, data, *, k, log, **_):
+        widths.append(model.config.width)
+        if len(widths) == 1:
+            raise RuntimeError("no luck")
+        log(1, {"epoch": 1, f"ndcg@{k}": 0.5})
+
+    monkeypatch.setattr(tune, "fit", fit)
+    monkeypatch.setattr(tune.commands_of_train, "train", lambda command: None)
+    monkeypatch.setattr(tune, "interval", lambda *_: "")
+    argv = ["tune", "histories.txt", "--format", "adjacency", "--model", "sasrec"]
+    argv += ["--width", "96", "--heads", "3", "--trials", "2", "--epochs", "1"]
+    with pytest.raises(RuntimeError, match="no luck"):
+        main(argv)
+    assert main(argv) == 0
+    assert [trial.state.name for trial in trials()] == ["FAIL", "COMPLETE", "COMPLETE"]
+    assert widths == [96, 96, 96]
+
+
 def test_items_with_content(tmp_path, monkeypatch, capsys):
     """The trials, the run of the best one and the command that is printed have it."""
     monkeypatch.chdir(tmp_path)

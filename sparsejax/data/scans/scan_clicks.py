@@ -284,6 +284,7 @@ def scan_clicks(
         return _scan_saved(path, chunk_rows)
     if isinstance(vocabulary, ScannedClicks):
         vocabulary = vocabulary.vocabularies
+    schema = dataclasses.replace(schema, time=None)  # training reads no times
     known = known_vocabularies(schema, vocabulary)
     if known is None:
         columns = {
