@@ -13,7 +13,7 @@ from sparsejax import codec
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
-from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.click_schema import ClickSchema, without_time
 from sparsejax.data.sets.clicks import (
     ClickDataset,
     check_same_schema,
@@ -191,7 +191,7 @@ class Clicks(Runs):
             np.zeros(0, np.float32),
             np.zeros((0, len(data.schema.dense)), np.float32),
             ids,
-            _without_time(data.schema),
+            without_time(data.schema),
             data.vocabularies,
         )
 
@@ -292,11 +292,6 @@ def calibration_curve(
     return [(float(p[at].mean()), float(labels[at].mean())) for at in parts]
 
 
-def _without_time(schema: ClickSchema) -> ClickSchema:
-    """The columns that a model reads."""
-    return dataclasses.replace(schema, time=None)
-
-
 def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDataset:
     """Reads examples, and says what was read."""
     if isinstance(source, ClickDataset):
@@ -307,7 +302,7 @@ def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDat
         return source
     _check_file(source)
     if schema is not None:
-        data = read_clicks(source, _without_time(schema))
+        data = read_clicks(source, without_time(schema))
     elif is_parquet(source):
         data = ClickDataset.load(source)
     else:
@@ -356,7 +351,7 @@ def _read_like(
             return data
     elif labelled:
         vocabulary = dict(known.vocabularies)
-        schema = _without_time(known.schema)
+        schema = without_time(known.schema)
         data = read_clicks(source, schema, vocabulary=vocabulary, append=append)
     else:
         data = read_unlabelled(source, known.schema, dict(known.vocabularies))

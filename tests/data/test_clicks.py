@@ -677,6 +677,23 @@ def test_parts_by_time_are_as_if_read_apart(tmp_path, form, cut):
                 assert part.vocabularies[name].tolist() == known.tolist()
 
 
+def test_scans_have_no_times(tmp_path):
+    schema = sj.ClickSchema("y", ids={"user": sj.data.HashedColumn(9)})
+    table = pa.table({"y": [0, 1, 1], "user": ["a", "b", "a"], "at": [3, 5, 4]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    timed = dataclasses.replace(schema, time="at")
+    data = sj.read_clicks(tmp_path / "a.parquet", timed)
+    assert data.times is not None
+    data.save(tmp_path / "saved.parquet")
+    read = sj.data.scan_clicks(tmp_path / "a.parquet", timed)
+    plain = sj.data.scan_clicks(tmp_path / "a.parquet", schema)
+    assert read.fingerprint() == plain.fingerprint()
+    for found in read, sj.data.scan_clicks(tmp_path / "saved.parquet"):
+        (chunk,) = found.chunks()
+        assert found.schema == schema
+        assert chunk.schema == schema and chunk.times is None
+
+
 def test_times_of_clicks_that_are_wrong():
     schema = sj.ClickSchema("label", ids={"user": sj.data.HashedColumn(9)}, time="at")
     row = {"label": 1, "user": "ann", "at": 3}

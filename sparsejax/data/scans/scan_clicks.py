@@ -32,7 +32,12 @@ from sparsejax.data.sets.click_files import (
     click_groups,
     group_cells,
 )
-from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    VocabularyColumn,
+    num_ids,
+    without_time,
+)
 from sparsejax.data.sets.click_storage import (
     Ids,
     facts_of,
@@ -284,7 +289,7 @@ def scan_clicks(
         return _scan_saved(path, chunk_rows)
     if isinstance(vocabulary, ScannedClicks):
         vocabulary = vocabulary.vocabularies
-    schema = dataclasses.replace(schema, time=None)  # training reads no times
+    schema = without_time(schema)
     known = known_vocabularies(schema, vocabulary)
     if known is None:
         columns = {
@@ -315,11 +320,10 @@ def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
             with source.open() as file:
                 facts = facts_of(source.path, file.schema_arrow)
                 vocabularies = stored_vocabularies(source.path, file, facts)
+            schema = without_time(facts.schema)
             if first is None:
-                first = ScannedClicks(
-                    path, facts.schema, vocabularies, chunk_rows, True
-                )
-            elif facts.schema != first.schema or any(
+                first = ScannedClicks(path, schema, vocabularies, chunk_rows, True)
+            elif schema != first.schema or any(
                 not np.array_equal(vocabularies[name], known)
                 for name, known in first.vocabularies.items()
             ):

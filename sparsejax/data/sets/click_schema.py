@@ -234,6 +234,11 @@ def _id_column(name: str, document: object) -> IdColumn:
     return codec.read_tagged(_KINDS, "kind", options, label)
 
 
+def without_time(schema: ClickSchema) -> ClickSchema:
+    """The columns that a model reads."""
+    return dataclasses.replace(schema, time=None)
+
+
 def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
     """Number of ids of each feature."""
 
