@@ -20,7 +20,7 @@ from sparsejax.data.sets.click_schema import (
     KeyColumn,
     VocabularyColumn,
 )
-from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.planner import plan_embeddings
 from sparsejax.kinds.clicks.scores import evaluate_clicks
 from sparsejax.mesh import processes
@@ -78,9 +78,7 @@ class Clicks(Commands):
         make = self.kind.maker(config, known)
         model, _ = nnx.eval_shape(lambda: make(rule=rule, seed=0))
         tables, features = {}, {}
-        for _, node in nnx.iter_graph(model):
-            if not isinstance(node, EmbeddingCollection):
-                continue
+        for node in collections_of(model).values():
             last = "" if not tables else ", linear"
             for stack in node.stacks:
                 for feature in stack.features:

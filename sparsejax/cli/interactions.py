@@ -11,6 +11,7 @@ from sparsejax.cli.kind import Commands
 from sparsejax.cli.reading import keeps_seen, names_of, reading_of
 from sparsejax.data import SequenceDataset
 from sparsejax.engine.rank import recommendation_files
+from sparsejax.kinds.histories.job import left_out_of_validation
 from sparsejax.mesh import processes
 from sparsejax.metrics.comparison import Measured
 from sparsejax.runs.folders import Folder
@@ -52,12 +53,9 @@ class Interactions(Commands):
     def validated(self, model: Any, source: Any, k: int) -> Measured:
         from sparsejax.verbs.evaluate import evaluate
 
-        data = source.data
-        # As `fit` measures: items that come again are to be found, too.
-        repeats = isinstance(data, SequenceDataset) and (
-            data.to_sparse().num_entries < data.num_entries
-        )
-        exclude = None if repeats else "inputs"
+        data, exclude = source.data, "inputs"
+        if isinstance(data, SequenceDataset):  # as `fit` measures
+            exclude = left_out_of_validation(data)
         how: dict[str, Any] = {"k": k, "exclude": exclude, "popularity": None}
         found = evaluate(model, data, source.heldout, keep_rows=True, **how)
         assert isinstance(found, Measured)

@@ -11,7 +11,7 @@ from flax import nnx
 
 from sparsejax import change_folders
 from sparsejax.change_folders import Changes, Link
-from sparsejax.embeddings.collection import EmbeddingCollection, IndexState
+from sparsejax.embeddings.collection import IndexState, collections_of
 from sparsejax.embeddings.dynamic import changes, taking
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.optimizers.gradients import RowParam
@@ -144,12 +144,7 @@ class _Tables(NamedTuple):
 
 
 def _tables_of(model: nnx.Module) -> _Tables:
-    nodes = {tuple(path): node for path, node in nnx.iter_graph(model)}
-    collections = {
-        path: node
-        for path, node in nodes.items()
-        if isinstance(node, EmbeddingCollection)
-    }
+    collections = collections_of(model)
     if not collections:
         raise ValueError(
             f"{type(model).__name__} has no EmbeddingCollection, whose tables could change"
@@ -161,7 +156,8 @@ def _tables_of(model: nnx.Module) -> _Tables:
     ]
     tables = {id(part.kernel) for part in parts}
     values = {}
-    for path, node in nodes.items():
+    for path, node in nnx.iter_graph(model):
+        path = tuple(path)
         within = any(path[: len(each)] == each for each in collections)
         is_seed = isinstance(node, IndexState) and path[-1] == "seed"
         if not isinstance(node, nnx.Variable) or isinstance(node, nnx.RngState):

@@ -902,6 +902,15 @@ def kernel_of(stack: Stack, value: jax.Array, host: HostRows | None = None) -> R
     return RowParam(value, **metadata)
 
 
+def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
+    """The collections of a model, by their paths."""
+    return {
+        tuple(path): node
+        for path, node in nnx.iter_graph(model)
+        if isinstance(node, EmbeddingCollection)
+    }
+
+
 def bring_rows(
     collections: Mapping[Path, EmbeddingCollection],
     batch: FeatureBatch,

@@ -11,7 +11,12 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.embeddings.collection import EmbeddingCollection, kernel_of, spec_of
+from sparsejax.embeddings.collection import (
+    EmbeddingCollection,
+    collections_of,
+    kernel_of,
+    spec_of,
+)
 from sparsejax.embeddings.placement import Stack, stack_tables
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
 from sparsejax.mesh.promotion import promoting
@@ -61,11 +66,7 @@ def add_ids(
       ValueError: no collection has such a table, it is dynamic, a number is negative, or a
         table does not have the id `like`.
     """
-    collections = {
-        tuple(path): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, EmbeddingCollection)
-    }
+    collections = collections_of(model)
     _check(collections.values(), added, like)
     if optimizer is not None:
         optimizer.flush(model)

@@ -8,9 +8,12 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
-from sparsejax.embeddings.collection import EmbeddingCollection, bring_rows
+from sparsejax.embeddings.collection import (
+    EmbeddingCollection,
+    bring_rows,
+    collections_of,
+)
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.optimizers.gradients import Path
 from sparsejax.optimizers.optimizer import Optimizer
@@ -35,11 +38,7 @@ class Staged:
         Raises:
           NotImplementedError: two collections have tables of one width.
         """
-        found = {
-            tuple(path): node
-            for path, node in nnx.iter_graph(model)
-            if isinstance(node, EmbeddingCollection)
-        }
+        found = collections_of(model)
         stacks = [stack for node in found.values() for stack in node.stacks]
         if all(stack.device_rows is None for stack in stacks):
             return None

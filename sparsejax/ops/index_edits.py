@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -19,16 +20,29 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import PARTS, Index, Layout, TableKeys
+from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.wide_ids import WideIds, joined
 
 # Keys that are added at a time.
 _BLOCK = 65_536
 
 
-def block(count: int, most: int = _BLOCK) -> int:
+def block(count: int) -> int:
     """How many are worked on at a time: few sizes, so that programs are found again."""
     bits = max(8, max(0, count - 1).bit_length())
-    return min(most, 1 << -(-bits // 4) * 4)
+    return min(_BLOCK, 1 << -(-bits // 4) * 4)
+
+
+def blocks(
+    rows: np.ndarray, values: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Rows of an array and their values, some at a time, with rows behind that it has not."""
+    size = block(len(rows))
+    for start in range(0, len(rows), size):
+        some, data = rows[start : start + size], values[start : start + size]
+        more = size - len(some)
+        at = np.pad(some, (0, more), constant_values=MAX_ENTRIES).astype(np.int32)
+        yield at, np.pad(data, ((0, more), *((0, 0),) * (data.ndim - 1)))
 
 
 def rows_of(

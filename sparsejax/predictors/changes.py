@@ -17,7 +17,6 @@ from sparsejax.mesh.layout import without_mesh
 from sparsejax.ops import index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 from sparsejax.predictors.signature import ClickStack, ClickTable, Signature
-from sparsejax.sparse import MAX_ENTRIES
 
 
 @dataclasses.dataclass(eq=False)
@@ -138,14 +137,9 @@ def _indexed(
 
 def _written(kernel: jax.Array, rows: np.ndarray, values: np.ndarray) -> jax.Array:
     """A copy of a kernel with some rows replaced."""
-    size = index_edits.block(len(rows))
-    for start in range(0, len(rows), size):
-        some, data = rows[start : start + size], values[start : start + size]
-        more = size - len(some)
-        at = np.pad(some, (0, more), constant_values=MAX_ENTRIES).astype(np.int32)
-        data = np.pad(data, ((0, more), (0, 0)))
+    for number, (at, data) in enumerate(index_edits.blocks(rows, values)):
         # Programs that run now read the first kernel; the others are copies.
-        kernel = _write(start > 0)(kernel, at, data)
+        kernel = _write(number > 0)(kernel, at, data)
     return kernel
 
 

@@ -15,7 +15,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.embeddings import Admit, DynamicTableConfig, FeatureConfig, WideIds
 from sparsejax.embeddings.dynamic import files
-from sparsejax.ops import hash_index
+from sparsejax.ops import hash_index, index_edits
 from sparsejax.optimizers.optimizer import first_state
 
 BATCH = 16
@@ -595,7 +595,8 @@ def test_a_file_is_loaded_into_a_larger_table_on_another_mesh(
 
 
 def test_vectors_of_elsewhere_are_loaded(tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_BLOCK", 2)
+    for module in files, index_edits:
+        monkeypatch.setattr(module, "_BLOCK", 2)
     path = tmp_path / "vectors.parquet"
     rows = np.arange(6, dtype=np.float32).reshape(3, 2)
     flat = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), 2)

@@ -24,7 +24,6 @@ from sparsejax.mesh.layout import (
     replicated,
 )
 from sparsejax.ops import index_edits
-from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.whole_files import check_writable, whole_file
 
 # In the metadata of the file's schema: the steps of the optimizer whose state it has.
@@ -101,10 +100,7 @@ def gathered(
     rows: np.ndarray, arrays: Sequence[jax.Array]
 ) -> Iterator[tuple[slice, list[jax.Array]]]:
     """Some rows of arrays at a time, with zeros behind: which they are, and copies of them."""
-    read, size = (
-        jit_sharded(_read, None, static=()),
-        index_edits.block(len(rows), _BLOCK),
-    )
+    read, size = jit_sharded(_read, None, static=()), index_edits.block(len(rows))
     for start in range(0, len(rows), size):
         some = rows[start : start + size]
         at = np.pad(some, (0, size - len(some))).astype(np.int32)
@@ -244,12 +240,7 @@ def overwritten(
     spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
     spec = spec if divided else P()
     write = jit_sharded(_written, spec, static=(0, 1), donate=(2,))
-    size = index_edits.block(len(rows), _BLOCK)
-    for start in range(0, len(rows), size):
-        some, data = rows[start : start + size], values[start : start + size]
-        more = size - len(some)
-        at = np.pad(some, (0, more), constant_values=MAX_ENTRIES).astype(np.int32)
-        data = np.pad(data, ((0, more), *((0, 0),) * (data.ndim - 1)))
+    for at, data in index_edits.blocks(rows, values):
         array = write(by_parts, spec, array, at, data)
     return array
 

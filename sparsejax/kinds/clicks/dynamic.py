@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from flax import nnx
-
 from sparsejax.callers import warn_caller
-from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
@@ -17,15 +15,6 @@ from sparsejax.optimizers.optimizer import Optimizer
 _MANY_REFUSED = 0.001
 _NUMBERS = "found", "waiting", "refused", "inserted", "evicted"
 _RATES = "found", "inserted", "refused", "evicted"
-
-
-def collections_of(model: Any) -> dict[tuple, EmbeddingCollection]:
-    """The collections of a model, by their paths."""
-    return {
-        tuple(path): node
-        for path, node in nnx.iter_graph(model)
-        if isinstance(node, EmbeddingCollection)
-    }
 
 
 def assigned(model: Any, optimizer: Optimizer, ids: Mapping[str, Any]) -> FeatureBatch:

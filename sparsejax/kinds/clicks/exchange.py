@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset
-from sparsejax.embeddings.collection import EmbeddingCollection
+from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set
 from sparsejax.sparse import CSR, host_rows
@@ -31,11 +30,7 @@ def exchange_of(
     Raises:
       ValueError: an argument of the exchange is given where there is none.
     """
-    collections = [
-        node
-        for _, node in nnx.iter_graph(model)
-        if isinstance(node, EmbeddingCollection)
-    ]
+    collections = list(collections_of(model).values())
     divided = mesh_is_set() and any(
         stack.divided for found in collections for stack in found.stacks
     )

@@ -17,13 +17,13 @@ from sparsejax.embeddings import row_codes
 from sparsejax.embeddings.collection import (
     EmbeddingCollection,
     IndexState,
+    collections_of,
     rows_in_order,
 )
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
-from sparsejax.kinds.clicks.dynamic import collections_of
 from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
 from sparsejax.kinds.content import copied
 from sparsejax.kinds.portable import Portable, split

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,15 @@ class ScanOfSequences:
         return self._sequences.fingerprint()
 
 
+def left_out_of_validation(sequences: SequenceDataset) -> Literal["inputs"] | None:
+    """`exclude` of `evaluate`: items that histories have, unless they have some twice.
+
+    Items that come again are to be found, too.
+    """
+    repeats = sequences.to_sparse().num_entries < sequences.num_entries
+    return None if repeats else "inputs"
+
+
 def sequence_job(
     model: Any,
     sequences: SequenceDataset | ScannedSequences,
@@ -190,13 +199,12 @@ def sequence_job(
     times = has_times(model, sequences)
 
     def measure(batch_size: int) -> Measure:
-        repeats = sequences.to_sparse().num_entries < sequences.num_entries
         evaluation = prepared_sequences(
             model,
             sequences,
             validation,
             k=k,
-            exclude=None if repeats else "inputs",
+            exclude=left_out_of_validation(sequences),
             popularity=None,
             # Ranking needs less memory than a step, and large batches take less time.
             batch_size=max(batch_size, 1024),
