@@ -82,9 +82,9 @@ class Clicks(Commands):
             last = "" if not tables else ", linear"
             for stack in node.stacks:
                 for feature in stack.features:
-                    name = f"{feature.name}{last}"
-                    tables[name] = feature.table.config
-                    features[name] = name
+                    table = f"{feature.table.name}{last}"
+                    tables[table] = feature.table.config
+                    features[f"{feature.name}{last}"] = table
         planned = plan_embeddings(tables, features, **how)
         fits = None if planned.memory is None else True  # else it raises
         return str(planned), fits

@@ -56,7 +56,7 @@ class _ClickModel(nnx.Module):
         self,
         config: ClickModelConfig,
         num_dense: int,
-        features: Mapping[str, int],
+        features: Mapping[str, int | str],
         on_mesh: _OnMesh,
         rngs: nnx.Rngs,
     ):
@@ -70,10 +70,21 @@ class _ClickModel(nnx.Module):
     @property
     def num_ids(self) -> dict[str, int]:
         """The number of ids of each feature."""
-        return {
-            table.name: NUM_IDS if table.dynamic else table.config.num_rows
+        found = {
+            feature.name: NUM_IDS if stack.dynamic else feature.table.config.num_rows
             for stack in self.embeddings.stacks
-            for table in stack.tables
+            for feature in stack.features
+        }
+        return {name: found[name] for name in self.names}
+
+    @property
+    def like(self) -> dict[str, str]:
+        """The features that read the table of another one, and that other one."""
+        return {
+            feature.name: feature.config.table
+            for stack in self.embeddings.stacks
+            for feature in stack.features
+            if feature.config.table != feature.name
         }
 
     @property
@@ -148,7 +159,7 @@ class DLRM(_ClickModel):
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has a table of its own; 2^64 ids have
-        one of `config.dynamic`.
+        one of `config.dynamic`. The name of another feature stands for its ids and its table.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -160,7 +171,7 @@ class DLRM(_ClickModel):
         config: DLRMConfig,
         *,
         num_dense: int,
-        features: Mapping[str, int],
+        features: Mapping[str, int | str],
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
@@ -221,7 +232,7 @@ class DCN(_ClickModel):
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has a table of its own; 2^64 ids have
-        one of `config.dynamic`.
+        one of `config.dynamic`. The name of another feature stands for its ids and its table.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -233,7 +244,7 @@ class DCN(_ClickModel):
         config: DCNConfig,
         *,
         num_dense: int,
-        features: Mapping[str, int],
+        features: Mapping[str, int | str],
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
@@ -283,7 +294,8 @@ class DeepFM(_ClickModel):
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has two tables of its own; 2^64 ids
-        have those of `config.dynamic`.
+        have those of `config.dynamic`. The name of another feature stands for its ids and its
+        tables.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -295,7 +307,7 @@ class DeepFM(_ClickModel):
         config: DeepFMConfig,
         *,
         num_dense: int,
-        features: Mapping[str, int],
+        features: Mapping[str, int | str],
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
@@ -343,7 +355,8 @@ class WideDeep(_ClickModel):
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
       features: by name, the number of ids of each. Each has two tables of its own; 2^64 ids
-        have those of `config.dynamic`.
+        have those of `config.dynamic`. The name of another feature stands for its ids and its
+        tables.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -355,7 +368,7 @@ class WideDeep(_ClickModel):
         config: WideDeepConfig,
         *,
         num_dense: int,
-        features: Mapping[str, int],
+        features: Mapping[str, int | str],
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
@@ -403,7 +416,7 @@ def build_click_model(
     config: ClickModelConfig,
     *,
     num_dense: int,
-    features: Mapping[str, int],
+    features: Mapping[str, int | str],
     plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
     wire_dtype: jax.typing.DTypeLike | None = None,
     exchange_room: float | None = None,
@@ -419,7 +432,8 @@ def build_click_model(
     Args:
       config: of one of the models.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each.
+      features: by name, the number of ids of each; or the name of another feature, with the
+        same ids, whose table this one reads, too. `ClickDataset.features` has them.
       plan: see `EmbeddingCollection`.
       wire_dtype: the same.
       exchange_room: the same.
@@ -445,7 +459,13 @@ def build_click_model(
 def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
     tables = {}
     for name, rows in features.items():
-        if rows < NUM_IDS:
+        if isinstance(rows, str):
+            if isinstance(features.get(rows, ""), str):
+                raise ValueError(
+                    f"feature {name!r} reads the table of {rows!r}, which is no feature with a "
+                    f"table of its own; features are {dict(features)}"
+                )
+        elif rows < NUM_IDS:
             tables[name] = TableConfig(rows, dim, init=init)
         elif config.dynamic is None:
             raise ValueError(
@@ -459,7 +479,12 @@ def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
             "the configuration has dynamic tables, but no feature has ids of 64 bits: read "
             "its column as a KeyColumn, or leave out dynamic"
         )
-    read = {name: FeatureConfig(name, combiner=config.combiner) for name in features}
+    read = {
+        name: FeatureConfig(
+            rows if isinstance(rows, str) else name, combiner=config.combiner
+        )
+        for name, rows in features.items()
+    }
     plan = on_mesh.plan
     if isinstance(plan, EmbeddingPlan):
         plan = plan.of_width(dim)

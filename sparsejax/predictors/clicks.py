@@ -16,8 +16,8 @@ from sparsejax.data.sets.click_records import examples_of
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
-    VocabularyColumn,
     num_ids,
+    vocabularies_of,
 )
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.rank.loop import check_positive
@@ -218,8 +218,7 @@ def _check_schema(
     vocabularies: Mapping[str, Names],
 ) -> None:
     """Raises ValueError unless the schema's ids are those of the tables."""
-    columns = schema.ids.items()
-    known = {name for name, c in columns if isinstance(c, VocabularyColumn)}
+    known = vocabularies_of(schema).keys()
     if known != vocabularies.keys() or len(schema.dense) != num_dense:
         raise ValueError("the schema does not fit the vocabularies or num_dense")
     sizes = num_ids(schema, vocabularies)

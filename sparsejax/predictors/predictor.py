@@ -54,7 +54,7 @@ class Predictor:
     >>> clicks = read_clicks("clicks.csv", schema)
     >>> config = WideDeepConfig(dim=4, hidden=(8,))
     >>> clicks_model = WideDeep(
-    ...     config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0)
+    ...     config, num_dense=0, features=clicks.features, rngs=nnx.Rngs(0)
     ... )
     >>> export_predictor(clicks_model, "clicks.predictor", names=clicks)
     >>> predictor = load_predictor("clicks.predictor")

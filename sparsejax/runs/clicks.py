@@ -168,11 +168,9 @@ class Clicks(Runs):
         data: ClickDataset,
         optimizer: Optimizer | None,
     ) -> None:
-        before = known.num_ids
         added = {
-            name: size - before[name]
-            for name, size in data.num_ids.items()
-            if size != NUM_IDS  # a dynamic table takes new ids by itself
+            name: len(names) - len(known.vocabularies[name])
+            for name, names in data.vocabularies.items()
         }
         model.add_ids(added, optimizer=optimizer)
 
@@ -378,7 +376,8 @@ def _source(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
 
 def _num_known(data: ClickDataset | ScannedClicks) -> int:
     """How many ids the data number; a column of 64-bit ids, whose ids it does not, counts 1."""
-    return sum(1 if size == NUM_IDS else size for size in data.num_ids.values())
+    sizes = [size for size in data.features.values() if not isinstance(size, str)]
+    return sum(1 if size == NUM_IDS else size for size in sizes)
 
 
 def _fingerprint(clicks: ClickDataset) -> str:

@@ -93,7 +93,7 @@ def fit(
     A click model is trained on a `ClickDataset` or `ScannedClicks`. Its loss is the binary
     cross-entropy of the logits `model(dense, ids)`::
 
-        model = DLRM(DLRMConfig(), num_dense=13, features=train.num_ids, rngs=nnx.Rngs(0))
+        model = DLRM(DLRMConfig(), num_dense=13, features=train.features, rngs=nnx.Rngs(0))
         optimizer = Optimizer(model, optimizers.adam(5e-4))
         fit(model, optimizer, train, validation=heldout, early_stopping=EarlyStopping())
 

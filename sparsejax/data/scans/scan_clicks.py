@@ -34,8 +34,11 @@ from sparsejax.data.sets.click_files import (
 )
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
-    VocabularyColumn,
+    features_of,
     num_ids,
+    vocabularies_of,
+    vocabulary_columns,
+    vocabulary_of,
     without_time,
 )
 from sparsejax.data.sets.click_storage import (
@@ -87,6 +90,11 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
     def num_ids(self) -> dict[str, int]:
         """The number of ids of each feature, and so of the rows of its table."""
         return num_ids(self.schema, self.vocabularies)
+
+    @property
+    def features(self) -> dict[str, int | str]:
+        """The features of a model, see `ClickDataset.features`."""
+        return features_of(self.schema, self.vocabularies)
 
     @functools.cached_property
     def num_rows(self) -> int:
@@ -173,7 +181,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
     @functools.cached_property
     def _numbering(self) -> dict[str, Numbering]:
         return {
-            name: Numbering(column, self.vocabularies.get(name))
+            name: Numbering(column, vocabulary_of(self.schema, name, self.vocabularies))
             for name, column in self.schema.ids.items()
         }
 
@@ -292,22 +300,18 @@ def scan_clicks(
     schema = without_time(schema)
     known = known_vocabularies(schema, vocabulary)
     if known is None:
-        columns = {
-            name: column
-            for name, column in schema.ids.items()
-            if isinstance(column, VocabularyColumn)
-        }
-        counters = {name: Counter() for name in columns}
+        columns = vocabulary_columns(schema)
+        counters = {name: Counter() for name in vocabularies_of(schema)}
         rows = 0
         for block in click_blocks(path, schema, [schema.label, *columns]):
             rows += len(labels_of(block, schema.label))
-            for name, counter in counters.items():
-                counter.add(categories_of(block, name).texts)
+            for name, owner in columns.items():
+                counters[owner].add(categories_of(block, name).texts)
         if not rows:
             raise DataError.at(as_paths(path)[0], "holds no examples")
         known = {
-            name: counter.finish(columns[name].min_count)
-            for name, counter in counters.items()
+            name: counters[name].finish(column.min_count)
+            for name, column in vocabularies_of(schema).items()
         }
     return ScannedClicks(path, schema, known, chunk_rows)
 

@@ -282,13 +282,17 @@ class Learner:
     def __init__(self, known: Names | None = None) -> None:
         self._encoder = NameEncoder()
         self._known = as_names([]) if known is None else known
+        self._columns: list[str] = []
+        self._sizes: list[int] = []
 
-    def add(self, texts: pa.DictionaryArray) -> None:
-        """Takes the categories of the next block."""
+    def add(self, column: str, texts: pa.DictionaryArray) -> None:
+        """Takes the categories of a column's next block."""
         self._encoder.add(_spelled(texts))
+        self._columns.append(column)
+        self._sizes.append(len(texts))
 
-    def finish(self, min_count: int) -> tuple[Names, np.ndarray]:
-        """The vocabulary, and `[entries]` int32 ids of all blocks."""
+    def finish(self, min_count: int) -> tuple[Names, dict[str, list[np.ndarray]]]:
+        """The vocabulary, and for each column `[entries]` int32 ids of its blocks."""
         names, codes = self._encoder.finish()
         place = find_categories(names, self._known)
         counts = np.bincount(codes, minlength=len(names))
@@ -298,7 +302,11 @@ class Learner:
         ids[names == ""] = MISSING
         first = FIRST_KNOWN + len(self._known)
         ids[order] = first + np.arange(len(order), dtype=np.int32)
-        return np.concatenate([self._known, names[order]]), ids[codes]
+        blocks = np.split(ids[codes], np.cumsum(self._sizes)[:-1])
+        found: dict[str, list[np.ndarray]] = {name: [] for name in self._columns}
+        for name, block in zip(self._columns, blocks, strict=True):
+            found[name].append(block)
+        return np.concatenate([self._known, names[order]]), found
 
 
 class Counter:

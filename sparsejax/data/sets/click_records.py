@@ -13,7 +13,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stored import id_lists
 from sparsejax.data.sets.click_columns import Numbering, categories_of, dense_of
-from sparsejax.data.sets.click_schema import ClickSchema, num_ids
+from sparsejax.data.sets.click_schema import ClickSchema, num_ids, vocabulary_of
 from sparsejax.data.sets.click_storage import Ids
 
 # The word for them in messages.
@@ -46,7 +46,8 @@ def examples_of(
     ids: dict[str, Ids] = {}
     for name, column in schema.ids.items():
         found = categories_of(block, name)
-        flat = Numbering(column, vocabularies.get(name)).ids(found)
+        known = vocabulary_of(schema, name, vocabularies)
+        flat = Numbering(column, known).ids(found)
         if found.lengths is None:
             ids[name] = flat
         else:

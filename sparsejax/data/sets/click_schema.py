@@ -79,14 +79,36 @@ class VocabularyColumn:
     the training data, or not at all. The others have ids from 2, the most frequent one
     first. Among equally frequent ones the first in the order of their bytes comes first.
 
+    A column that is like another one has the same categories, ids and table: the item that is
+    shown, and the list of items that the user has had. Categories are then counted in both
+    columns together.
+
+    >>> item, seen = VocabularyColumn(min_count=2), VocabularyColumn(like="item")
+    >>> schema = ClickSchema("click", ids={"item": item, "seen": seen})
+    >>> rows = [{"click": 1, "item": "tea", "seen": ["milk", "cup"]}]
+    >>> rows += [{"click": 0, "item": "milk", "seen": ["tea", "milk"]}]
+    >>> clicks = read_clicks(rows, schema)
+    >>> clicks.vocabularies["item"].tolist(), clicks.ids["item"].tolist()
+    (['milk', 'tea'], [3, 2])
+    >>> clicks.ids["seen"].indices.tolist()
+    [2, 1, 3, 2]
+
     Attributes:
       min_count: how often a category must occur to have an id of its own.
+      like: the name of a `VocabularyColumn` with the same categories, which says `min_count`
+        for both. Any number of columns can be like one.
     """
 
     min_count: int = 1
+    like: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("min_count", self.min_count, least=1)
+        if self.like is not None and self.min_count != 1:
+            raise ValueError(
+                f"min_count={self.min_count} has no effect in a column that is like "
+                f"{self.like!r}, which counts for both: say min_count there"
+            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -158,12 +180,38 @@ class ClickSchema:
             raise ValueError(f"each column has one role, but {twice} have two")
         if len(self.used) == 1:
             raise ValueError("expected at least one column in dense or ids")
+        for name, column in self.ids.items():
+            if isinstance(column, VocabularyColumn) and column.like is not None:
+                self._check_like(name, column.like)
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
             if len(set(self.columns)) < len(self.columns):
                 raise ValueError("columns has a name twice")
             if unknown := [name for name in used if name not in self.columns]:
                 raise ValueError(f"columns lacks {unknown}, which the schema names")
+
+    def _check_like(self, name: str, like: str) -> None:
+        """Raises ValueError unless a column can have the categories of another one."""
+        other = self.ids.get(like)
+        if other is None:
+            raise ValueError(
+                f"column {name!r} is like {like!r}, but ids has no such column; it has "
+                f"{list(self.ids)}"
+            )
+        if like == name:
+            raise ValueError(
+                f"column {name!r} is like itself: name another column, or leave out like"
+            )
+        if not isinstance(other, VocabularyColumn):
+            raise ValueError(
+                f"column {name!r} is like {like!r}, which is a {type(other).__name__}: a "
+                "column can only be like a VocabularyColumn"
+            )
+        if other.like is not None:
+            raise ValueError(
+                f"column {name!r} is like {like!r}, which is itself like {other.like!r}: say "
+                f"like={other.like!r} in both"
+            )
 
     @classmethod
     def criteo(
@@ -200,7 +248,7 @@ class ClickSchema:
             "label": self.label,
             "dense": {n: codec.document(c) for n, c in self.dense.items()},
             "ids": {
-                name: {"kind": kind_of[type(column)], **codec.document(column)}
+                name: {"kind": kind_of[type(column)], **_document(column)}
                 for name, column in self.ids.items()
             },
             "columns": None if self.columns is None else list(self.columns),
@@ -225,6 +273,14 @@ class ClickSchema:
         )
 
 
+def _document(column: IdColumn) -> dict[str, Any]:
+    """The JSON object of a column, the same as before columns could be like others."""
+    found = codec.document(column)
+    if found.get("like", "") is None:
+        del found["like"]
+    return found
+
+
 def _id_column(name: str, document: object) -> IdColumn:
     """The column of a JSON object with its "kind"."""
     label = f'not a schema of clicks: column "{name}"'
@@ -239,14 +295,51 @@ def without_time(schema: ClickSchema) -> ClickSchema:
     return dataclasses.replace(schema, time=None)
 
 
+def vocabulary_columns(schema: ClickSchema) -> dict[str, str]:
+    """For each `VocabularyColumn` the column whose vocabulary it has: itself, or the one it is like."""
+    return {
+        name: column.like or name
+        for name, column in schema.ids.items()
+        if isinstance(column, VocabularyColumn)
+    }
+
+
+def vocabularies_of(schema: ClickSchema) -> dict[str, VocabularyColumn]:
+    """The columns that have a vocabulary of their own."""
+    return {
+        name: column
+        for name, column in schema.ids.items()
+        if isinstance(column, VocabularyColumn) and column.like is None
+    }
+
+
+def vocabulary_of(
+    schema: ClickSchema, name: str, vocabularies: Mapping[str, Names] | None
+) -> Names | None:
+    """The vocabulary of a column; None if it has none, or if there are none yet."""
+    return (vocabularies or {}).get(vocabulary_columns(schema).get(name, name))
+
+
 def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
     """Number of ids of each feature."""
+    columns = vocabulary_columns(schema)
 
     def of(name: str, column: IdColumn) -> int:
         if isinstance(column, KeyColumn):
             return NUM_IDS
         if isinstance(column, HashedColumn):
             return column.size
-        return FIRST_KNOWN + len(vocabularies[name])
+        return FIRST_KNOWN + len(vocabularies[columns[name]])
 
     return {name: of(name, column) for name, column in schema.ids.items()}
+
+
+def features_of(
+    schema: ClickSchema, vocabularies: Mapping[str, Names]
+) -> dict[str, int | str]:
+    """Number of ids of each feature, or the name of the one that it is like."""
+    columns = vocabulary_columns(schema)
+    return {
+        name: size if columns.get(name, name) == name else columns[name]
+        for name, size in num_ids(schema, vocabularies).items()
+    }

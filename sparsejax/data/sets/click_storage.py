@@ -25,8 +25,8 @@ from sparsejax.data.files.stored import id_lists
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
-    VocabularyColumn,
     num_ids,
+    vocabularies_of,
 )
 from sparsejax.sparse import CSR
 
@@ -161,7 +161,7 @@ def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> Non
     """Raises ValueError unless a file's metadata, schema and columns fit together."""
     if not 0 <= stated.rows < 2**63 or not 0 <= stated.crc32 < 2**32:
         raise ValueError('its metadata: "rows" or "crc32" is wrong')
-    numbered = {n for n, c in clicks.ids.items() if isinstance(c, VocabularyColumn)}
+    numbered = vocabularies_of(clicks).keys()
     if numbered != stated.vocabularies.keys():
         raise ValueError('its metadata: "vocabularies" are not those of its "schema"')
     for name, size in stated.vocabularies.items():

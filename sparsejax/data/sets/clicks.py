@@ -28,8 +28,11 @@ from sparsejax.data.sets.click_schema import (
     MISSING,
     RARE,
     ClickSchema,
-    VocabularyColumn,
+    features_of,
     num_ids,
+    vocabularies_of,
+    vocabulary_columns,
+    vocabulary_of,
 )
 from sparsejax.data.sets.click_storage import Ids
 from sparsejax.data.sets.split import Time, cut_of, heldout_positions, parts_at
@@ -60,7 +63,7 @@ class ClickDataset:
         repetitions.
       schema: what the columns are.
       vocabularies: for each `VocabularyColumn` its categories: `[k]` text, the first of
-        which has the id 2.
+        which has the id 2. A column that is like another one has those of that column.
       times: `[n]` int64, float64 or datetime64 in microseconds, if the schema names their
         column; else None.
 
@@ -126,6 +129,12 @@ class ClickDataset:
     def num_ids(self) -> dict[str, int]:
         """The number of ids of each feature, and so of the rows of its table."""
         return num_ids(self.schema, self.vocabularies)
+
+    @property
+    def features(self) -> dict[str, int | str]:
+        """The features of a model, see `build_click_model`: the number of ids of each, or the
+        name of the feature that it is like, whose table it reads."""
+        return features_of(self.schema, self.vocabularies)
 
     def rows(self, chosen: np.ndarray | slice) -> ClickDataset:
         """These examples, in this order.
@@ -194,26 +203,34 @@ class ClickDataset:
         stays, is_held = parts_at(self.times, self.times, cut, "all")
         train = self.rows(np.flatnonzero(stays))
         parts = [train, self.rows(np.flatnonzero(is_held))]
-        for name, column in self.schema.ids.items():
-            if isinstance(column, VocabularyColumn):
-                known = self.vocabularies[name]
-                counts = np.bincount(_flat(train.ids[name]), minlength=FIRST_KNOWN)
-                counts = np.pad(counts, (0, FIRST_KNOWN + len(known) - len(counts)))
-                kept = ranked(known, counts[FIRST_KNOWN:], column.min_count)
-                to = np.full(FIRST_KNOWN + len(known), RARE, np.int32)
-                to[MISSING] = MISSING
-                to[FIRST_KNOWN + kept] = FIRST_KNOWN + np.arange(len(kept))
-                parts = [part._renamed(name, to, known[kept]) for part in parts]
+        for name, column in vocabularies_of(self.schema).items():
+            known = self.vocabularies[name]
+            size = FIRST_KNOWN + len(known)
+            counts = np.zeros(size, np.int64)
+            for each in self._columns_of(name):
+                counts += np.bincount(_flat(train.ids[each]), minlength=size)
+            kept = ranked(known, counts[FIRST_KNOWN:], column.min_count)
+            to = np.full(size, RARE, np.int32)
+            to[MISSING] = MISSING
+            to[FIRST_KNOWN + kept] = FIRST_KNOWN + np.arange(len(kept))
+            parts = [part._renamed(name, to, known[kept]) for part in parts]
         return Split(*parts)
 
+    def _columns_of(self, vocabulary: str) -> list[str]:
+        """The columns whose ids are those of the vocabulary of this column."""
+        columns = vocabulary_columns(self.schema)
+        return [name for name, owner in columns.items() if owner == vocabulary]
+
     def _renamed(self, name: str, to: np.ndarray, names: Names) -> ClickDataset:
-        """The same with the new ids `to` of a feature's ids, and their vocabulary."""
-        ids, found = dict(self.ids), self.ids[name]
-        if isinstance(found, CSR):
-            lists = to[np.asarray(found.indices)], np.asarray(found.indptr)
-            ids[name] = id_lists(*lists, FIRST_KNOWN + len(names))
-        else:
-            ids[name] = to[found]
+        """The same with the new ids `to` of a vocabulary's ids, and their names."""
+        ids = dict(self.ids)
+        for each in self._columns_of(name):
+            found = self.ids[each]
+            if isinstance(found, CSR):
+                lists = to[np.asarray(found.indices)], np.asarray(found.indptr)
+                ids[each] = id_lists(*lists, FIRST_KNOWN + len(names))
+            else:
+                ids[each] = to[found]
         return dataclasses.replace(
             self, ids=ids, vocabularies={**self.vocabularies, name: names}
         )
@@ -334,15 +351,21 @@ def _read(
     labelled: bool = True,
     append: bool = False,
 ) -> ClickDataset:
-    numbering = {
-        name: Numbering(column, None if known is None else known.get(name))
-        for name, column in schema.ids.items()
-        if not isinstance(column, VocabularyColumn) or not (known is None or append)
+    learners = {}
+    if known is None or append:
+        learners = {
+            name: Learner(None if known is None else known[name])
+            for name in vocabularies_of(schema)
+        }
+    learner_of = {
+        name: learners[owner]
+        for name, owner in vocabulary_columns(schema).items()
+        if learners
     }
-    learners = {
-        name: Learner(None if known is None else known[name])
-        for name in schema.ids
-        if name not in numbering
+    numbering = {
+        name: Numbering(column, vocabulary_of(schema, name, known))
+        for name, column in schema.ids.items()
+        if name not in learner_of
     }
     labels, dense, times, kind = [], [], [], None
     timed = schema.time if labelled else None
@@ -362,15 +385,14 @@ def _read(
             if name in numbering:
                 ids[name].append(numbering[name].ids(found))
             else:
-                learners[name].add(found.texts)
+                learner_of[name].add(name, found.texts)
     if not labels:
         raise DataError.at(as_paths(path)[0], "holds no examples")
     vocabularies = dict(known or {})
-    for name, learner in learners.items():
-        column = schema.ids[name]
-        assert isinstance(column, VocabularyColumn)
-        vocabularies[name], codes = learner.finish(column.min_count)
-        ids[name] = [codes]
+    for name, column in vocabularies_of(schema).items():
+        if name in learners:
+            vocabularies[name], learned = learners[name].finish(column.min_count)
+            ids |= learned
     sizes = num_ids(schema, vocabularies)
     return ClickDataset(
         np.concatenate(labels),
@@ -406,12 +428,12 @@ def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None
 def known_vocabularies(
     schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names] | None
 ) -> dict[str, Names] | None:
-    """The vocabulary of each `VocabularyColumn`, or None if they are to be learned.
+    """The vocabularies of a schema, or None if they are to be learned.
 
     Raises:
       ValueError: one is missing.
     """
-    wanted = [n for n, c in schema.ids.items() if isinstance(c, VocabularyColumn)]
+    wanted = list(vocabularies_of(schema))
     if not wanted:
         return {}
     if vocabulary is None:

@@ -147,7 +147,7 @@ class Checkpoints:
             ) as checkpointer:
                 checkpointer.save(
                     step,
-                    arrays,
+                    _not_empty(arrays),
                     force=True,
                     overwrite=True,
                     metrics=None if score is None else {"score": score},
@@ -319,7 +319,7 @@ class Checkpoints:
         with _silence():
             try:
                 arrays = ocp.load(
-                    path, cast(Any, abstract), checkpointable_name="state"
+                    path, cast(Any, _not_empty(abstract)), checkpointable_name="state"
                 )
             except Exception as error:  # noqa: BLE001 - whatever a damaged file raises
                 failure = _first_line(error)
@@ -328,6 +328,9 @@ class Checkpoints:
                 gc.collect()
         if failure:
             raise _Damaged(f"its arrays cannot be read: {failure}")
+        for name in abstract.keys() - arrays.keys():
+            at = abstract[name]
+            arrays[name] = jnp.zeros(at.shape, at.dtype, device=at.sharding)
         if checksums(arrays) != record.checksums:
             raise _Damaged("its checksum does not match")
         for name in sorted({*hosts, *record.host_rows}):
@@ -508,6 +511,11 @@ def _arrays(state) -> dict[str, Any]:
     """Arrays or their shapes by path; typed random keys as the integers they are made of."""
     leaves, _ = jax.tree_util.tree_flatten_with_path(nnx.to_pure_dict(state))
     return {jax.tree_util.keystr(path): _plain(leaf) for path, leaf in leaves}
+
+
+def _not_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
+    """The arrays that orbax can write: not those of a model without dense columns, say."""
+    return {name: array for name, array in arrays.items() if array.size}
 
 
 def _plain(leaf):

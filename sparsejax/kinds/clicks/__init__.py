@@ -49,7 +49,7 @@ class Clicks(Kind):
                 "a click model reads a ClickDataset or ScannedClicks, got "
                 f"{type(data).__name__}"
             )
-        sizes = {"num_dense": len(data.schema.dense), "features": data.num_ids}
+        sizes = {"num_dense": len(data.schema.dense), "features": data.features}
         return functools.partial(new_click_model, config, **sizes)
 
     def examples(self, model, inputs, targets, weights) -> Examples:

@@ -17,7 +17,7 @@ def new_click_model(
     *,
     rule: Rule,
     num_dense: int,
-    features: Mapping[str, int],
+    features: Mapping[str, int | str],
     seed: int,
 ) -> tuple[nnx.Module, Optimizer]:
     """A model and its optimizer."""

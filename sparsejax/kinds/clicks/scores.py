@@ -70,7 +70,7 @@ def predict_clicks(
     >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
     >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
     >>> config = WideDeepConfig(dim=4, hidden=(8,))
-    >>> model = WideDeep(config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0))
+    >>> model = WideDeep(config, num_dense=0, features=clicks.features, rngs=nnx.Rngs(0))
     >>> predict_clicks(model, clicks).shape
     (3,)
 
@@ -184,7 +184,7 @@ def check_columns(model: Any, clicks: Clicks) -> None:
             "num_dense=len(data.schema.dense)"
         )
     wanted, given = getattr(model, "num_ids", None), clicks.num_ids
-    if not isinstance(wanted, Mapping) or wanted == given:
+    if not isinstance(wanted, Mapping):
         return
     for name in [*wanted, *given]:
         if name not in given:
@@ -201,7 +201,16 @@ def check_columns(model: Any, clicks: Clicks) -> None:
             raise ValueError(
                 f"feature {name!r} has {given[name]:,} ids in the data, but the model was "
                 f"built for {wanted[name]:,}; read all data with vocabulary=train and one "
-                "schema, and build the model with features=train.num_ids"
+                "schema, and build the model with features=train.features"
+            )
+    shared = {n: f for n, f in clicks.features.items() if isinstance(f, str)}
+    read = getattr(model, "like", shared)
+    for name in given:
+        if read.get(name) != shared.get(name):
+            raise ValueError(
+                f"feature {name!r} has {_table(shared.get(name))} by the data, but "
+                f"{_table(read.get(name))} in the model; build it with "
+                "features=train.features"
             )
 
 
@@ -214,6 +223,10 @@ def check_same_columns(train: Clicks, validation: Clicks) -> None:
                 f"validation has another vocabulary of {name!r} than the training data; read "
                 "it with vocabulary=train"
             )
+
+
+def _table(like: str | None) -> str:
+    return "a table of its own" if like is None else f"the table of {like!r}"
 
 
 class _Found:
