@@ -2,7 +2,8 @@
 
     python benchmarks/dynamic_quality.py --output benchmarks/results/dynamic_quality.json
 
-Users that leave do not come back, and few users make most clicks. A model is trained on each day,
+Users that leave do not come back, and few users make most clicks: the n-th of a day n^-zipf as many
+as the first. A model is trained on each day,
 once through, and measured on the next day before it is trained on that. Its users have a table
 without limit, a dynamic one of 30 % of all users ever seen, one of the same size in which users
 share rows by a hash, or the vocabulary of the first day, the most active ones up to that size.
@@ -60,14 +61,14 @@ def scored(model, optimizer, ids):
         return model(ids)
 
 
-def days(active, examples, seed=0):
+def days(active, examples, zipf, seed=0):
     """For each day the users, the items and whether they were clicked."""
     rng = np.random.default_rng(seed)
     names = rng.permutation(4 * active).astype(np.uint64) * np.uint64(2**40 + 27)
     planted = rng.normal(size=(4 * active, DIM)) / np.sqrt(DIM) * 1.5
     items = rng.normal(size=(ITEMS, DIM)) / np.sqrt(DIM) * 1.5
     chosen = np.arange(active, dtype=float) + 1
-    chosen = np.cumsum(chosen**-1.05)
+    chosen = np.cumsum(chosen**-zipf)
     here, arrived = np.arange(active), active
     for _ in range(DAYS + 1):
         at = np.searchsorted(chosen, rng.random(examples) * chosen[-1])
@@ -100,13 +101,9 @@ def measured(events, table, encode):
     return found, model.embeddings.stats().get("user")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--active", type=int, default=10_000, help="users of a day")
-    parser.add_argument("--examples", type=int, default=20, help="batches of a day")
-    parser.add_argument("--output", help="a JSON file")
-    args = parser.parse_args()
-    events = list(days(args.active, args.examples * BATCH))
+def compared(active, examples, zipf):
+    """The AUC of each form of table, on one stream."""
+    events = list(days(active, examples, zipf))
     seen = np.unique(np.concatenate([users for users, _, _ in events]))
     few = int(0.3 * len(seen))
     first, counts = np.unique(events[0][0], return_counts=True)
@@ -138,6 +135,7 @@ def main():
         "dynamic, lru, seen twice": (dynamic(few, admit=Admit(count=2)), same),
     }
     result = {"users": len(seen), "rows": few, "auc": {}}
+    print(f"zipf {zipf}: {len(seen):,} users, {few:,} rows", flush=True)
     for name, (table, encode) in forms.items():
         start = time.perf_counter()
         found, stats = measured(events, table, encode)
@@ -149,9 +147,23 @@ def main():
         }
         taken = time.perf_counter() - start
         print(f"{name:26} {np.mean(found[10:]):.4f}  {taken:.0f} s {stats}", flush=True)
+    return result
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--active", type=int, default=40_000, help="users of a day")
+    parser.add_argument("--examples", type=int, default=40, help="batches of a day")
+    parser.add_argument("--zipf", type=float, nargs="+", default=[1.5, 1.3, 1.2, 1.05])
+    parser.add_argument("--output", help="a JSON file")
+    args = parser.parse_args()
+    sizes = args.active, args.examples * BATCH
+    found = {"active": args.active, "examples a day": sizes[1], "zipf": {}}
+    for zipf in args.zipf:
+        found["zipf"][str(zipf)] = compared(*sizes, zipf)
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
-            file.write(json.dumps(result, indent=2) + "\n")
+            file.write(json.dumps(found, indent=2) + "\n")
 
 
 if __name__ == "__main__":

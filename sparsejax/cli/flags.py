@@ -303,6 +303,12 @@ class Train(OfKinds):
         that does not fit in memory: saved data sets, tables with a list of items on each
         row, or pairs sorted by user; or clicks. No batch mixes rows of two chunks. Cannot
         be used with --validation, except with a file of clicks.
+      follow: Train on each file of the folder or store DATA once, in the order of their names,
+        and on those that come later, until SIGTERM or Ctrl-C. For clicks with --dynamic. A file
+        must be whole when it gets its name. The learning rate stays. --resume goes on.
+      changes: With --follow, folder to which the changes of the tables are exported: serve
+        --changes takes them.
+      export_seconds: Seconds between two exports of changes.
       item_features: Content of the items: a CSV, Parquet or JSON file with a column of items,
         and columns of tags, numbers or vectors. Items that are in no event are recommended, too.
         A run --from another one needs the file again, with all items.
@@ -356,6 +362,9 @@ class Train(OfKinds):
         int | None, _value("INT", "512, of histories 256, of clicks 4096")
     ] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
+    follow: Flag = False
+    changes: Annotated[pathlib.Path | None, _value("DIR", "")] = None
+    export_seconds: Annotated[float | None, _value("FLOAT", "60")] = None
     item_features: Annotated[str | None, _value("FILE", "")] = None
     fused: Flag = False
     deterministic: Flag = False

@@ -33,6 +33,16 @@ def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:
     )
 
 
+def print_file(step: int, entry: Mapping[str, float]) -> None:
+    """Prints to stderr how the training on a file went that had appeared."""
+    print(
+        f"file {entry['epoch']:,.0f}  step {step:,}  loss {entry['loss']:.5g}  "
+        f"{entry['examples_per_second']:,.0f} examples/s  "
+        f"{entry['inserted']:.1%} of the ids new  {entry['refused']:.1%} refused",
+        file=sys.stderr,
+    )
+
+
 class TimeLeft:
     """Says once, after the second epoch, how long the others will take.
 

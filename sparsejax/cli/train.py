@@ -67,6 +67,9 @@ def training_of(command: flags.Train) -> Training:
         decay=command.decay,
         batch_size=command.batch_size,
         chunk_rows=command.chunk_rows,
+        follow=command.follow,
+        changes=command.changes,
+        export_seconds=command.export_seconds,
         item_features=command.item_features,
         fused=command.fused,
         deterministic=command.deterministic,
@@ -154,8 +157,11 @@ def _logging(
 
         def log(epochs: int, step: int, entry: Mapping[str, float]) -> None:
             nonlocal writer
-            printing.print_epoch(epochs, step, entry)
-            left.epoch_ended(int(entry["epoch"]), epochs)
+            if command.follow:
+                printing.print_file(step, entry)
+            else:
+                printing.print_epoch(epochs, step, entry)
+                left.epoch_ended(int(entry["epoch"]), epochs)
             # Not before the first epoch: its folder may be in that of the run.
             if writer is None and new_writer is not None and processes.is_first():
                 writer = stack.enter_context(new_writer(command.tensorboard))

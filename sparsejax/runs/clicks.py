@@ -13,7 +13,12 @@ from sparsejax import codec
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
-from sparsejax.data.sets.click_schema import ClickSchema, without_time
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    VocabularyColumn,
+    num_ids,
+    without_time,
+)
 from sparsejax.data.sets.clicks import (
     ClickDataset,
     check_same_schema,
@@ -53,6 +58,16 @@ from sparsejax.wide_ids import NUM_IDS
 
 # Points of a calibration curve.
 _BINS = 20
+
+
+_COLUMNS_OF_RUN = (
+    "schema=...: the columns are those of the run that is trained on; leave it out"
+)
+# In place of the fingerprint of data, where files come and go.
+_FOLLOWED = "followed"
+# Rows of a chunk that has the whole of a file.
+_ALL = 2**62
+_SILENT = Reading()
 
 
 class Clicks(Runs):
@@ -107,10 +122,7 @@ class Clicks(Runs):
             data = _read(training.data, training.schema, training.reading)
         else:
             if training.schema is not None:
-                raise ValueError(
-                    "schema=...: the columns are those of the run that is trained on; leave "
-                    "it out"
-                )
+                raise ValueError(_COLUMNS_OF_RUN)
             data = _read_like(training.data, before, training.reading, append=True)
         everything = data
         heldout = validation = split = None
@@ -161,6 +173,41 @@ class Clicks(Runs):
             validation=validation,
         )
 
+    def followed(self, training: Training, before: Any) -> Source:
+        schema = training.schema
+        if before is not None:
+            if schema is not None:
+                raise ValueError(_COLUMNS_OF_RUN)
+            data = self.known_of(before)
+        else:
+            if schema is None:
+                raise ValueError(
+                    "follow=True needs schema=..., what the columns of the files are"
+                )
+            learned = [
+                name
+                for name, column in schema.ids.items()
+                if isinstance(column, VocabularyColumn)
+            ]
+            if learned:
+                raise ValueError(
+                    f"follow=True: the categories of {', '.join(learned[:3])} are not known "
+                    "before the files are: make each a KeyColumn or a HashedColumn, or go on "
+                    "from a run that knows them"
+                )
+            data = _without_rows(num_ids(schema, {}), schema, {})
+        return _source(data, everything=data, chunks=[1], fingerprint=_FOLLOWED)
+
+    def read_followed(self, path: str, known: ClickDataset) -> ClickDataset | None:
+        if kind_of_saved(path) == "clicks":
+            data = _read_like(path, known, _SILENT)
+            return data if data.num_rows else None
+        # Unlike `read_clicks`, it takes a file without examples.
+        scanned = scan_clicks(
+            path, known.schema, vocabulary=known.vocabularies, chunk_rows=_ALL
+        )
+        return next(scanned.chunks(), None)
+
     def add_new(
         self,
         model: Any,
@@ -181,17 +228,7 @@ class Clicks(Runs):
         )
 
     def known_of(self, data: ClickDataset | ScannedClicks) -> ClickDataset:
-        ids = {
-            name: np.zeros(0, np.uint64 if size == NUM_IDS else np.int32)
-            for name, size in data.num_ids.items()
-        }
-        return ClickDataset(
-            np.zeros(0, np.float32),
-            np.zeros((0, len(data.schema.dense)), np.float32),
-            ids,
-            without_time(data.schema),
-            data.vocabularies,
-        )
+        return _without_rows(data.num_ids, data.schema, data.vocabularies)
 
     def save_known(self, path: pathlib.Path, known: ClickDataset) -> None:
         known.save(path)
@@ -371,6 +408,23 @@ def _source(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
     known = RUNS.known_of(data)
     return Source(
         data=data, num_features=_num_known(data), known=known, indicator=False, **facts
+    )
+
+
+def _without_rows(
+    sizes: Mapping[str, int], schema: ClickSchema, vocabularies: Mapping[str, Names]
+) -> ClickDataset:
+    """Clicks without examples."""
+    ids = {
+        name: np.zeros(0, np.uint64 if size == NUM_IDS else np.int32)
+        for name, size in sizes.items()
+    }
+    return ClickDataset(
+        np.zeros(0, np.float32),
+        np.zeros((0, len(schema.dense)), np.float32),
+        ids,
+        without_time(schema),
+        vocabularies,
     )
 
 

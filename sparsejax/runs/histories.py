@@ -14,7 +14,7 @@ from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.runs import interactions
-from sparsejax.runs.kind import CORRECTING, Opened, Source
+from sparsejax.runs.kind import CORRECTING, FOLLOWING, Opened, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
@@ -33,7 +33,7 @@ class Histories(interactions.Interactions):
 
     name = "histories"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("schema", "dynamic"),
+        "train": ("schema", "dynamic", *FOLLOWING),
         "evaluate": (
             *("fold_in", "seed", "history", "popularity", "groups", *CORRECTING),
         ),

@@ -17,7 +17,7 @@ from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.kinds.items.job import ScannedItems
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.runs import interactions
-from sparsejax.runs.kind import CORRECTING, Opened, Source
+from sparsejax.runs.kind import CORRECTING, FOLLOWING, Opened, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
@@ -36,7 +36,7 @@ class Items(interactions.Interactions):
 
     name = "items"
     unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("negatives", "schema", "dynamic"),
+        "train": ("negatives", "schema", "dynamic", *FOLLOWING),
         "evaluate": ("groups", *CORRECTING),
         "report": ("groups",),
         "export": CORRECTING,

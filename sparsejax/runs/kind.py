@@ -33,6 +33,8 @@ COLUMNS = (
 COUNTING = ("unknown", "unknown_users", "keep_seen")
 # How probabilities of clicks are corrected.
 CORRECTING = ("calibrate", "method", "negatives_kept")
+# How files are followed that appear.
+FOLLOWING = ("follow", "changes", "export_seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -131,6 +133,19 @@ class Runs(abc.ABC):
     @abc.abstractmethod
     def scanned(self, training: Training) -> Source:
         """Data that is read in chunks while training."""
+
+    def followed(self, training: Training, before: Any) -> Source:
+        """The data of a run that follows: it has no rows yet, only columns.
+
+        Args:
+          training: names the folder.
+          before: what the run that is trained on knows, see `Source.known`; else None.
+        """
+        raise NotImplementedError(f"a run of {self.name} cannot follow")
+
+    def read_followed(self, path: str, known: Any) -> Any:
+        """The rows of a file of a run that follows; None if it has none."""
+        raise NotImplementedError(f"a run of {self.name} cannot follow")
 
     def suited(
         self, config: Any, training: Training, source: Source

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import pathlib
 from collections.abc import Callable, Collection, Sequence
 from typing import Any, Literal
@@ -58,6 +59,9 @@ class Training:
       config: the configuration of the model.
       suited: the settings of the configuration that the data decides.
       origin: the folder of the run whose model is trained on.
+      follow: whether files of a folder are trained on as they appear, until a signal comes.
+      changes: folder to which the changes of a run that follows are exported.
+      export_seconds: between two exports of changes.
       keep_linear: whether linear parts are kept in the user's cache folder.
     """
 
@@ -84,6 +88,9 @@ class Training:
     seed: int = 0
     checkpoint_seconds: float = 30.0
     resume: bool = False
+    follow: bool = False
+    changes: str | os.PathLike[str] | None = None
+    export_seconds: float | None = None
     keep_linear: bool = False
 
 

@@ -107,6 +107,9 @@ class Run:
         batch_size: int | None = None,
         num_epochs: int | None = None,
         chunk_rows: int | None = None,
+        follow: bool = False,
+        changes: _Path | None = None,
+        export_seconds: float | None = None,
         item_features: Any = None,
         fused: bool = False,
         deterministic: bool = False,
@@ -154,6 +157,11 @@ class Run:
           batch_size: rows a step; 512 by default, of histories 256, of clicks 4096.
           num_epochs: passes over the data; by default as `sparsejax.training.recipe` has it.
           chunk_rows: read a Parquet file while training, so many rows at a time.
+          follow: of clicks with dynamic tables: train on each file of a folder or a store once,
+            in the order of their names, and on those that come later, until Ctrl-C (of the
+            command also SIGTERM). Then the run is returned. The learning rate stays.
+          changes: with `follow`, folder to which `export_changes` writes what has changed.
+          export_seconds: between two exports of changes; 60 by default.
           item_features: what the items are: a file or a table, see `read_item_features`, or
             `ItemFeatures`. Items that are in no event are recommended, too.
           fused: see `fit`; so are `deterministic`, `seed`, `checkpoint_seconds` and `log`.

@@ -16,7 +16,7 @@ from sparsejax.kinds.content import set_content, sizes_of
 from sparsejax.kinds.kind import Defaults, kind_of, used
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.runs import folders, linear_parts
+from sparsejax.runs import folders, following, linear_parts
 from sparsejax.runs.folders import Settings
 from sparsejax.runs.kind import Runs, Source, runs_of
 from sparsejax.runs.options import Training
@@ -54,7 +54,10 @@ def train(
     check = functools.partial(folders.check_folder, directory, resume=training.resume)
     processes.in_first(check)
     runs = runs_of(training.config)
+    following.check(training)
     stopping = _early_stopping(training, runs)
+    if training.follow:  # each file is an epoch, and the rate has no end to fall to
+        training = dataclasses.replace(training, num_epochs=1, decay="none")
     source = source_of(training)
     config, chosen = runs.suited(training.config, training, source)
     restored = training.resume and folders.has_checkpoints(directory)
@@ -106,7 +109,18 @@ def train(
         features=source.features,
     ) as checkpoints:
         if summary is not None:
-            summary(runs.account(source.data), model)
+            account = runs.account(source.data)
+            if training.follow:
+                account = (
+                    f"{name_of(training.data)}: files are trained on as they appear"
+                )
+            summary(account, model)
+        told = None if log is None else functools.partial(log, settings.num_epochs)
+        if training.follow:
+            following.run(
+                model, optimizer, training, settings, source.known, checkpoints, told
+            )
+            return source
         fit(
             model,
             optimizer,
@@ -122,7 +136,7 @@ def train(
             checkpoint_dir=checkpoints,
             checkpoint_seconds=training.checkpoint_seconds,
             resume=training.resume,
-            log=None if log is None else functools.partial(log, settings.num_epochs),
+            log=told,
         )
     return source
 
@@ -149,6 +163,8 @@ def source_of(training: Training) -> Source:
             )
         return runs.scanned(training)
     before = None if training.origin is None else folders.load_run(training.origin)[1]
+    if training.follow:
+        return runs.followed(training, before)
     return runs.source(training, before)
 
 

@@ -173,6 +173,26 @@ def _begun(progress: Progress, saver: Saver, resume: bool) -> Progress:
     return progress
 
 
+def finite(losses: jax.Array, progress: Progress, saver: Saver) -> np.ndarray:
+    """The losses of a dispatch, once it has ended.
+
+    Raises:
+      FloatingPointError: one is not finite.
+    """
+    host = np.asarray(losses)
+    bad = np.flatnonzero(~np.isfinite(host))
+    if bad.size:
+        kept, checkpoints = "", saver.checkpoints
+        if checkpoints is not None and checkpoints.steps():
+            kept = f"; {checkpoints.directory} holds step {checkpoints.steps()[-1]}"
+        raise FloatingPointError(
+            f"the loss is {host[bad[0]]} in epoch {progress.epoch + 1}, step "
+            f"{progress.position + bad[0] + 1} of it{kept}. Lower the learning "
+            "rate, or look for extreme values in the data"
+        )
+    return host
+
+
 class _Training:
     """The work of one call of `fit` after its arguments were checked."""
 
@@ -257,7 +277,7 @@ class _Training:
         progress = self.progress
         while len(self._waiting) > ahead:
             losses, examples = self._waiting.pop(0)
-            progress.add(self._checked(losses), examples)
+            progress.add(finite(losses, progress, self.saver), examples)
             self.bar.set_postfix(
                 epoch=f"{progress.epoch + 1}/{self.epochs.num_epochs}",
                 loss=f"{progress.loss_sum / progress.examples:.4g}",
@@ -268,21 +288,6 @@ class _Training:
             said = self._estimate.after(self._done, self._total)
             if said is not None and processes.is_first():
                 tqdm.write(said, file=sys.stderr)
-
-    def _checked(self, losses) -> np.ndarray:
-        """The losses of a dispatch, once it has ended."""
-        host = np.asarray(losses)
-        bad = np.flatnonzero(~np.isfinite(host))
-        if bad.size:
-            kept, checkpoints = "", self.saver.checkpoints
-            if checkpoints is not None and checkpoints.steps():
-                kept = f"; {checkpoints.directory} holds step {checkpoints.steps()[-1]}"
-            raise FloatingPointError(
-                f"the loss is {host[bad[0]]} in epoch {self.progress.epoch + 1}, step "
-                f"{self.progress.position + bad[0] + 1} of it{kept}. Lower the learning "
-                "rate, or look for extreme values in the data"
-            )
-        return host
 
     def _save_or_end(self) -> None:
         """Within an epoch: saves if it is time to, and ends if a process has to."""

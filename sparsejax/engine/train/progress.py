@@ -199,7 +199,7 @@ class Saver:
         self._saved = time.monotonic()
         if record is None:
             return progress
-        before = Progress(**record)
+        before = type(progress)(**record)
         for name, value in progress.settings.items():
             if before.settings.setdefault(name, value) != value:
                 what = "other data" if name == "data" else f"{name} {value!r}"

@@ -1,0 +1,241 @@
+"""From event to answer: how long until a predictor answers by what has just been clicked?
+
+    python benchmarks/follow.py --output benchmarks/results/follow.json
+
+One process trains, `sparsejax train clicks/ --dynamic N --follow --changes changes/`; this one
+writes a file of events each second, and reads the changes into a predictor, which it asks all the
+time. An event happens at its place within the second of its file, so half a second passes before
+its file is there. After that the training is killed, again and again, at random moments, and
+resumed. In the end the changes must be the trained tables to the bit, and each event trained on
+once.
+"""
+
+import argparse
+import json
+import pathlib
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+from flax import nnx
+
+import sparsejax as sj
+
+BATCH, USERS, ITEMS = 1024, 50_000, 5_000
+SCHEMA = {
+    "label": "click",
+    "ids": {
+        "user": {"kind": "key"},
+        "item": {"kind": "key"},
+        "hour": {"kind": "hashed", "size": 25},
+    },
+}
+
+
+def events(number, rate):
+    """The clicks of a second. A hundredth of the users is new."""
+    rng = np.random.default_rng(number)
+    users = rng.zipf(1.3, rate) % USERS + number * USERS // 100
+    items = rng.zipf(1.2, rate) % ITEMS
+    hashed = np.uint64(0x9E3779B97F4A7C15)
+    return pa.table(
+        {
+            "click": ((users + items) % 7 < 2).astype(np.int64),
+            "user": users.astype(np.uint64) * hashed,
+            "item": items.astype(np.uint64) * hashed,
+            "hour": rng.integers(0, 24, rate),
+        }
+    )
+
+
+class Writer(threading.Thread):
+    """Writes a file each second, under another name first."""
+
+    def __init__(self, folder, rate):
+        super().__init__(daemon=True)
+        self.folder, self.rate, self.ends = folder, rate, []
+        self.stopped = threading.Event()
+
+    def run(self):
+        begun, number = time.time(), 0
+        while not self.stopped.is_set():
+            table = events(number, self.rate)
+            number += 1
+            time.sleep(max(0.0, begun + number - time.time()))
+            hidden = self.folder / ".being_written"
+            pq.write_table(table, hidden)
+            hidden.rename(self.folder / f"{number:08d}.parquet")
+            self.ends.append(begun + number)
+
+    def end(self):
+        """Waits for the last file."""
+        self.stopped.set()
+        self.join()
+
+
+class Training:
+    """The command, which may be killed and begun again."""
+
+    def __init__(self, place, seconds):
+        (place / "schema.json").write_text(json.dumps(SCHEMA))
+        self._command = [
+            *(sys.executable, "-m", "sparsejax", "train", place / "clicks"),
+            *("--run", place / "run", "--model", "dlrm", "--follow", "--resume"),
+            *("--schema", place / "schema.json", "--dynamic", 2**17),
+            *("--batch-size", BATCH, "--checkpoint-seconds", 2 * seconds),
+            *("--changes", place / "changes", "--export-seconds", seconds),
+        ]
+        self._log = place / "log.txt"
+        self.begin()
+
+    def begin(self):
+        with open(self._log, "ab") as log:
+            words = list(map(str, self._command))
+            self.process = subprocess.Popen(words, stderr=log)
+
+    def kill(self):
+        self.process.kill()
+        self.process.wait()
+
+    def end(self):
+        self.process.send_signal(signal.SIGTERM)
+        if self.process.wait() != 0:
+            raise RuntimeError("the training has failed, see log.txt")
+
+
+def wait_for(there, training):
+    while not there():
+        if training.process.poll() is not None:
+            raise RuntimeError("the training has ended, see log.txt")
+        time.sleep(0.2)
+
+
+def latencies(place, writer, seconds):
+    """Seconds from each event to the answer by it, for events of so many seconds."""
+    predictor = sj.load_predictor(place / "clicks.predictor")
+    steps = -(-writer.rate // BATCH)
+    warm = pa.table(events(0, 8)).drop_columns("click")
+    found, first, done = [], None, 0
+    end = time.time() + seconds
+    while time.time() < end or not found:
+        taken = predictor.apply_changes(place / "changes")
+        predictor.predict_records(warm)
+        now, files = time.time(), taken.steps // steps
+        if first is None:  # what came before this reader
+            first = done = files
+        for at in writer.ends[done:files]:
+            found.append(now - at + 1 - (np.arange(writer.rate) + 0.5) / writer.rate)
+        done = max(done, files)
+        time.sleep(0.1)
+    return np.concatenate(found)
+
+
+def bytes_of(model, place):
+    """All of a model: its tables as files, and its other layers."""
+    place.mkdir()
+    found, tables = {}, []
+    for path, node in nnx.iter_graph(model):
+        if isinstance(node, sj.embeddings.EmbeddingCollection):
+            tables.append(path)
+            for name in node.names:
+                file = place / ".".join([*map(str, path), name, "parquet"])
+                node.save_table(name, file)
+                found[file.name] = file.read_bytes()
+    for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        if not any(path[: len(table)] == table for table in tables):
+            found[path] = np.asarray(variable[...]).tobytes()
+    return found
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rate", type=int, default=5000, help="events a second")
+    parser.add_argument("--seconds", type=int, default=60, help="that are measured")
+    parser.add_argument("--export-seconds", type=float, default=5.0)
+    parser.add_argument("--kills", type=int, default=10)
+    parser.add_argument("--output", help="a JSON file")
+    args = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        found = measured(pathlib.Path(folder), args)
+    print(json.dumps(found, indent=2))
+    if args.output:
+        with open(args.output, "w", encoding="utf-8") as file:
+            file.write(json.dumps(found, indent=2) + "\n")
+
+
+def measured(place, args):
+    """The result of all."""
+    (place / "clicks").mkdir()
+    training = Training(place, args.export_seconds)
+    try:
+        return result(place, args, training)
+    except Exception:
+        print((place / "log.txt").read_text(), file=sys.stderr)
+        raise
+    finally:
+        training.kill()
+
+
+def result(place, args, training):
+    """See `measured`."""
+    changes = place / "changes"
+    wait_for(lambda: list(changes.glob("0*")), training)
+    sj.Run.load(place / "run").export(place / "clicks.predictor")
+    writer = Writer(place / "clicks", args.rate)
+    writer.start()
+    steps = -(-args.rate // BATCH)
+    fresh = sj.Run.load(place / "run")
+
+    def trained():
+        link = max(changes.glob("0*"))
+        manifest = json.loads((link / "manifest.json").read_text())
+        return manifest["steps"] // steps
+
+    wait_for(lambda: trained() > 0, training)  # programs are compiled
+    waits = latencies(place, writer, args.seconds)
+    rng, kills = np.random.default_rng(0), 0
+    for _ in range(args.kills):
+        # Not before it has come further, else nothing is tried.
+        further = trained() + 1
+        wait_for(lambda least=further: trained() >= least, training)
+        time.sleep(rng.random() * args.export_seconds)
+        training.kill()
+        training.begin()
+        kills += 1
+    writer.end()
+    wait_for(lambda: trained() == len(writer.ends), training)
+    training.end()
+    run = sj.Run.load(place / "run")
+    other, _ = fresh.settings.build(fresh.known)
+    taken = sj.apply_changes(other, changes)
+    equal = bytes_of(run.model, place / "one") == bytes_of(other, place / "two")
+    found = {
+        "device": jax.devices()[0].device_kind,
+        "events a second": args.rate,
+        "export seconds": args.export_seconds,
+        "events measured": len(waits),
+        "seconds from event to answer": {
+            "p50": float(np.median(waits)),
+            "p99": float(np.quantile(waits, 0.99)),
+            "most": float(waits.max()),
+        },
+        "kills": kills,
+        "files": len(writer.ends),
+        "steps": taken.steps,
+        "each file trained on once": taken.steps == len(writer.ends) * steps,
+        "changes are the trained tables": equal,
+    }
+    if not (found["each file trained on once"] and equal):
+        raise RuntimeError(f"something is wrong: {found}")
+    return found
+
+
+if __name__ == "__main__":
+    main()

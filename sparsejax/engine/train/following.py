@@ -1,0 +1,319 @@
+"""Trains on files as they appear, each once, until it is told to end.
+
+The batches of a file are its rows in their order, and no batch has rows of two files. So what
+is trained depends on the files alone, not on when they came or on how often it was interrupted.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, cast
+
+import jax
+import numpy as np
+
+from sparsejax.engine.batching import bucket
+from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.engine.train.dispatch import (
+    Dispatch,
+    Program,
+    entries_of_step,
+    epoch_order,
+    sorts_ahead,
+    step_size,
+    steps_per_dispatch,
+)
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.loop import finite
+from sparsejax.engine.train.progress import Progress, Saver
+from sparsejax.engine.train.resident import Examples, Resident, Sizes, Trainable
+from sparsejax.mesh import interrupts
+from sparsejax.mesh.layout import axis_sizes, mesh_is_set, put_on_mesh
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR, host_rows
+
+_KEPT = 1000  # newest entries of the history that are kept
+_NAP = 0.25  # seconds after which a waiting process looks for a signal
+
+
+@dataclasses.dataclass
+class Followed(Progress):
+    """How far following has come. An epoch is a file.
+
+    Attributes:
+      files: names of the files that were trained on, and are there still.
+      file: name of the one that is trained on; empty between two.
+    """
+
+    files: list[str] = dataclasses.field(default_factory=list)
+    file: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Feed:
+    """Files that appear.
+
+    Attributes:
+      names: gives the names of those that are there, in the order in which they count; None if
+        that cannot be told now.
+      read: reads the file of a name. A file without rows gives None.
+      seconds: between two looks, while there is nothing to do.
+    """
+
+    names: Callable[[], Sequence[str] | None]
+    read: Callable[[str], Job | None]
+    seconds: float
+
+
+def follow(
+    model: Any,
+    optimizer: Optimizer,
+    feed: Feed,
+    *,
+    batch_size: int,
+    deterministic: bool,
+    checkpoints: Checkpoints,
+    checkpoint_seconds: float,
+    export: Callable[[], None] | None,
+    export_seconds: float,
+    log: Callable[[int, Mapping[str, float]], None] | None,
+) -> None:
+    """Trains a model in place on what a feed has and will have.
+
+    Returns after SIGINT, or within `interrupts.noted` SIGTERM. Then the steps that ran have
+    ended, a checkpoint has them, and so has an export. A second signal does not wait.
+
+    Args:
+      model: the model.
+      optimizer: its optimizer.
+      feed: of the files.
+      batch_size: examples of a step; the last one of a file may have fewer.
+      deterministic: see `fit`.
+      checkpoints: to go on from, and to write. There is one before the first file is read.
+      checkpoint_seconds: from one checkpoint to the next.
+      export: called when `export_seconds` have passed since the last call, if there were steps
+        since then; first before the first file is read, and once more at the end.
+      export_seconds: between two exports.
+      log: called after each file with the number of steps and the file's history entry.
+
+    Raises:
+      FloatingPointError: a loss is not finite.
+      ValueError: the file that was trained on at the last checkpoint has fewer rows now; or a
+        file cannot be read. What was trained before it is in the checkpoint and the export.
+    """
+    program = Program(cast(Trainable, model), optimizer, deterministic=deterministic)
+    saver = Saver(checkpoints, program.modules, checkpoint_seconds)
+    begun = Followed({"batch_size": batch_size, "follow": True})
+    progress = cast(Followed, saver.resume(begun))
+    following = _Following(program, progress, saver, feed, batch_size, log)
+    following.exports = _Exports(export, export_seconds, progress.step)
+    told = False
+    try:
+        with interrupts.deferred():
+            try:
+                following.save_and_export()
+                following.run()
+            except Exception:
+                if following.is_whole:
+                    following.save_and_export()
+                raise
+            following.save_and_export()
+            told = interrupts.is_told_to_end()
+    except KeyboardInterrupt:
+        if not told:  # by the second signal
+            raise
+
+
+class _Exports:
+    """Calls of a function that are some seconds apart."""
+
+    def __init__(self, call: Callable[[], None] | None, seconds: float, step: int):
+        self._call, self._seconds = call, seconds
+        self._last, self._step = -float("inf"), step - 1
+
+    def due(self, step: int) -> bool:
+        """Whether it is time for one, and there is something new."""
+        waited = time.monotonic() - self._last
+        return self._call is not None and step > self._step and waited >= self._seconds
+
+    def do(self, step: int) -> None:
+        """Exports what is new."""
+        if self._call is not None and step > self._step:
+            self._last, self._step = time.monotonic(), step
+            self._call()
+
+
+class _Following:
+    """The work of one call of `follow`."""
+
+    exports: _Exports
+
+    def __init__(
+        self,
+        program: Program,
+        progress: Followed,
+        saver: Saver,
+        feed: Feed,
+        batch_size: int,
+        log: Callable[[int, Mapping[str, float]], None] | None,
+    ):
+        self.program, self.progress, self.saver = program, progress, saver
+        self.feed, self.log = feed, log
+        self._parts = axis_sizes()[0] if mesh_is_set() else 1
+        self._asked = batch_size
+        # Rows of a step, steps of a dispatch, and which rows each has: there is one program.
+        self._sizes: tuple[int, int, np.ndarray] | None = None
+        self._room: dict[int, int] = {}
+        # Whether the arrays are those that the progress says: not while steps run.
+        self.is_whole = True
+
+    def run(self) -> None:
+        """Trains until it is told to end."""
+        while not interrupts.is_told_to_end():
+            name = self._next()
+            if name is None:
+                self._look_at_clock()
+                self._wait()
+            else:
+                self._train_on(name)
+
+    def save_and_export(self) -> None:
+        """Writes a checkpoint and an export, if there is something new."""
+        self._save()
+        self.exports.do(self.progress.step)
+
+    def _save(self) -> None:
+        checkpoints = self.saver.checkpoints
+        assert checkpoints is not None
+        if self.progress.step not in checkpoints.steps():
+            self.saver.save(self.progress)
+
+    def _next(self) -> str | None:
+        """The name of the file to train on, if there is one."""
+        names, progress = self.feed.names(), self.progress
+        if names is None:
+            return None
+        known = set(progress.files)
+        progress.files = [name for name in names if name in known]
+        if progress.file:
+            if progress.file not in names:
+                raise ValueError(
+                    f"{progress.file} was trained on in part, and is not there any more: "
+                    "put it back until it is done"
+                )
+            return progress.file
+        return next((name for name in names if name not in known), None)
+
+    def _wait(self) -> None:
+        end = time.monotonic() + self.feed.seconds
+        while not interrupts.is_told_to_end():
+            left = end - time.monotonic()
+            if left <= 0:
+                return
+            time.sleep(min(left, _NAP))
+
+    def _train_on(self, name: str) -> None:
+        """Trains on a file; after a resume, on what is left of it."""
+        progress = self.progress
+        job = self.feed.read(name)
+        if job is not None:
+            examples = job.examples
+            assert isinstance(examples, Examples)
+            if self._sizes is None:
+                self._sizes = self._begin(job, examples)
+            rates = None if job.rates is None else job.rates()
+            began, before = time.monotonic(), progress.examples
+            progress.file = name
+            if progress.examples > examples.num_rows:
+                raise ValueError(
+                    f"{name} has {examples.num_rows:,} rows, but {progress.examples:,} of it "
+                    "were trained on: it was changed. Write new rows to new files"
+                )
+            while progress.examples < examples.num_rows:
+                self._steps(examples)
+                if progress.examples < examples.num_rows:
+                    self._look_at_clock()
+                    if interrupts.is_told_to_end():
+                        return
+            entry = progress.end_epoch(
+                (examples.num_rows - before) / (time.monotonic() - began)
+            )
+            if rates is not None:
+                entry.update(rates())
+            del progress.history[:-_KEPT]
+            if self.log is not None:
+                self.log(progress.step, entry)
+        progress.file = ""
+        progress.files.append(name)
+        self._look_at_clock()
+
+    def _begin(self, job: Job, examples: Examples) -> tuple[int, int, np.ndarray]:
+        """Settles the sizes of the one program that trains on all files."""
+        size = step_size(self._asked, self._asked, self._parts)
+        if job.exchange is not None:
+            job.exchange(size)
+        like = [1 if isinstance(x, CSR) else x[:1].size for x in examples.matrices]
+        entries = entries_of_step([size * n for n in like], self._parts, ())
+        steps = steps_per_dispatch(entries)
+        order = epoch_order(
+            jax.random.key(0), 0, steps * size, size, self._parts, shuffle=False
+        )
+        return size, steps, np.asarray(order)
+
+    def _steps(self, examples: Examples) -> None:
+        """Does the next steps of a file, as many as a dispatch has."""
+        assert self._sizes is not None
+        size, steps, order = self._sizes
+        start = self.progress.examples
+        count = min(examples.num_rows - start, steps * size)
+        rows = np.arange(start, start + steps * size)
+        rows = np.where(rows < examples.num_rows, rows, -1)
+        matrices, room = [], []
+        for i, matrix in enumerate(examples.matrices):
+            if isinstance(matrix, CSR):
+                found, most = self._padded(i, host_rows(matrix, rows), size)
+            else:
+                part = matrix[start : start + count]
+                more = [(0, len(rows) - count)] + [(0, 0)] * (matrix.ndim - 1)
+                found, most = np.pad(part, more), bucket(size * part[:1].size)
+            matrices.append(found)
+            room.append(most)
+        data = Resident.of(Examples(examples.roles, tuple(matrices), None))
+        here = np.where(order < count, order, -1).astype(np.int32)
+        done = np.minimum(size, count - np.arange(-(-count // size)) * size)
+        dispatch = Dispatch(
+            data=data,
+            rows=put_on_mesh(jax.numpy.asarray(here)),
+            first=0,
+            examples=done,
+            sizes=Sizes(tuple(room), steps, sorts_ahead()),
+            is_last=count < len(rows),
+        )
+        self.is_whole = False
+        losses = self.program.launch(dispatch)
+        self.progress.add(finite(losses, self.progress, self.saver), done)
+        self.is_whole = True
+
+    def _padded(self, number: int, matrix: CSR, size: int) -> tuple[CSR, int]:
+        """A matrix of lists with room for more, and the room of a batch.
+
+        Rooms only grow, so there are few programs.
+        """
+        lengths = np.diff(matrix.indptr)
+        most = int(lengths.reshape(-1, size).sum(axis=1).max())
+        room = max(self._room.get(number, 0), bucket(most))
+        self._room[number] = room
+        more = (0, room * (len(lengths) // size) - len(matrix.indices))
+        weights = None if matrix.data is None else np.pad(matrix.data, more)
+        indptr = matrix.indptr.astype(np.int32)
+        leaves = (weights, np.pad(matrix.indices, more), indptr, None)
+        return CSR.tree_unflatten(matrix.num_cols, leaves), room
+
+    def _look_at_clock(self) -> None:
+        """Saves and exports, if it is time to."""
+        if self.saver.is_due():
+            self._save()
+        if self.exports.due(self.progress.step):
+            self.exports.do(self.progress.step)

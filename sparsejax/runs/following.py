@@ -1,0 +1,193 @@
+"""Trains a run on the files of a folder as they appear, and exports its changes."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pathlib
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import jax
+
+from sparsejax.data.files.opening import DataError, is_address
+from sparsejax.data.files.parquet import files_below
+from sparsejax.data.files.stores import Place
+from sparsejax.embeddings.changes import export_changes
+from sparsejax.embeddings.dynamic.changes import Export
+from sparsejax.engine.train import loop
+from sparsejax.engine.train.checkpoint import Checkpoints
+from sparsejax.engine.train.following import Feed, follow
+from sparsejax.engine.train.job import Job
+from sparsejax.kinds.kind import used
+from sparsejax.mesh.promotion import promoting
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.runs.folders import Settings
+from sparsejax.runs.kind import FOLLOWING, runs_of
+from sparsejax.runs.options import Training
+from sparsejax.runs.reading import is_file, name_of
+
+# Between two looks into a folder, and into a store, where each costs a request.
+_LOOK_SECONDS, _LOOK_SECONDS_OF_STORE = 0.5, 5.0
+_EXPORT_SECONDS = 60.0
+# A stream has no end, so it has no epochs, and no share of it can be held out.
+_WITHOUT_END = (
+    *("validation", "patience", "num_epochs", "warmup_epochs"),
+    *("chunk_rows", "fused"),
+)
+
+
+def check(training: Training) -> None:
+    """Raises an error for arguments of following that do not go together."""
+    given = [name for name in FOLLOWING[1:] if getattr(training, name) is not None]
+    if not training.follow:
+        if given:
+            raise ValueError(f"{given[0]}=... goes with follow=True: leave it out")
+        return
+    runs_of(training.config).check("train", ["follow"])
+    if getattr(training.config, "dynamic", None) is None:
+        raise ValueError(
+            "follow=True needs dynamic=..., the rows of the tables for ids that come later"
+        )
+    for name in _WITHOUT_END:
+        if getattr(training, name):
+            raise ValueError(
+                f"{name}=... is of no use with follow=True, which trains on each file once: "
+                "leave it out"
+            )
+    if not is_file(training.data):
+        raise TypeError(
+            f"follow=True needs a folder in which files appear, got {name_of(training.data)}"
+        )
+    path = os.fspath(training.data)
+    if not is_address(path) and os.path.exists(path) and not os.path.isdir(path):
+        raise ValueError(
+            f"{path}: follow=True needs a folder in which files appear, but this is a file"
+        )
+    seconds = training.export_seconds
+    if seconds is not None and training.changes is None:
+        raise ValueError("export_seconds=... goes with changes=..., the folder of them")
+    if seconds is not None and not seconds >= 0:
+        raise ValueError(f"export_seconds={seconds} must not be negative")
+    if jax.process_count() > 1:
+        raise NotImplementedError("follow=True works in one process")
+
+
+@promoting()
+def run(
+    model: Any,
+    optimizer: Optimizer,
+    training: Training,
+    settings: Settings,
+    known: Any,
+    checkpoints: Checkpoints,
+    log: Callable[[int, Mapping[str, float]], None] | None,
+) -> None:
+    """Trains until a signal comes; see `sparsejax.engine.train.following.follow`."""
+    runs, reading = settings.runs, training.reading
+    folder = os.fspath(training.data)
+    options = {
+        **dict.fromkeys(("targets", "weights", "validation", "stopping")),
+        **dict.fromkeys(("k", "wire_dtype", "exchange_room")),
+    }
+    options = used(runs.kind, "fit", options)
+
+    def names() -> list[str] | None:
+        try:
+            return names_in(folder)
+        except DataError as error:  # a store may answer again
+            reading.say(f"{error}; looking again")
+            return None
+
+    def read(name: str) -> Job | None:
+        data = runs.read_followed(path_in(folder, name), known)
+        return None if data is None else runs.kind.job(model, data, **options)
+
+    changes = None
+    if training.changes is not None:
+        changes = _Changes(
+            model, optimizer, pathlib.Path(training.changes), reading.say
+        )
+    every = training.export_seconds
+    is_store = is_address(folder)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(loop.on_auto_axes(model, optimizer))
+        stack.enter_context(loop.alone(checkpoints))
+        if changes is not None:
+            stack.callback(changes.settle)
+        follow(
+            model,
+            optimizer,
+            Feed(
+                names=names,
+                read=read,
+                seconds=_LOOK_SECONDS_OF_STORE if is_store else _LOOK_SECONDS,
+            ),
+            batch_size=settings.batch_size,
+            deterministic=settings.deterministic,
+            checkpoints=checkpoints,
+            checkpoint_seconds=training.checkpoint_seconds,
+            export=changes,
+            export_seconds=_EXPORT_SECONDS if every is None else every,
+            log=log,
+        )
+
+
+class _Changes:
+    """Exports of a model, one after the other."""
+
+    def __init__(
+        self,
+        model: Any,
+        optimizer: Optimizer,
+        folder: pathlib.Path,
+        say: Callable[[str], None],
+    ):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        self._model, self._optimizer, self._folder = model, optimizer, folder
+        self._say, self._last = say, None
+
+    _last: Export | None
+
+    def __call__(self) -> None:
+        """Begins the next export, once the one before has ended."""
+        self.settle()
+        self._last = export_changes(self._model, self._folder, self._optimizer)
+
+    def settle(self) -> None:
+        """Waits for the last export. If the disk is full, the next one has what it lacks."""
+        last, self._last = self._last, None
+        try:
+            if last is not None:
+                last.result()
+        except OSError as error:
+            self._say(f"{self._folder}: {error}; the next changes have what is lacking")
+
+
+def names_in(folder: str) -> list[str] | None:
+    """The names of the files below a folder, in their order; None if there is no folder.
+
+    Files and folders whose names start with `_` or `.` are not among them.
+
+    Raises:
+      DataError: the folder cannot be read.
+    """
+    if not is_address(folder) and not os.path.isdir(folder):
+        return None
+    place = Place.of(folder)
+    try:
+        files = files_below(folder)
+    except DataError:
+        if is_address(folder) and place.names() == []:
+            return None  # a store has a folder when there is something in it
+        raise
+    names = [os.path.relpath(file.inner, place.inner) for file in files]
+    return sorted(name for name in names if name != ".")
+
+
+def path_in(folder: str, name: str) -> str:
+    """The path or the address of a file below a folder."""
+    if not is_address(folder):
+        return os.path.join(folder, name)
+    address, mark, options = folder.partition("?")
+    return f"{address.rstrip('/')}/{name}{mark}{options}"

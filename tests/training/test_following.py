@@ -1,0 +1,190 @@
+"""Runs that follow a folder: files are trained on as they appear, each once."""
+
+import json
+import pathlib
+import subprocess
+import sys
+
+import jax
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
+from sparsejax.data.sets.click_schema import VocabularyColumn
+from sparsejax.mesh import interrupts
+from sparsejax.runs import following
+
+SCHEMA = ClickSchema(
+    "click",
+    dense={"age": DenseColumn()},
+    ids={"user": KeyColumn(), "seen": HashedColumn(50)},
+)
+BATCH = 64
+
+
+def write(folder, name, rows, seed):
+    """A file that is renamed into its place."""
+    rng = np.random.default_rng(seed)
+    users = rng.integers(20 * seed, 20 * seed + 100, rows)
+    table = {
+        "click": (users + rng.integers(0, 20, rows)) % 2,
+        "age": rng.random(rows),
+        "user": users.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15),
+        "seen": [rng.integers(0, 50, n) for n in rng.integers(0, 4, rows)],
+    }
+    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+    pq.write_table(pa.table(table), folder / ".new")
+    (folder / ".new").rename(folder / name)
+
+
+def follow(place, *, until, log=None, **options):
+    """Trains until so many steps are done, at least, and a file ends."""
+
+    def told(step, entry):
+        if log is not None:
+            log(entry)
+        if step >= until:
+            interrupts.note()
+
+    return sj.Run.train(
+        place / "clicks",
+        place / "run",
+        model="wide_deep",
+        schema=SCHEMA,
+        dynamic=1024,
+        batch_size=BATCH,
+        follow=True,
+        resume=True,
+        log=told,
+        **options,
+    )
+
+
+def arrays_of(run):
+    return jax.tree.map(np.asarray, nnx.state((run.model, run.optimizer)))
+
+
+def tables_of(model, folder):
+    folder.mkdir()
+    found = {}
+    for node in (model.embeddings, model.linear.embeddings):
+        for name in node.names:
+            path = folder / f"{len(found)}.parquet"
+            node.save_table(name, path)
+            found[name, len(found)] = path.read_bytes()
+    return found
+
+
+def test_each_file_is_trained_on_once_also_after_interrupts(tmp_path, monkeypatch):
+    one, other = tmp_path / "one", tmp_path / "other"
+    files = [("b/1.parquet", 2500), ("b/2.parquet", 0), ("c.parquet", 70)]
+    for place in (one, other):
+        for seed, (name, rows) in enumerate(files):
+            write(place / "clicks", name, rows, seed)
+        (place / "clicks" / "_half").write_text("being written")
+    steps = 40 + 2
+    entries = []
+    whole = follow(one, until=steps, log=entries.append)
+    assert [entry["step"] for entry in entries] == [40, 42]
+    assert entries[0]["inserted"] > 0 == entries[0]["refused"]
+    # Told to end within the first file, at each export. It has three dispatches.
+    exported = following.export_changes
+
+    def once(*arguments):
+        interrupts.note()
+        return exported(*arguments)
+
+    options = {"changes": other / "changes", "export_seconds": 0}
+    with monkeypatch.context() as patched:
+        patched.setattr(following, "export_changes", once)
+        for _ in range(3):
+            run = follow(other, until=steps, **options)
+    assert len(run.history) < 2
+    run = follow(other, until=steps, **options)
+    jax.tree.map(np.testing.assert_array_equal, arrays_of(run), arrays_of(whole))
+    # What was exported is what was trained, and later files come on top of it.
+    (other / "clicks" / "c.parquet").unlink()
+    write(other / "clicks", "a.parquet", 100, 5)
+    run = follow(other, until=steps + 2, **options)
+    assert [entry["step"] for entry in run.history] == [40, 42, 44]
+    model, _ = run.settings.build(run.known)
+    taken = sj.apply_changes(model, other / "changes")
+    assert taken.steps == steps + 2
+    found = tables_of(model, tmp_path / "taken")
+    assert found == tables_of(run.model, tmp_path / "trained")
+    with pytest.raises(ValueError, match="cannot resume with other data"):
+        sj.Run.train(
+            other / "clicks/a.parquet",
+            other / "run",
+            model="wide_deep",
+            schema=SCHEMA,
+            dynamic=1024,
+            batch_size=BATCH,
+            decay="none",
+            resume=True,
+        )
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"dynamic": None}, ValueError, "follow=True needs dynamic"),
+        ({"num_epochs": 2}, ValueError, "num_epochs=... is of no use with follow=True"),
+        ({"validation": 0.1}, ValueError, "validation=... is of no use"),
+        ({"chunk_rows": 100}, ValueError, "chunk_rows=... is of no use"),
+        ({"schema": None}, ValueError, "follow=True needs schema"),
+        ({"export_seconds": 5}, ValueError, "goes with changes"),
+        ({"export_seconds": -1, "changes": "c"}, ValueError, "must not be negative"),
+        ({"follow": False, "changes": "c"}, ValueError, "changes=... goes with follow"),
+        ({"model": "autoencoder"}, ValueError, "follow is of no use for a model of it"),
+        ({"model": "sasrec"}, ValueError, "follow is of no use for a model of histor"),
+        ({"data": __file__}, ValueError, "needs a folder .*, but this is a file"),
+        ({"data": [{"click": 1}]}, TypeError, "needs a folder in which files appear"),
+    ],
+)
+def test_wrong_arguments(options, error, message, tmp_path):
+    given = {"model": "dlrm", "schema": SCHEMA, "dynamic": 512, "follow": True}
+    given |= {"data": tmp_path} | options
+    if given["model"] != "dlrm":
+        given["schema"] = given["dynamic"] = None
+    with pytest.raises(error, match=message):
+        sj.Run.train(directory=tmp_path / "run", **given)
+    assert not (tmp_path / "run").exists()
+
+
+def test_categories_must_be_known_beforehand(tmp_path):
+    schema = ClickSchema("click", ids={"user": KeyColumn(), "page": VocabularyColumn()})
+    with pytest.raises(ValueError, match="the categories of page are not known"):
+        sj.Run.train(tmp_path, schema=schema, dynamic=512, follow=True)
+
+
+def test_a_damaged_file_ends_it_and_loses_nothing(tmp_path):
+    write(tmp_path / "clicks", "1.parquet", 70, 0)
+    (tmp_path / "clicks" / "2.parquet").write_bytes(b"PAR1 cut off")
+    changes = tmp_path / "changes"
+    with pytest.raises(sj.DataError, match="2.parquet: is not a Parquet file"):
+        follow(tmp_path, until=9, changes=changes, export_seconds=1000)
+    # Both have the steps of the first file.
+    names = [path.name for path in sorted(changes.iterdir()) if path.is_dir()]
+    assert names == ["00000000", "00000001"]
+    assert [entry["step"] for entry in sj.Run.load(tmp_path / "run").history] == [2]
+    write(tmp_path / "clicks", "2.parquet", 70, 1)
+    run = follow(tmp_path, until=4, changes=changes)
+    assert [entry["step"] for entry in run.history] == [2, 4]
+
+
+def test_events_are_answered_by_and_kills_lose_nothing(tmp_path):
+    # By the command: a file each second, changes each second, and a training that is killed.
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "follow.py"
+    command = [sys.executable, script, "--rate", "100", "--seconds", "3"]
+    command += ["--export-seconds", "1", "--kills", "2"]
+    command += ["--output", tmp_path / "found.json"]
+    subprocess.run(list(map(str, command)), check=True, timeout=600)
+    found = json.loads((tmp_path / "found.json").read_text())
+    assert found["kills"] == 2 and found["events measured"] >= 100
+    assert found["each file trained on once"]
+    assert found["changes are the trained tables"]
