@@ -55,6 +55,9 @@ def events(number, rate):
     )
 
 
+ASKED = events(0, 8).drop_columns("click")
+
+
 class Writer(threading.Thread):
     """Writes a file each second, under another name first."""
 
@@ -117,16 +120,14 @@ def wait_for(there, training):
         time.sleep(0.2)
 
 
-def latencies(place, writer, seconds):
+def latencies(place, predictor, writer, seconds):
     """Seconds from each event to the answer by it, for events of so many seconds."""
-    predictor = sj.load_predictor(place / "clicks.predictor")
     steps = -(-writer.rate // BATCH)
-    warm = pa.table(events(0, 8)).drop_columns("click")
     found, first, done = [], None, 0
     end = time.time() + seconds
     while time.time() < end or not found:
         taken = predictor.apply_changes(place / "changes")
-        predictor.predict_records(warm)
+        predictor.predict_records(ASKED)
         now, files = time.time(), taken.steps // steps
         if first is None:  # what came before this reader
             first = done = files
@@ -199,7 +200,12 @@ def result(place, args, training):
         return manifest["steps"] // steps
 
     wait_for(lambda: trained() > 0, training)  # programs are compiled
-    waits = latencies(place, writer, args.seconds)
+    predictor = sj.load_predictor(place / "clicks.predictor")
+    for _ in range(3):  # programs are compiled
+        predictor.apply_changes(changes)
+        predictor.predict_records(ASKED)
+        time.sleep(args.export_seconds)
+    waits = latencies(place, predictor, writer, args.seconds)
     rng, kills = np.random.default_rng(0), 0
     for _ in range(args.kills):
         # Not before it has come further, else nothing is tried.
