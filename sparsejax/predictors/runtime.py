@@ -283,9 +283,9 @@ def _argument(like: Array, given: Rows, rows: int, room: int) -> Any:
     """Rows of an input, filled up with empty ones, in the dtype of the program."""
     if isinstance(given, np.ndarray):
         return _padded(given.astype(like.dtype, copy=False), rows, like.dtype)
-    indptr = np.asarray(given.indptr)
-    more = (0, rows * like.bags + 1 - len(indptr))
-    indptr = np.pad(indptr, more, mode="edge").astype(np.int32)
+    ends = np.asarray(given.indptr)
+    indptr = np.full(rows * like.bags + 1, ends[-1], np.int32)
+    indptr[: len(ends)] = ends
     indices = _padded(np.asarray(given.indices), room, np.int32)
     if like.dtype is None:
         return indices, indptr

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, Protocol
 
 import orjson
 from starlette.applications import Starlette
@@ -13,18 +13,35 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from sparsejax.serving import logs, metrics, protocol
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service
 from sparsejax.serving.versions import Versions
 
-_HEADER = "Inference-Header-Content-Length"
+# Where the scope of a request has its `Connection`.
+CONNECTION = "sparsejax.connection"
+_HEADER = "inference-header-content-length"
 # Envoy, and so Istio and KServe, say in it how long the client waits.
 _DEADLINE = "x-envoy-expected-rq-timeout-ms"
 _CLOSE = {"connection": "close"}
 # As nginx calls a client that left; nobody reads it.
 _GONE = 499
+
+
+class Connection(Protocol):
+    """Who sends a request.
+
+    Attributes:
+      asking: the task that answers, which is cancelled when the client leaves; or None.
+      has_left: whether it has.
+    """
+
+    asking: asyncio.Task | None
+
+    @property
+    def has_left(self) -> bool: ...
 
 
 def app(service: Service) -> Starlette:
@@ -49,19 +66,18 @@ def app(service: Service) -> Starlette:
     async def numbers(request: Request) -> Response:
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
-    async def infer(request: Request) -> Response:
-        return await _counted(service, request, _infer)
-
+    infer = _Inference(service)
     models = ["/v2/models/{model}", "/v2/models/{model}/versions/{version}"]
     return Starlette(
         routes=[
+            # First, since routes are tried one after the other.
+            *(Route(f"{path}/infer", infer, methods=["POST"]) for path in models),
             Route("/v2", server),
             Route("/v2/health/live", live),
             Route("/v2/health/ready", ready),
             Route("/metrics", numbers),
             *(Route(path, model) for path in models),
             *(Route(f"{path}/ready", model_ready) for path in models),
-            *(Route(f"{path}/infer", infer, methods=["POST"]) for path in models),
         ],
         exception_handlers=_HANDLERS,
     )
@@ -127,7 +143,7 @@ async def _document(
     Raises:
       RefusedError: it is something else, or has other fields.
     """
-    body = await _body(request, service)
+    body = await _body(request.receive, request.headers, service)
     try:
         found = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError as error:
@@ -146,8 +162,13 @@ def _json(document: Any, status: int = 200, headers: Any = None) -> Response:
 
 
 def _version(service: Service, request: Request):
-    parts = request.path_params
-    return service.version(parts["model"], parts.get("version"))
+    return service.version(*_asked(request.scope))
+
+
+def _asked(scope: Scope) -> tuple[str, str | None]:
+    """The model and the version that a path names."""
+    parts = scope["path_params"]
+    return parts["model"], parts.get("version")
 
 
 def _refusal(error: RefusedError) -> Response:
@@ -179,32 +200,49 @@ async def _no_route(request: Request, error: Exception) -> Response:
 _HANDLERS = {HTTPException: _no_route, RefusedError: _refused}
 
 
-async def _counted(
-    service: Service,
-    request: Request,
-    answer: Callable[[Service, Request], Awaitable[tuple[Response, int]]],
-) -> Response:
-    """An answer, whose request is counted and logged."""
-    begun, rows = time.monotonic(), 0
-    identity = logs.request_id(request.headers.get("x-request-id", ""))
-    in_hand = False
-    try:
-        service.begin()
-        in_hand = True
-        response, rows = await answer(service, request)
-    except Exception as error:  # noqa: BLE001 - told to the client or the log
-        response = _instead(error, identity)
-    finally:
-        if in_hand:
-            service.end()
-    code, seconds = response.status_code, time.monotonic() - begun
-    service.metrics.request("http", code, seconds)
-    trace = request.headers.get("traceparent", "")
-    logs.request("http", identity, trace, code=code, rows=rows, seconds=seconds)
-    response.headers["x-request-id"] = identity
-    if service.draining:
-        response.headers.update(_CLOSE)
-    return response
+class _Inference:
+    """The application that answers requests for predictions.
+
+    It knows ASGI: Starlette's requests and responses would take as long as the rest.
+    """
+
+    def __init__(self, service: Service):
+        self._service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers a request, which is counted and logged."""
+        service, begun, rows = self._service, time.monotonic(), 0
+        # Of a header that is sent twice, the first one counts.
+        headers = {
+            name.decode("latin-1"): value.decode("latin-1")
+            for name, value in reversed(scope["headers"])
+        }
+        identity = logs.request_id(headers.get("x-request-id", ""))
+        connection: Connection = scope[CONNECTION]
+        connection.asking = asyncio.current_task()
+        in_hand = False
+        try:
+            service.begin()
+            in_hand = True
+            response, rows = await _infer(service, scope, headers, receive)
+        except asyncio.CancelledError:
+            if not connection.has_left:
+                raise
+            response = Response(status_code=_GONE)
+        except Exception as error:  # noqa: BLE001 - told to the client or the log
+            response = _instead(error, identity)
+        finally:
+            connection.asking = None
+            if in_hand:
+                service.end()
+        code, seconds = response.status_code, time.monotonic() - begun
+        response.raw_headers.append((b"x-request-id", identity.encode()))
+        if service.draining:
+            response.headers.update(_CLOSE)
+        await response(scope, receive, send)
+        service.metrics.request("http", code, seconds)
+        trace = headers.get("traceparent", "")
+        logs.request("http", identity, trace, code=code, rows=rows, seconds=seconds)
 
 
 def _instead(error: Exception, identity: str) -> Response:
@@ -218,64 +256,53 @@ def _instead(error: Exception, identity: str) -> Response:
     return _json({"error": text}, 500)
 
 
-async def _infer(service: Service, request: Request) -> tuple[Response, int]:
+async def _infer(
+    service: Service, scope: Scope, headers: Mapping[str, str], receive: Receive
+) -> tuple[Response, int]:
     """An answer, and the number of its rows."""
-    form = _version(service, request).form  # before the body is read
-    wait = request.headers.get(_DEADLINE, "")
+    model, number = _asked(scope)
+    form = service.version(model, number).form  # before the body is read
+    wait = headers.get(_DEADLINE, "")
     seconds = int(wait[:9]) / 1e3 if wait.isascii() and wait.isdigit() else None
-    if request.headers.get("content-encoding", "identity") != "identity":
+    if headers.get("content-encoding", "identity") != "identity":
         raise RefusedError(415, "a request must not be compressed")
-    body = await _body(request, service)
-    header = request.headers.get(_HEADER)
+    body = await _body(receive, headers, service)
     limits = service.settings.limits
-    asked = protocol.read(body, header, limits, missing=form.takes_missing)
-    parts = request.path_params
-    model, number = parts["model"], parts.get("version")
-    outputs, rows, version = await _unless_gone(
-        request, service.predict(model, number, asked, seconds=seconds)
+    asked = protocol.read(
+        body, headers.get(_HEADER), limits, missing=form.takes_missing
+    )
+    outputs, rows, version = await service.predict(
+        model, number, asked, seconds=seconds
     )
     content, json_bytes = protocol.write(asked, version.model, version.name, outputs)
-    response = Response(content, media_type="application/json")
-    if json_bytes is not None:
-        response.headers["content-type"] = "application/octet-stream"
-        response.headers[_HEADER] = str(json_bytes)
-    return response, rows
+    if json_bytes is None:
+        return Response(content, media_type="application/json"), rows
+    told = {_HEADER: str(json_bytes)}
+    return Response(content, 200, told, media_type="application/octet-stream"), rows
 
 
-async def _body(request: Request, service: Service) -> bytes:
+async def _body(
+    receive: Receive, headers: Mapping[str, str], service: Service
+) -> bytes:
     most, seconds = service.settings.limits.body, service.settings.body_seconds
     text = f"a request has at most {most:,} bytes"
-    stated = request.headers.get("content-length", "0")
+    stated = headers.get("content-length", "0")
     if not stated.isdigit() or int(stated[:18]) > most:
         raise RefusedError(413, text)
-    parts, size = [], 0
+    parts, size, is_whole = [], 0, False
     try:
         async with asyncio.timeout(seconds):
-            async for part in request.stream():
-                size += len(part)
+            while not is_whole:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise ClientDisconnect
+                size += len(message["body"])
                 if size > most:
                     raise RefusedError(413, text)
-                parts.append(part)
+                parts.append(message["body"])
+                is_whole = not message["more_body"]
     except TimeoutError:
         raise RefusedError(
             408, f"a request must be sent within {seconds:g} seconds"
         ) from None
     return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-async def _unless_gone[T](request: Request, answer: Awaitable[T]) -> T:
-    """What is awaited, which is cancelled when the client leaves.
-
-    Raises:
-      ClientDisconnect: it left.
-    """
-    working = asyncio.ensure_future(answer)
-    leaving = asyncio.ensure_future(request.receive())
-    try:
-        await asyncio.wait({working, leaving}, return_when=asyncio.FIRST_COMPLETED)
-        if not working.done():
-            raise ClientDisconnect
-        return working.result()
-    finally:
-        working.cancel()
-        leaving.cancel()

@@ -2,10 +2,14 @@
 
 Requests are served first in, first out. While the device is idle nothing waits. While it
 works, the next batch fills; a batch that is full is packed on the host meanwhile.
+
+A batch stays in one thread: it is taken, packed, run and answered there. Each hand-over to
+another thread would cost tens of microseconds, and more where Python is busy.
 """
 
 from __future__ import annotations
 
+import asyncio
 import collections
 import contextlib
 import dataclasses
@@ -21,6 +25,10 @@ from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.engine import Engine, Shape, Size
 
 Answer = list[np.ndarray]
+# Who waits for an answer: in another thread, or in a loop of asyncio.
+Waiting = Future[Answer] | asyncio.Future[Answer]
+# The answer of a future, or why there is none.
+_Settled = tuple[Waiting, Answer | Exception]
 
 
 class BusyError(RuntimeError):
@@ -74,7 +82,7 @@ class Batch:
 
 @dataclasses.dataclass(eq=False, slots=True)
 class _Request:
-    future: Future[Answer]
+    future: Waiting
     deadline: float | None
     queued: float
     answers: list[Answer | None]
@@ -88,16 +96,6 @@ class _Piece:
     number: int
     size: Size
     given: Sequence[Rows]
-
-
-@dataclasses.dataclass(eq=False, slots=True)
-class _Packed:
-    pieces: list[_Piece]
-    size: Size
-    shape: Shape
-    arguments: list[Any]
-    taken: float
-    packing: float
 
 
 class Batcher:
@@ -116,7 +114,7 @@ class Batcher:
         observe: Callable[[Batch], None] = lambda batch: None,
         failures: Failures | None = None,
     ):
-        """Starts two threads, which pack and run.
+        """Starts two threads. One packs the next batch while the device works for the other.
 
         Args:
           engine: runs the batches.
@@ -136,16 +134,18 @@ class Batcher:
         self.engine = engine
         self._failures = Failures() if failures is None else failures
         self._max_wait, self._max_rows, self._observe = max_wait, max_rows, observe
-        self._changed = threading.Condition()
+        lock = threading.RLock()
+        self._changed = threading.Condition(lock)  # the queue
+        self._idle = threading.Condition(lock)  # the device
         self._queue: collections.deque[_Piece] = collections.deque()
         self._rows = self._entries = 0  # of the queue
-        self._next: _Packed | None = None
-        self._working = self._closed = self._all_packed = False
+        # Whether a batch is on the device, and whether the next one is taken already.
+        self._working = self._ahead = self._closed = False
         self._full_rows = max(shape.rows for shape in engine.shapes)
         self._full_entries = max(shape.entries for shape in engine.shapes)
         self._threads = [
-            threading.Thread(target=work, name=work.__name__, daemon=True)
-            for work in (self._pack, self._run)
+            threading.Thread(target=self._work, name=f"batches {n}", daemon=True)
+            for n in range(2)
         ]
         for thread in self._threads:
             thread.start()
@@ -153,18 +153,24 @@ class Batcher:
     def submit(
         self, given: Sequence[Rows], *, deadline: float | None = None
     ) -> Future[Answer]:
+        """Asks for the outputs of some rows, and returns a future of them; see `ask`."""
+        future: Future[Answer] = Future()
+        self.ask(given, future, deadline=deadline)
+        return future
+
+    def ask(
+        self, given: Sequence[Rows], future: Waiting, *, deadline: float | None = None
+    ) -> None:
         """Asks for the outputs of some rows, as the predictor's `rows_of_...` makes them.
 
         A future that is cancelled costs no device time any more, unless it is on the device.
 
         Args:
           given: for each input of the programs its rows.
+          future: gets the outputs in order, each `[rows, ...]`. It raises FloatingPointError if
+            one is NaN, TimeoutError if the deadline passed before the rows were on the
+            device, and DeviceError if the device failed.
           deadline: on the clock of `time.monotonic`.
-
-        Returns:
-          The outputs in order, each `[rows, ...]`. The future raises FloatingPointError if
-          one is NaN, TimeoutError if the deadline passed before the rows were on the
-          device, and DeviceError if the device failed.
 
         Raises:
           BusyError: too many rows wait.
@@ -172,10 +178,9 @@ class Batcher:
           TooLargeError: no shape holds one of the rows.
         """
         pieces = self.engine.pieces(given)
-        future: Future[Answer] = Future()
         if not pieces:
             future.set_result(self._no_rows())
-            return future
+            return
         request = _Request(future, deadline, time.monotonic(), [None] * len(pieces))
         asked = [_Piece(request, n, *piece) for n, piece in enumerate(pieces)]
         rows = sum(piece.size.rows for piece in asked)
@@ -191,8 +196,9 @@ class Batcher:
             for piece in asked:
                 self._count(piece, 1)
             self._queue += asked
-            self._changed.notify_all()
-        return future
+            # While the device works nobody need wake up, unless the batch is full.
+            if self._max_wait or self._may_pack():
+                self._changed.notify()
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
@@ -230,44 +236,44 @@ class Batcher:
         return self._rows >= self._full_rows or self._entries >= self._full_entries
 
     def _may_pack(self) -> bool:
-        if not self._queue or self._next is not None:
+        if not self._queue or self._ahead:
             return False
         if self._closed or self._is_full():
             return True
         waited = time.monotonic() - self._queue[0].request.queued
         return not self._working and waited >= self._max_wait
 
-    def _pack(self) -> None:
-        """The work of the first thread."""
+    def _work(self) -> None:
+        """Takes a batch and runs it, again and again."""
         while True:
             with self._changed:
                 while not self._may_pack():
                     if self._closed and not self._queue:
-                        self._all_packed = True
-                        self._changed.notify_all()
                         return
                     self._changed.wait(self._patience())
                 late, batch = self._take()
-            for piece in late:
+                self._ahead = batch is not None
+            if late:
                 text = "the deadline passed before the request was on the device"
-                _fail([piece], TimeoutError(text))
+                _settle([(it, TimeoutError(text)) for it in late])
             if batch is not None:
-                self._hand_over(*batch)
+                self._serve(*batch)
 
     def _patience(self) -> float | None:
         """Seconds until an idle device begins what waits; None while there is nothing."""
-        if not self._queue or self._working or self._next is not None:
+        if not self._queue or self._working or self._ahead:
             return None
         begins = self._queue[0].request.queued + self._max_wait
         return max(begins - time.monotonic(), 0.0)
 
-    def _take(self) -> tuple[list[_Piece], tuple[list[_Piece], Size, Shape] | None]:
+    def _take(self) -> tuple[list[Waiting], tuple[list[_Piece], Size, Shape] | None]:
         """Takes the next batch from the queue; before it those that came too late.
 
         As many rows as a shape holds, in their order. If they are not worth it (see
         `Engine.is_filled`), and some of them a smaller one, the others wait for the next batch.
         """
-        now, late = time.monotonic(), []
+        now = time.monotonic()
+        late: list[Waiting] = []
         taken: list[_Piece] = []
         size = shape = best = None
         while self._queue:
@@ -276,7 +282,7 @@ class Batcher:
             is_late = deadline is not None and deadline <= now
             if is_late or piece.request.future.done():
                 self._count(self._queue.popleft(), -1)
-                late += [piece] * is_late
+                late += [piece.request.future] * is_late
                 continue
             together = piece.size if size is None else size + piece.size
             found = self.engine.shape_for(together)
@@ -294,74 +300,97 @@ class Batcher:
             self._count(piece, -1)
         return late, (taken[:count], size, shape)
 
-    def _hand_over(self, pieces: list[_Piece], size: Size, shape: Shape) -> None:
-        """Packs a batch for the second thread."""
+    def _serve(self, pieces: list[_Piece], size: Size, shape: Shape) -> None:
+        """Packs a batch, runs it when the device is free, and answers its requests."""
         taken = time.monotonic()
+        error: Exception | None = None
+        arguments: list[Any] = []
         try:
             arguments = self.engine.packed(shape, [piece.given for piece in pieces])
-        except Exception as error:  # noqa: BLE001 - the futures raise it
-            _fail(pieces, error)
-            return
+        except Exception as found:  # noqa: BLE001 - the futures raise it
+            error = found
         packing = time.monotonic() - taken
         with self._changed:
-            self._next = _Packed(pieces, size, shape, arguments, taken, packing)
-            self._changed.notify_all()
-
-    def _run(self) -> None:
-        """The work of the second thread."""
-        while True:
-            with self._changed:
-                while self._next is None:
-                    if self._all_packed:
-                        return
-                    self._changed.wait()
-                packed, self._next, self._working = self._next, None, True
-                self._changed.notify_all()
-            begun, failed, found = time.monotonic(), None, []
-            try:
-                found = self.engine.run(packed.shape, packed.arguments)
-            except Exception as error:  # noqa: BLE001 - JAX raises many kinds
-                reason = (str(error).splitlines() or [type(error).__name__])[0]
-                failed = DeviceError(f"the device failed: {reason}")
-            device = time.monotonic() - begun
-            with self._changed:  # the next batch begins before answers are given
-                self._working = False
-                self._changed.notify_all()
-            self._failures.tell(failed=failed is not None)
-            if failed is None:
-                _answer(packed.pieces, found)
-            else:
-                _fail(packed.pieces, failed)
-            waited = [packed.taken - piece.request.queued for piece in packed.pieces]
-            entries = max(packed.size.entries, default=0)
-            times = {"waited": waited, "packing": packed.packing, "device": device}
-            self._observe(Batch(packed.shape, packed.size.rows, entries, **times))
+            while self._working:
+                self._idle.wait()
+            self._working, self._ahead = error is None, False
+            if self._may_pack():  # while this batch is on the device
+                self._changed.notify()
+        if error is not None:
+            _settle([(piece.request.future, error) for piece in pieces])
+            return
+        begun, outputs = time.monotonic(), []
+        try:
+            outputs = self.engine.run(shape, arguments)
+        except Exception as found:  # noqa: BLE001 - JAX raises many kinds
+            reason = (str(found).splitlines() or [type(found).__name__])[0]
+            error = DeviceError(f"the device failed: {reason}")
+        device = time.monotonic() - begun
+        with self._changed:
+            self._working = False
+            self._idle.notify()  # whoever has packed the next batch
+        self._failures.tell(failed=error is not None)
+        if error is None:
+            _settle(_divided(pieces, outputs))
+        else:
+            _settle([(piece.request.future, error) for piece in pieces])
+        waited = [taken - piece.request.queued for piece in pieces]
+        entries = max(size.entries, default=0)
+        times = {"waited": waited, "packing": packing, "device": device}
+        self._observe(Batch(shape, size.rows, entries, **times))
 
 
-def _fail(pieces: Sequence[_Piece], error: Exception) -> None:
-    for piece in pieces:
-        with contextlib.suppress(InvalidStateError):  # it was cancelled
-            piece.request.future.set_exception(error)
-
-
-def _answer(pieces: Sequence[_Piece], found: Answer) -> None:
-    """Gives each request its rows. One with NaN fails alone."""
+def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
+    """The rows of each request that is complete. One with NaN fails alone."""
+    reals = [array for array in found if array.dtype.kind == "f"]
+    bad = np.zeros(len(found[0]), bool)
+    for array in reals:
+        bad |= np.isnan(array).any(axis=tuple(range(1, array.ndim)))
+    bad_rows = np.flatnonzero(bad).tolist()
+    settled: list[_Settled] = []
     start = 0
     for piece in pieces:
-        part = slice(start, start + piece.size.rows)
-        start = part.stop
-        # Copies, so that an answer does not hold the whole batch.
-        answer = [array[part].copy() for array in found]
-        if any(np.isnan(array).any() for array in answer if array.dtype.kind == "f"):
+        end = start + piece.size.rows
+        request, answer = piece.request, [array[start:end] for array in found]
+        if any(start <= row < end for row in bad_rows):
             text = (
                 "the model gives NaN; its weights or the values of a row are not finite"
             )
-            _fail([piece], FloatingPointError(text))
-            continue
-        request = piece.request
-        request.answers[piece.number] = answer
-        parts = [each for each in request.answers if each is not None]
-        if len(parts) == len(request.answers):
-            whole = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
-            with contextlib.suppress(InvalidStateError):
-                request.future.set_result(parts[0] if len(parts) == 1 else whole)
+            settled.append((request.future, FloatingPointError(text)))
+        elif len(request.answers) == 1:
+            settled.append((request.future, answer))
+        else:
+            # Copies, so that what waits for its other parts does not hold the whole batch.
+            request.answers[piece.number] = [array.copy() for array in answer]
+            parts = [each for each in request.answers if each is not None]
+            if len(parts) == len(request.answers):
+                whole = [np.concatenate(arrays) for arrays in zip(*parts, strict=True)]
+                settled.append((request.future, whole))
+        start = end
+    return settled
+
+
+def _settle(settled: Sequence[_Settled]) -> None:
+    """Gives futures their answers. A loop of asyncio is told once, not for each."""
+    of_loops: dict[asyncio.AbstractEventLoop, list[_Settled]] = {}
+    others = []
+    for pair in settled:
+        future, _ = pair
+        if isinstance(future, Future):
+            others.append(pair)
+        else:
+            of_loops.setdefault(future.get_loop(), []).append(pair)
+    for loop, pairs in of_loops.items():
+        with contextlib.suppress(RuntimeError):  # it is closed: nobody waits there
+            loop.call_soon_threadsafe(_set, pairs)
+    _set(others)
+
+
+def _set(settled: Sequence[_Settled]) -> None:
+    for future, found in settled:
+        # It was cancelled, or another part of the request has failed.
+        with contextlib.suppress(InvalidStateError, asyncio.InvalidStateError):
+            if isinstance(found, Exception):
+                future.set_exception(found)
+            else:
+                future.set_result(found)

@@ -10,7 +10,7 @@ import uvicorn
 from starlette.applications import Starlette
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from sparsejax.serving.app import app
+from sparsejax.serving.app import CONNECTION, app
 from sparsejax.serving.service import Service
 
 
@@ -46,9 +46,11 @@ class _Connection(HttpToolsProtocol):
 
     Attributes:
       patience: seconds from the first byte of a request, or from the start, to its last header.
+      asking: see `app.Connection`.
     """
 
     patience: float
+    asking: asyncio.Task | None = None
     _late: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: Any) -> None:
@@ -57,6 +59,7 @@ class _Connection(HttpToolsProtocol):
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
+        self.scope[CONNECTION] = self  # pyrefly: ignore
         self._wait()
 
     def on_headers_complete(self) -> None:
@@ -66,6 +69,13 @@ class _Connection(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop()
         super().connection_lost(exc)
+        if self.asking is not None:
+            self.asking.cancel()
+
+    @property
+    def has_left(self) -> bool:
+        """Whether the client has."""
+        return self.transport.is_closing()
 
     def send_400_response(self, msg: str) -> None:
         """Answers what is no HTTP, as all errors are answered: in JSON."""

@@ -223,7 +223,10 @@ class Engine:
 
     def run(self, shape: Shape, packed: list[Any]) -> list[np.ndarray]:
         """The outputs for a batch that was packed. Waits for them."""
-        return [np.asarray(found) for found in self.started(shape, packed)]
+        found = self.started(shape, packed)
+        for output in found:  # all copies at once, not one after the other
+            output.copy_to_host_async()
+        return [np.asarray(output) for output in found]
 
 
 def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:

@@ -30,6 +30,8 @@ class Metrics:
             ["protocol", "code"],
             registry=registry,
         )
+        # The counts of protocols and statuses that came; to find one again takes longer.
+        self._of_kind: dict[tuple[str, int], Counter] = {}
         self._seconds = histogram("request_seconds", "Of requests, whole", _SECONDS)
         self._queue = histogram("queue_seconds", "Waiting for a batch", _SECONDS)
         self._packing = histogram("packing_seconds", "Packing a batch", _SECONDS)
@@ -66,7 +68,12 @@ class Metrics:
 
     def request(self, protocol: str, code: int, seconds: float) -> None:
         """Counts a request that was answered, or refused."""
-        self._requests.labels(protocol, code).inc()
+        count = self._of_kind.get((protocol, code))
+        if count is None:
+            count = self._of_kind[protocol, code] = self._requests.labels(
+                protocol, code
+            )
+        count.inc()
         self._seconds.observe(seconds)
 
     def batch(self, batch: Batch) -> None:

@@ -22,6 +22,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 import scipy.special
 
+from sparsejax.data.files.name_index import EncodedNames
 from sparsejax.data.files.names import find_names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.sets.click_schema import ClickSchema
@@ -230,7 +231,7 @@ class Lists(_Ranked):
             indptr = np.zeros(len(users.data) + 1, np.int64)
         else:
             raise RefusedError(422, "the input 'items' is missing: BYTES, [n] names")
-        histories, kept = _lists_of(items, indptr)
+        histories, kept = self._lists_of(items, indptr)
         options: dict[str, Any] = {}
         if self._beside in tensors:
             beside = tensors[self._beside]
@@ -245,7 +246,7 @@ class Lists(_Ranked):
             options[self._beside] = [numbers[a:b] for a, b in itertools.pairwise(ends)]
         for name in self._lists:
             if name in tensors:
-                options[name] = _beside(name, tensors, indptr, limits)
+                options[name] = self._further(name, tensors, indptr, limits)
             elif f"{name}_lengths" in tensors:
                 raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
         only = options.pop("candidates", None)
@@ -279,6 +280,39 @@ class Lists(_Ranked):
         return Question(
             given, len(indptr) - 1, unknown, k, padded, only=only is not None
         )
+
+    def _further(
+        self,
+        name: str,
+        tensors: Mapping[str, Tensor],
+        indptr: np.ndarray,
+        limits: Limits,
+    ) -> NameLists:
+        """Further names of each row."""
+        given = tensors[name]
+        found = _indptr(given, tensors.get(f"{name}_lengths"), limits)
+        if len(found) != len(indptr):
+            raise RefusedError(
+                422,
+                f"there are {len(indptr) - 1} rows of items, but {len(found) - 1} of {name}; "
+                f"give {name}_lengths, one number for each row",
+            )
+        return self._lists_of(given, found)[0]
+
+    def _lists_of(self, items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
+        """The names of each row, without those that fill it up; and where they are."""
+        names, kept = items.data, slice(None)
+        if len(items.shape) == 2:
+            if isinstance(names, EncodedNames):
+                kept = names.ends > names.starts
+                names = EncodedNames(names.data, names.starts[kept], names.ends[kept])
+            else:
+                kept = np.fromiter(map(bool, names), bool, len(names))
+                names = [*itertools.compress(names, kept)]
+            indptr = np.concatenate([[0], np.cumsum(kept)])[indptr]
+        if isinstance(names, EncodedNames):
+            return NameLists(names, indptr, self.names.index.find(names)), kept
+        return NameLists(names, indptr), kept
 
     def _check_histories(self, histories: Histories) -> None:
         ordered = self._predictor.signature.kind == "histories"
@@ -364,21 +398,6 @@ class Similar(_Ranked):
         return super().tensors(question, [ids, scores])
 
 
-def _beside(
-    name: str, tensors: Mapping[str, Tensor], indptr: np.ndarray, limits: Limits
-) -> NameLists:
-    """Further names of each row."""
-    given = tensors[name]
-    found = _indptr(given, tensors.get(f"{name}_lengths"), limits)
-    if len(found) != len(indptr):
-        raise RefusedError(
-            422,
-            f"there are {len(indptr) - 1} rows of items, but {len(found) - 1} of {name}; "
-            f"give {name}_lengths, one number for each row",
-        )
-    return _lists_of(given, found)[0]
-
-
 def _indptr(items: Tensor, lengths: Tensor | None, limits: Limits) -> np.ndarray:
     """Where each row of a list of names begins and ends."""
     _check_type(items, {"BYTES"}, "BYTES")
@@ -426,16 +445,6 @@ def _check_names(names: int, limits: Limits) -> None:
         )
 
 
-def _lists_of(items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
-    """The names of each row, without those that fill it up; and where they are."""
-    if len(items.shape) == 1:
-        return NameLists(items.data, indptr), slice(None)
-    kept = np.fromiter(map(bool, items.data), bool, len(items.data))
-    before = np.concatenate([[0], np.cumsum(kept)])
-    names = [*itertools.compress(items.data, kept)]
-    return NameLists(names, before[indptr]), kept
-
-
 class Records:
     """Predictors of clicks: a tensor for each column."""
 
@@ -475,7 +484,10 @@ class Records:
             )
         count = max(rows)
         _check_rows(count, limits)
-        records = {name: each.data for name, each in asked.tensors.items()}
+        records = {
+            name: [*each.data] if each.datatype == "BYTES" else each.data
+            for name, each in asked.tensors.items()
+        }
         try:
             given = self._model.rows_of_records(records)
         except (DataError, TypeError, ValueError) as error:

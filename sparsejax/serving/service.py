@@ -15,6 +15,7 @@ from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.similar import similar_programs
 from sparsejax.serving.batcher import (
+    Answer,
     Batcher,
     BusyError,
     ClosedError,
@@ -356,10 +357,13 @@ class Service:
             self.metrics.unknown(int(question.unknown.sum()))
         batcher = version.of_candidates if question.only else version.batcher
         assert batcher is not None  # else such a request was refused
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[Answer] = loop.create_future()
+        late = None
         try:
-            future = batcher.submit(question.given, deadline=deadline)
-            async with asyncio.timeout(deadline - time.monotonic()):
-                answer = await asyncio.wrap_future(future)
+            batcher.ask(question.given, future, deadline=deadline)
+            late = loop.call_later(deadline - time.monotonic(), _expire, future)
+            answer = await future
         except TooLargeError as error:
             raise RefusedError(422, str(error)) from None
         except BusyError as error:
@@ -374,6 +378,9 @@ class Service:
             raise RefusedError(
                 504, "the request was not answered within its time; ask for fewer rows"
             ) from None
+        finally:
+            if late is not None:
+                late.cancel()
         found = wanted(asked, version.form.tensors(question, answer))
         return Answered(found, question.num_rows, version)
 
@@ -407,3 +414,9 @@ class Service:
     def end(self) -> None:
         """Counts a request that was answered."""
         self._in_hand -= 1
+
+
+def _expire(future: asyncio.Future) -> None:
+    """Lets nobody wait any longer."""
+    if not future.done():
+        future.set_exception(TimeoutError())

@@ -1,0 +1,60 @@
+"""Many names are found at once, as a dictionary would find them one after the other."""
+
+import numpy as np
+import pytest
+
+from sparsejax.data.files import name_index
+from sparsejax.data.files.name_index import EncodedNames, NameIndex
+from sparsejax.data.files.names import as_names
+
+KNOWN = [
+    *(f"item {i}" for i in range(300)),
+    *("x" * length for length in range(1, 40)),
+    *("x" * 16 + end for end in ("y", "z", "y" * 300)),
+    *("日本", "日本語", "jalapeño", "a\0", "a"),
+]
+UNKNOWN = ["", "item", "item 300", "x" * 40, "x" * 16 + "w", "y" * 300, "a\0\0", "日"]
+
+
+def encoded(names: list[str]) -> EncodedNames:
+    """The names, with other bytes before, between and behind them."""
+    each = [name.encode() for name in names]
+    data = b"".join(b"\7\0\0\0" + name for name in each)
+    lengths = np.array([len(name) for name in each], np.int64)
+    ends = np.cumsum(lengths + 4)
+    return EncodedNames(data, ends - lengths, ends)
+
+
+def check(known: list[str], asked: list[str]) -> None:
+    places = {name: place for place, name in enumerate(known)}
+    found = NameIndex(as_names(known)).find(encoded(asked))
+    assert found.dtype == np.int32
+    assert found.tolist() == [places.get(name, -1) for name in asked]
+
+
+def test_names_are_found():
+    rng = np.random.default_rng(0)
+    check(KNOWN, [*rng.permutation(KNOWN + UNKNOWN), *KNOWN])
+    check(KNOWN, ["item 7"])  # all of one length
+    check(KNOWN, [])
+    check(["a"], ["a", "b", ""])
+    check([], ["a"])
+
+
+@pytest.mark.parametrize("parts", [1, 7])
+def test_names_of_one_hash(monkeypatch, parts):
+    """Such names are told apart by their bytes."""
+
+    def few(lengths, levels):
+        return (lengths % parts).astype(np.uint64)
+
+    monkeypatch.setattr(name_index, "_hashed", few)
+    check(KNOWN, KNOWN + UNKNOWN)
+    check(KNOWN, KNOWN[::-1])  # all have a first word
+
+
+def test_encoded_names_are_text():
+    names = ["item 1", "", "日本"]
+    found = encoded(names)
+    assert [*found] == names and found[2] == "日本" and found[1:] == names[1:]
+    assert len(found) == 3 and found[-1] == "日本"
