@@ -212,7 +212,7 @@ class _Inference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, which is counted and logged."""
         service, begun, rows = self._service, time.monotonic(), 0
-        # Of a header that is sent twice, the first one counts.
+        # The first one counts of a header that is sent twice.
         headers = {
             name.decode("latin-1"): value.decode("latin-1")
             for name, value in reversed(scope["headers"])
