@@ -915,6 +915,8 @@ class Serve:
       similar: Serve a second model, called similar: items like given items.
       exclude_file: Recommend none of these items, such as those sold out: a file with a name on
         each line. It is read again when it changes.
+      changes: Folder of changes that train --follow writes: the tables of a click model become
+        what they were at the last export, without a restart.
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is
         127.0.0.1 unless it is given.
@@ -941,6 +943,7 @@ class Serve:
     histories: Annotated[str | None, _OptionalFile] = None
     similar: bool = False
     exclude_file: Annotated[str | None, _OptionalFile] = None
+    changes: Annotated[str | None, _value("DIR", "")] = None
     admin: Annotated[str | None, _value("[HOST:]PORT", "")] = None
     grace: float = 30.0
     compilation: Compilation = Compilation()

@@ -103,6 +103,7 @@ def serve(command: flags.Serve) -> None:
             similar=command.similar,
             histories=command.histories,
             exclude_file=command.exclude_file,
+            changes=command.changes,
         ),
         address,
         grace=command.grace,

@@ -50,6 +50,17 @@ class Metrics:
             ["result"],
             registry=registry,
         )
+        self._changes = Counter(
+            "sparsejax_changes",
+            "Looks that took changes of tables, or could not",
+            ["result"],
+            registry=registry,
+        )
+        self._change = Gauge(
+            "sparsejax_changes_number",
+            "Number of the last changes that were taken",
+            registry=registry,
+        )
         self._model = Gauge(
             "sparsejax_model_version",
             "1 for the version that serves",
@@ -92,6 +103,14 @@ class Metrics:
     def reload(self, result: str) -> None:
         """Counts a version that was loaded, or could not be."""
         self._reloads.labels(result).inc()
+
+    def changes(self, result: str) -> None:
+        """Counts changes that were taken, or could not be."""
+        self._changes.labels(result).inc()
+
+    def change(self, number: int) -> None:
+        """States the number of the last changes that were taken."""
+        self._change.set(number)
 
     def serving(self, model: str, version: str | None) -> None:
         """States the version that serves."""

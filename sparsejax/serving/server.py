@@ -160,6 +160,9 @@ async def _serve(
                 watching.append(asyncio.ensure_future(versions.watch(watch)))
             if service.excluded is not None:
                 watching.append(asyncio.ensure_future(service.excluded.watch()))
+            if service.changing is not None:
+                coming = service.changing.watch(lambda: service.predictor)
+                watching.append(asyncio.ensure_future(coming))
         await asyncio.wait({stopped, serving}, **first)
         if signal.SIGTERM in told[:1]:
             await _until_quiet(service, grace / 2)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
+from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.similar import similar_programs
 from sparsejax.serving.batcher import (
@@ -22,6 +23,7 @@ from sparsejax.serving.batcher import (
     DeviceError,
     Failures,
 )
+from sparsejax.serving.changes import Changing
 from sparsejax.serving.engine import Engine, Shape, TooLargeError, shapes_of
 from sparsejax.serving.excluded import Excluded
 from sparsejax.serving.histories import Histories
@@ -51,6 +53,7 @@ class Settings:
       similar: whether there is a second model, `similar`: items like given items.
       histories: file of a saved data set: what users had before, whom a request may name.
       exclude_file: file with the names of items that nobody is recommended.
+      changes: folder of changes of a click model, which are taken as they come.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -64,6 +67,7 @@ class Settings:
     similar: bool = False
     histories: str | None = None
     exclude_file: str | None = None
+    changes: str | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -74,6 +78,7 @@ class Version:
       model: its name.
       name: of the version.
       form: of its requests.
+      predictor: whose programs run.
       batcher: of requests for the best of all items, or of clicks.
       of_candidates: of requests that name the items to rank; None if there are none such.
       similar: the version of the second model; None if there is none.
@@ -82,6 +87,7 @@ class Version:
     model: str
     name: str
     form: Form
+    predictor: Predictor
     batcher: Batcher
     of_candidates: Batcher | None = None
     similar: Version | None = None
@@ -116,6 +122,7 @@ class Service:
       metrics: of the service.
       draining: whether the service is about to end.
       excluded: what nobody is recommended, after `prepare`; None if there is no such file.
+      changing: the changes that come, or None.
     """
 
     def __init__(self, name: str, settings: Settings):
@@ -134,6 +141,9 @@ class Service:
         self._older: list[Version] = []  # the latest first
         self._histories: Histories | None = None
         self.excluded: Excluded | None = None
+        self.changing: Changing | None = None
+        if settings.changes is not None:
+            self.changing = Changing(settings.changes, self.metrics)
         self._in_hand = 0
         self.last_request = time.monotonic()
 
@@ -155,12 +165,15 @@ class Service:
         Raises:
           OSError: the file cannot be read.
           ValueError: it is no predictor, it cannot be asked by names, it has no vectors of
-            items where `similar` needs them, or it has no use for the histories or for
-            items to leave out. No item is left.
+            items where `similar` needs them, or it has no use for the histories, for
+            items to leave out or for changes. No item is left.
         """
         predictor = load_predictor(path)
         if self.excluded is not None:
             predictor = self.excluded.denying(predictor)
+        if self.changing is not None:
+            self.changing.check(predictor)
+            self.changing.take(predictor)
         shapes = shapes_of(predictor, self.settings.shapes)
         room = max(shape.entries for shape in shapes)
         form, failures = form_of(predictor, self._histories, room), Failures()
@@ -206,9 +219,9 @@ class Service:
             if of_similar is not None:
                 assert isinstance(form, Lists)  # of clicks there is no layer
                 like = Similar(predictor, form.names)
-                similar = Version(SIMILAR, name, like, batcher(of_similar))
+                similar = Version(SIMILAR, name, like, predictor, batcher(of_similar))
             version = Version(
-                self.name, name, form, batcher(of_all), candidates, similar
+                self.name, name, form, predictor, batcher(of_all), candidates, similar
             )
             made.pop_all()  # from now on the version closes them
             return version
@@ -258,6 +271,12 @@ class Service:
     def _versions(self) -> list[Version]:
         """All that answer, the one that serves first."""
         return [*([] if self._version is None else [self._version]), *self._older]
+
+    @property
+    def predictor(self) -> Predictor | None:
+        """The predictor that serves, if there is one."""
+        version = self._version
+        return None if version is None else version.predictor
 
     @property
     def in_hand(self) -> int:
