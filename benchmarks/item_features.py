@@ -2,6 +2,7 @@
 
     python benchmarks/item_features.py quality --data FILE --attributes FILE   on a GPU
     python benchmarks/item_features.py cold --data FILE --attributes FILE      on a GPU
+    python benchmarks/item_features.py words --data FOLDER                     on a GPU
     python benchmarks/item_features.py step --content vectors                  on a GPU
     python benchmarks/item_features.py table                                   anywhere
 
@@ -11,14 +12,18 @@ vectors by ids alone and with tags, and measures items by the number of their en
 last but one is for validation, and not trained on.
 `cold` leaves all entries of a tenth of the items out of training, and asks for them: among
 all items, and among these alone. There the model with tags has them in its vocabulary from
-the beginning ("known"), or gets them after training ("later"). `step` times a training step
-of SASRec over a million items, and says how much memory the process had at most.
+the beginning ("known"), or gets them after training ("later"). `words` does both with an
+autoencoder for MSWeb and MovieLens-1M, whose items are known by words of titles and by genres: a fifth
+of the entries is held out, or a tenth of the items. FOLDER has `msweb` and `ml-1m`, with their packed files.
+`step` times a training step of SASRec over a million items, and says how much memory the process had at most.
 """
 
 from __future__ import annotations
 
 import argparse
+import csv
 import itertools
+import lzma
 import pathlib
 import statistics
 import sys
@@ -32,6 +37,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow as pa
 import scipy.sparse
 from flax import nnx
 from report import origin, table, training_command, write_section
@@ -39,7 +45,7 @@ from sequences import read
 
 import sparsejax as sj
 
-K, COLD_K = 10, 20
+K, COLD_K, COLD_FEW = 10, 20, 5
 MODELS = ("hstu", "sasrec", "autoencoder")
 # Of `step`, as in `sequence_step.py`.
 WIDTH, BLOCKS, LENGTH, BATCH = 256, 2, 50, 256
@@ -60,7 +66,7 @@ def main() -> None:
     training_command(
         parser,
         __file__,
-        {"quality": _quality, "cold": _cold, "step": _step},
+        {"quality": _quality, "cold": _cold, "words": _words, "step": _step},
         {"table": _write_table},
         data="FILE",
         without_data=("step",),
@@ -90,7 +96,8 @@ def _config(name: str, train: sj.SequenceDataset) -> Any:
 def _fitted(name: str, train, features, seed: int, epochs: int | None) -> Any:
     """A model, trained by the recipe."""
     config = _config(name, train)
-    data = train.to_sparse() if name == "autoencoder" else train
+    is_matrix = name == "autoencoder" and isinstance(train, sj.SequenceDataset)
+    data = train.to_sparse() if is_matrix else train
     recipe = sj.training.recipe(config, data, num_epochs=epochs)
     model, optimizer = sj.build(
         config, data, recipe.rule, item_features=features, seed=seed
@@ -151,59 +158,140 @@ def _cold(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     trials = itertools.product(range(arguments.seeds), names, forms)
     for seed, name, form in _in_time(arguments, trials):
         start = time.perf_counter()
-        train, heldout = data.split_items(0.9, seed=seed)
-        has = np.bincount(train.indices, minlength=train.num_features) > 0
-        known, cold = train.feature_names[has], train.feature_names[~has]
-        train, heldout = (
-            part.align_features(np.concatenate([known, cold]))
-            for part in (train, heldout)
-        )
-        rows = np.flatnonzero(np.diff(heldout.indptr))
-        users = train.row_names[rows]
-        shown = train.align_rows(users)
-        wanted = heldout.align_rows(users).to_sparse().to_scipy()
-        counts = np.bincount(train.indices, minlength=train.num_features)
-        is_cold = np.arange(train.num_features) >= len(known)
-        if form == "neighbours":
-            scores = _neighbours(features.align(train), shown)
-            lists = _best(scores, shown, is_cold)
-        else:
-            part = train.align_features(known) if form == "later" else train
-            given = None if form == "ids" else features
-            model = _fitted(name, part, given, seed, arguments.epochs)
-            if form == "later":
-                model.add_items(len(cold))
-                content = features.align(train)
-                model.output.content.set_to(content.tags, None)
-            lists = [
-                sj.recommend(model, shown, k=COLD_K, exclude=shown, only_items=some).ids
-                for some in (None, np.flatnonzero(is_cold))
-            ]
-        popular = np.argsort(-counts, kind="stable")[:COLD_K]
-        result = {"model": name, "form": form, "seed": seed, "users": len(rows)}
-        for among, ids in zip(("all", "cold"), lists, strict=True):
-            result[f"recall@{COLD_K} among {among}"] = _recall(ids, wanted)
-        result["popularity among all"] = _recall(
-            np.tile(popular, (len(rows), 1)), wanted
-        )
-        result["chance among all"] = round(COLD_K / len(counts), 5)
-        result["chance among cold"] = round(COLD_K / len(cold), 5)
+        result: dict[str, Any] = {"model": name, "form": form, "seed": seed}
+        result |= _of_cold(data, features, name, form, seed, arguments.epochs, COLD_K)
         result["seconds"] = round(time.perf_counter() - start, 1)
         results.append(result)
         yield {"results": results}, result
 
 
-def _neighbours(content: sj.ItemFeatures, shown: sj.SequenceDataset) -> Any:
+def _of_cold(
+    data: Any,
+    features: sj.ItemFeatures,
+    name: str,
+    form: str,
+    seed: int,
+    epochs: int | None,
+    k: int,
+) -> dict[str, Any]:
+    """What lists of `k` hold of a tenth of the items, of which no entry is trained on."""
+    train, heldout = data.split_items(0.9, seed=seed)
+    counts = np.asarray((_matrix(train) > 0).sum(axis=0)).ravel()
+    known, cold = train.feature_names[counts > 0], train.feature_names[counts == 0]
+    train, heldout = (
+        part.align_features(np.concatenate([known, cold])) for part in (train, heldout)
+    )
+    rows = np.flatnonzero(np.diff(_matrix(heldout).indptr))
+    users = train.row_names[rows]
+    shown, wanted = train.align_rows(users), _matrix(heldout.align_rows(users))
+    counts = np.asarray((_matrix(train) > 0).sum(axis=0)).ravel()
+    is_cold = np.arange(len(counts)) >= len(known)
+    if form == "neighbours":
+        scores = _neighbours(features.align(train), _matrix(shown))
+        lists = _best(scores, _matrix(shown), is_cold, k)
+    else:
+        part = train.align_features(known) if form == "later" else train
+        model = _fitted(name, part, None if form == "ids" else features, seed, epochs)
+        if form == "later":
+            model.add_items(len(cold))
+            model.output.content.set_to(features.align(train).tags, None)
+        lists = [
+            sj.recommend(model, shown, k=k, exclude=shown, only_items=some).ids
+            for some in (None, np.flatnonzero(is_cold))
+        ]
+    result: dict[str, Any] = {"users": len(rows), "cold items": len(cold)}
+    for among, ids in zip(("all", "cold"), lists, strict=True):
+        result[f"recall@{k} among {among}"] = _recall(ids, wanted)
+    popular = np.argsort(-counts, kind="stable")[:k]
+    result["popularity among all"] = _recall(np.tile(popular, (len(rows), 1)), wanted)
+    result["chance among all"] = round(k / len(counts), 5)
+    result["chance among cold"] = round(k / len(cold), 5)
+    return result
+
+
+def _matrix(data: sj.SequenceDataset | sj.SparseDataset) -> Any:
+    """A row for each user, `[users, items]`."""
+    rows = data.to_sparse() if isinstance(data, sj.SequenceDataset) else data
+    return scipy.sparse.csr_array(rows.to_scipy())
+
+
+def _words(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    results: list[dict] = []
+    readers = {"msweb": _web_pages, "ml-1m": _films}
+    names = [name for name in readers if (arguments.data / name).exists()]
+    trials = itertools.product(
+        names, range(arguments.seeds), ("ids", "known", "neighbours")
+    )
+    for name, seed, form in _in_time(arguments, trials):
+        start = time.perf_counter()
+        data, features = readers[name](arguments.data / name)
+        result: dict[str, Any] = {"data": name, "form": form, "seed": seed}
+        epochs = arguments.epochs
+        if form != "neighbours":
+            train, heldout = data.split(0.8, seed=seed)
+            given = features if form == "known" else None
+            model = _fitted("autoencoder", train, given, seed, epochs)
+            found = sj.evaluate(
+                model,
+                train,
+                heldout,
+                k=K,
+                exclude=train,
+                popularity=train,
+                by="entries",
+            )
+            kept = f"recall@{K}", f"ndcg@{K}", "entries[", f"popularity_recall@{K}"
+            result |= {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
+        k = COLD_FEW if name == "msweb" else COLD_K
+        cold = _of_cold(data, features, "autoencoder", form, seed, epochs, k)
+        result |= {f"cold: {key}": value for key, value in cold.items()}
+        result["seconds"] = round(time.perf_counter() - start, 1)
+        results.append(result)
+        yield {"results": results}, result
+
+
+def _web_pages(folder: pathlib.Path) -> tuple[sj.SparseDataset, sj.ItemFeatures]:
+    """MSWeb: the areas of a web site that visitors looked at, and titles of areas."""
+    titles, pairs, visitor = {}, [], ""
+    for line in csv.reader(_lines(folder / "anonymous-msweb.data.xz")):
+        match line[0]:
+            case "A":
+                titles[line[1]] = line[3]
+            case "C":
+                visitor = line[2]
+            case "V":
+                pairs.append((visitor, line[1]))
+    rows = [{"item": item, "title": title} for item, title in titles.items()]
+    return _of_pairs(pairs), sj.read_item_features(rows, words=["title"])
+
+
+def _films(folder: pathlib.Path) -> tuple[sj.SparseDataset, sj.ItemFeatures]:
+    """MovieLens-1M: each rating is a positive; titles with years, and genres, of films."""
+    pairs = [tuple(line.split(",")) for line in _lines(folder / "user_movie.csv.xz")]
+    films = [line.split("::") for line in _lines(folder / "movies.dat.xz")]
+    rows = [dict(zip(("item", "title", "genre"), each, strict=True)) for each in films]
+    return _of_pairs(pairs), sj.read_item_features(rows, words=["title"])
+
+
+def _lines(packed: pathlib.Path) -> list[str]:
+    return lzma.decompress(packed.read_bytes()).decode("latin-1").splitlines()
+
+
+def _of_pairs(pairs: list) -> sj.SparseDataset:
+    users, items = (list(column) for column in zip(*pairs, strict=True))
+    return sj.data.from_arrow(pa.table({"user": users, "item": items}))
+
+
+def _neighbours(content: sj.ItemFeatures, shown: Any) -> Any:
     """Cosines of each item's tags with those of a history together, `[users, items]`."""
     tags = content.tags.astype(np.float64)
     norms = np.sqrt(tags.multiply(tags).sum(axis=1))
     tags = scipy.sparse.diags_array(1 / np.maximum(norms, 1e-9)) @ tags
-    return (shown.to_sparse().to_scipy() @ tags) @ tags.T
+    return (shown @ tags) @ tags.T
 
 
-def _best(scores, shown: sj.SequenceDataset, is_cold: np.ndarray) -> list[np.ndarray]:
+def _best(scores, seen: Any, is_cold: np.ndarray, k: int) -> list[np.ndarray]:
     """The best items among all that a user does not have, and among the cold ones."""
-    seen: Any = shown.to_sparse().to_scipy()
     lists = []
     for allowed in (np.ones_like(is_cold), is_cold):
         ids = []
@@ -212,7 +300,7 @@ def _best(scores, shown: sj.SequenceDataset, is_cold: np.ndarray) -> list[np.nda
             dense = scores[part].toarray()
             dense[seen[part].toarray() > 0] = -1
             dense[:, ~allowed] = -1
-            ids.append(np.argsort(-dense, axis=1, kind="stable")[:, :COLD_K])
+            ids.append(np.argsort(-dense, axis=1, kind="stable")[:, :k])
         lists.append(np.concatenate(ids))
     return lists
 
@@ -281,6 +369,7 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
         "items": items,
         "width": arguments.width,
         "milliseconds": round(1e3 * min(times), 2),
+        "median_milliseconds": round(1e3 * statistics.median(times), 2),
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "content_bytes": given,
         "parameter_bytes": held,
@@ -317,18 +406,52 @@ def _write_table(reports: dict) -> None:
     columns = ["model", "vectors by", "seeds", *scores]
     write_section("cold items", [origin(report), "", *table(columns, body)])
 
+    report = reports["words"]
+    names = f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups[1:])
+    colds = [
+        f"cold: recall@{k} among {among}"
+        for k in (COLD_FEW, COLD_K)
+        for among in ("all", "cold")
+    ]
+    body = []
+    for (data, form), rows in _by(report, "data", "form"):
+        cells = [_mean(rows, n) if n in rows[0] else "-" for n in (*names, *colds)]
+        body.append([data, form, len(rows), *cells])
+    for (data,), rows in _by(report, "data"):
+        first = [f"popularity_recall@{K}"]
+        cells = [_mean([r for r in rows if n in r], n) for n in first]
+        gaps = ["-"] * (len(names) - 1)
+        many = [data.startswith("ml")] * 2
+        found = [_mean(rows, f"cold: {n} among all") for n in ("popularity", "chance")]
+        chance = _mean(rows, "cold: chance among cold")
+        few = ["-", "-"]
+        for what, cell, pair in (
+            ("popularity", cells, [found[0], "-"]),
+            ("chance", ["-"], [found[1], chance]),
+        ):
+            placed = [*few, *pair] if many[0] else [*pair, *few]
+            body.append([data, what, "-", *cell, *gaps, *placed])
+    columns = ["data", "vectors by", "seeds", f"R@{K}", f"nDCG@{K}"]
+    columns += [f"R@{K}, {g} entries" for g in groups[1:]]
+    columns += [
+        f"cold: R@{k} among {a}" for k in (COLD_FEW, COLD_K) for a in ("all", "cold")
+    ]
+    write_section("words", [origin(report), "", *table(columns, body)])
+
     body = [
         [
             row["content"],
             f"{row['items']:,}",
             row["width"],
             row["milliseconds"],
+            row.get("median_milliseconds", "-"),
             f"{row['content_bytes'] / 1e9:.2f}",
             f"{row['peak_bytes'] / 1e9:.2f}",
         ]
         for row in reports["step"]["results"]
     ]
-    columns = ["content", "items", "width", "step, ms", "content, GB", "peak, GB"]
+    columns = ["content", "items", "width", "step, ms", "median, ms"]
+    columns += ["content, GB", "peak, GB"]
     lines = [origin(reports["step"]), "", *table(columns, body)]
     write_section("item features step", lines)
 

@@ -48,7 +48,7 @@ class Clicks(Commands):
         ),
         "plan": (
             *("items", "rows", "entries", "features", "target_entries", "values"),
-            *("times", "negatives", "compile", "fused"),
+            *("times", "negatives", "compile", "fused", "item_features"),
         ),
         "predict": ("exclude_seen",),
     }

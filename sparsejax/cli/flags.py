@@ -844,6 +844,7 @@ class Plan(OfKinds):
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
       times: The entries have times. Among the models of histories, hstu reads them.
+      item_features: Content of the items, as for train. --items counts all that are in it.
       examples: For clicks, a file whose categories are counted. Hashed columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
@@ -872,6 +873,7 @@ class Plan(OfKinds):
     target_entries: Annotated[int | None, _value("INT", "those of the inputs")] = None
     values: Flag = False
     times: Flag = False
+    item_features: Annotated[str | None, _OptionalFile] = None
     examples: Annotated[str | None, _OptionalFile] = None
     mesh: Annotated[str, _value(_Mesh)] = "data=1,model=1"
     memory: Annotated[

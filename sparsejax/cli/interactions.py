@@ -9,8 +9,9 @@ from typing import Any
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
 from sparsejax.cli.reading import keeps_seen, names_of, reading_of
-from sparsejax.data import SequenceDataset
+from sparsejax.data import SequenceDataset, read_item_features
 from sparsejax.engine.rank import recommendation_files
+from sparsejax.kinds.content import sizes_among
 from sparsejax.kinds.histories.job import left_out_of_validation
 from sparsejax.mesh import processes
 from sparsejax.metrics.comparison import Measured
@@ -35,6 +36,10 @@ class Interactions(Commands):
                 raise ValueError(f"name the sizes of the data: --{name} is missing")
         assert command.items is not None and command.rows is not None
         assert command.entries is not None
+        content = None
+        if command.item_features is not None:
+            features = read_item_features(command.item_features)
+            content = sizes_among(features, command.items)
         planned = plan(
             self.plan_config(config, command),
             inputs=command.items if command.features is None else command.features,
@@ -45,6 +50,7 @@ class Interactions(Commands):
             values=command.values,
             times=command.times,
             fused=command.fused,
+            content=content,
             compile=command.compile,
             **how,
         )

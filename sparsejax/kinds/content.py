@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import numpy as np
+import scipy.sparse
 from flax import nnx
 
 from sparsejax.data.files.names import FeatureNames
@@ -50,6 +51,28 @@ def fitting(features: ItemFeatures, items: Any) -> ItemFeatures:
 
 def sizes_of(features: ItemFeatures) -> ContentSizes:
     return ContentSizes.of(*_parts(features))
+
+
+def sizes_among(features: ItemFeatures, items: int) -> ContentSizes:
+    """The sizes of content whose items lie evenly among `items` of a vocabulary.
+
+    Raises:
+      ValueError: there is content of more items.
+    """
+    if features.num_items > items:
+        raise ValueError(
+            f"there is content of {features.num_items:,} items, but only {items:,} items; "
+            "items that are in no event count, too"
+        )
+    lengths = np.zeros(items, np.int64)
+    place = np.arange(features.num_items) * items // max(1, features.num_items)
+    tags, vectors = _parts(features)
+    if tags is not None:
+        lengths[place] = np.diff(tags.indptr)
+        shape = items, len(features.tag_names)
+        ends = np.append(0, np.cumsum(lengths))
+        tags = scipy.sparse.csr_array((tags.data, tags.indices, ends), shape=shape)
+    return ContentSizes.of(tags, vectors)
 
 
 def check_same_sizes(features: ItemFeatures, sizes: ContentSizes) -> None:

@@ -28,7 +28,9 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.nn.linear_part import FromData
 from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.scatter_gradient import dense_gradient
 from sparsejax.optimizers import growth
 from sparsejax.sparse import CSR, unit_rows
 
@@ -36,6 +38,9 @@ from sparsejax.sparse import CSR, unit_rows
 _BLOCKS = 256
 # Items whose content is worked on at a time: 200 MB of float32 for vectors of 768 numbers.
 CHUNK_ITEMS = 2**16
+# Tags of items that are sorted together for the gradient of T: about 40 bytes each. Sums of
+# all tags are added for each such part, so that there should be few.
+SORTED_TAGS = 2**23
 # The number of entries from which on an item's own vector counts more than half, at first.
 _HALF = 2.0
 # The share of items that are their content alone in a step. Chosen on Amazon Beauty.
@@ -123,6 +128,7 @@ class ItemContent(nnx.Module):
 
         self.log_half = nnx.Param(jnp.full((), math.log(_HALF), jnp.float32))
         self.deterministic = False
+        self.implementation: Implementation = None
         self.draws = rngs.dropout.fork()
         self.entries = zeros(rows)
         self.tags: nnx.Dict | None = nnx.data(None)
@@ -268,7 +274,8 @@ class ItemContent(nnx.Module):
         fixed = _Fixed(entries, tags, given)
         axes = item_axes() if mesh_is_set() else None
         dtype = jnp.dtype(kernel.dtype if dtype is None else dtype)
-        return _vectors((dtype, axes), kernel, learned, fixed)
+        how = _How(dtype, axes, self.implementation)
+        return _vectors(how, kernel, learned, fixed)
 
 
 def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -> Model:
@@ -321,17 +328,25 @@ class _Fixed(NamedTuple):
     given: jax.Array | None
 
 
-# The dtype of the result, and axes of the mesh over which items lie.
-_How = tuple[jnp.dtype, Any]
+class _How(NamedTuple):
+    """The dtype of the result, axes of the mesh over which items lie, and who gathers tags."""
+
+    dtype: jnp.dtype
+    axes: Any
+    implementation: Implementation
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _vectors(how: _How, kernel, learned: _Learned, fixed: _Fixed) -> jax.Array:
-    dtype, axes = how
+    dtype, axes, _ = how
 
     def part(kernel, learned, fixed):
+        if learned.tag_kernel is not None:  # once, and not for each chunk
+            kind = _operand(dtype, kernel.dtype)
+            learned = learned._replace(tag_kernel=learned.tag_kernel.astype(kind))
+
         def chunk(_, own):
-            return None, _of_chunk(dtype, learned, *own).astype(dtype)
+            return None, _of_chunk(how, learned, *own).astype(dtype)
 
         _, made = lax.scan(chunk, None, _chunks(kernel, fixed))
         return made.reshape(kernel.shape)
@@ -349,15 +364,21 @@ def _forward(how, kernel, learned, fixed):
 
 
 def _backward(how: _How, residuals, slopes: jax.Array):
-    dtype, axes = how
+    axes = how.axes
 
     def part(kernel, learned, fixed, slopes):
+        tag_kernel = learned.tag_kernel
+        if fixed.tags is not None:
+            tag_kernel = _of_tags(how, fixed.tags, slopes, tag_kernel)
+        # The chunks need no tags: their part is added as it is.
+        learned, fixed = learned._replace(tag_kernel=None), fixed._replace(tags=None)
+
         def chunk(carry, part):
             sums, found = carry
             number, own = part
             wide = accumulator(own[0].dtype)
             _, pull = jax.vjp(
-                lambda learned, rows: _of_chunk(dtype, learned, rows, *own[1:]),
+                lambda learned, rows: _of_chunk(how, learned, rows, *own[1:]),
                 learned,
                 own[0],
             )
@@ -371,6 +392,7 @@ def _backward(how: _How, residuals, slopes: jax.Array):
         zeros = jax.tree.map(jnp.zeros_like, learned)
         numbers = jnp.arange(len(own[0]))
         (sums, of_rows), _ = lax.scan(chunk, (zeros, by_chunk), (numbers, own))
+        sums = sums._replace(tag_kernel=tag_kernel)
         if axes is not None:
             sums = lax.psum(sums, axes)
         return of_rows.reshape(kernel.shape), sums
@@ -391,12 +413,11 @@ def _backward(how: _How, residuals, slopes: jax.Array):
 _vectors.defvjp(_forward, _backward)
 
 
-def _of_chunk(dtype, learned: _Learned, rows, entries, tags, given) -> jax.Array:
+def _of_chunk(how: _How, learned: _Learned, rows, entries, tags, given) -> jax.Array:
     """The vectors of some items, in the dtype of sums."""
-    wide = accumulator(rows.dtype)
+    wide, operand = accumulator(rows.dtype), _operand(how.dtype, rows.dtype)
     weight = entries / (entries + jnp.exp(learned.log_half))
     made = weight.astype(wide)[:, None] * rows.astype(wide)
-    operand = jnp.bfloat16 if dtype == jnp.bfloat16 else wide
     if given is not None:
         assert learned.vector_kernel is not None
         made += jnp.dot(
@@ -406,8 +427,39 @@ def _of_chunk(dtype, learned: _Learned, rows, entries, tags, given) -> jax.Array
         )
     if tags is not None:
         assert learned.tag_kernel is not None
-        made += gather_matmul(_joined(tags), learned.tag_kernel, dtype=wide)
+        made += gather_matmul(
+            _joined(tags),
+            learned.tag_kernel,
+            dtype=wide,
+            implementation=how.implementation,
+        )
     return made
+
+
+def _operand(dtype, stored) -> jnp.dtype:
+    """The dtype in which products read T and V, for rows that are stored in another."""
+    is_half = dtype == jnp.bfloat16
+    return jnp.dtype(jnp.bfloat16) if is_half else accumulator(stored)
+
+
+def _of_tags(how: _How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
+    """The gradient of T, from that of all vectors as it is: the tags are sorted by parts."""
+    blocks, nse = jnp.shape(tags.indices)
+    count = 1
+    while blocks % (2 * count) == 0 and blocks * nse > count * SORTED_TAGS:
+        count *= 2
+
+    def divided(array):
+        return array.reshape(count, len(array) // count, *array.shape[1:])
+
+    def add(total, part):
+        (some, slopes), form = part, how.implementation
+        found = dense_gradient(_joined(some), slopes, len(total), implementation=form)
+        return total + found, None
+
+    zeros = jnp.zeros(tag_kernel.shape, accumulator(slopes.dtype))
+    total, _ = lax.scan(add, zeros, jax.tree.map(divided, (tags, slopes)))
+    return total.astype(tag_kernel.dtype)
 
 
 def _chunks(kernel: jax.Array, fixed: _Fixed):

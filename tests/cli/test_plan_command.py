@@ -11,6 +11,8 @@ import pytest
 
 from sparsejax import optimizers
 from sparsejax.cli.main import main
+from sparsejax.kinds.histories.footprint import assumed_lengths
+from sparsejax.nn import ContentSizes
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.sequence.config import GRUConfig, SequenceConfig
 from sparsejax.verbs import plan as planning
@@ -83,6 +85,33 @@ def test_plan_of_a_model_of_histories(kind, mean, length, options, capsys):
     )
     out, err = capsys.readouterr()
     assert out == planned.table() + "\n" and err == f"max_length {length}\n"
+
+
+def test_plan_with_content(tmp_path, capsys):
+    """Its items lie evenly among others, which have none."""
+    path = tmp_path / "products.csv"
+    lines = [f"{i},kind{i % 3}|new,{i}.5" for i in range(100)]
+    path.write_text("\n".join(["item,kind,price", *lines]))
+    argv = ["plan", "--items", "1024", "--rows", "90", "--entries", "900"]
+    argv += ["--model", "sasrec", "--memory", "1GB", "--item-features", str(path)]
+    assert main(argv) == 0
+    # Two tags and the price of 100 items, of which no two are in one of 256 parts.
+    sizes = ContentSizes(tags=5, entries=3)
+    config: Any = SequenceConfig.from_json({"version": 1, "model": "sasrec"})
+    how = recipe(config, 90)
+    planned = planning.plan(
+        config.suited_to_lengths(assumed_lengths(90, 900)),
+        how.rule,
+        inputs=1024,
+        rows=90,
+        entries=900,
+        batch_size=256,
+        content=sizes,
+        memory=10**9,
+    )
+    assert capsys.readouterr().out == planned.table() + "\n"
+    assert main([*argv, "--items", "99"]) == 1
+    assert "content of 100 items, but only 99 items" in capsys.readouterr().err
 
 
 def test_plan_of_a_model_of_histories_from_a_file(tmp_path, capsys):

@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse
 from flax import nnx
 from jax.sharding import AxisType
+from kernels import kernel_can_run
 from tolerances import assert_close
 
 import sparsejax as sj
@@ -89,6 +90,7 @@ def kernel_of(parameter, like):
 )
 def test_vectors_and_gradients(monkeypatch, with_tags, with_vectors, chunk, dtype):
     monkeypatch.setattr(item_content, "CHUNK_ITEMS", chunk)
+    monkeypatch.setattr(item_content, "SORTED_TAGS", 4 * chunk)  # also in some parts
     tags = some_tags() if with_tags else None
     vectors = some_vectors() if with_vectors else None
     content = some_content(tags, vectors)
@@ -130,6 +132,35 @@ def check(content, tags, vectors, dtype, place=lambda x: x):
         near(of_content["tag_kernel"][...], t.T @ g, dtype, terms)
     if vectors is not None:
         near(of_content["vector_kernel"][...], v.T @ g, dtype, terms)
+
+
+def test_gpu_programs(monkeypatch):
+    """Interpreted here: the sums of tags' rows, and the gradient of T in two parts."""
+    tags = some_tags(200)[:, :2]  # the program is slow here, by entries
+    monkeypatch.setattr(item_content, "SORTED_TAGS", 300)
+    content = some_content(tags, None, 200)
+    content.implementation = "mosaic_gpu"
+    with kernel_can_run():
+        check(content, tags, None, jnp.bfloat16)
+
+
+def test_lowers_for_cuda():
+    """With the GPU programs of tags, forward and backward, in loops over parts."""
+    content = some_content(some_tags(), some_vectors())
+    content.implementation = "mosaic_gpu"
+    graph, learned, rest = nnx.split(content, nnx.Param, ...)
+
+    def slopes(learned, rest, r):
+        def f(learned, r):
+            made = nnx.merge(graph, learned, rest, copy=True)
+            return jnp.sum(made.vectors_with(r, jnp.bfloat16) ** 2)
+
+        return jax.grad(f, argnums=(0, 1))(learned, r)
+
+    r = jax.ShapeDtypeStruct((len(content.entries[...]), WIDTH), jnp.float32)
+    traced = jax.jit(slopes).trace(learned, rest, r)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu") >= 4  # two programs, twice
 
 
 @pytest.mark.parametrize(

@@ -341,28 +341,3 @@ def test_vectors_are_made_once_for_many_batches(monkeypatch, features, name):
         nnx.update(again, nnx.state(model))
         on_mesh = sj.evaluate(again, data, data, exclude=None, k=5, batch_size=16)
     assert on_mesh == pytest.approx(before, rel=1e-3)
-
-
-def test_two_towers(features):
-    """Features of users are the input, and items have content: as the page shows."""
-    purchases = items()
-    groups = [f"g{int(row[1:]) % 3}" for row in purchases.row_names]
-    users = sj.data.from_arrow(
-        pa.table({"user": purchases.row_names.tolist(), "item": groups})
-    )
-    config = sj.NetworkConfig.autoencoder((8,), corruption=0.0)
-    model, optimizer = sj.build(
-        config,
-        users,
-        sj.optimizers.adam(0.05),
-        targets=purchases,
-        item_features=features,
-    )
-    sj.fit(model, optimizer, users, purchases, num_epochs=30, batch_size=20)
-    found = sj.recommend(model, users, k=5, exclude=None).ids
-    kinds = [
-        [kind_of_item(int(name[1:])) for name in purchases.feature_names[row]]
-        for row in found
-    ]
-    wanted = [int(row[1:]) % 3 for row in users.row_names]
-    assert np.mean(np.array(kinds) == np.array(wanted)[:, None]) > 0.9

@@ -28,6 +28,8 @@ from sparsejax.optimizers.rules import Rule
 _PIECES = 1 / 8
 # Bytes per row of the data while the order of an epoch is sorted, besides the order.
 ORDER_SORTED = 20
+# Bytes per tag of an item while tags are sorted.
+_TAGS_SORTED = 40
 # Parameters of the output layer that all items share.
 CONTENT_KERNELS = [
     ("content", name) for name in ("tag_kernel", "vector_kernel", "log_half")
@@ -309,11 +311,11 @@ def output_bytes(job: Workload, scored: Scored) -> Output:
 
 
 def with_content(
-    job: Workload, output: Output, scored: Scored, chunk_items: int
+    job: Workload, output: Output, scored: Scored, chunk_items: int, sorted_tags: int
 ) -> Output:
     """The output's arrays where its operand is the sum of the items' rows and content.
 
-    Vectors of `chunk_items` items are made at a time.
+    Vectors of `chunk_items` items are made at a time, and `sorted_tags` tags are sorted.
     """
     if job.content is None:
         return output
@@ -326,6 +328,9 @@ def with_content(
     rows = min(items, chunk_items)
     # The sum, its slopes and the gradient of the rows, and content as an operand.
     chunk = 4 * rows * (3 * width + job.content.vectors)
+    if tags := job.content.tags:  # sorted by parts, which have two sums of all tags
+        some = min(256 * job.content.entries, sorted_tags)
+        chunk = max(chunk, _TAGS_SORTED * some + 8 * tags * width)
     least = items * width * dtype.itemsize  # E's gradient, if the softmax makes none
     return Output(operand, max(gradient, least), max(output.chunk, chunk), False)
 

@@ -38,7 +38,7 @@ from sparsejax.engine.train.resident import TrainingTask
 from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.modules import new_sequence_model
 from sparsejax.mesh.layout import padded_rows
-from sparsejax.nn.item_content import CHUNK_ITEMS
+from sparsejax.nn.item_content import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer
@@ -172,7 +172,8 @@ class HistoryWorkload(Workload):
         scored = Scored(
             targets, items, width, dtype, dtype, self.network.temperature, None
         )
-        output = with_content(self, self._output(targets, items), scored, CHUNK_ITEMS)
+        made = self._output(targets, items)
+        output = with_content(self, made, scored, CHUNK_ITEMS, SORTED_TAGS)
         touched = self._input_gradient(read, targets, data, model)
         stages = (
             of_targets + output.at_once(False),

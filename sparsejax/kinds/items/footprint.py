@@ -33,7 +33,7 @@ from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import NetworkConfig
-from sparsejax.nn.item_content import CHUNK_ITEMS
+from sparsejax.nn.item_content import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
@@ -154,7 +154,8 @@ class NetworkWorkload(Workload):
             temperature=network.output.temperature,
             precision=network.precision,
         )
-        output = with_content(self, output_bytes(self, scored), scored, CHUNK_ITEMS)
+        made = output_bytes(self, scored)
+        output = with_content(self, made, scored, CHUNK_ITEMS, SORTED_TAGS)
         tied = network.output.tied is not None
         first = sizes[0]
         touched = input_gradient(self, column, kernel_rows, first, dense=tied)
