@@ -278,7 +278,8 @@ def _trained(
     """Trains with the settings of a trial.
 
     Returns:
-      Its state, None for a complete one; the best score; and why it ended, to be printed.
+      Its state, None for a complete one; the score of the epoch that `train` keeps; and why
+      it ended, to be printed.
     """
     command = _training(tuning, chosen)
     network, _ = _network(tuning, chosen, source)
@@ -289,7 +290,8 @@ def _trained(
         nonlocal best, best_epoch
         score, epoch = entry[_metric(tuning)], int(entry["epoch"])
         trial.report(score, epoch)
-        if score > best:
+        # Without --patience the run of the best trial keeps its last epoch, so that one counts.
+        if command.patience is None or score > best:
             best, best_epoch = score, epoch
             trial.set_user_attr("epoch", epoch)
         if trial.should_prune():
