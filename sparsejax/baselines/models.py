@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.data.reading.sources import NamedCSR, Source
 from sparsejax.engine.rank.popularity import Popularity, column_counts
@@ -111,10 +111,17 @@ class _FromItemToItem(nnx.Module):
         raise NotImplementedError
 
     def top_k(
-        self, x: SparseRows, k: int, *, exclude: SparseRows | None = None
+        self,
+        x: SparseRows,
+        k: int,
+        *,
+        exclude: SparseRows | None = None,
+        denied: Bool[Array, "items"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, as `sparsejax.top_k`."""
         scores = self(x)
+        if denied is not None:
+            scores = jnp.where(denied[None], -jnp.inf, scores)
         if exclude is not None:
             place = (exclude.row_ids(), exclude.column_ids())
             scores = scores.at[place].set(-jnp.inf, mode="drop")

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
@@ -243,10 +243,7 @@ class SparseOutput(nnx.Module):
     def _without_unseen(self, bias: jax.Array | None) -> jax.Array | None:
         """The bias of a softmax in training, which denies items without entries."""
         unseen = self.unseen if self.content is None else self.content.unseen()
-        if unseen is None:
-            return bias
-        denied = jnp.where(unseen, -jnp.inf, 0).astype(jnp.float32)
-        return denied if bias is None else bias + denied
+        return bias if unseen is None else _denying(bias, unseen)
 
     def add_items(self, count: int) -> None:
         """Adds items behind the known ones, in place: see `FeedForward.add_items`.
@@ -401,10 +398,22 @@ class SparseOutput(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
+        denied: Bool[Array, "items"] | None = None,
         u: Float[Array, "batch rank"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
-        """Ids and scores of the `k` best items, see `sparsejax.top_k`."""
+        """Ids and scores of the `k` best items, see `sparsejax.top_k`.
+
+        Args:
+          h: hidden vectors.
+          k: how many.
+          exclude: items to leave out of each row.
+          denied: whether an item is left out of all rows.
+          u: of the linear part.
+        """
         h, kernel, bias, scale = self._operands(h, u)
+        if denied is not None:
+            denied = jnp.pad(denied, (0, len(kernel) - self.num_items))
+            bias = _denying(bias, denied)
         return topk.top_k(
             h,
             kernel,
@@ -584,6 +593,14 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
     """
 
     return gather.combined(x, "sqrtn")
+
+
+def _denying(
+    bias: Float[Array, "items"] | None, denied: Bool[Array, "items"]
+) -> Float[Array, "items"]:
+    """The bias that is -inf for some items. Scores of the others keep their bits."""
+    more = jnp.where(denied, -jnp.inf, 0).astype(jnp.float32)
+    return more if bias is None else bias + more
 
 
 def _inverse_norm(vectors: jax.Array) -> jax.Array:

@@ -6,7 +6,7 @@ from typing import Any
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax import losses
 from sparsejax.mesh.blocks import SparseRows
@@ -237,11 +237,20 @@ class FeedForward(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
+        denied: Bool[Array, "items"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
-        """Ids and scores of the `k` best items of each row, without noise."""
+        """Ids and scores of the `k` best items of each row, without noise.
+
+        Args:
+          x: the rows.
+          k: how many.
+          exclude: items to leave out of each row.
+          denied: whether an item is left out of all rows.
+        """
         model = with_vectors(self)
         h = model.encode(x, deterministic=True)
-        return model.output.top_k(h, k, exclude=exclude, u=self._linear(x))
+        u = self._linear(x)
+        return model.output.top_k(h, k, exclude=exclude, denied=denied, u=u)
 
     def item_scores(
         self, x: SparseRows, ids: Int[Array, "batch count"]

@@ -488,13 +488,15 @@ class Items:
                 "again with a larger k"
             )
         x, matrices = shown.rows, self._matrices(shown)
-        most = max(1, x.num_rows)
-        if denied.size:
-            most = min(most, rows_at_a_time(denied, seen, self.num_items))
+        most, programs, entered = max(1, x.num_rows), self.programs, denied
+        if denied.size and programs.can_deny:
+            programs, entered = programs.without(denied), denied[:0]
+        if entered.size:
+            most = min(most, rows_at_a_time(entered, seen, self.num_items))
         batches = [
             (size, slice(start + part.start, start + part.stop))
             for start in range(0, x.num_rows, most)
-            for size, part in self.programs.batches(min(most, x.num_rows - start))
+            for size, part in programs.batches(min(most, x.num_rows - start))
         ]
 
         def results() -> Iterator[Any]:
@@ -507,13 +509,13 @@ class Items:
                 unwanted = NOTHING
                 if seen is not None and seen_rows is not None:
                     unwanted = host_rows(seen, seen_rows[rows])
-                if denied.size:
+                if entered.size:
                     if seen is None:
                         unwanted = host_rows(NOTHING, np.full(len(rows), -1))
-                    unwanted = with_denied(unwanted, denied, self.num_items)
+                    unwanted = with_denied(unwanted, entered, self.num_items)
                 given.append(unwanted)
                 entries = max(each.nse for each in given if isinstance(each, CSR))
-                yield self.programs.run(size, given, self.room(size, entries))
+                yield programs.run(size, given, self.room(size, entries))
 
         counts = [part.stop - part.start for _, part in batches]
         return collect(x, k, counts, results())

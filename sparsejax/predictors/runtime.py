@@ -84,6 +84,7 @@ class Programs:
       only: the same programs, whose last input is the only items that are ranked, not those
         that are not; None if the output layer is part of the programs.
       denies: whether the last weight is for `deny`.
+      signature: of the predictor; None if they do not stand for its file.
     """
 
     inputs: tuple[Array, ...]
@@ -92,6 +93,7 @@ class Programs:
     code: Mapping[int, export.Exported]
     only: Programs | None = None
     denies: bool = False
+    signature: Signature | None = None
 
     @classmethod
     def of(
@@ -103,7 +105,7 @@ class Programs:
         denies: bool = False,
     ) -> Programs:
         """Puts weights on the device; with `denies` one more, by which `deny` works."""
-        options, on_device = dict(gpu_options()) or None, jax.device_put(list(weights))
+        on_device = jax.device_put(list(weights))
         if denies:
             assert signature.layer is not None  # else there is nothing to deny
             # The kernel may have more rows than there are items.
@@ -111,13 +113,9 @@ class Programs:
             on_device.append(_denied(rows, np.empty(0, np.int32)))
 
         def made(best: _Best, only: Programs | None) -> Programs:
-            compiled = {
-                rows: jax.jit(
-                    _whole(signature, program, best, denies), compiler_options=options
-                )
-                for rows, program in programs.items()
-            }
-            return cls(signature.inputs, compiled, on_device, programs, only, denies)
+            compiled = _by_rows(signature, programs, best, denies)
+            facts = (signature.inputs, compiled, on_device, programs, only, denies)
+            return cls(*facts, signature)
 
         only = None if signature.layer is None else made(_best_of_some, None)
         return made(_best_of_all, only)
@@ -157,6 +155,32 @@ class Programs:
         # Whoever compiled a program holds this list, too, as does `only`.
         self.weights[-1] = _denied(len(self.weights[-1]), items)
 
+    @property
+    def can_deny(self) -> bool:
+        """Whether items can be left out of all rows: by `without`, or `denying`."""
+        return self.signature is not None and self.signature.layer is not None
+
+    def without(self, items: np.ndarray) -> Programs:
+        """The programs with the weights of now, which recommend these items to nobody, either.
+
+        Args:
+          items: their ids. The output layer must be apart from the programs.
+        """
+        assert self.signature is not None and self.signature.layer is not None
+        *weights, denied = self.weights if self.denies else [*self.weights, None]
+        rows = len(weights[self.signature.layer.kernel])
+        more = _denied(rows, items)
+        weights.append(more if denied is None else denied + more)
+        compiled = self.by_rows if self.denies else self._denying_by_rows
+        return dataclasses.replace(
+            self, by_rows=compiled, weights=weights, only=None, denies=True
+        )
+
+    @functools.cached_property
+    def _denying_by_rows(self) -> dict[int, Any]:
+        assert self.signature is not None
+        return _by_rows(self.signature, self.code, _best_of_all, True)
+
     def run(self, size: int, given: Sequence[Rows], room: int) -> Any:
         """The outputs for a batch. Does not wait for them.
 
@@ -189,6 +213,22 @@ class Programs:
             none if each.sparse else np.zeros((0, *each.shape), each.dtype)
             for each in self.inputs
         ]
+
+
+def _by_rows(
+    signature: Signature,
+    programs: Mapping[int, export.Exported],
+    best: _Best,
+    denies: bool,
+) -> dict[int, Any]:
+    """`Programs.by_rows`."""
+    options = dict(gpu_options()) or None
+    return {
+        rows: jax.jit(
+            _whole(signature, program, best, denies), compiler_options=options
+        )
+        for rows, program in programs.items()
+    }
 
 
 def _denied(rows: int, items: np.ndarray) -> jax.Array:

@@ -240,6 +240,7 @@ class SequenceModel(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
+        denied: Bool[Array, "items"] | None = None,
         times: Times = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the items that are most likely next; see `sparsejax.top_k`.
@@ -248,10 +249,12 @@ class SequenceModel(nnx.Module):
           histories: up to `max_length` places.
           k: number of items.
           exclude: items to leave out of each row.
+          denied: whether an item is left out of all rows.
           times: of each place, or None.
         """
         model = with_vectors(self)
-        return model.output.top_k(model.last(histories, times), k, exclude=exclude)
+        h = model.last(histories, times)
+        return model.output.top_k(h, k, exclude=exclude, denied=denied)
 
     def item_scores(
         self, histories: Ids, ids: Int[Array, "batch count"], *, times: Times = None

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from typing import cast
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.callers import warn_caller
@@ -31,7 +32,12 @@ from sparsejax.engine.batching import (
     held_inputs,
     rows_in_a_batch,
 )
-from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_denied
+from sparsejax.engine.rank.denied import (
+    denied_items,
+    is_denied,
+    rows_at_a_time,
+    with_denied,
+)
 from sparsejax.engine.rank.loop import (
     check_positive,
     collect,
@@ -41,12 +47,17 @@ from sparsejax.engine.rank.loop import (
     rows_of,
 )
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.engine.rank.recommender import Recommender, recommended, split
+from sparsejax.engine.rank.recommender import (
+    Recommender,
+    can_deny,
+    recommended,
+    split,
+)
 from sparsejax.kinds.histories.next_items import (
     HistoryModel,
 )
 from sparsejax.kinds.kind import OfKind, kind_of
-from sparsejax.mesh.layout import using_auto_axes
+from sparsejax.mesh.layout import put_on_mesh, using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR, host_rows
@@ -110,7 +121,8 @@ def recommend(
       only_items: recommend only these.
       optimizer: the model's optimizer. Pass it while rows of the weights may be behind
         (see `Optimizer.flush`): they are then read as if they were up to date.
-      batch_size: rows scored at a time; fewer where they would be denied very many items.
+      batch_size: rows scored at a time; fewer where a model of your own, whose `top_k` does
+        not take `denied`, would be denied very many items.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
@@ -144,21 +156,24 @@ def recommend(
         check_columns("exclude", seen.matrix.num_cols, ranker.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
-    if denied.size:
+    is_apart = can_deny(ranker)
+    if denied.size and not is_apart:
         had = None if seen is None else seen.matrix
         batch_size = min(batch_size, rows_at_a_time(denied, had, ranker.num_items))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     held = held_inputs(shown)
     rows = np.arange(x.num_rows)
     batches = batches_of(shown, held, rows, batch_size)
-    unwanted = None
-    if denied.size:
+    unwanted, mask = None, []
+    if denied.size and is_apart:
+        mask = [put_on_mesh(jnp.asarray(is_denied(denied, ranker.num_items)))]
+    if denied.size and not is_apart:
         unwanted = _denied(x, seen, denied, ranker.num_items, batch_size)
     elif seen is not None:
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     graphdef, state = split(ranker, optimizer)
     results = (
-        recommended[False](graphdef, state, *step, k)
+        recommended[False](graphdef, state, *step, k, *mask)
         for step in zip(batches, each(unwanted), strict=False)
     )
     starts = range(0, x.num_rows, batch_size)

@@ -1,6 +1,7 @@
 """Items that nobody is recommended, and the only ones that are."""
 
 import contextlib
+import dataclasses
 from typing import Any
 
 import jax
@@ -12,6 +13,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.engine.rank import denied as module
 from sparsejax.predictors import ranking
+from sparsejax.verbs import recommend as verb
 
 ROWS, ITEMS = 23, 19
 ONLY, WITHOUT = ["item3", "item7", "item8", "item18"], ["item8", "item0"]
@@ -30,11 +32,20 @@ def data() -> sj.SparseDataset:
     )
 
 
-def built(data):
+class Own(sj.nn.FeedForward):
+    """A model whose `top_k` can only leave items out of each row."""
+
+    def top_k(self, x, k, *, exclude=None):  # pyrefly: ignore[bad-override]
+        return super().top_k(x, k, exclude=exclude)
+
+
+def built(data, kind=sj.nn.FeedForward):
     config = sj.NetworkConfig.autoencoder((8,))
-    return sj.nn.FeedForward(
-        config, inputs=ITEMS, outputs=data.num_features, rngs=nnx.Rngs(0)
-    )
+    return kind(config, inputs=ITEMS, outputs=data.num_features, rngs=nnx.Rngs(0))
+
+
+def no_entries(*arguments):
+    raise AssertionError("items are left out of all rows at once")
 
 
 def oracle(model, data, k, allowed, *, seen):
@@ -61,16 +72,26 @@ def counting(given: list[int]):
 
 
 @pytest.mark.parametrize(
-    ("shape", "seen"), [(None, True), ((2, 4), False), ((2, 4), True)]
+    ("shape", "seen", "kind"),
+    [
+        (None, False, sj.nn.FeedForward),
+        (None, True, sj.nn.FeedForward),
+        (None, False, Own),
+        (None, True, Own),
+        ((2, 4), True, sj.nn.FeedForward),
+        ((2, 4), True, Own),
+    ],
 )
-def test_the_best_of_those_that_are_allowed(data, shape, seen, monkeypatch):
+def test_the_best_of_those_that_are_allowed(data, shape, seen, kind, monkeypatch):
     monkeypatch.setattr(module, "_TABLE", 3 * ITEMS)  # three rows at a time
     monkeypatch.setattr(module, "_ENTRIES", 7 * ITEMS)  # seven rows in a batch
+    if kind is not Own:
+        monkeypatch.setattr(verb, "with_denied", no_entries)
     mesh = contextlib.nullcontext()
     if shape is not None:
         mesh = jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
     with mesh:
-        model = built(data)
+        model = built(data, kind)
         exclude = data if seen else None
         for only, ids in ((ONLY, {3, 7, 18}), (np.array([18, 2, 8]), {18, 2})):
             found = sj.recommend(
@@ -86,8 +107,9 @@ def test_the_best_of_those_that_are_allowed(data, shape, seen, monkeypatch):
             np.testing.assert_array_equal(found.ids, expected)
 
 
-def test_predictors_and_histories(data, tmp_path, monkeypatch):
-    model = built(data)
+@pytest.mark.parametrize("kind", [sj.nn.FeedForward, Own])
+def test_predictors(data, tmp_path, monkeypatch, kind):
+    model = built(data, kind)
     sj.export_predictor(model, tmp_path / "a.predictor", k=5, names=data, batch_size=8)
     predictor = sj.load_predictor(tmp_path / "a.predictor")
     for exclude in (None, data):
@@ -99,6 +121,9 @@ def test_predictors_and_histories(data, tmp_path, monkeypatch):
             )
         )
         np.testing.assert_array_equal(ours.ids, theirs.ids)
+        if kind is not Own:
+            monkeypatch.setattr(ranking, "with_denied", no_entries)
+            continue
         with monkeypatch.context() as patch:
             patch.setattr(module, "_ENTRIES", 5 * ITEMS)  # five rows in a batch
             given: list[int] = []
@@ -108,6 +133,22 @@ def test_predictors_and_histories(data, tmp_path, monkeypatch):
             )
         np.testing.assert_array_equal(cut.ids, ours.ids)
         assert max(given) <= 5 * ITEMS and len(given) > 3
+    if kind is Own:
+        return
+    # A service leaves others out, too.
+    model = predictor.model
+    programs = model.programs.denying(predictor.signature)
+    programs.deny(np.array([18]))
+    both = dataclasses.replace(
+        predictor, model=dataclasses.replace(model, programs=programs)
+    )
+    assert both.recommend_names([[]], only_items=ONLY) == [
+        [
+            name
+            for name in predictor.recommend_names([], only_items=ONLY)
+            if name != "item18"
+        ]
+    ]
     some = predictor.recommend_names(
         [["item3"], []], only_items=ONLY, exclude_items=["item7"]
     )
@@ -118,6 +159,21 @@ def test_predictors_and_histories(data, tmp_path, monkeypatch):
     assert set(predictor.recommend_names(["item3"], only_items=["item3", "item1"])) == {
         "item1"
     }
+
+
+def test_baselines(data):
+    train = data.without_values()
+    for model in (
+        sj.baselines.popularity(train),
+        sj.baselines.item_knn(train),
+        sj.baselines.ease(train),
+    ):
+        found = sj.recommend(model, data, 5, exclude=None, only_items=ONLY)
+        assert {*found.ids.reshape(-1).tolist()} - {-1} <= {3, 7, 8, 18}
+        every = sj.recommend(model, data, ITEMS, exclude=None).ids
+        for row, ids in zip(every, found.ids, strict=True):
+            wanted = [i for i in row.tolist() if i in (3, 7, 8, 18)]
+            assert ids[ids >= 0].tolist() == wanted
 
 
 def test_histories():
@@ -155,5 +211,12 @@ def test_what_is_wrong_is_said(data):
             sj.recommend(model, data, exclude=None, **options)
     with pytest.raises(ValueError, match="the items here have none: give their ids"):
         sj.recommend(model, data.matrix, only_items=["item1"], exclude=None)
+    config = sj.GRUConfig(max_length=4, width=8, blocks=1)
+    gru = sj.sequence.GRU(config, items=ITEMS, rngs=nnx.Rngs(0))
+    names: tuple[Any, ...] = (["item5", "item7"], [["item5"]], np.array(["item5"]))
+    for each in (model, gru):
+        for given in names:
+            with pytest.raises(TypeError, match=r"of names\..*run\.recommend.*_names"):
+                sj.recommend(each, given, exclude=None)
     with pytest.raises(TypeError, match="only_items is a list of names, got the text"):
         sj.recommend(model, data, only_items="item1", exclude=None)

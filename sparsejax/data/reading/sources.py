@@ -84,7 +84,7 @@ class NamedCSR(Named):
             return cls(what, CSR.from_scipy(source))
         raise TypeError(
             f"{what} is a SparseDataset, a CSR or a SciPy sparse matrix, got "
-            f"{type(source).__name__}"
+            f"{type(source).__name__}{_advice(source)}"
         )
 
     @property
@@ -209,6 +209,20 @@ def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
     raise TypeError(
         f"{what} is a SparseDataset, a CSR, a SciPy sparse matrix, a DenseDataset or an "
         f"array, got {type(source).__name__}"
+    )
+
+
+def _advice(source: Any) -> str:
+    """The advice for who gives names in place of data."""
+    some: Any = source
+    while isinstance(some, list | tuple | np.ndarray) and len(some):
+        some = some[0]
+    if not isinstance(some, str):
+        return ""
+    return (
+        " of names. A model knows numbers only: a Run, or a predictor exported with "
+        "names=train, knows the names. Of users: run.recommend([...]). Of the items that a user "
+        "has had: predictor.recommend_names([...])"
     )
 
 

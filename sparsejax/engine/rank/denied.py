@@ -47,6 +47,13 @@ def denied_items(
     return np.flatnonzero(denied).astype(np.int32)
 
 
+def is_denied(denied: np.ndarray, num_items: int) -> np.ndarray:
+    """`[items]` bool: whether an item is one of `denied_items`."""
+    found = np.zeros(num_items, bool)
+    found[denied] = True
+    return found
+
+
 def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:
     """How many rows may be in a batch, so that `with_denied` has not too many entries.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import inspect
 from collections.abc import Iterator
 from typing import Any, Protocol, runtime_checkable
 
@@ -49,9 +50,20 @@ class Recommender(Protocol):
     ) -> tuple[jax.Array, jax.Array]:
         """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them.
 
-        `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs.
+        `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs. A
+        method that also takes `denied=None`, `[items]` bool, is asked by it to leave items out
+        of all rows. Another one is given them in each row of `exclude`, which costs much where
+        they are many.
         """
         ...
+
+
+def can_deny(model: Any) -> bool:
+    """Whether a model's `top_k` takes `denied`."""
+    known = getattr(model, "denies", None)
+    if known is not None:
+        return known
+    return "denied" in inspect.signature(model.top_k).parameters
 
 
 def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
@@ -103,11 +115,15 @@ def merged(graphdef: Any, state: Any) -> Iterator[Any]:
 
 
 @functools.partial(Programs, static_argnames=("graphdef", "k"))
-def recommended(graphdef, state, shown: Shown, exclude: Batch | None, k: int):
+def recommended(
+    graphdef, state, shown: Shown, exclude: Batch | None, k: int, denied=None
+):
     """Ids and scores, `[batch, k]`, of a model from `split`.
 
-    `recommended[deterministic]` is it, in one of the two forms of `Programs`.
+    `recommended[deterministic]` is it, in one of the two forms of `Programs`. With `denied`,
+    `[items]` bool, the model must be one that `can_deny`.
     """
     with merged(graphdef, state) as model:
         unwanted = None if exclude is None else exclude.take()
-        return replicated(model.top_k(taken(shown), k, exclude=unwanted))
+        options = {} if denied is None else {"denied": denied}
+        return replicated(model.top_k(taken(shown), k, exclude=unwanted, **options))

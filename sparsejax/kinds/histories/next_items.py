@@ -11,6 +11,7 @@ from flax import nnx
 from sparsejax.data.reading.histories import HISTORIES, TIMES, inputs_of
 from sparsejax.data.reading.sources import Inputs, check_columns
 from sparsejax.data.sets.sequences import SequenceDataset
+from sparsejax.engine.rank.recommender import can_deny
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.item_content import with_vectors
 
@@ -115,9 +116,15 @@ class NextItems(nnx.Module):
         self.model.eval()
         return self.model.queries(x[HISTORIES], **self._times(x))
 
-    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None):
+    @property
+    def denies(self) -> bool:
+        """Whether the model's `top_k` takes items that are left out of all rows."""
+        return can_deny(self.model)
+
+    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, **denied):
         self.model.eval()
-        return self.model.top_k(x[HISTORIES], k, exclude=exclude, **self._times(x))
+        options = {**denied, **self._times(x)}
+        return self.model.top_k(x[HISTORIES], k, exclude=exclude, **options)
 
     def item_scores(self, x: Any, ids: Any):
         self.model.eval()
