@@ -36,7 +36,7 @@ def read(folder: pathlib.Path) -> dict[str, sj.ClickDataset]:
 
     train = sj.read_clicks(path("train"), schema)
     others = ("dev", "test")
-    parts = {p: sj.read_clicks(path(p), schema, vocabulary=train) for p in others}
+    parts = {p: sj.read_clicks(path(p), schema, features=train) for p in others}
     return {"train": train, **parts}
 
 
@@ -153,7 +153,7 @@ def main(
             measured = sj.evaluate(model, clicks)
             say(f"{part}:", {name: round(v, 4) for name, v in measured.items()})
             reached[part] = measured["auc"]
-            scores.append(sj.predict_clicks(model, clicks))
+            scores.append(sj.predict(model, clicks))
     if len(parts) > 1:
         labels = np.concatenate([clicks.labels for clicks in parts.values()])
         reached["all"] = sj.metrics.auc(np.concatenate(scores), labels)

@@ -43,7 +43,7 @@ def main(num_days: int = 10, rows: int = 20_000) -> dict[str, list[float]]:
         for name, column in kinds.items():
             schema = sj.ClickSchema("click", ids={"user": column, "item": column})
             known = first.get(name)
-            clicks = sj.read_clicks(pa.table(examples), schema, vocabulary=known)
+            clicks = sj.read_clicks(pa.table(examples), schema, features=known)
             if known is None:
                 first[name] = clicks
                 config = sj.DLRMConfig(

@@ -60,7 +60,11 @@ _NOW = {
     for package, names in _MOVED.items()
     for name in names.split()
 }
-_NOW |= {"ClickPredictor": "Predictor", "load_click_predictor": "load_predictor"}
+_NOW |= {
+    "ClickPredictor": "Predictor",
+    "load_click_predictor": "load_predictor",
+    "predict_clicks": "predict",
+}
 
 
 def __getattr__(name: str) -> Any:

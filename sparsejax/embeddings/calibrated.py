@@ -19,7 +19,7 @@ class Calibrated(nnx.Module):
         z = slope model(dense, ids) + offset
         logit = z, or where there are knots what lies between them on straight lines
 
-    Beyond the first and the last knot, the logit is that of the knot. `predict_clicks`,
+    Beyond the first and the last knot, the logit is that of the knot. `predict`,
     `evaluate` and `export_predictor` take it like the model itself, which it holds.
 
     >>> def same(dense, ids):

@@ -50,7 +50,7 @@ def add_ids(
     prediction is the same as before, until the model is trained on. The state of a new row
     begins as in a new optimizer, at this step.
 
-    `data.append_vocabulary(known)` and `read_clicks(..., append=True)` give data the ids of
+    `data.append_features(known)` and `read_clicks(..., append=True)` give data the ids of
     such a model. Tables have new shapes, for which programs are compiled anew, and may lie
     elsewhere on a mesh: as those of a new model. Meanwhile there must be room for the tables
     twice.

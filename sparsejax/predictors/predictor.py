@@ -244,9 +244,9 @@ class Predictor:
         clicks: ClickDataset | np.ndarray,
         ids: Mapping[str, np.ndarray | CSR | WideIds] | None = None,
     ) -> Float[np.ndarray, "examples"]:
-        """The probability of a click of each example, as `sparsejax.predict_clicks`.
+        """The probability of a click of each example, as `sparsejax.predict`.
 
-        On a CPU the bits are those of `predict_clicks`, if both score as many examples at a
+        On a CPU the bits are those of `predict`, if both score as many examples at a
         time. Else the last bits may differ.
 
         Args:

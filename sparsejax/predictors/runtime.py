@@ -167,10 +167,11 @@ class Programs:
           items: their ids. The output layer must be apart from the programs.
         """
         assert self.signature is not None and self.signature.layer is not None
-        *weights, denied = self.weights if self.denies else [*self.weights, None]
-        rows = len(weights[self.signature.layer.kernel])
-        more = _denied(rows, items)
-        weights.append(more if denied is None else denied + more)
+        weights = [*self.weights]
+        more = _denied(len(weights[self.signature.layer.kernel]), items)
+        if self.denies:
+            more += weights.pop()
+        weights.append(more)
         compiled = self.by_rows if self.denies else self._denying_by_rows
         return dataclasses.replace(
             self, by_rows=compiled, weights=weights, only=None, denies=True

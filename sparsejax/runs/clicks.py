@@ -33,7 +33,7 @@ from sparsejax.kinds.clicks.job import ScanOfClicks
 from sparsejax.kinds.clicks.scores import (
     check_same_columns,
     evaluate_clicks,
-    predict_clicks,
+    predict,
 )
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
@@ -204,7 +204,7 @@ class Clicks(Runs):
             return data if data.num_rows else None
         # Unlike `read_clicks`, it takes a file without examples.
         scanned = scan_clicks(
-            path, known.schema, vocabulary=known.vocabularies, chunk_rows=_ALL
+            path, known.schema, features=known.vocabularies, chunk_rows=_ALL
         )
         return next(scanned.chunks(), None)
 
@@ -281,7 +281,7 @@ class Clicks(Runs):
                 recommending.inputs, run.known, recommending.reading, labelled=False
             )
         )
-        return None, predict_clicks(run.model(), reading())
+        return None, predict(run.model(), reading())
 
     def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
         model = run.model()
@@ -302,9 +302,7 @@ class Clicks(Runs):
                 f"{clicks.num_rows:,} examples",
                 f"{clicks.labels.mean():.1%} clicks".replace("%", " %"),
             ],
-            "calibration": calibration_curve(
-                predict_clicks(model, clicks), clicks.labels
-            ),
+            "calibration": calibration_curve(predict(model, clicks), clicks.labels),
         }
 
 
@@ -376,7 +374,7 @@ def _read_like(
         try:
             if append:
                 check_same_schema(known.schema, data.schema, "this data set")
-                data = data.append_vocabulary(known.vocabularies)
+                data = data.append_features(known.vocabularies)
             else:
                 check_same_columns(known, data)
         except ValueError as error:
@@ -387,7 +385,7 @@ def _read_like(
     elif labelled:
         vocabulary = dict(known.vocabularies)
         schema = without_time(known.schema)
-        data = read_clicks(source, schema, vocabulary=vocabulary, append=append)
+        data = read_clicks(source, schema, features=vocabulary, append=append)
     else:
         data = read_unlabelled(source, known.schema, dict(known.vocabularies))
     said = repr(data) if labelled else f"{data.num_rows:,} examples"

@@ -342,7 +342,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
     checkpoint. A damaged checkpoint is skipped with a `CheckpointWarning`. It is a
     `FeedForward`, or a `SequenceModel`, for which `read_sequences` reads data. For clicks it
     is a `DLRM` or another click model, and in place of names there is a `ClickDataset` without
-    examples, for `read_clicks(path, known.schema, vocabulary=known)`.
+    examples, for `read_clicks(path, known.schema, features=known)`.
 
     >>> model, names = load_model("run/")
     >>> data = read("purchases.tsv", features=names)

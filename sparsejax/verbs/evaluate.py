@@ -81,7 +81,7 @@ def evaluate(
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
         histories a `SASRec`, or another `HistoryModel`; for clicks a click model, see
-        `predict_clicks`.
+        `predict`.
       inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
         histories, without `fold_in`; or clicks, with `groups`, `optimizer` and `batch_size` alone.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row

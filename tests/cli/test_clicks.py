@@ -62,7 +62,7 @@ def test_the_auc_is_that_of_the_model_that_drew_the_clicks(clicks, capsys):
     assert out[0].split() == ["auc", f"{measured['auc']:.6g}"]
 
     model, known = sj.load_model(clicks / "run")
-    test = sj.read_clicks(clicks / "test.tsv", known.schema, vocabulary=known)
+    test = sj.read_clicks(clicks / "test.tsv", known.schema, features=known)
     planted = sj.metrics.auc(np.load(clicks / "logits.npy"), test.labels)
     assert abs(measured["auc"] - planted) < 0.005 < planted - 0.7
     assert measured["groups"] == USERS
@@ -77,8 +77,8 @@ def test_the_auc_is_that_of_the_model_that_drew_the_clicks(clicks, capsys):
 
 def test_probabilities(clicks, capsys):
     model, known = sj.load_model(clicks / "run")
-    test = sj.read_clicks(clicks / "test.tsv", known.schema, vocabulary=known)
-    wanted = sj.predict_clicks(model, test)
+    test = sj.read_clicks(clicks / "test.tsv", known.schema, features=known)
+    wanted = sj.predict(model, test)
     ends = (".npy", ".csv", ".txt", ".parquet")
     out = {end: str(clicks / f"out{end}") for end in ends}
     for path in out.values():
@@ -122,8 +122,8 @@ def test_export(clicks):
     records = {"x": [0.5, 1], "y": [0, 2], "user": ["u1", "new"], "item": ["i3", None]}
     found = sj.load_predictor(path).predict_records(records)
     (clicks / "two.csv").write_text("click,x,y,user,item\n0,.5,0,u1,i3\n0,1,2,new,\n")
-    two = sj.read_clicks(clicks / "two.csv", known.schema, vocabulary=known)
-    np.testing.assert_allclose(found, sj.predict_clicks(model, two), rtol=1e-5)
+    two = sj.read_clicks(clicks / "two.csv", known.schema, features=known)
+    np.testing.assert_allclose(found, sj.predict(model, two), rtol=1e-5)
 
 
 def test_report(clicks, capsys):
@@ -259,7 +259,7 @@ def test_other_columns_than_those_of_the_run(clicks, tmp_path, capsys):
 
 def test_saved_clicks_are_read_while_training(clicks, tmp_path, capsys):
     _, known = sj.load_model(clicks / "run")
-    data = sj.read_clicks(clicks / "train.tsv", known.schema, vocabulary=known)
+    data = sj.read_clicks(clicks / "train.tsv", known.schema, features=known)
     data.rows(slice(3000)).save(tmp_path / "train.parquet")
     argv = ["train", str(tmp_path / "train.parquet"), "--model", "wide_deep"]
     argv += ["--run", str(tmp_path / "run"), "--chunk-rows", "1000"]

@@ -96,7 +96,7 @@ def test_a_model_and_data_that_do_not_share_alike():
     how = {"num_dense": 0, "rngs": nnx.Rngs(0)}
     apart = sj.embeddings.WideDeep(sj.WideDeepConfig(), features=data.num_ids, **how)
     with pytest.raises(ValueError, match="'seen' has the table of 'item' by the data"):
-        sj.predict_clicks(apart, data)
+        sj.predict(apart, data)
     for like in ("user", "seen"):
         with pytest.raises(
             ValueError, match=f"reads the table of '{like}', which is no"
@@ -131,10 +131,10 @@ def test_from_the_schema_to_a_predictor(tmp_path, monkeypatch, capsys):
     records = {name: [row[name] for row in rows] for name in ("item", "seen")}
     predictor = sj.load_predictor("shop.predictor")
     assert predictor.vocabularies.keys() == {"item"}
-    data = sj.read_clicks(rows, SCHEMA, vocabulary=tuesday.known)
+    data = sj.read_clicks(rows, SCHEMA, features=tuesday.known)
     np.testing.assert_allclose(
         predictor.predict_records(records),
-        sj.predict_clicks(tuesday.model, data),
+        sj.predict(tuesday.model, data),
         rtol=1e-5,
     )
     plan = ["plan", "--model", "deepfm", "--schema", "schema.json", "--examples"]

@@ -128,13 +128,13 @@ def test_files(kind, name, files):
     assert sorted(expected.vocabularies.get("member", [])) in ([], ["false", "true"])
     for train, known in itertools.product([name, "integers.parquet"], [False, True]):
         vocabulary = sj.read_clicks(files / train, schema) if known else None
-        data = sj.read_clicks(files / name, schema, vocabulary=vocabulary)
+        data = sj.read_clicks(files / name, schema, features=vocabulary)
         assert ids_of(data) == ids_of(expected)
-        scanned = sj.data.scan_clicks(files / name, schema, vocabulary=vocabulary)
+        scanned = sj.data.scan_clicks(files / name, schema, features=vocabulary)
         assert ids_of(next(scanned.chunks())) == ids_of(expected)
         if known:
             again = files / "integers.parquet"
-            data = sj.read_clicks(again, schema, vocabulary=vocabulary)
+            data = sj.read_clicks(again, schema, features=vocabulary)
             assert ids_of(data) == ids_of(expected)
 
 
@@ -232,13 +232,13 @@ def test_data_that_spell_otherwise(tmp_path):
     before = sj.ClickDataset.load(GOLDEN / "clicks_as_written.parquet")
     assert before.vocabularies["member"].tolist() == ["True", "False"]
     assert ids_of(before)["city"] == [774, 577, 0, 774, 577]
-    again = sj.read_clicks(path, before.schema, vocabulary=before)
+    again = sj.read_clicks(path, before.schema, features=before)
     assert ids_of(again) == ids_of(before)
     typed = pa.table({"click": [1, 0], "member": [True, False], "city": ["2.0", "1.0"]})
     pq.write_table(
         typed.append_column("tag", pa.array(["nan", "x"])), tmp_path / "t.parquet"
     )
-    typed = sj.read_clicks(tmp_path / "t.parquet", before.schema, vocabulary=before)
+    typed = sj.read_clicks(tmp_path / "t.parquet", before.schema, features=before)
     assert ids_of(typed) == {name: ids[:2] for name, ids in ids_of(before).items()}
     same = sj.ClickSchema.from_json(before.schema.to_json())
     assert same == before.schema and same.ids["city"] != sj.data.HashedColumn(1000)

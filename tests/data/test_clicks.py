@@ -170,7 +170,7 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
     assert (
         min(np.bincount(np.asarray(train.ids["C1"]))[:3]) > 3
     )  # some are missing, some rare
-    test = sj.read_clicks(tmp_path / f"test.{form}", schema, vocabulary=train)
+    test = sj.read_clicks(tmp_path / f"test.{form}", schema, features=train)
     assert_equal(test, later, lines)
 
     both = [tmp_path / f"{name}.{form}" for name in ("train", "test")]
@@ -193,7 +193,7 @@ def test_files_are_read_as_they_are(tmp_path, form, monkeypatch):
     else:
         with pytest.raises(NotImplementedError, match="read in order only, by chunks"):
             scanned.read(0, 1)
-    again = sj.data.scan_clicks(both[1], schema, vocabulary=train, chunk_rows=100)
+    again = sj.data.scan_clicks(both[1], schema, features=train, chunk_rows=100)
     assert_equal(next(again.chunks()), later, lines)
 
 
@@ -230,7 +230,7 @@ def test_labels_may_be_missing(tmp_path, form):
         for name, ids in train.ids.items():
             np.testing.assert_array_equal(each.ids[name], ids)
     with pytest.raises(sj.DataError, match=r"no column 'label'|expected 5 columns"):
-        sj.read_clicks(path, schema, vocabulary=train)
+        sj.read_clicks(path, schema, features=train)
 
 
 def test_a_header_may_be_there_although_columns_are_named(tmp_path):
@@ -384,8 +384,8 @@ def test_saved_parts_are_scanned(tmp_path, form):
         sj.DataError, match="not a saved data set .* give their ClickSchema"
     ):
         sj.data.scan_clicks(tmp_path / "plain")
-    with pytest.raises(ValueError, match="leave out vocabulary"):
-        sj.data.scan_clicks(tmp_path / "parts", vocabulary=data)
+    with pytest.raises(ValueError, match="leave out features"):
+        sj.data.scan_clicks(tmp_path / "parts", features=data)
 
 
 def test_split_rows(tmp_path):
@@ -453,8 +453,8 @@ def test_wrong_files(tmp_path):
         sj.read_clicks([], SCHEMA)
     with pytest.raises(ValueError, match="chunk_rows must be positive"):
         sj.data.scan_clicks(path, SCHEMA, chunk_rows=0)
-    with pytest.raises(ValueError, match=r"vocabulary lacks \['C1'\]; it has \['X'\]"):
-        sj.read_clicks(path, SCHEMA, vocabulary={"X": np.array(["a"])})
+    with pytest.raises(ValueError, match=r"features lacks \['C1'\]; it has \['X'\]"):
+        sj.read_clicks(path, SCHEMA, features={"X": np.array(["a"])})
 
     path = tmp_path / "a.parquet"
     good = {"label": [0, 1], "I1": [1, 2], "I2": [1, 2], "C1": ["a", "b"], "C2": [3, 4]}
@@ -559,7 +559,7 @@ def test_new_categories_get_ids_behind_the_known_ones(tmp_path):
         ["eve", "bob", "dan", "eve", None, "zoe", "dan"],
         ["c", "a", "", "cb", "d", "", "c"],
     )
-    tuesday = sj.read_clicks(rows, schema, vocabulary=monday, append=True)
+    tuesday = sj.read_clicks(rows, schema, features=monday, append=True)
     # Known ids are found however rare they are; eve and dan are frequent enough by now.
     assert tuesday.vocabularies["user"].tolist() == ["ann", "bob", "dan", "eve"]
     assert single(tuesday, "user").tolist() == [5, 3, 4, 5, 0, 1, 4]
@@ -569,7 +569,7 @@ def test_new_categories_get_ids_behind_the_known_ones(tmp_path):
 
     # In memory bob was too rare to keep his name.
     own = sj.read_clicks(rows, schema)
-    longer = own.append_vocabulary(monday)
+    longer = own.append_features(monday)
     assert longer.vocabularies["user"].tolist() == ["ann", "bob", "dan", "eve"]
     assert single(longer, "user").tolist() == [5, 1, 4, 5, 0, 1, 4]
     for found in (tuesday, longer):
@@ -583,32 +583,32 @@ def test_new_categories_get_ids_behind_the_known_ones(tmp_path):
     longer.save(tmp_path / "longer.parquet")
     assert sj.ClickDataset.load(tmp_path / "longer.parquet").num_ids == tuesday.num_ids
 
-    with pytest.raises(ValueError, match="append=True needs vocabulary"):
+    with pytest.raises(ValueError, match="append=True needs features"):
         sj.read_clicks(rows, schema, append=True)
     other = sj.ClickSchema("click", ids={"user": sj.data.VocabularyColumn()})
     with pytest.raises(ValueError, match="this data set has other columns"):
-        longer.append_vocabulary(sj.read_clicks(rows, other))
+        longer.append_features(sj.read_clicks(rows, other))
     with pytest.raises(ValueError, match=r"lacks \['tags'\]"):
-        longer.append_vocabulary({"user": np.array(["ann"])})
+        longer.append_features({"user": np.array(["ann"])})
 
 
 def test_numbers_are_found_in_vocabularies_of_earlier_releases():
     schema = sj.ClickSchema("click", ids={"user": sj.data.VocabularyColumn()})
     rows = [{"click": 0, "user": user} for user in (7, 8)]
     known = {"user": np.array(["7.0"])}
-    read = sj.read_clicks(rows, schema, vocabulary=known, append=True)
-    for found in (read, sj.read_clicks(rows, schema).append_vocabulary(known)):
+    read = sj.read_clicks(rows, schema, features=known, append=True)
+    for found in (read, sj.read_clicks(rows, schema).append_features(known)):
         assert found.vocabularies["user"].tolist() == ["7.0", "8"]
         assert single(found, "user").tolist() == [2, 3]
     # Both vocabularies are of an earlier release.
     own = sj.read_clicks(rows, schema)
     own = dataclasses.replace(own, vocabularies={"user": np.array(["7.0", "True"])})
     known = {"user": np.array(["7", "True", "7.0"])}
-    found = own.append_vocabulary(known)
+    found = own.append_features(known)
     assert found.vocabularies["user"].tolist() == ["7", "True", "7.0"]
     assert single(found, "user").tolist() == [4, 3]
     known = {"user": np.array(["True", "7"])}
-    assert single(own.append_vocabulary(known), "user").tolist() == [3, 2]
+    assert single(own.append_features(known), "user").tolist() == [3, 2]
 
 
 def timed_rows(form: str) -> list[dict[str, Any]]:
@@ -659,7 +659,7 @@ def test_parts_by_time_are_as_if_read_apart(tmp_path, form, cut):
         for which in (False, True)
     )
     train = sj.read_clicks(first, schema)
-    heldout = sj.read_clicks(second, schema, vocabulary=train)
+    heldout = sj.read_clicks(second, schema, features=train)
     ads = heldout.ids["ads"]
     assert isinstance(ads, sj.CSR) and (ads.indices == 1).any()  # new ones are unknown
     for parts in (

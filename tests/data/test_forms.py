@@ -299,8 +299,7 @@ def test_scans_of_clicks_in_folders_of_hive(tmp_path):
         assert [each for part in parts for each in part] == wanted
     before = scanned.fingerprint()
     (folder / "user_id=bob").rename(folder / "user_id=bo")
-    known = {"vocabulary": same}
-    assert sj.data.scan_clicks(folder, SCHEMA, **known).fingerprint() != before
+    assert sj.data.scan_clicks(folder, SCHEMA, features=same).fingerprint() != before
 
 
 @pytest.mark.parametrize("separator", ["|", " ", ";;"])

@@ -121,14 +121,14 @@ def test_new_ids_and_later_days():
     rows, later = made(), made(1)
     data = sj.read_clicks(rows, SCHEMA)
     names, _ = by_hand(rows)
-    longer = sj.read_clicks(later, SCHEMA, vocabulary=data, append=True)
+    longer = sj.read_clicks(later, SCHEMA, features=data, append=True)
     check(longer, *by_hand(later, names))
     known = {name: 2 + i for i, name in enumerate(names)}
     given: Any = {"item": names, "user": ["u0"]}
-    read = sj.read_clicks(later, SCHEMA, vocabulary=given)
+    read = sj.read_clicks(later, SCHEMA, features=given)
     assert single(read, "last") == [known.get(row["last"], 1) for row in later]
 
-    appended = sj.read_clicks(later, SCHEMA).append_vocabulary(data)
+    appended = sj.read_clicks(later, SCHEMA).append_features(data)
     assert (
         appended.vocabularies["item"].tolist() == longer.vocabularies["item"].tolist()
     )
@@ -136,7 +136,7 @@ def test_new_ids_and_later_days():
     parts = [[row for row in rows if (row["day"] >= 3) == held] for held in (0, 1)]
     train = sj.read_clicks(parts[0], SCHEMA)
     same(first, train)
-    same(second, sj.read_clicks(parts[1], SCHEMA, vocabulary=train))
+    same(second, sj.read_clicks(parts[1], SCHEMA, features=train))
 
 
 def test_the_schema_as_json():

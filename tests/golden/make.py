@@ -330,8 +330,8 @@ def read_run(folder: pathlib.Path, name: str) -> dict[str, Any]:
     model, names = sj.load_model(folder / name)
     if name in CLICKED:
         table = folder / COMMANDS[name][0]
-        data = sj.read_clicks(table, names.schema, vocabulary=names)
-        scores = sj.predict_clicks(model, data)[: 2 * SHOWN]
+        data = sj.read_clicks(table, names.schema, features=names)
+        scores = sj.predict(model, data)[: 2 * SHOWN]
         vocabularies = {n: v.tolist() for n, v in names.vocabularies.items()}
         return {"clicks": scores.astype(float).tolist(), "vocabulary": vocabularies}
     data = data_of(folder, name)
@@ -400,7 +400,7 @@ def fit(
         sj.export_predictor(
             model, folder / "fit_dlrm_int8.predictor", table_dtype="int8", batch_size=8
         )
-    scores = sj.predict_clicks(model, data)[: 2 * SHOWN]
+    scores = sj.predict(model, data)[: 2 * SHOWN]
     return found | {"clicks": scores.astype(float).tolist()}
 
 

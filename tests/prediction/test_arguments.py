@@ -145,7 +145,7 @@ def test_other_kinds_of_data_are_refused(of_kind):
     with pytest.raises(TypeError, match="SequenceDataset"):
         sj.user_vectors(items[0], histories[1])
     with pytest.raises(TypeError, match="SparseDataset"):
-        sj.predict_clicks(clicks[0], DATA)  # pyrefly: ignore
+        sj.predict(clicks[0], DATA)  # pyrefly: ignore
 
 
 def test_names_are_checked_where_items_are_numbers(of_kind):

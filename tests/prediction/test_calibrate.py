@@ -74,7 +74,7 @@ def test_dropped_negatives_are_corrected(tmp_path, capsys):
     """A model of data of which a fifth of the negatives was kept, on all data."""
     train = sj.read_clicks(drawn(3000, kept=0.2), SCHEMA)
     test, other = (
-        sj.read_clicks(drawn(3000, seed=seed), SCHEMA, vocabulary=train)
+        sj.read_clicks(drawn(3000, seed=seed), SCHEMA, features=train)
         for seed in (1, 2)
     )
     config = sj.DLRMConfig(dim=4, bottom=(8,), top=(8,))
@@ -86,7 +86,7 @@ def test_dropped_negatives_are_corrected(tmp_path, capsys):
     assert abs(sampled["calibration"] - 1) < 0.12
     assert sampled["auc"] == pytest.approx(plain["auc"], abs=1e-6)
     before = run.predict(test).astype(np.float64)
-    after = sj.predict_clicks(sj.calibrate(run.model, negatives_kept=0.2), test)
+    after = sj.predict(sj.calibrate(run.model, negatives_kept=0.2), test)
     odds = 0.2 * before / (1 - before)
     np.testing.assert_allclose(after, odds / (1 + odds), rtol=1e-4)
 
@@ -111,7 +111,7 @@ def test_dropped_negatives_are_corrected(tmp_path, capsys):
     assert parameters(tmp_path / "run") == kept
     better = sj.calibrate(run.model, other, method="isotonic")
     found = sj.load_predictor(path).predict(test)
-    np.testing.assert_allclose(found, sj.predict_clicks(better, test), rtol=1e-5)
+    np.testing.assert_allclose(found, sj.predict(better, test), rtol=1e-5)
     assert len(np.unique(found)) < len(np.unique(before))
 
 
@@ -123,7 +123,7 @@ def test_examples_of_one_class_have_a_log_loss():
         with pytest.warns(UserWarning, match=f"all labels are {label}: .* no AUC"):
             found = sj.evaluate(model, part, groups="user", keep_rows=True)
         assert found.keys() == names
-        p = sj.predict_clicks(model, part).astype(np.float64)
+        p = sj.predict(model, part).astype(np.float64)
         right = p if label else 1 - p
         np.testing.assert_allclose(found["log_loss"], -np.log(right).mean(), rtol=1e-5)
         assert isinstance(found, sj.metrics.Measured)

@@ -174,7 +174,7 @@ def test_a_layer_is_folded(tmp_path):
 class OwnRanking(sj.FeedForward):
     """A model whose best items are not those of its output layer."""
 
-    def top_k(self, x, k, *, exclude=None):
+    def top_k(self, x, k, *, exclude=None):  # pyrefly: ignore[bad-override]
         ids, scores = super().top_k(x, k, exclude=exclude)
         return ids, scores + 1
 

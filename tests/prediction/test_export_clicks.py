@@ -137,7 +137,7 @@ def model(train) -> Clicks:
 @pytest.fixture(scope="module")
 def expected(model, train) -> np.ndarray:
     """Probabilities by the model itself, of as many examples at a time as the predictor."""
-    return sj.predict_clicks(model, train, batch_size=BATCH)
+    return sj.predict(model, train, batch_size=BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -180,7 +180,7 @@ def test_records_as_in_training(model, train, predictor, folder):
     new["tags"][3], new["age"][4] = None, None
     labels = {"click": np.zeros(50, int)}
     pq.write_table(pa.table(labels | new), folder / "new.parquet")
-    known = sj.read_clicks(folder / "new.parquet", SCHEMA, vocabulary=train)
+    known = sj.read_clicks(folder / "new.parquet", SCHEMA, features=train)
     assert np.asarray(known.ids["item"])[1:3].tolist() == [1, 0]
     found = predictor.predict_records(new)
     np.testing.assert_array_equal(found, predictor.predict(known))

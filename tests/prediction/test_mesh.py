@@ -62,9 +62,9 @@ class Model(sj.FeedForward):
 
     times_traced = 0
 
-    def top_k(self, x, k, *, exclude=None):
+    def top_k(self, x, k, **options):
         Model.times_traced += 1
-        return super().top_k(x, k, exclude=exclude)
+        return super().top_k(x, k, **options)
 
 
 def a_model():

@@ -185,8 +185,8 @@ def test_tables_histories_and_clicks_in_memory(folder, tmp_path):
     run = sj.Run.train(clicks, num_epochs=1, batch_size=200)
     test = folder / "clicks-heldout.csv"
     found = run.predict(test)
-    read = sj.read_clicks(test, SCHEMA, vocabulary=clicks)
-    np.testing.assert_array_equal(found, sj.predict_clicks(run.model, read))
+    read = sj.read_clicks(test, SCHEMA, features=clicks)
+    np.testing.assert_array_equal(found, sj.predict(run.model, read))
     assert run.evaluate(read) == sj.evaluate(run.model, read)
     run.report(tmp_path / "clicks.html", test)
     assert "Calibration" in (tmp_path / "clicks.html").read_text()
@@ -283,13 +283,13 @@ def test_clicks_go_on_with_new_categories(folder, tmp_path, capsys):
     before, steps = run.known, int(run.optimizer.step[...])
     predicted = run.predict(tmp_path / "tuesday.csv")
     data = sj.read_clicks(
-        tmp_path / "tuesday.csv", SCHEMA, vocabulary=before, append=True
+        tmp_path / "tuesday.csv", SCHEMA, features=before, append=True
     )
     now = dataclasses.replace(run.settings, num_features=20)
     longer, _, kept = continued(run.directory, run.settings, before, now, data)
     assert kept and longer.num_ids == data.num_ids
     # To the bit, also of examples with new categories, until it is trained on.
-    np.testing.assert_array_equal(sj.predict_clicks(longer, data), predicted)
+    np.testing.assert_array_equal(sj.predict(longer, data), predicted)
 
     run.train_more(tmp_path / "tuesday.csv", tmp_path / "tuesday", **how)
     assert int(run.optimizer.step[...]) == steps + 4

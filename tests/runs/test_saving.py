@@ -59,7 +59,7 @@ def test_histories_and_clicks(tmp_path):
     model, optimizer = sj.build(sj.DLRMConfig(dim=4, bottom=(4,), top=(4,)), clicks)
     sj.save_model(tmp_path / "clicks", model, optimizer, clicks)
     found = sj.Run.load(tmp_path / "clicks").predict(clicks)
-    np.testing.assert_array_equal(found, sj.predict_clicks(model, clicks))
+    np.testing.assert_array_equal(found, sj.predict(model, clicks))
 
 
 @pytest.mark.usefixtures("wrong_types")

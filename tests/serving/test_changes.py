@@ -64,7 +64,7 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
             wait(client, taken, export)
             wait(client, 'sparsejax_changes_total{result="taken"}', export + 1)
             after = asked(client)
-            expected = sj.predict_clicks(model, clicks)[3]
+            expected = sj.predict(model, clicks)[3]
             np.testing.assert_allclose(after, expected, rtol=1e-6)
             assert after != before
             before = after

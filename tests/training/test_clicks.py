@@ -135,7 +135,7 @@ def test_a_mesh_gives_the_same_losses():
                 "validation": made(90, seed=1),
             }
             history = sj.fit(model, optimizer, clicks, **options)
-            found.append([losses(history), sj.predict_clicks(model, clicks)])
+            found.append([losses(history), sj.predict(model, clicks)])
             assert history[1]["auc"] == pytest.approx(
                 sj.evaluate(model, made(90, seed=1))["auc"]
             )
@@ -153,8 +153,8 @@ def test_streamed_clicks(tmp_path):
     for entry in (*history, *expected):
         del entry["examples_per_second"]
     assert history == expected
-    found = sj.predict_clicks(model, scanned)
-    np.testing.assert_array_equal(found, sj.predict_clicks(same, clicks))
+    found = sj.predict(model, scanned)
+    np.testing.assert_array_equal(found, sj.predict(same, clicks))
 
     text = tmp_path / "clicks.csv"
     text.write_text("click,age,price,user,tags\n1,1,2,3,4\n")
@@ -266,7 +266,7 @@ def test_early_stopping_keeps_the_best_epoch(metric, sign, capsys):
 
 def test_measures_of_clicks():
     clicks, (model, _) = made(), build()
-    p = sj.predict_clicks(model, clicks, batch_size=70).astype(np.float64)
+    p = sj.predict(model, clicks, batch_size=70).astype(np.float64)
     logits = np.asarray(
         model(clicks.dense, jax.tree.map(jnp.asarray, dict(clicks.ids)))
     )
@@ -348,7 +348,7 @@ def test_what_does_not_fit_together():
     refused(
         ValueError,
         "a feature 'tags', which the data lack",
-        sj.predict_clicks,
+        sj.predict,
         model,
         other,
     )

@@ -125,7 +125,7 @@ def test_fit_trains_as_a_loop_of_ones_own(clicks):
             step(other, its_own, part.dense, ids, part.labels)
     its_own.flush(other)
     np.testing.assert_allclose(
-        sj.predict_clicks(model, clicks), sj.predict_clicks(other, clicks), rtol=1e-5
+        sj.predict(model, clicks), sj.predict(other, clicks), rtol=1e-5
     )
 
 
@@ -162,7 +162,7 @@ def test_a_fit_goes_on_on_another_mesh(clicks, tmp_path):
         how = {"batch_size": BATCH, "num_epochs": num_epochs, "resume": True}
         sj.fit(model, optimizer, clicks, checkpoint_dir=tmp_path / folder, **how)
         ids = {name: model.embeddings.ids(name) for name in ("user", "item")}
-        return ids, sj.predict_clicks(model, clicks), model.embeddings.stats()
+        return ids, sj.predict(model, clicks), model.embeddings.stats()
 
     with jax.set_mesh(sj.make_mesh(data=4, model=2)):
         fit("moved", 1)

@@ -93,7 +93,7 @@ def test_bits_are_those_of_tables_on_the_device():
     unseen = made(2, 300)
     for optimizer in None, optimizers:
         answers = [
-            sj.predict_clicks(
+            sj.predict(
                 m, unseen, optimizer=None if optimizer is None else o, batch_size=64
             )
             for m, o in zip((here, there), optimizers, strict=True)
@@ -265,13 +265,13 @@ def test_an_exported_predictor_has_all_rows(tmp_path):
     model = hosted()
     optimizer, _ = fitted(model, clicks=clicks)
     optimizer.flush(model)
-    expected = sj.predict_clicks(model, unseen)
+    expected = sj.predict(model, unseen)
     path = tmp_path / "clicks.sj"
     sj.export_predictor(model, path, names=clicks)
     found = sj.load_predictor(path).predict(unseen)
     np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-6)
     # The model goes on.
-    np.testing.assert_array_equal(sj.predict_clicks(model, unseen), expected)
+    np.testing.assert_array_equal(sj.predict(model, unseen), expected)
 
 
 def test_a_deleted_model_leaves_no_rows():
@@ -293,7 +293,7 @@ def test_rows_are_read_with_their_optimizer_alone():
     optimizers = [fitted(model)[0] for model in (here, there)]
     other = nnx.clone(optimizers[1])
     with pytest.raises(ValueError, match="the state of another optimizer, which trai"):
-        sj.predict_clicks(there, made(1, 200), optimizer=other)
+        sj.predict(there, made(1, 200), optimizer=other)
     more = [
         sj.fit(m, o, made(3), num_epochs=1, batch_size=64)[0]["loss"]
         for m, o in zip((here, there), optimizers, strict=True)

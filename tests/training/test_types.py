@@ -152,7 +152,7 @@ def test_clicks(config, flagged, tmp_path):
     )
     trained(model, sj.optimizers.rowwise_adagrad(0.1), data, validation=data)
     sj.evaluate(model, data, groups="user")
-    sj.predict_clicks(model, data)
+    sj.predict(model, data)
     sj.export_predictor(model, tmp_path / "p", names=data, batch_size=1)
     sj.load_predictor(tmp_path / "p").predict(data)
 

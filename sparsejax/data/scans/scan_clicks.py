@@ -12,6 +12,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax import codec
+from sparsejax.callers import renamed
 from sparsejax.data.events.block import Cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import parquet
@@ -260,11 +261,12 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         )
 
 
+@renamed(vocabulary="features")
 def scan_clicks(
     path: Paths,
     schema: ClickSchema | None = None,
     *,
-    vocabulary: ClickDataset | ScannedClicks | Mapping[str, Names] | None = None,
+    features: ClickDataset | ScannedClicks | Mapping[str, Names] | None = None,
     chunk_rows: int = 2**20,
 ) -> ScannedClicks:
     """Scans examples of clicks without keeping them, for data larger than memory.
@@ -278,7 +280,7 @@ def scan_clicks(
       path: as of `read_clicks`. A list of files is read in its order.
       schema: what the columns are; None for files of `ClickDataset.save`, which know it.
         They are the quickest to read.
-      vocabulary: the categories that have ids of their own, from other data. By default
+      features: the categories that have ids of their own, from other data. By default
         the files are read once to count them; distinct categories are kept in memory.
         Hashed columns need no such pass.
       chunk_rows: number of examples of a chunk.
@@ -286,19 +288,19 @@ def scan_clicks(
     Raises:
       DataError: a file cannot be read, see `read_clicks`. Saved files have different
         schemas or vocabularies.
-      ValueError: `chunk_rows` is not positive, the vocabulary lacks a column, or one is
+      ValueError: `chunk_rows` is not positive, `features` lacks a column, or is
         given for saved files.
     """
     if chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
     if schema is None:
-        if vocabulary is not None:
-            raise ValueError("saved files have a vocabulary: leave out vocabulary")
+        if features is not None:
+            raise ValueError("saved files know their categories: leave out features")
         return _scan_saved(path, chunk_rows)
-    if isinstance(vocabulary, ScannedClicks):
-        vocabulary = vocabulary.vocabularies
+    if isinstance(features, ScannedClicks):
+        features = features.vocabularies
     schema = without_time(schema)
-    known = known_vocabularies(schema, vocabulary)
+    known = known_vocabularies(schema, features)
     if known is None:
         columns = vocabulary_columns(schema)
         counters = {name: Counter() for name in vocabularies_of(schema)}
@@ -334,7 +336,7 @@ def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
                 raise DataError.at(
                     source.path,
                     "has another schema or vocabulary than the first file; read all with "
-                    "one vocabulary: read_clicks(..., vocabulary=train)",
+                    "one vocabulary: read_clicks(..., features=train)",
                 )
     assert first is not None  # there is a file
     return first

@@ -8,6 +8,7 @@ from typing import ClassVar
 
 import numpy as np
 
+from sparsejax.callers import renamed, warn_caller
 from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.stored import id_lists
@@ -235,31 +236,31 @@ class ClickDataset:
             self, ids=ids, vocabularies={**self.vocabularies, name: names}
         )
 
-    def append_vocabulary(
-        self, vocabulary: ClickDataset | Mapping[str, Names]
+    def append_features(
+        self, features: ClickDataset | Mapping[str, Names]
     ) -> ClickDataset:
         """The same examples by other vocabularies, followed by the categories of its own that are new.
 
         >>> ids = {"user": VocabularyColumn()}
         >>> monday = read_clicks([{"click": 1, "user": "ann"}], ClickSchema("click", {}, ids))
         >>> tuesday = read_clicks([{"click": 0, "user": "eve"}], ClickSchema("click", {}, ids))
-        >>> longer = tuesday.append_vocabulary(monday)
+        >>> longer = tuesday.append_features(monday)
         >>> longer.vocabularies["user"].tolist(), longer.ids["user"].tolist()
         (['ann', 'eve'], [3])
 
         So ids of a model that was trained on the given data keep their numbers: see
         `sparsejax.embeddings.add_ids`. A category that was rare in this data set has lost its
-        name, and stays rare; `read_clicks(..., vocabulary=monday, append=True)` still finds it.
+        name, and stays rare; `read_clicks(..., features=monday, append=True)` still finds it.
 
         Args:
-          vocabulary: a data set of the same columns, or the categories of each column.
+          features: a data set of the same columns, or the categories of each column.
 
         Raises:
           ValueError: a vocabulary is missing, or the columns are others.
         """
-        if isinstance(vocabulary, ClickDataset):
-            check_same_schema(vocabulary.schema, self.schema, "this data set")
-        known = known_vocabularies(self.schema, vocabulary) or {}
+        if isinstance(features, ClickDataset):
+            check_same_schema(features.schema, self.schema, "this data set")
+        known = known_vocabularies(self.schema, features) or {}
         longer = self
         for name, before in known.items():
             own = self.vocabularies[name]
@@ -269,6 +270,16 @@ class ClickDataset:
             to = np.array([MISSING, RARE, *(FIRST_KNOWN + place)], np.int32)
             longer = longer._renamed(name, to, np.concatenate([before, own[is_new]]))
         return longer
+
+    def append_vocabulary(
+        self, vocabulary: ClickDataset | Mapping[str, Names]
+    ) -> ClickDataset:
+        """The earlier name of `append_features`, which 0.2 drops."""
+        warn_caller(
+            "append_vocabulary is append_features now; 0.2 drops the earlier name",
+            FutureWarning,
+        )
+        return self.append_features(vocabulary)
 
     def save(self, path: Path) -> None:
         """Writes the data set as one Parquet file, whole or not at all.
@@ -293,11 +304,12 @@ class ClickDataset:
             raise DataError.at(path, f"is damaged: {error}") from error
 
 
+@renamed(vocabulary="features")
 def read_clicks(
     path: Paths,
     schema: ClickSchema,
     *,
-    vocabulary: ClickDataset | Mapping[str, Names] | None = None,
+    features: ClickDataset | Mapping[str, Names] | None = None,
     append: bool = False,
 ) -> ClickDataset:
     """Reads examples of clicks from files or from a table in memory.
@@ -317,21 +329,21 @@ def read_clicks(
       path: a file, a list of files that follow each other, a folder, an address of Parquet
         files, or a table in memory; see `read`.
       schema: what the columns are.
-      vocabulary: the data set that was trained on, whose categories have their ids here
+      features: the data set that was trained on, whose categories have their ids here
         too; unknown ones have the id of rare ones. By default categories are numbered by
         this file. Hashed columns need none.
-      append: number categories that the vocabulary lacks behind it, instead: for a model
+      append: number categories that it lacks behind its own, instead: for a model
         that learns them, see `sparsejax.embeddings.add_ids`.
 
     Raises:
       DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
         other than 0 and 1, or a number that is NaN; the message has file and line.
-      ValueError: the vocabulary lacks a column, there is none to append to, or there are
+      ValueError: `features` lacks a column, there is none to append to, or there are
         more than 2^31 - 1 ids in a column of lists.
     """
-    if append and vocabulary is None:
-        raise ValueError("append=True needs vocabulary=..., to which it appends")
-    known = known_vocabularies(schema, vocabulary)
+    if append and features is None:
+        raise ValueError("append=True needs features=..., to which it appends")
+    known = known_vocabularies(schema, features)
     return _read(path, schema, known, append=append)
 
 
@@ -442,7 +454,7 @@ def known_vocabularies(
         vocabulary = vocabulary.vocabularies
     if missing := [name for name in wanted if name not in vocabulary]:
         raise ValueError(
-            f"vocabulary lacks {missing}; it has {list(vocabulary)}. Read the training "
+            f"features lacks {missing}; it has {list(vocabulary)}. Read the training "
             "data by the same schema"
         )
     return {name: as_names(vocabulary[name]) for name in wanted}

@@ -68,7 +68,7 @@ class Clicks(Kind):
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         raise TypeError(
-            f"a {type(inputs).__name__} has no items to rank: predict_clicks says how "
+            f"a {type(inputs).__name__} has no items to rank: predict says how "
             "probable its clicks are"
         )
 

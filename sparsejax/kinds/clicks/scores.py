@@ -58,7 +58,7 @@ class ClickModel(Protocol):
     def __call__(self, dense: Any, ids: Any) -> jax.Array: ...
 
 
-def predict_clicks(
+def predict(
     model: ClickModel,
     clicks: Clicks,
     *,
@@ -71,7 +71,7 @@ def predict_clicks(
     >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
     >>> config = WideDeepConfig(dim=4, hidden=(8,))
     >>> model = WideDeep(config, num_dense=0, features=clicks.features, rngs=nnx.Rngs(0))
-    >>> predict_clicks(model, clicks).shape
+    >>> predict(model, clicks).shape
     (3,)
 
     Labels are not read. On a mesh, batches are divided over it.
@@ -123,7 +123,7 @@ def evaluate_clicks(
       model: see `ClickModel`.
       clicks: examples with labels.
       groups: the name of a feature with one id an example, or `[examples]` numbers or text.
-      optimizer: see `predict_clicks`.
+      optimizer: see `predict`.
       batch_size: examples scored at a time.
       deterministic: give the same bits in every process on the same kind of GPU.
       keep_rows: return a `Measured`, with the figures of each example.
@@ -200,7 +200,7 @@ def check_columns(model: Any, clicks: Clicks) -> None:
         if wanted[name] != given[name]:
             raise ValueError(
                 f"feature {name!r} has {given[name]:,} ids in the data, but the model was "
-                f"built for {wanted[name]:,}; read all data with vocabulary=train and one "
+                f"built for {wanted[name]:,}; read all data with features=train and one "
                 "schema, and build the model with features=train.features"
             )
     shared = {n: f for n, f in clicks.features.items() if isinstance(f, str)}
@@ -221,7 +221,7 @@ def check_same_columns(train: Clicks, validation: Clicks) -> None:
         if not np.array_equal(known, validation.vocabularies[name]):
             raise ValueError(
                 f"validation has another vocabulary of {name!r} than the training data; read "
-                "it with vocabulary=train"
+                "it with features=train"
             )
 
 
