@@ -256,7 +256,7 @@ def report(command: flags.Report) -> None:
     write_report(
         out,
         history=opened.history(),
-        title=str(command.run),
+        title=command.run.resolve().name,
         settings=settings.described(),
         titles=titles,
         **commands.runs.report(measuring, opened),

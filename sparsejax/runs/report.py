@@ -203,9 +203,16 @@ def means_over(measured: Mapping[str, float]) -> str:
     if new := measured.get("users_new"):
         text += f"; {new:,} users are new: the model is shown nothing of them"
     if entries := measured.get("entries_unknown"):
-        text += f"; {entries:,} held-out entries are of unknown items"
+        are = (
+            "entry is of an unknown item"
+            if entries == 1
+            else "entries are of unknown items"
+        )
+        text += f"; {entries:,} held-out {are}"
         if "users_unknown" in measured:
-            text += f", and {measured['users_unknown']:,} users have no others"
+            users = measured["users_unknown"]
+            have = "user has" if users == 1 else "users have"
+            text += f", and {users:,} {have} no others"
     return text
 
 
@@ -676,8 +683,9 @@ def _parameters(model: nnx.Module) -> list[tuple[str, jax.Array]]:
 
 def _layers(model: nnx.Module) -> str:
     rows = "".join(
-        f"<tr><td>{_text(name)}</td><td>{' x '.join(f'{n:,}' for n in leaf.shape)}</td>"
-        f'<td>{leaf.dtype}</td><td class="number">{leaf.size:,}</td></tr>\n'
+        f"<tr><td>{_text(name)}</td>"
+        f'<td class="whole">{" x ".join(f"{n:,}" for n in leaf.shape)}</td>'
+        f'<td class="whole">{leaf.dtype}</td><td class="number">{leaf.size:,}</td></tr>\n'
         for name, leaf in _parameters(model)
     )
     heading = '<tr><th>name</th><th>shape</th><th>dtype</th><th class="number">number</th></tr>'
