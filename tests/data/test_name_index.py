@@ -41,6 +41,15 @@ def test_names_are_found():
     check([], ["a"])
 
 
+@pytest.mark.parametrize(
+    "form", ["item {}", "{:x}", "{:09}", "日本 {}", "{} of many shops"]
+)
+def test_names_that_differ_little_have_places(form):
+    """Few names would be found one after the other if hashes were alike."""
+    index = NameIndex(as_names([form.format(i) for i in range(5000)]))
+    assert not index._others and index._shifts.max() < 64
+
+
 @pytest.mark.parametrize("parts", [1, 7])
 def test_names_of_one_hash(monkeypatch, parts):
     """Such names are told apart by their bytes."""

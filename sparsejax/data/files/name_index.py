@@ -50,11 +50,10 @@ class EncodedNames(Sequence[str]):
 class NameIndex:
     """A table of names, in which many are found at once.
 
-    A name is hashed as words of 8 bytes, the last one filled up with zeros. Its place in the
-    table is the upper part of the hash; where that is taken, so many places further as the
-    lower part says, until one is free. At most a quarter of the places are taken, so few steps
-    find all names. A name that is found has the length and the words of the one that was
-    asked for, not its hash alone.
+    A name is hashed as words of 8 bytes, the last one filled up with zeros. Its hash chooses one
+    of as many groups as there are names. Each group has a shift, chosen so that no two names
+    have the same place: so one look at the table finds a name. It is the one that was asked
+    for if its length and its words are the same.
 
     Args:
       names: that are found by their places, each once.
@@ -62,82 +61,79 @@ class NameIndex:
 
     def __init__(self, names: Names):
         encoded, ends = utf8(names)
-        self._lengths = np.diff(ends)
-        levels = _levels(encoded, ends[:-1], self._lengths)
+        self._lengths = np.append(np.diff(ends), -1)  # the last one of a free place
+        levels = _levels(encoded, ends[:-1], self._lengths[:-1])
         counts = -(-self._lengths // _WORD)
         self._first = np.cumsum(counts) - counts
         self._words = np.zeros(int(counts.sum()) + 1, np.uint64)
         for level, (places, words) in enumerate(levels):
             self._words[self._first[places] + level] = words
-        bits = int(4 * len(names)).bit_length()
-        self._bits = np.uint64(bits)
-        self._table = np.full(1 << bits, -1, np.int32)
-        hashes = _hashed(self._lengths, levels)
-        self._hashes = np.append(hashes, np.uint64(0))  # the last one of a free place
-        waiting = np.arange(len(names), dtype=np.int32)
-        slots, steps = self._places(hashes)
-        while len(waiting):
-            free = self._table[slots] < 0
-            self._table[slots[free]] = waiting[free]  # of several the last one stays
-            left = self._table[slots] != waiting
-            waiting, steps = waiting[left], steps[left]
-            slots = self._next(slots[left], steps)
+        bits = len(names).bit_length()
+        self._groups = np.uint64((1 << bits) - 1)
+        self._shifts = np.zeros(1 << bits, np.uint8)
+        self._table = np.full(4 << bits, -1, np.int32)
+        rest = self._fill(_hashed(self._lengths[:-1], levels))
+        self._others = {names[place]: place for place in rest.tolist()}
+
+    def _fill(self, hashes: np.ndarray) -> np.ndarray:
+        """Chooses the shifts, and gives the names that found no place: those of equal hashes."""
+        waiting = np.arange(len(hashes), dtype=np.int32)
+        groups = (hashes & self._groups).astype(np.int64)
+        claims = np.empty_like(self._table)
+        for shift in range(256):
+            if not len(waiting):
+                break
+            self._shifts[groups[waiting]] = shift
+            slots = self._slots(hashes[waiting])
+            claims[slots] = waiting  # of several the last one stays
+            is_good = (claims[slots] == waiting) & (self._table[slots] < 0)
+            bad = np.zeros(len(self._shifts), bool)
+            bad[groups[waiting[~is_good]]] = True  # a group finds places together
+            left = bad[groups[waiting]]
+            self._table[slots[~left]] = waiting[~left]
+            waiting = waiting[left]
+        return waiting
+
+    def _slots(self, hashes: np.ndarray) -> np.ndarray:
+        """The places in the table. A shift adds a multiple of an odd number that differs."""
+        shifts = self._shifts[(hashes & self._groups).astype(np.int64)]
+        own = (hashes >> np.uint64(32)) + shifts * (
+            (hashes >> np.uint64(7)) | np.uint64(1)
+        )
+        return (own & np.uint64(len(self._table) - 1)).astype(np.int64)
 
     def find(self, names: EncodedNames) -> np.ndarray:
         """`[names]` int32: the place of each name, -1 if it is absent."""
         lengths = names.ends - names.starts
         levels = _levels(names.data, names.starts, lengths)
-        hashes = _hashed(lengths, levels)
-        found = np.full(len(names), -1, np.int32)
-        waiting = np.arange(len(names))
-        slots, steps = self._places(hashes)
-        while len(waiting):
-            met = self._table[slots]
-            same = (met >= 0) & (self._hashes[met] == hashes[waiting])
-            if same.any():
-                at, them = waiting[same], met[same]
-                same[same] = are = self._are(them, at, lengths, levels)
-                found[at[are]] = them[are]
-            left = (met >= 0) & ~same  # after a free place the name does not come
-            waiting, steps = waiting[left], steps[left]
-            slots = self._next(slots[left], steps)
-        return found
-
-    def _are(
-        self, met: np.ndarray, asked: np.ndarray, lengths: np.ndarray, levels: _Levels
-    ) -> np.ndarray:
-        """Whether names of the table are those that are asked for."""
-        same = self._lengths[met] == lengths[asked]
-        first = self._first[met]
+        found = self._table[self._slots(_hashed(lengths, levels))]
+        same = self._lengths[found] == lengths
+        first = self._first[found]
         for level, (places, words) in enumerate(levels):
             if len(places) == len(lengths):
-                # A name of another length was ruled out: it may have no such word.
-                at = first + level
-                own = self._words.take(at, mode="clip")
-                same &= own == words[asked]
-                continue
-            at = np.flatnonzero(same & (lengths[asked] > level * _WORD))
-            own = words[np.searchsorted(places, asked[at])]
-            same[at] = self._words[first[at] + level] == own
-        return same
-
-    def _places(self, hashes: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Where the search for names begins, and how far each step of it goes."""
-        slots = (hashes >> (np.uint64(64) - self._bits)).astype(np.int64)
-        steps = hashes.astype(np.int64) & (len(self._table) - 1)
-        return slots, steps | 1  # an odd step comes to all places
-
-    def _next(self, slots: np.ndarray, steps: np.ndarray) -> np.ndarray:
-        return (slots + steps) & (len(self._table) - 1)
+                # The name in the table may have no such word, if its length differs.
+                same &= self._words.take(first + level, mode="clip") == words
+            else:
+                at = first[places] + level
+                same[places] &= self._words.take(at, mode="clip") == words
+        found[~same] = -1
+        if self._others:
+            for place in np.flatnonzero(found < 0).tolist():
+                found[place] = self._others.get(names[place], -1)
+        return found
 
 
 def _hashed(lengths: np.ndarray, levels: _Levels) -> np.ndarray:
     """A number of 64 bits for each name, which depends on all of its bytes."""
     hashed = lengths.astype(np.uint64)
     for places, words in levels:
-        mixed = (hashed[places] ^ words) * _FACTOR
-        hashed[places] = mixed ^ (mixed >> np.uint64(29))
-    return hashed * _MORE
+        hashed[places] = _mixed((hashed[places] ^ words) * _FACTOR)
+    return _mixed(hashed * _MORE)
+
+
+def _mixed(hashed: np.ndarray) -> np.ndarray:
+    """Lets the low bits depend on all bits, too; a product's high ones do so."""
+    return hashed ^ (hashed >> np.uint64(32))
 
 
 def _levels(data: bytes, starts: np.ndarray, lengths: np.ndarray) -> _Levels:
