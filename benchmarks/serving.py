@@ -208,6 +208,7 @@ def _engine(part: str, case: Case, load: Callable[[], Any]) -> Iterator[dict]:
     import jax.numpy as jnp
 
     import sparsejax as sj
+    from sparsejax.mesh.xla_options import DETERMINISTIC
     from sparsejax.serving.engine import Engine
 
     began = time.perf_counter()
@@ -216,8 +217,12 @@ def _engine(part: str, case: Case, load: Callable[[], Any]) -> Iterator[dict]:
     loaded = time.perf_counter() - began
     engine = Engine(predictor)
     seconds = {"loaded": loaded, "ready": time.perf_counter() - began}
-    # A sum over all rows would copy a kernel whose rows XLA has to fill up.
-    total = jax.jit(lambda kernel: jnp.sum(kernel, axis=1, dtype=jnp.float32))
+    # A sum over all rows would copy a kernel whose rows XLA has to fill up. To time programs and
+    # choose one, XLA would copy it, too.
+    total = jax.jit(
+        lambda kernel: jnp.sum(kernel, axis=1, dtype=jnp.float32),
+        compiler_options=DETERMINISTIC,
+    )
     kernel = max(predictor.weights, key=lambda weight: weight.size)
     read = _queued(lambda: total(kernel)) * 1e3
     for rows in case.rows:
