@@ -913,6 +913,9 @@ class Serve:
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
       keep: Versions before the one that serves which still answer, in memory, who names them.
+      swap: Where a newer version is loaded. beside: while the older one serves, so the device
+        needs room for both. drain: after the older one has answered what it has; until the
+        newer one is loaded requests are answered with status 503.
       histories: A saved data set of what users had before: a request may then name users.
       similar: Serve a second model, called similar: items like given items.
       exclude_file: Recommend none of these items, such as those sold out: a file with a name on
@@ -942,6 +945,7 @@ class Serve:
     max_wait: float = 0.0
     watch: Annotated[float | None, _value("FLOAT", "")] = None
     keep: int = 0
+    swap: Literal["beside", "drain"] = "beside"
     histories: Annotated[str | None, _OptionalFile] = None
     similar: bool = False
     exclude_file: Annotated[str | None, _OptionalFile] = None

@@ -75,6 +75,11 @@ def serve(command: flags.Serve) -> None:
             "--keep is 0 or more, and goes with --watch or --admin, which let newer versions "
             f"serve; got {command.keep}"
         )
+    if command.swap == "drain" and (is_fixed or command.keep):
+        raise ValueError(
+            "--swap drain goes with --watch or --admin, which let newer versions serve, and "
+            "without --keep, which needs room for several"
+        )
     admin = None if command.admin is None else _admin_of(command.admin)
     if admin is not None and not is_folder:
         raise ValueError(
@@ -100,6 +105,7 @@ def serve(command: flags.Serve) -> None:
             shapes=shapes,
             max_wait=command.max_wait,
             keep=command.keep,
+            swap=command.swap,
             similar=command.similar,
             histories=command.histories,
             exclude_file=command.exclude_file,

@@ -75,6 +75,24 @@ def load_same_predictor(path: str | os.PathLike[str], identity: str) -> Predicto
         return _ready(path, file)
 
 
+def check_predictor(path: str | os.PathLike[str]) -> None:
+    """Looks whether a file is a whole predictor. Nothing is put on the device.
+
+    Raises:
+      OSError: the file cannot be read.
+      ValueError: see `load_predictor`.
+    """
+    with archive.opened(path) as file:
+        length = os.fstat(file.fileno()).st_size
+        with archive.reading(path), zipfile.ZipFile(file) as parts:
+            signature, names = read_signature(parts, length)
+            model_of(signature, names)
+            for rows in signature.rows:
+                stablehlo.load(signature, rows, archive.read_program(parts, rows))
+            if (damaged := parts.testzip()) is not None:
+                raise ValueError(f"the checksum of {damaged} is another one")
+
+
 class Kept:
     """The last predictor that was asked for, which several parts use."""
 

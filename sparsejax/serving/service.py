@@ -8,7 +8,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Collection
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
@@ -50,6 +50,8 @@ class Settings:
       body_seconds: for a client to send the head of a request, and for its body.
       limits: of a request.
       keep: versions before the one that serves, which answer who names them.
+      swap: whether a newer version is loaded "beside" the one that serves; or that one is
+        drained before: it answers what it has, and leaves the device.
       similar: whether there is a second model, `similar`: items like given items.
       histories: file of a saved data set: what users had before, whom a request may name.
       exclude_file: file with the names of items that nobody is recommended.
@@ -64,6 +66,7 @@ class Settings:
     body_seconds: float = 10.0
     limits: Limits = dataclasses.field(default_factory=Limits)
     keep: int = 0
+    swap: Literal["beside", "drain"] = "beside"
     similar: bool = False
     histories: str | None = None
     exclude_file: str | None = None

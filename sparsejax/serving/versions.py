@@ -11,11 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import gc
 import math
 import os
 import pathlib
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from sparsejax.predictors.files import check_predictor
 from sparsejax.predictors.versions import FILE, numbered
 from sparsejax.serving.logs import log
 from sparsejax.serving.protocol import RefusedError
@@ -169,7 +172,15 @@ class Versions:
                 continue
             version = self._answer.get(each)  # it is kept
             if version is None:
+                drains = self._service.settings.swap == "drain"
+                if drains and self._serves is not None:
+                    if not await asyncio.to_thread(self._is_whole, each):
+                        continue
+                    await self._drain()
+                # After a failure the next one of the loop is the version of before.
                 version = await asyncio.to_thread(self._loaded, each)
+                if drains:
+                    gc.freeze()  # as after the first one, see `server`
             if version is not None:
                 await self._close(self._swap(each, version))
                 break
@@ -190,11 +201,39 @@ class Versions:
         for version in versions:
             await asyncio.to_thread(version.close)
 
+    async def _drain(self) -> None:
+        """Lets the version that serves answer what it has, and frees its memory."""
+        name = None if self._serves is None else str(self._serves.number)
+        log("drain", version=name)
+        self._serves = None
+        await self._close(self._service.unload())
+        gc.unfreeze()
+        gc.collect()
+
     def _loaded(self, found: _Found) -> Version | None:
         """The version of a file; None if it cannot be loaded, which is told."""
-        name, metrics = str(found.number), self._service.metrics
+        name = str(found.number)
+        version = self._tried(found, lambda: self._service.made(found.path, name))
+        if version is not None:
+            self._bad.pop(found, None)
+            self._service.metrics.reload("loaded")
+            log("reload", version=name, result="loaded")
+        return version
+
+    def _is_whole(self, found: _Found) -> bool:
+        """Whether a file can be loaded, as far as can be seen without the device."""
+
+        def checked() -> bool:
+            check_predictor(found.path)
+            return True
+
+        return self._tried(found, checked) is True
+
+    def _tried[Made](self, found: _Found, make: Callable[[], Made]) -> Made | None:
+        """What is made of a file; None if it cannot be made, which is told."""
+        name = str(found.number)
         try:
-            version = self._service.made(found.path, name)
+            return make()
         # JAX raises many kinds for a file that is damaged or too large.
         except Exception as error:  # noqa: BLE001 - the older version goes on
             trouble = self._bad.setdefault(found, _Trouble(""))
@@ -203,13 +242,9 @@ class Versions:
             lasts = isinstance(error, ValueError)
             passed = min(2 ** (trouble.times - 1) - 1, _MOST_PASSED)
             trouble.passed = math.inf if lasts else passed
-            metrics.reload("failed")
+            self._service.metrics.reload("failed")
             log("reload", version=name, result="failed", error=trouble.reason)
             return None
-        self._bad.pop(found, None)
-        metrics.reload("loaded")
-        log("reload", version=name, result="loaded")
-        return version
 
     async def watch(self, seconds: float) -> None:
         """Looks again and again, until it is cancelled."""

@@ -107,6 +107,7 @@ def _ask(client: Client, answers: list[int]) -> None:
         (["--admin", "1"], "--admin is for a folder of versions"),
         (["--admin", "x:y"], "--admin is a port, or host and port like"),
         (["--keep", "1"], "goes with --watch or --admin"),
+        (["--swap", "drain"], "--swap drain goes with --watch or --admin"),
         (["--name", "similar", "--similar"], "is the name of the second model"),
         (["--exclude-file", "no-such.txt"], "error: no-such.txt: "),
         (["--port", "70000"], "--port must be from 0 to 65535"),

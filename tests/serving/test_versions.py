@@ -11,6 +11,7 @@ import shutil
 import socket
 import threading
 import time
+import weakref
 from typing import Any
 
 import pytest
@@ -274,6 +275,39 @@ def test_an_error_that_passes_is_tried_again(tmp_path, files, service, monkeypat
     for _ in range(2):
         asyncio.run(versions.look())
     assert (count(service, "failed"), count(service, "loaded")) == (2, 2)
+
+
+def test_a_version_that_is_drained_leaves_before_the_next_one_comes(
+    tmp_path, files, monkeypatch
+):
+    settings = Settings(shapes=(Shape(1, 256),), swap="drain")
+    service, alive = Service("films", settings), []
+    put(tmp_path, 1, files[1])
+    versions, make = Versions(service, tmp_path), service.made
+    versions.first()
+    first = weakref.ref(service.version("films", None).batcher.engine)
+
+    def made(path, name):
+        alive.append(first() is not None)
+        if len(alive) == 1:
+            raise RuntimeError("out of memory")
+        return make(path, name)
+
+    monkeypatch.setattr(service, "made", made)
+    with contextlib.closing(service), listening(service) as port:
+        client = Client(port)
+        put(tmp_path, 2, files[0], damaged=True)
+        asyncio.run(versions.look())  # seen without the device
+        assert not alive and count(service, "failed") == 1
+        assert client.infer(tensor("items", "BYTES", ["same"]))[0] == 200
+        put(tmp_path, 3, files[0])
+        asyncio.run(versions.look())  # it finds no memory, so the first one is back
+        assert alive == [False, False] and client.get("/v2/health/ready")[0] == 200
+        assert client.get("/v2/models/films")[1]["versions"] == ["1"]
+        asyncio.run(versions.look())
+        assert client.get("/v2/models/films")[1]["versions"] == ["3"]
+        assert client.infer(tensor("items", "BYTES", ["same"]))[0] == 200
+    gc.unfreeze()
 
 
 @contextlib.contextmanager
