@@ -230,7 +230,7 @@ class Versions:
         return self._tried(found, checked) is True
 
     def _tried[Made](self, found: _Found, make: Callable[[], Made]) -> Made | None:
-        """What is made of a file; None if it cannot be made, which is told."""
+        """Makes something of a file. Gives None if it cannot be made, which is told."""
         name = str(found.number)
         try:
             return make()
