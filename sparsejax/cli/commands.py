@@ -117,6 +117,7 @@ def export(command: flags.Export) -> None:
         names=opened.known,
         item_features=opened.item_features(),
         batch_size=command.batch_size,
+        unknown_ids=command.unknown_ids,
         **used(commands.kind, "export_predictor", {"k": command.k}),
     )
     print(f"the predictor is in {command.out}", file=sys.stderr)

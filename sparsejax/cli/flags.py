@@ -622,6 +622,8 @@ class Export(OfKinds):
       out: File to write. An existing file is replaced.
       k: Largest number of items that the predictor recommends to a row.
       batch_size: Largest number of rows that the predictor scores at a time.
+      unknown_ids: For dynamic tables, what an id without a row reads: init is the vector that it
+        would begin with.
       compile: Also compile its programs for the device here, up to 256 items a row, and keep
         them for the processes that load it.
       correcting: How the probabilities of a click model are corrected.
@@ -632,6 +634,9 @@ class Export(OfKinds):
     out: Annotated[Positional[pathlib.Path], arg(metavar="FILE")]
     k: int = 10
     batch_size: int = 512
+    unknown_ids: Annotated[
+        Literal["init", "zeros"] | None, _value("{init,zeros}", "init")
+    ] = None
     compile: bool = False
     correcting: Correcting = Correcting()
     compilation: Compilation = Compilation()

@@ -38,7 +38,7 @@ class Histories(interactions.Interactions):
             *("fold_in", "seed", "history", "popularity", "groups", *CORRECTING),
         ),
         "report": ("groups",),
-        "export": CORRECTING,
+        "export": (*CORRECTING, "unknown_ids"),
     }
 
     def read_config(self, document: object) -> SequenceConfig:

@@ -39,7 +39,7 @@ class Items(interactions.Interactions):
         "train": ("negatives", "schema", "dynamic", *FOLLOWING),
         "evaluate": ("groups", *CORRECTING),
         "report": ("groups",),
-        "export": CORRECTING,
+        "export": (*CORRECTING, "unknown_ids"),
     }
 
     def read_config(self, document: object) -> NetworkConfig:

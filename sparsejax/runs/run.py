@@ -19,6 +19,7 @@ from sparsejax.codec import ModelConfig
 from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
 from sparsejax.data.files.columns import BY_NAME, Column, TimeColumn
 from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.kind import kind_of, used
@@ -510,6 +511,7 @@ class Run:
         *,
         k: int | None = None,
         table_dtype: TableDtype | None = None,
+        unknown_ids: Unknown | None = None,
         batch_size: int = 512,
         calibrate: Any = None,
         method: Literal["platt", "isotonic"] | None = None,
@@ -520,7 +522,7 @@ class Run:
         Args:
           path: the file.
           k: of items, the most that are recommended to a row; 10 by default.
-          table_dtype: of clicks, see `export_predictor`.
+          table_dtype: of clicks, see `export_predictor`; so is `unknown_ids`.
           batch_size: most rows that are scored at a time.
           calibrate: of clicks, examples by which the probabilities are corrected, see
             `calibrate`; so are `method` and `negatives_kept`.
@@ -536,6 +538,7 @@ class Run:
             item_features=self._kept.opened.item_features(),
             batch_size=batch_size,
             table_dtype=table_dtype,
+            unknown_ids=unknown_ids,
             **used(self._runs.kind, "export_predictor", {"k": 10 if k is None else k}),
         )
 

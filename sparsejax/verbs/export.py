@@ -37,7 +37,7 @@ def export_predictor(
     names: FeatureNames | OfKind | Iterable[object] | None = None,
     item_features: ItemFeatures | None = None,
     table_dtype: TableDtype | None = None,
-    unknown: Unknown | None = None,
+    unknown_ids: Unknown | None = None,
     batch_size: int = 512,
 ) -> None:
     """Writes a model to a file, which `sparsejax.load_predictor` reads.
@@ -87,7 +87,7 @@ def export_predictor(
         kernels. By default a predictor knows nothing of content.
       table_dtype: for a click model, "int8" or "float8" for its tables; by default they
         stay as they are.
-      unknown: for a click model with dynamic tables, what an id without a row reads: "init",
+      unknown_ids: for a click model with dynamic tables, what an id without a row reads: "init",
         the default, is the vector that it would begin with, as in the model; or "zeros".
       batch_size: most rows that the predictor scores at a time.
 
@@ -109,7 +109,7 @@ def export_predictor(
         "k": k,
         "item_features": item_features,
         "table_dtype": table_dtype,
-        "unknown": unknown,
+        "unknown_ids": unknown_ids,
     }
     options = used(kind, "export_predictor", options)
     portable = kind.portable(model, names, **options)

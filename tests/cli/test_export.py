@@ -27,6 +27,8 @@ def test_a_run_is_exported(board, tmp_path, capsys):
     assert predictor.recommend_names(history, exclude_seen=False) == expected
     assert main(["export", board.run, str(tmp_path / "no" / "file")]) == 1
     assert "there is no folder" in capsys.readouterr().err
+    assert main(["export", board.run, str(path), "--unknown-ids", "zeros"]) == 1
+    assert "--unknown-ids is of no use for a model of items" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("symbolic_sizes", "no_kept_programs")

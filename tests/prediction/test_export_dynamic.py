@@ -112,7 +112,9 @@ def test_ids_without_a_row_can_read_zeros_and_rows_have_fewer_bits(model, tmp_pa
     none = np.full(9, -1)
     without = ids | {"user": none, "seen": none[:, None]}
     path = tmp_path / "a.predictor"
-    sj.export_predictor(model, path, table_dtype="int8", unknown="zeros", batch_size=1)
+    sj.export_predictor(
+        model, path, table_dtype="int8", unknown_ids="zeros", batch_size=1
+    )
     found = sj.load_predictor(path).predict(dense, ids)
     np.testing.assert_allclose(found, of_model(model, dense, without), atol=0.01)
     assert not np.allclose(found, of_model(model, dense, ids), atol=0.01)
@@ -133,14 +135,14 @@ def test_a_model_on_a_mesh_gives_the_same_file(tmp_path):
 
 def test_what_does_not_fit(model, predictor, tmp_path, wrong_types):
     path = tmp_path / "a.predictor"
-    with pytest.raises(ValueError, match='unknown is "init" or "zeros"'):
-        sj.export_predictor(model, path, unknown="no")  # pyrefly: ignore
+    with pytest.raises(ValueError, match='unknown_ids is "init" or "zeros"'):
+        sj.export_predictor(model, path, unknown_ids="no")  # pyrefly: ignore
     config = sj.embeddings.WideDeepConfig(dim=4, hidden=(8,))
     static = sj.embeddings.WideDeep(
         config, num_dense=0, features={"user": 9}, rngs=nnx.Rngs(0)
     )
     with pytest.raises(ValueError, match="has no dynamic tables: leave it out"):
-        sj.export_predictor(static, path, unknown="zeros")
+        sj.export_predictor(static, path, unknown_ids="zeros")
     dense, ids = batch(np.random.default_rng(6), 3)
     with pytest.raises(
         TypeError, match="feature 'user': ids of dynamic tables are int"

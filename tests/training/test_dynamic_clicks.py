@@ -202,6 +202,13 @@ def test_a_run_by_the_command(tmp_path, monkeypatch):
     assert len(before) == len(np.unique(columns()["user"]))
     assert run.evaluate("later.parquet")["log_loss"] > 0
     found = run.predict("later.parquet")
+    words = ["export", "run", "a", "--unknown-ids", "zeros", "--batch-size", "1"]
+    assert main(words) == 0
+    run.export("b", unknown_ids="zeros", batch_size=1)
+    run.export("c", batch_size=1)
+    new = {"age": [0.5], "user": ["new"], "item": ["new"], "hour": ["new"]}
+    zeros, same, begun = (sj.load_predictor(p).predict_records(new) for p in "abc")
+    assert zeros == same != begun
     schema = ClickSchema(
         "click",
         dense={"age": DenseColumn()},

@@ -43,7 +43,11 @@ from sparsejax.wide_ids import NUM_IDS
 
 
 def portable_clicks(
-    model: Any, clicks: Any, *, table_dtype: TableDtype | None, unknown: Unknown | None
+    model: Any,
+    clicks: Any,
+    *,
+    table_dtype: TableDtype | None,
+    unknown_ids: Unknown | None,
 ) -> Portable:
     """A click model with its tables.
 
@@ -51,7 +55,7 @@ def portable_clicks(
       model: has an `EmbeddingCollection`.
       clicks: what it was trained on, or None.
       table_dtype: see `export_predictor`.
-      unknown: the same.
+      unknown_ids: the same.
     """
     check_click_model(model)
     if not collections_of(model):
@@ -65,14 +69,14 @@ def portable_clicks(
             f"{type(clicks).__name__}"
         )
     row_codes.check_table_dtype(table_dtype)
-    _check_unknown(unknown, model)
+    _check_unknown(unknown_ids, model)
     num_dense = _num_dense(model, clicks)
     model = copied(model)
     model.eval()
     tables = [
         (path_of, table)
         for number, (path_of, node) in enumerate(collections_of(model).items())
-        for table in _portable(number, node, table_dtype, unknown or "init")
+        for table in _portable(number, node, table_dtype, unknown_ids or "init")
     ]
     stacks = [table.stack for _, table in tables]
     if clicks is not None:
@@ -129,10 +133,10 @@ def _dotted(path: Iterable[Any]) -> str:
 def _check_unknown(unknown: Unknown | None, model: Any) -> None:
     """Raises ValueError unless there is such a choice."""
     if unknown not in (None, *get_args(Unknown)):
-        raise ValueError(f'unknown is "init" or "zeros", got {unknown!r}')
+        raise ValueError(f'unknown_ids is "init" or "zeros", got {unknown!r}')
     if unknown and not any(node.indexes for node in collections_of(model).values()):
         raise ValueError(
-            f"unknown={unknown!r} is for ids that dynamic tables have no row of, and this "
+            f"unknown_ids={unknown!r} is for ids that dynamic tables have no row of, and this "
             "model has no dynamic tables: leave it out"
         )
 

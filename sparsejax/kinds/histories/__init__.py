@@ -37,7 +37,7 @@ class Histories(Kind):
     # `seed` and `features` go with `fold_in`; of groups there is no metric.
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "evaluate": ("fold_in", "features", "seed", "groups"),
-        "export_predictor": ("table_dtype", "unknown"),
+        "export_predictor": ("table_dtype", "unknown_ids"),
         "fit": ("wire_dtype", "exchange_room"),
     }
 

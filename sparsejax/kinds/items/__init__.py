@@ -25,7 +25,7 @@ class Items(Kind):
     )
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "evaluate": ("groups",),
-        "export_predictor": ("table_dtype", "unknown"),
+        "export_predictor": ("table_dtype", "unknown_ids"),
         "fit": ("wire_dtype", "exchange_room"),
     }
 
