@@ -242,12 +242,17 @@ def _words(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
             )
             kept = f"recall@{K}", f"ndcg@{K}", "entries[", f"popularity_recall@{K}"
             result |= {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
-        k = COLD_FEW if name == "msweb" else COLD_K
-        cold = _of_cold(data, features, "autoencoder", form, seed, epochs, k)
+        sizes = form, seed, epochs, _cold_k(name)
+        cold = _of_cold(data, features, "autoencoder", *sizes)
         result |= {f"cold: {key}": value for key, value in cold.items()}
         result["seconds"] = round(time.perf_counter() - start, 1)
         results.append(result)
         yield {"results": results}, result
+
+
+def _cold_k(data: str) -> int:
+    """The length of lists that are asked for cold items: of MSWeb there are few."""
+    return COLD_FEW if data == "msweb" else COLD_K
 
 
 def _web_pages(folder: pathlib.Path) -> tuple[sj.SparseDataset, sj.ItemFeatures]:
@@ -407,35 +412,24 @@ def _write_table(reports: dict) -> None:
     write_section("cold items", [origin(report), "", *table(columns, body)])
 
     report = reports["words"]
-    names = f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups[1:])
-    colds = [
-        f"cold: recall@{k} among {among}"
-        for k in (COLD_FEW, COLD_K)
-        for among in ("all", "cold")
-    ]
+    names = [f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups[1:])]
     body = []
-    for (data, form), rows in _by(report, "data", "form"):
-        cells = [_mean(rows, n) if n in rows[0] else "-" for n in (*names, *colds)]
-        body.append([data, form, len(rows), *cells])
     for (data,), rows in _by(report, "data"):
-        first = [f"popularity_recall@{K}"]
-        cells = [_mean([r for r in rows if n in r], n) for n in first]
+        k = _cold_k(data)
+        colds = [f"cold: recall@{k} among {among}" for among in ("all", "cold")]
+        for (form,), some in _by({"results": rows}, "form"):
+            cells = (_mean(some, n) if n in some[0] else "-" for n in (*names, *colds))
+            body.append([data, form, len(some), *cells])
         gaps = ["-"] * (len(names) - 1)
-        many = [data.startswith("ml")] * 2
-        found = [_mean(rows, f"cold: {n} among all") for n in ("popularity", "chance")]
-        chance = _mean(rows, "cold: chance among cold")
-        few = ["-", "-"]
-        for what, cell, pair in (
-            ("popularity", cells, [found[0], "-"]),
-            ("chance", ["-"], [found[1], chance]),
-        ):
-            placed = [*few, *pair] if many[0] else [*pair, *few]
-            body.append([data, what, "-", *cell, *gaps, *placed])
+        named = f"popularity_recall@{K}"
+        popular = _mean([row for row in rows if named in row], named)
+        none = _mean(rows, "cold: popularity among all")
+        body.append([data, "popularity", "-", popular, *gaps, none, "-"])
+        chances = [_mean(rows, f"cold: chance among {a}") for a in ("all", "cold")]
+        body.append([data, "chance", "-", "-", *gaps, *chances])
     columns = ["data", "vectors by", "seeds", f"R@{K}", f"nDCG@{K}"]
     columns += [f"R@{K}, {g} entries" for g in groups[1:]]
-    columns += [
-        f"cold: R@{k} among {a}" for k in (COLD_FEW, COLD_K) for a in ("all", "cold")
-    ]
+    columns += ["cold items among all", "among cold items"]
     write_section("words", [origin(report), "", *table(columns, body)])
 
     body = [
