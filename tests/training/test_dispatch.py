@@ -20,6 +20,7 @@ from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.verbs.fit import fit
+from sparsejax.verbs.recommend import recommend
 
 
 def order(rows: int, epoch: int, batch_size: int, *, data: int = 1, seed: int = 0):
@@ -172,6 +173,25 @@ def test_full_dispatches_train_the_same(
         if jnp.issubdtype(a.dtype, jax.dtypes.prng_key):
             a, b = jax.random.key_data(a), jax.random.key_data(b)
         np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+class Settings(nnx.Module):
+    """A part of a model, with a dict of arrays that is no part of its graph."""
+
+    def __init__(self):
+        self.arrays = nnx.data({"a": nnx.Param(jnp.ones(2))})
+        self.names = {"a": 1}
+
+
+def test_attributes_that_cannot_be_hashed_are_named():
+    x, _ = checkerboard(16, 8)
+    model, optimizer = build(8)
+    model.part = Settings()  # pyrefly: ignore[missing-attribute]
+    wrong = "'part.names' of the FeedForward is a dict, which cannot be hashed"
+    with pytest.raises(TypeError, match=wrong):
+        fit(model, optimizer, x, num_epochs=1)
+    with pytest.raises(TypeError, match=wrong):
+        recommend(model, x, 2, exclude=None)
 
 
 def test_explicit_axes_are_refused():

@@ -16,6 +16,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.data.reading.sources import Features
 from sparsejax.engine.batching import Batch, Shown, taken
+from sparsejax.engine.static import check_hashable
 from sparsejax.mesh.layout import put_on_mesh, replicated
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
@@ -77,6 +78,7 @@ def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
       `(graphdef, state)`: a static argument, and arrays that are on the mesh.
     """
     graphdef, state = nnx.split((model, optimizer))
+    check_hashable(graphdef, model)
     return graphdef, _committed(put_on_mesh(state))
 
 

@@ -27,6 +27,7 @@ from flax import nnx
 from jax import lax
 
 from sparsejax.engine.batching import bucket
+from sparsejax.engine.static import check_hashable
 from sparsejax.engine.train import fused as fused_output
 from sparsejax.engine.train.resident import (
     BeginsRows,
@@ -317,6 +318,7 @@ class Program[Model: nnx.Module | Trainable]:
                 f"'{path}' of the model is an array; make it an nnx.Variable(array)"
             )
         _check_divided(model)
+        check_hashable(self._flat.graphdef, model)
         self._how = How(self._flat.graphdef, self._flat.layout, fused)
         self._run_steps = run_steps[deterministic]
         self._stagings: dict[TrainingTask, Staging | None] = {}
