@@ -136,7 +136,13 @@ class Interactions(Runs):
             heldout, keep_seen = None, measuring.keep_seen
             shown = self.read_shown(measuring.inputs, measuring.reading, run)
             counts = self.counts(shown)
-            facts = [name_of(measuring.inputs), self.account(shown), *dates_of(shown)]
+            facts = [
+                name_of(measuring.inputs),
+                f"{shown.num_rows:,} users",
+                f"{shown.num_features:,} items",
+                f"{shown.num_entries:,} entries",
+                *dates_of(shown),
+            ]
             if measuring.heldout is not None:
                 heldout = self.heldout(
                     measuring.heldout, measuring.reading, shown, measuring.inputs

@@ -18,7 +18,7 @@ def test_report_of_a_run(board, tmp_path, capsys):
     assert "best ndcg@2, epoch " in page and page.count("epoch 25: ") >= 4
     assert "popularity" in page and page.count("<section>") == 6
     assert "means over 60 users." in page and "95 % interval" in page
-    assert "60 rows, 20 features" in page and "times as many as popularity" in page
+    assert "60 users · 20 items" in page and "times as many as popularity" in page
     assert "Tea, green" in page and ">item3<" not in page and "item4" in page
     assert "user 0" in page and "hidden1 size" in page and "adam" in page
     assert main(argv) == 0  # without data, over the old one
