@@ -21,8 +21,9 @@ class Transposed(NamedTuple):
     """The entries of a matrix by column: its transpose, without the empty columns.
 
     Attributes:
-      columns: `[nse]` int32, ascending: the column of each entry. Entries that do not
-        count (padding, out of range) have `num_cols`, so they are at the end.
+      columns: `[nse]` int32: the column of each entry. They ascend, or equal ones are
+        neighbours in another order, which does not change sums but in rounding. Entries that
+        do not count (padding, out of range) have `num_cols`, so they are at the end.
       rows: `[nse]` int32, the row of each entry; rows ascend within a column.
       order: `[nse]` int32, the place of each entry in the matrix.
       indptr: `[capacity + 1]` int32, where the u-th column that occurs starts;

@@ -11,7 +11,7 @@ import os
 import pathlib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,7 +40,7 @@ from sparsejax.embeddings.dynamic.assignment import (
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
-from sparsejax.embeddings.host_rows import HostRows, set_number
+from sparsejax.embeddings.host_rows import Coming, HostRows, set_number
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Distinct,
@@ -370,8 +370,9 @@ class EmbeddingCollection(nnx.Module):
                 step(model, optimizer, dense, ids, clicks)
 
         Rows that have to leave for them go back to the host after their last update. While
-        the devices work on a batch, the host prepares the next one. Use a batch before you
-        take the next one: later it may read NaN, as its rows may have left.
+        the devices work on a batch, the host prepares the next one, which is taken from
+        `batches` before. Use a batch before you take the next one: later it may read NaN, as
+        its rows may have left.
 
         On a CPU losses have the same bits as those of tables that are on the devices, see
         docs/host_tables.md.
@@ -392,30 +393,52 @@ class EmbeddingCollection(nnx.Module):
                 "collection has none; the model takes the ids themselves"
             )
 
-        def stage(ids):
-            nonlocal found
-            found += 1
-            if not isinstance(ids, FeatureBatch):
-                ids = jax.tree.map(np.asarray, ids)
-            packed = self._packed(ids)
-            if packed.stage is not None:
-                raise ValueError("the rows of this batch are on the devices already")
-            return bring_rows({tuple(within): self}, packed, optimizer)
+        own = {tuple(within): self}
 
-        for batch in batches:
+        def look_up(batch: Batch) -> Any:
             found = 0
-            staged = jax.tree.map(
-                lambda node: stage(node) if self._is_ids(node) else node,
-                batch,
-                is_leaf=self._is_ids,
-            )
+
+            def look(node):
+                nonlocal found
+                if not self._is_ids(node):
+                    return node
+                found += 1
+                if not isinstance(node, FeatureBatch):
+                    node = jax.tree.map(np.asarray, node)
+                packed = self._packed(node)
+                if packed.stage is not None:
+                    raise ValueError(
+                        "the rows of this batch are on the devices already"
+                    )
+                return look_up_rows(own, packed, optimizer)
+
+            looked = jax.tree.map(look, batch, is_leaf=self._is_ids)
             if found != 1:
                 raise ValueError(
                     f"a batch has ids of the features {sorted(self.names)} {found} times, "
                     "expected once: as a dictionary with an entry for each feature, or as "
                     "`pack` makes them"
                 )
+            return looked
+
+        def is_looked_up(node: Any) -> bool:
+            return isinstance(node, LookedUp)
+
+        def bring(node: Any) -> Any:
+            return bring_rows(own, node, optimizer) if is_looked_up(node) else node
+
+        coming = map(look_up, batches)
+        looked = next(coming, None)
+        while looked is not None:
+            staged = jax.tree.map(bring, looked, is_leaf=is_looked_up)
+            looked, error = None, None
+            try:  # before the step of this batch, so that the devices need not wait for it
+                looked = next(coming, None)
+            except Exception as raised:  # noqa: BLE001 - this batch comes first
+                error = raised
             yield staged
+            if error is not None:
+                raise error
 
     def _is_ids(self, node: Any) -> bool:
         if isinstance(node, FeatureBatch):
@@ -856,6 +879,7 @@ class EmbeddingCollection(nnx.Module):
                 wire=self.wire,
                 keys=batch.keys.get(stack.name),
                 seed=self.seed[...] if stack.dynamic and reads_first else None,
+                order=batch.rows.get(stack.name),
                 blank=blank,
                 dtype=self.dtype if dtype is None else dtype,
                 implementation=self.implementation,
@@ -911,58 +935,98 @@ def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
     }
 
 
-def bring_rows(
+class LookedUp(NamedTuple):
+    """A batch whose rows were looked up, and which are now in use.
+
+    Attributes:
+      batch: of some collections, with any axes before those of its arrays.
+      rows: the rows of each stack in host memory that it has.
+    """
+
+    batch: FeatureBatch
+    rows: dict[str, Coming]
+
+
+def look_up_rows(
     collections: Mapping[Path, EmbeddingCollection],
     batch: FeatureBatch,
+    optimizer: Optimizer | None,
+) -> LookedUp:
+    """Begins `bring_rows`, and does not wait for the devices. Takes the same."""
+    hosts = _hosts(collections, optimizer)
+    training = optimizer is not None
+    rows = {
+        name: host.look(np.asarray(batch.stacks[name].indices), training=training)
+        for name, host in hosts.items()
+        if name in batch.stacks  # else no feature reads it
+    }
+    return LookedUp(batch, rows)
+
+
+def bring_rows(
+    collections: Mapping[Path, EmbeddingCollection],
+    looked: LookedUp,
     optimizer: Optimizer | None,
 ) -> FeatureBatch:
     """A batch whose rows have come from host memory, see `EmbeddingCollection.staged`.
 
     Args:
       collections: by their paths in the model, or the ends of these.
-      batch: of all of them, with any axes before those of its arrays.
+      looked: what `look_up_rows` found.
       optimizer: that trains the model on it.
 
     Raises:
       NoRoomError: there are too many rows. Some may have come.
     """
-    stacks, moved = dict(batch.stacks), False
-    hosted = {
-        path: node
-        for path, node in collections.items()
-        if any(stack.device_rows is not None for stack in node.stacks)
-    }
+    hosts = _hosts(collections, optimizer)
+    stacks, rows, moved = dict(looked.batch.stacks), {}, False
     try:
-        for path, collection in hosted.items():
-            for stack in collection.stacks:
-                if stack.device_rows is None:
-                    continue
-                kernel, state, rule = collection.kernels[stack.name], None, None
-                if optimizer is not None:
-                    state = optimizer.rows_within(
-                        (*path, "kernels", stack.name), kernel
-                    )
-                    rule = optimizer.rule_of(kernel)
-                host = _host(kernel)
-                host.attach(kernel, state, rule)
-                host.number = collection.stage
-                if stack.name not in stacks:  # no feature reads it
-                    continue
-                x = stacks[stack.name]
-                columns = np.asarray(x.indices)
-                slots, left = host.stage(columns, training=optimizer is not None)
-                moved |= left
-                leaves = (x.data, slots, x.indptr, None)
-                stacks[stack.name] = CSR.tree_unflatten(stack.kernel_rows, leaves)
+        for name, mine in looked.rows.items():
+            x, host = stacks[name], hosts[name]
+            slots, columns, left = host.bring(mine)
+            moved |= left
+            shape = np.shape(x.indices)
+            leaves = (x.data, slots.reshape(shape), x.indptr, None)
+            stacks[name] = CSR.tree_unflatten(host.stack.kernel_rows, leaves)
+            rows[name] = columns.reshape(shape)
     finally:  # rows of one stack may have left, and those of another not fit
-        numbers = {int(collection.stage[...]) for collection in hosted.values()}
+        variables = {id(host.number): host.number for host in hosts.values()}
+        numbers = {
+            max(h.last_number for h in hosts.values() if id(h.number) == each)
+            for each in variables
+        }
+        number = max(numbers)
         if moved or len(numbers) > 1:
-            numbers = {max(numbers) + 1}
-            for collection in hosted.values():
-                set_number(collection.stage, *numbers)
+            number += 1
+            for variable in variables.values():
+                assert variable is not None
+                set_number(variable, number)
+        for host in hosts.values():
+            host.last_number = number
     return dataclasses.replace(
-        batch, stacks=stacks, stage=np.asarray(max(numbers), np.int32)
+        looked.batch, stacks=stacks, stage=np.asarray(number, np.int32), rows=rows
     )
+
+
+def _hosts(
+    collections: Mapping[Path, EmbeddingCollection], optimizer: Optimizer | None
+) -> dict[str, HostRows]:
+    """The rows in host memory of each stack, which move with the optimizer's state."""
+    found = {}
+    for path, collection in collections.items():
+        for stack in collection.stacks:
+            if stack.device_rows is None:
+                continue
+            kernel, state, rule = collection.kernels[stack.name], None, None
+            if optimizer is not None:
+                state = optimizer.rows_within((*path, "kernels", stack.name), kernel)
+                rule = optimizer.rule_of(kernel)
+            host = found[stack.name] = _host(kernel)
+            host.attach(kernel, state, rule)
+            if host.number is None:  # it may come from a checkpoint
+                host.number = collection.stage
+                host.last_number = int(collection.stage[...])
+    return found
 
 
 def _host(kernel: RowParam) -> HostRows:

@@ -64,12 +64,15 @@ class FeatureBatch:
         has none.
       stage: `[]` int32, for tables in host memory: which of the states of the devices' tables
         the columns are for. None if `EmbeddingCollection.staged` has not brought the rows.
+      rows: for each stack of tables in host memory, the row of each entry of its matrix, whose
+        columns then say where on the devices it is.
     """
 
     stacks: dict[str, CSR]
     keys: dict[str, TableKeys] = dataclasses.field(default_factory=dict)
     assigned: bool = dataclasses.field(default=False, metadata={"static": True})
     stage: Array | None = None
+    rows: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 def pack(

@@ -23,18 +23,31 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from sparsejax.embeddings.host_buffers import (
+    Buffers,
+    arrived,
+    beside,
+    by_device,
+    in_parts,
+    leaving,
+)
 from sparsejax.embeddings.host_files import Pieces
+from sparsejax.embeddings.host_slots import (
+    Index,
+    Looked,
+    NoRoomError,
+    Slots,
+    Wanted,
+    find,
+    first_of_device,
+    per_device,
+    taken,
+)
 from sparsejax.embeddings.placement import Stack, rows_at
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.layout import (
-    axis_sizes,
-    call_on_each_device,
-    mesh_is_set,
-    without_mesh,
-)
+from sparsejax.mesh.layout import axis_sizes, mesh_is_set, without_mesh
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import first_state
 from sparsejax.optimizers.rules import Rule
@@ -45,163 +58,40 @@ ROW = "row"
 _KNOWN = " known"
 # Flags of a row: its numbers are known, the state of the optimizer is.
 _NUMBERS, _STATE = 1, 2
-# Batches in which a slot need not be marked again.
-_RECENT = 8
-# Slots that are looked at together for one whose row can leave.
-_SLOTS = 4096
 # Rows that are made, or brought up to date, together.
 _BLOCK = 8192
-# Rows that a thread copies at a time, and those whose slots it looks up.
-_COPIED, _LOOKED_UP = 2048, 2**16
-_LEAST_MOVED = 256
 
 Arrays = dict[str, np.ndarray]
 
 
-class NoRoomError(ValueError):
-    """The rows of a batch do not fit the devices."""
-
-
-class _Given(NamedTuple):
-    """Slots of a device for rows that had none.
+class _Gathered(NamedTuple):
+    """The rows that a batch lacks, on their way to the devices.
 
     Attributes:
-      slots: numbered from the first slot of the device.
-      rows: that get them.
+      wanted: these rows.
+      known: `[devices * room]` flags of each; None if the host knows all of all rows.
+      values: by name, `[devices * room, ...]`.
     """
 
-    slots: np.ndarray
-    rows: np.ndarray
+    wanted: Wanted
+    known: jax.Array | None
+    values: dict[str, jax.Array]
 
 
-class Slots:
-    """Which rows have slots, and which of them leave for others.
+# The slots of a batch; the rows that have left; and what was in their slots.
+_Swapped = tuple[jax.Array, jax.Array, dict[str, jax.Array]]
 
-    Each device has an equal share of the slots, for rows that it owns. A row can leave if it was
-    not used since the hand of a clock last came by its slot: this is nearly the row
-    that was not used for longest, and is quicker found.
 
-    Args:
-      num_rows: of the stack.
-      slots: fewer.
-      devices: over which rows are divided.
+class Coming(NamedTuple):
+    """A batch whose rows were looked up.
+
+    Attributes:
+      looked: its rows.
+      gathered: those that it lacks; None if it lacks none.
     """
 
-    def __init__(self, num_rows: int, slots: int, devices: int):
-        self.slot = np.zeros(num_rows, np.int32)  # plus 1; zeros take no memory yet
-        self.row = np.full(slots, -1, np.int32)
-        self.used = np.zeros(slots, np.int32)  # twice when; odd if it then changed
-        self.changed = np.zeros(slots, bool)
-        self.now, self.devices = _RECENT, devices
-        self._least = 0  # `used` of a slot of the newest batch is at least this
-        self._size = slots // devices
-        self._filled = [0] * devices
-        self._hand = [0] * devices
-        self._passed = np.zeros((devices, -(-self._size // _SLOTS)), np.int32)
-
-    def find(self, rows: np.ndarray, *, training: bool) -> np.ndarray:
-        """The slot of each row, from now on used; -1 if it has none.
-
-        A slot that was said to be used a few batches ago is not said to be so again: most are,
-        and to write so many places takes most of the time.
-
-        Args:
-          rows: of the stack.
-          training: whether they will change.
-        """
-        slots = np.empty(len(rows), np.int32)
-        now = 2 * self.now + training
-        # An even number is of a batch that was only read.
-        least = self._least = 2 * (self.now - _RECENT)
-
-        def look(part: slice) -> None:
-            mine = np.take(self.slot, rows[part], mode="clip") - 1
-            slots[part] = mine
-            used = np.take(self.used, mine, mode="clip")
-            old = used < least
-            if training:
-                old |= used & 1 == 0
-            mine = mine[old & (mine >= 0)]
-            self.used[mine] = now
-            if training:
-                self.changed[mine] = True
-
-        _in_parts(len(rows), _LOOKED_UP, look)
-        return slots
-
-    def room_for(self, missing: np.ndarray, found: np.ndarray) -> list[_Given]:
-        """Slots for rows, ascending, that have none; for each device. Nothing changes yet.
-
-        Args:
-          missing: the rows.
-          found: slots that are used now.
-
-        Raises:
-          NoRoomError: there are not so many slots beside those that are used now. Its
-            arguments are the rows and the slots of a device.
-        """
-        owned = len(self.slot) // self.devices
-        ends = np.searchsorted(missing, owned * np.arange(self.devices + 1))
-        given, exact = [], False
-        for device in range(self.devices):
-            rows = missing[ends[device] : ends[device + 1]]
-            slots = self._free(device, len(rows), 2 * (self.now - _RECENT))
-            if len(slots) < len(rows):
-                if not exact:
-                    self.used[found] = 2 * self.now + self.changed[found]
-                    exact = True
-                slots = self._free(device, len(rows), 2 * self.now)
-            if len(slots) < len(rows):
-                mine = slice(device * self._size, (device + 1) * self._size)
-                in_use = int(np.sum(self.used[mine] >= 2 * self.now))
-                raise NoRoomError(in_use + len(rows), self._size)
-            given.append(_Given(slots, rows))
-        return given
-
-    def give(self, given: list[_Given], *, training: bool) -> None:
-        """Takes slots from the rows that have them, and gives them to others."""
-        for device, (slots, rows) in enumerate(given):
-            slots = slots + device * self._size
-            before = self.row[slots]
-            self.slot[before[before >= 0]] = 0
-            self.slot[rows] = slots + 1
-            self.row[slots], self.used[slots] = rows, 2 * self.now + training
-            self.changed[slots] = training
-            self._filled[device] += int(np.sum(before < 0))
-
-    def forget_changes(self) -> None:
-        """Says that the host has all that has changed.
-
-        Slots of the newest batch stay marked: its step may not have begun.
-        """
-        self.changed &= self.used >= self._least
-        self.now += _RECENT + 1  # so that what is used is marked again
-
-    def clear(self) -> None:
-        """Takes all slots from their rows."""
-        self.__init__(len(self.slot), len(self.row), self.devices)
-
-    def _free(self, device: int, count: int, before: int) -> np.ndarray:
-        """Up to `count` slots of a device that others can have, not used since `before`."""
-        filled = self._filled[device]
-        found = [np.arange(filled, min(filled + count, self._size))]
-        count -= len(found[0])
-        first, passed = device * self._size, self._passed[device]
-        blocks = len(passed)
-        for _ in range(2 * blocks + 1):
-            if count == 0:
-                break
-            block = self._hand[device]
-            start = block * _SLOTS
-            stop = min(start + _SLOTS, self._size, filled)
-            used = self.used[first + start : first + stop]
-            some = start + np.flatnonzero(used < min(passed[block], before))
-            found.append(some[:count])
-            count -= len(found[-1])
-            if len(some) == len(found[-1]):
-                passed[block] = 2 * self.now
-                self._hand[device] = (block + 1) % blocks
-        return np.unique(np.concatenate(found)).astype(np.int32)
+    looked: Looked
+    gathered: concurrent.futures.Future[_Gathered | None]
 
 
 class HostRows:
@@ -219,9 +109,10 @@ class HostRows:
     def __init__(self, stack: Stack, key: nnx.Variable):
         self.stack, self.key = stack, key
         self.bytes_moved = 0
-        # The number of the state of the devices' tables: batches of others read NaN.
+        # The number of the state of the devices' tables: batches of others read NaN. And what
+        # it is: to read it would wait for the devices.
         self.number: nnx.Variable | None = None
-        self._last_number = 0
+        self.last_number = 0
         self._kernel: weakref.ref[nnx.Variable] | None = None
         self._state: dict[str, nnx.Variable] = {}
         self._rule: Rule | None = None
@@ -230,8 +121,9 @@ class HostRows:
         self._slots: Slots | None = None
         self._pieces: Pieces | None = None
         self._mesh: jax.sharding.Mesh | None = None
-        # Rows that have left the devices and are not in `_arrays` yet.
-        self._leaving: tuple[np.ndarray, np.ndarray, dict[str, jax.Array]] | None = None
+        self._buffers = Buffers()
+        # Puts rows that have left the devices into `_arrays`.
+        self._leaving: concurrent.futures.Future[None] | None = None
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, HostRows)
@@ -306,49 +198,60 @@ class HostRows:
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
 
-    def stage(self, columns: np.ndarray, *, training: bool) -> tuple[np.ndarray, bool]:
+    def look(self, columns: np.ndarray, *, training: bool) -> Coming:
+        """Looks rows up, and does not wait. They are in use from now on.
+
+        A thread gathers those that are missing on the devices.
+
+        Args:
+          columns: rows of the stack, of any shape; negative ones are none.
+          training: whether the rows will change on the devices.
+        """
+        assert self._slots is not None
+        with interrupts.uninterrupted():
+            flat = np.ascontiguousarray(columns, np.int32).reshape(-1)
+            looked = self._slots.look(flat, training=training)
+            mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+            gather = functools.partial(
+                self._gathered, self._slots, looked, self._arrays, self._leaving, mesh
+            )
+            return Coming(looked, beside("coming").submit(gather))
+
+    def bring(self, coming: Coming) -> tuple[jax.Array, jax.Array, bool]:
         """Brings rows to the devices.
 
         Args:
-          columns: rows of the stack, of any shape; negative ones stay as they are.
-          training: whether the rows will change there.
+          coming: the rows of a batch.
 
         Returns:
-          The slot of each, and whether rows have left.
+          The slot of each row, negative ones as they were; the rows; and whether others have
+          left.
 
         Raises:
           NoRoomError: they do not fit.
         """
         assert self._slots is not None
-        flat = np.asarray(columns).reshape(-1)
-        real = flat >= 0
-        whole = bool(real.all())
-        rows = flat if whole else flat[real]
         with interrupts.uninterrupted():
-            self._collect()
-            self._slots.now += 1
-            found = self._slots.find(rows, training=training)
-            absent = np.flatnonzero(found < 0)
-            left = False
-            if len(absent):
-                missing = rows[absent]
-                try:
-                    here = found[found >= 0]
-                    left = self._bring(np.unique(missing), here, training=training)
-                except NoRoomError as error:
-                    wanted, slots = error.args
-                    tables = dict.fromkeys(t.name for t in self.stack.tables)
-                    raise NoRoomError(
-                        f"a batch has ids of {wanted:,} rows of the tables "
-                        f"{', '.join(tables)}, but a device has room for {slots:,}: make "
-                        "device_rows larger, or batches smaller"
-                    ) from None
-                found[absent] = self._slots.slot[missing] - 1
-        if not whole:
-            slots = flat.copy()
-            slots[real] = found
-            found = slots
-        return found.reshape(np.shape(columns)), left
+            looked = coming.looked
+            if looked.number != self._slots.number:  # others came in between
+                concurrent.futures.wait([coming.gathered])
+                columns = np.asarray(looked.columns)
+                coming = self.look(columns, training=looked.training)
+                looked = coming.looked
+            try:
+                gathered = coming.gathered.result()
+            except NoRoomError as error:
+                rows, slots = error.args
+                tables = dict.fromkeys(t.name for t in self.stack.tables)
+                raise NoRoomError(
+                    f"a batch has ids of {rows:,} rows of the tables "
+                    f"{', '.join(tables)}, but a device has room for {slots:,}: make "
+                    "device_rows larger, or batches smaller"
+                ) from None
+            if gathered is None:
+                return self._slots.find(looked.columns), looked.columns, False
+            slots, leave = self._swapped(gathered, looked)
+            return slots, looked.columns, leave
 
     def write_back(self) -> None:
         """Copies what has changed on the devices to the host. Rows keep their slots.
@@ -366,35 +269,31 @@ class HostRows:
         mesh = without_mesh() if self._mesh is None else jax.set_mesh(self._mesh)
         with interrupts.uninterrupted(), mesh:
             self._collect()
-            table = self._slots
-            changed = np.flatnonzero(table.changed)
-            size = len(table.row) // table.devices
-            for device in range(table.devices):
-                first = device * size
-                mine = changed[(changed >= first) & (changed < first + size)] - first
-                for start in range(0, len(mine), 8 * _BLOCK):
-                    some = mine[start : start + 8 * _BLOCK]
-                    given = [_Given(np.zeros(0, np.int32), np.zeros(0, np.int32))]
-                    given *= table.devices
-                    given[device] = _Given(
-                        some.astype(np.int32), table.row[first + some]
-                    )
-                    self._leave(given, [g.rows for g in given])
-                    self._collect()
-            table.forget_changes()
+            room, devices = 8 * _BLOCK, self._slots.devices
+            changed = self._slots.changed()
+            for start in range(0, max(len(slots) for slots, _ in changed), room):
+                places = np.zeros((devices, room), np.int32)
+                rows = np.full((devices, room), -1, np.int32)
+                for device, (slots, mine) in enumerate(changed):
+                    some = slots[start : start + room]
+                    places[device, : len(some)] = some
+                    rows[device, : len(some)] = mine[start : start + room]
+                arrays = {n: v.get_raw_value() for n, v in self._variables().items()}
+                found = _read_slots(arrays, by_device(places.reshape(-1)))
+                self._put(rows, {n: leaving(a) for n, a in found.items()})
+            self._slots.forget_changes()
 
     def forget_slots(self) -> None:
         """Makes all rows come anew; what has changed on the devices is lost.
 
         Batches that are on the devices read NaN.
         """
-        self._leaving = None
+        self._collect()
         if self._slots is not None:
             self._slots.clear()
         if self.number is not None:
-            last = max(self._last_number, int(self.number[...]))
-            self._last_number = last + 1
-            set_number(self.number, last + 1)
+            self.last_number = 1 + max(self.last_number, int(self.number[...]))
+            set_number(self.number, self.last_number)
 
     def read(self, rows: np.ndarray) -> np.ndarray:
         """`[rows, dim]`: rows as they are now."""
@@ -431,6 +330,8 @@ class HostRows:
         self.write_back()
         if self._rule is None:
             return
+        if self._slots is not None:
+            self._slots.expire()
         for rows in self._seen(everywhere=everywhere):
             padded = np.resize(rows, _BLOCK)  # one shape, one program
             given = _with_new(
@@ -466,13 +367,17 @@ class HostRows:
         self._state, self._arrays, self._rule = {}, {}, None
         self._known = np.zeros(0, np.uint8)
         self._slots = self._pieces = self._mesh = self._leaving = self.number = None
+        self._buffers = Buffers()
 
     def _variables(self) -> dict[str, nnx.Variable]:
         kernel = None if self._kernel is None else self._kernel()
         return {} if kernel is None else {ROW: kernel, **self._state}
 
     def _changed(self, rows: np.ndarray, known: int) -> None:
-        self._known[rows] |= np.uint8(known)
+        if known == _NUMBERS | _STATE:  # need not be read
+            self._known[rows] = known
+        else:
+            self._known[rows] |= np.uint8(known)
         assert self._pieces is not None
         self._pieces.note(rows)
 
@@ -486,145 +391,155 @@ class HostRows:
             for first in range(0, len(rows), _BLOCK):
                 yield start + rows[first : first + _BLOCK]
 
-    def _bring(self, missing: np.ndarray, found: np.ndarray, *, training: bool) -> bool:
-        """Gives rows slots. Returns whether others have lost theirs."""
-        table = self._slots
-        assert table is not None
-        given = table.room_for(missing, found)
-        size = len(table.row) // table.devices
-        before = [
-            table.row[device * size + slots] for device, (slots, _) in enumerate(given)
-        ]
-        left = any((rows >= 0).any() for rows in before)
-        leaves = [
-            table.changed[device * size + slots]
-            for device, (slots, _) in enumerate(given)
-        ]
-        if any(mask.any() for mask in leaves):
-            self._leave(
-                given,
-                [
-                    np.where(mask, rows, -1)
-                    for mask, rows in zip(leaves, before, strict=True)
-                ],
-            )
-        room = _padded(max(len(rows) for _, rows in given))
-        rows = np.full((table.devices, room), -1, np.int32)
-        for device, (_, mine) in enumerate(given):
-            rows[device, : len(mine)] = mine
-        rows = rows.reshape(-1)
-        padding, rows = rows < 0, np.maximum(rows, 0)
-        slots = self._places(given, room)
-        values = {name: _taken(array, rows) for name, array in self._arrays.items()}
-        # Nothing is made for padding.
-        known = np.where(padding, np.uint8(_NUMBERS | _STATE), self._known[rows])
+    def _gathered(
+        self,
+        table: Slots,
+        looked: Looked,
+        arrays: Arrays,
+        before: concurrent.futures.Future[None] | None,
+        mesh: jax.sharding.Mesh | None,
+    ) -> _Gathered | None:
+        """Gathers the rows that a batch lacks; in a thread, beside the step before.
+
+        Args:
+          table: the slots.
+          looked: the batch.
+          arrays: the rows here.
+          before: puts rows here that have just left.
+          mesh: of the batch.
+        """
+        with without_mesh() if mesh is None else jax.set_mesh(mesh):
+            wanted = table.wanted(looked)
+            if wanted is None:
+                return None
+            devices, room = wanted.rows.shape
+            owned = self.stack.num_rows // devices
+            rows = wanted.rows + owned * np.arange(devices, dtype=np.int32)[:, None]
+            buffers = {
+                name: self._buffers.one(name, devices, (room, *a.shape[1:]), a.dtype)
+                for name, a in arrays.items()
+            }
+            known = np.full((devices, room), _NUMBERS | _STATE, np.uint8)
+            for device, count in enumerate(wanted.counts.tolist()):
+
+                def gather(part: slice, device=device) -> None:
+                    mine = rows[device, part]
+                    flags = known[device, part]
+                    np.take(self._known, mine, out=flags, mode="clip")
+                    if not flags.all():  # memory that was never written is not read
+                        mine = np.where(flags > 0, mine, 0)
+                    for name, buffer in buffers.items():
+                        out = buffer.parts[device][part]
+                        np.take(arrays[name], mine, axis=0, out=out, mode="clip")
+
+                in_parts(count, gather)
+            if before is not None:
+                before.result()
+            for device in range(devices):
+                places = np.flatnonzero(wanted.has_left[device])
+                mine = rows[device, places]
+                known[device, places] = self._known[mine]
+                for name, buffer in buffers.items():
+                    buffer.parts[device][places] = arrays[name][mine]
+            values = {name: buffer.sent() for name, buffer in buffers.items()}
+            all_of_it = _NUMBERS | (_STATE if len(arrays) > 1 else 0)
+            if (known & all_of_it == all_of_it).all():
+                return _Gathered(wanted, None, values)
+            return _Gathered(wanted, by_device(known.reshape(-1)), values)
+
+    def _swapped(self, gathered: _Gathered, looked: Looked) -> tuple[jax.Array, bool]:
+        """Gives rows slots. Others leave, and are written by a thread.
+
+        Returns:
+          The slots of the batch, and whether rows have left.
+        """
+        wanted, known, values = gathered
+        devices, room = wanted.rows.shape
+        self._collect()
         self.bytes_moved += sum(array.nbytes for array in values.values())
-        moved = _on_devices((slots, rows, known, values))
-        variables = self._variables()
+        variables, table = self._variables(), self._slots
+        assert table is not None
 
-        def program():
+        def program() -> tuple[list[jax.Array], _Swapped]:
             arrays = {n: v.get_raw_value() for n, v in variables.items()}
-            after = _enter(self.stack, self._rule, self.key[...], arrays, *moved)
-            return [after[name] for name in variables], None
+            after, table.index, slots, left, found = _swap(
+                _kind(self.stack, self._rule),
+                self.key.get_raw_value(),
+                arrays,
+                table.index,
+                looked.missing,
+                looked.columns,
+                known,
+                values,
+                room=room,
+                window=wanted.window,
+                training=looked.training,
+            )
+            return [after[name] for name in variables], (slots, left, found)
 
-        inplace.overwrite(list(variables.values()), program)
-        table.give(given, training=training)
-        return left
+        slots, left, found = inplace.overwrite(list(variables.values()), program)
+        leave = table.give(wanted)
+        if leave:
 
-    def _leave(self, given: list[_Given], rows: list[np.ndarray]) -> None:
-        """Begins to copy slots to the host, for these rows; -1 for none."""
-        room = _padded(max(len(mine) for mine in rows))
-        slots = self._places(given, room)
-        arrays = {n: v.get_raw_value() for n, v in self._variables().items()}
-        found = _read_slots(arrays, _on_devices(slots))
-        for array in found.values():
-            array.copy_to_host_async()
-        to = np.full((len(rows), room), -1, np.int32)
-        for device, mine in enumerate(rows):
-            to[device, : len(mine)] = mine
-        to = to.reshape(-1)
-        places = np.flatnonzero(to >= 0)
-        self._leaving = to[places], places, found
+            def put() -> None:
+                numbers = leaving(left)
+                arrays = {name: leaving(array) for name, array in found.items()}
+                ours = np.stack(arrived(numbers))
+                owned = self.stack.num_rows // devices
+                first = owned * np.arange(devices, dtype=np.int32)[:, None]
+                self._put(np.where(ours < 0, -1, ours + first), arrays)
+
+            mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+            self._leaving = beside("leaving").submit(_on_mesh, mesh, put)
+        return slots, leave
 
     def _collect(self) -> None:
-        """Waits for the rows that leave, and writes them."""
-        if self._leaving is None:
-            return
-        rows, places, found = self._leaving
-        for name, array in found.items():
-            host = np.asarray(array)
-            self.bytes_moved += host.nbytes
-            _put(self._arrays[name], rows, host, places)
-        self._changed(rows, _NUMBERS | (_STATE if len(found) > 1 else 0))
+        """Waits for the rows that leave."""
+        if self._leaving is not None:
+            self._leaving.result()
         self._leaving = None
 
-    def _places(self, given: list[_Given], room: int) -> np.ndarray:
-        """`[devices * room]`: slots of each device; those of padding are outside."""
-        assert self._slots is not None
-        outside = self.stack.kernel_rows + np.arange(room, dtype=np.int32)
-        slots = np.tile(outside, (self._slots.devices, 1))
-        for device, (mine, _) in enumerate(given):
-            slots[device, : len(mine)] = mine
-        return slots.reshape(-1)
+    def _put(self, rows: np.ndarray, arrays: Mapping[str, jax.Array]) -> None:
+        """Writes rows here that are on their way.
+
+        Args:
+          rows: `[devices, room]`; -1 for none.
+          arrays: by name, what `leaving` began to copy.
+        """
+        found = {name: arrived(array) for name, array in arrays.items()}
+        self.bytes_moved += sum(array.nbytes for array in arrays.values())
+        known = _NUMBERS | (_STATE if len(found) > 1 else 0)
+        for device, mine in enumerate(rows):
+            places = np.flatnonzero(mine >= 0)
+            mine = mine[places]
+
+            # Mostly all of them, which need not be copied to lie behind each other.
+            whole = len(places) > 0 and places[-1] - places[0] + 1 == len(places)
+            first = int(places[0]) if whole else 0
+
+            def write(
+                part: slice,
+                device=device,
+                mine=mine,
+                places=places,
+                whole=whole,
+                first=first,
+            ) -> None:
+                to = mine[part]
+                come = slice(first + part.start, first + part.stop)
+                for name, parts in found.items():
+                    self._arrays[name][to] = parts[device][
+                        come if whole else places[part]
+                    ]
+                self._changed(to, known)
+
+            in_parts(len(mine), write)
 
 
 def set_number(variable: nnx.Variable, number: int) -> None:
     """Gives the devices' tables another number."""
     lies = variable[...].sharding
     variable.set_raw_value(jax.device_put(np.int32(number), lies))
-
-
-def _padded(count: int) -> int:
-    """Room for so many rows that move: two sizes in each power of 2, so few programs."""
-    size = _LEAST_MOVED
-    while size < count:
-        if 3 * size // 2 >= count:
-            return 3 * size // 2
-        size *= 2
-    return size
-
-
-@functools.cache
-def _threads() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(
-        min(16, os.cpu_count() or 1), "sparsejax-rows"
-    )
-
-
-def _in_parts(count: int, size: int, work: Callable[[slice], None]) -> None:
-    """Calls `work` with parts of `count` rows, by several threads. NumPy copies without the GIL."""
-    if count <= size:
-        work(slice(0, count))
-        return
-    parts = [slice(i, i + size) for i in range(0, count, size)]
-    list(_threads().map(work, parts))
-
-
-def _taken(array: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    found = np.empty((len(rows), *array.shape[1:]), array.dtype)
-
-    def copy(part: slice) -> None:
-        np.take(array, rows[part], axis=0, out=found[part], mode="clip")
-
-    _in_parts(len(rows), _COPIED, copy)
-    return found
-
-
-def _put(
-    array: np.ndarray, rows: np.ndarray, values: np.ndarray, places: np.ndarray
-) -> None:
-    def copy(part: slice) -> None:
-        array[rows[part]] = values[places[part]]
-
-    _in_parts(len(rows), _COPIED, copy)
-
-
-def _on_devices(tree: Any) -> Any:
-    """Arrays with a part for each device; all are copied at once."""
-    if not mesh_is_set():
-        return jax.tree.map(jnp.asarray, tree)
-    lies = NamedSharding(jax.sharding.get_mesh(), P("model"))
-    return jax.device_put(tree, lies)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -652,11 +567,7 @@ def _completed(
 ) -> dict[str, jax.Array]:
     """Rows of which the host may not know the numbers, or the state."""
     has_numbers = (known & _NUMBERS > 0)[:, None]
-
-    def with_numbers():
-        return jnp.where(has_numbers, values[ROW], _first_rows(stack, key, rows))
-
-    w = lax.cond(jnp.all(has_numbers), lambda: values[ROW], with_numbers)
+    w = jnp.where(has_numbers, values[ROW], _first_rows(stack, key, rows))
     found = {ROW: w}
     if rule is None:
         return found
@@ -672,38 +583,91 @@ def _completed(
 _with_new = jax.jit(_completed, static_argnums=(0, 1))
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1), donate_argnums=3)
-def _enter(
-    stack: Stack,
-    rule: Rule | None,
+class _Kind:
+    """A stack and a rule, for which programs are found without a look at them."""
+
+    def __init__(self, stack: Stack, rule: Rule | None):
+        self.stack, self.rule = stack, rule
+
+
+_kind = functools.cache(_Kind)
+
+
+@jax.jit(
+    static_argnums=0,
+    static_argnames=("room", "window", "training"),
+    donate_argnums=(2, 3),
+)
+def _swap(
+    kind: _Kind,
     key: jax.Array,
     arrays: dict[str, jax.Array],
-    slots: jax.Array,
-    rows: jax.Array,
-    known: jax.Array,
+    index: Index,
+    missing: jax.Array,
+    columns: jax.Array,
+    known: jax.Array | None,
     values: dict[str, jax.Array],
-) -> dict[str, jax.Array]:
-    """Arrays whose slots have other rows."""
+    *,
+    room: int,
+    window: int,
+    training: bool,
+) -> tuple[dict[str, jax.Array], Index, jax.Array, jax.Array, dict[str, jax.Array]]:
+    """Gives rows the slots of others.
 
-    def part(arrays, key, slots, rows, known, values):
-        new = _completed(stack, rule, key, rows, known, values)
-        return {
+    Args:
+      kind: the stack, and the rule of its optimizer.
+      missing: these rows, see `Looked`.
+      columns: all rows of the batch.
+      known: what the host knows of the missing rows; None if it knows all.
+      values: as far as the host knows them.
+      room: at least as many as are missing.
+      window: see `Wanted`.
+      training: whether the batch changes its rows.
+
+    Returns:
+      The arrays and the index; the slots of the batch; the rows that have left and may have
+      changed, else -1; and what was in their slots.
+    """
+
+    def part(arrays, index, key, missing, columns, known, values):
+        index, rows, slots, left = taken(
+            index, missing[0], room=room, window=window, training=training
+        )
+        new = values
+        if known is not None:
+            every = jnp.maximum(rows, 0) + first_of_device(len(index.slot))
+            new = _completed(kind.stack, kind.rule, key, every, known, values)
+        before = {n: a.at[slots].get(mode="clip") for n, a in arrays.items()}
+        # All are read before one is written: else XLA copies the whole array.
+        before, arrays = lax.optimization_barrier((before, arrays))
+        after = {
             name: array.at[slots].set(
                 new[name].astype(array.dtype), mode="drop", unique_indices=True
             )
             for name, array in arrays.items()
         }
+        of_batch = find(index.slot, columns, len(index.row))
+        return after, index, of_batch, left, before
 
-    operands = arrays, key, slots, rows, known, values
-    if not mesh_is_set():
-        return part(*operands)
     lies, mine = _specs(arrays), P("model")
-    return call_on_each_device(
+    return per_device(
         part,
-        *operands,
-        in_specs=(lies, P(), mine, mine, mine, mine),
-        out_specs=lies,
+        arrays,
+        index,
+        key,
+        missing,
+        columns,
+        known,
+        values,
+        in_specs=(lies, mine, P(), mine, P(), mine, mine),
+        out_specs=(lies, mine, P(), mine, mine),
     )
+
+
+def _on_mesh(mesh: jax.sharding.Mesh | None, work: Callable[[], None]) -> None:
+    """Does work in a thread, where no mesh is set."""
+    with without_mesh() if mesh is None else jax.set_mesh(mesh):
+        work()
 
 
 @jax.jit
@@ -711,12 +675,8 @@ def _read_slots(arrays: dict[str, jax.Array], slots: jax.Array) -> dict[str, jax
     def part(arrays, slots):
         return {n: a.at[slots].get(mode="clip") for n, a in arrays.items()}
 
-    if not mesh_is_set():
-        return part(arrays, slots)
-    lies = _specs(arrays)
-    return call_on_each_device(
-        part, arrays, slots, in_specs=(lies, P("model")), out_specs=P("model")
-    )
+    lies, mine = _specs(arrays), P("model")
+    return per_device(part, arrays, slots, in_specs=(lies, mine), out_specs=mine)
 
 
 def _specs(arrays: Mapping[str, Any]) -> dict[str, P]:

@@ -34,7 +34,7 @@ from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers import gradients
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, Transposed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,6 +61,7 @@ def look_up(
     wire: Wire,
     keys: TableKeys | None = None,
     seed: jax.Array | None = None,
+    order: Array | np.ndarray | None = None,
     blank: int = 0,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
@@ -75,6 +76,7 @@ def look_up(
       keys: of the entries of `x`, if the tables are dynamic.
       seed: of the vectors of ids without a row, if the tables are dynamic. Without it such
         ids are left out.
+      order: of the entries of `x`, the row of each, if the kernel has rows in any order.
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
       dtype: of the result; that of the tables by default.
@@ -92,6 +94,8 @@ def look_up(
         make = functools.partial(_without_guests, stack, blank)
         x, guests = call_with_auto_axes(make, x, keys, out_specs=P())
     rows = _rows(stack, kernel, x, wire, blank, is_made=keys is not None)
+    if order is not None and isinstance(rows, CSR):
+        rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
     y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     bags = stack.bags + blank
     shape = (rows.num_rows // bags, bags, stack.dim)
@@ -103,6 +107,29 @@ def look_up(
 
     y = call_with_auto_axes(shaped, y, guests, seed, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
+
+
+def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:
+    """`x` with its entries by column, in an order of the columns that is given.
+
+    A GPU program cuts the sorted entries into parts, and adds up the parts of a row that is
+    cut. So where a row is cut must not depend on where other rows happen to lie. And a CPU
+    sorts the entries of large tables, but not those of small ones.
+
+    Args:
+      x: has no entries by column yet.
+      order: `[nse]` a number of each entry's column, which no other column has.
+      size: greater than all these numbers.
+    """
+    columns = x.columns(padding=x.num_cols)
+    number = jnp.where(columns < x.num_cols, order, size)
+    found = Transposed.of(number, x.row_ids(), size)
+    by_column = found._replace(
+        columns=columns[found.order],
+        # There are not more columns, so what is left out repeats the number of entries.
+        indptr=found.indptr[: min(x.nse, x.num_cols) + 1],
+    )
+    return dataclasses.replace(x, transposed=by_column)
 
 
 def _made(stack: Stack, blank: int, x: CSR) -> CSR:

@@ -13,6 +13,7 @@ from sparsejax.embeddings.collection import (
     EmbeddingCollection,
     bring_rows,
     collections_of,
+    look_up_rows,
 )
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.optimizers.gradients import Path
@@ -66,7 +67,11 @@ class Staged:
 
     def brought(self, ids: Mapping[str, Ids]) -> FeatureBatch:
         """A batch whose rows are on the devices now."""
-        return bring_rows(self.collections, self.packed(ids), self.optimizer)
+        return self._brought(self.packed(ids))
+
+    def _brought(self, batch: FeatureBatch) -> FeatureBatch:
+        looked = look_up_rows(self.collections, batch, self.optimizer)
+        return bring_rows(self.collections, looked, self.optimizer)
 
     def steps(self, batches: Sequence[FeatureBatch], room: int) -> FeatureBatch:
         """Batches, which were packed, as one with an axis of `room` steps before the others.
@@ -77,7 +82,7 @@ class Staged:
           NoRoomError: their rows do not fit together.
         """
         whole = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
-        found = bring_rows(self.collections, whole, self.optimizer)
+        found = self._brought(whole)
         count = len(batches)
         number = np.minimum(np.arange(room), count - 1)
         stage = np.full(count, found.stage)

@@ -396,7 +396,11 @@ def dense_gradient(
         ids, values = terms.ids(), terms.values(implementation)
         zeros = jnp.zeros((num_rows, dy.shape[1]), sums)
         return zeros.at[ids].set(
-            values, mode="drop", unique_indices=True, indices_are_sorted=True
+            values,
+            mode="drop",
+            unique_indices=True,
+            # Columns that were sorted ahead may be in an order of their own.
+            indices_are_sorted=x.transposed is None,
         )
 
     if x.transposed is not None or implementation in FOR_GPU:

@@ -1,5 +1,6 @@
 """Tables in host memory against the same tables on the devices, to the bit."""
 
+import contextlib
 from typing import Any
 
 import jax
@@ -9,8 +10,14 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.embeddings import FeatureConfig, TableConfig, host_rows
-from sparsejax.embeddings.host_rows import NoRoomError, Slots
+from sparsejax.embeddings import (
+    FeatureConfig,
+    TableConfig,
+    host_rows,
+    host_slots,
+    lookup,
+)
+from sparsejax.embeddings.host_slots import NoRoomError, Slots
 from sparsejax.mesh.layout import padded_rows
 
 BATCH, ROWS = 16, 3000
@@ -115,6 +122,28 @@ def test_bits_are_those_of_divided_tables():
         check_bits(RULES["adam"], steps=15)
 
 
+def test_entries_are_sorted_as_if_rows_lay_in_their_order():
+    rng = np.random.default_rng(0)
+    indptr = np.cumsum([0, *rng.integers(0, 5, 40)]).astype(np.int32)
+    room = int(indptr[-1]) + 9
+    rows = np.minimum(rng.zipf(1.3, room), 500).astype(np.int32) - 1
+    rows[rng.random(room) < 0.1] = -1
+    slots = rng.permutation(500).astype(np.int32)  # the slot of each row
+    here = sj.CSR.tree_unflatten(500, (None, jnp.asarray(rows), indptr, None))
+    columns = jnp.asarray(np.where(rows < 0, -1, slots[rows]))
+    there = sj.CSR.tree_unflatten(600, (None, columns, indptr, None))
+    expected = here.by_column()
+    found = lookup._sorted_by(there, jnp.asarray(rows), 500).transposed
+    assert found is not None
+    for name in "rows", "order", "indptr":
+        np.testing.assert_array_equal(getattr(found, name), getattr(expected, name))
+    used = np.asarray(expected.columns) < 500
+    np.testing.assert_array_equal(
+        found.columns,
+        np.where(used, slots[np.where(used, expected.columns, 0)], 600),
+    )
+
+
 def check_bits(rule, steps=40, device_rows=128):
     slots = padded_rows(2 * device_rows)
     here, there = Model(), hosted(device_rows=device_rows)
@@ -191,10 +220,10 @@ def test_no_recompilation():
     model = hosted()
     optimizer = sj.Optimizer(model, RULES["sgd"])
     trained(model, optimizer, 30)
-    enter: Any = host_rows._enter
-    before = enter._cache_size()
+    swap: Any = host_rows._swap
+    before = swap._cache_size()
     trained(model, optimizer, 30, seed=1)
-    assert enter._cache_size() == before
+    assert swap._cache_size() == before
 
 
 def test_a_batch_whose_rows_have_left_reads_nan():
@@ -239,17 +268,15 @@ def test_a_batch_reads_nan_if_the_next_does_not_fit():
 
 
 def test_nothing_is_made_for_padding(monkeypatch):
-    model, seen, enter = hosted(), [], host_rows._enter
+    model, seen, swap = hosted(), [], host_rows._swap
 
-    def noted(*arguments):
-        *_, slots, _, known, _ = arguments
-        padding = (
-            np.asarray(slots) >= model.embeddings.kernels["8_float32_host"].shape[0]
-        )
+    def noted(*arguments, **options):
+        *_, missing, _, known, _ = arguments
+        padding = np.asarray(missing)[0, 2 : 2 + options["room"]] == -1
         seen.append((np.asarray(known)[padding], padding.any()))
-        return enter(*arguments)
+        return swap(*arguments, **options)
 
-    monkeypatch.setattr(host_rows, "_enter", noted)
+    monkeypatch.setattr(host_rows, "_swap", noted)
     ids, _ = next(batches(1))
     ids["user"] = np.arange(1, 1 + BATCH, dtype=np.int32)
     next(model.embeddings.staged([ids]))
@@ -316,32 +343,77 @@ def test_configurations():
 
 @pytest.mark.parametrize("devices", [1, 4])
 def test_slots(devices):
+    """Against lists of what was used when."""
+    mesh = sj.make_mesh(data=1, model=devices) if devices > 1 else None
+    with contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh):
+        check_slots(devices)
+
+
+def check_slots(devices):
     rng = np.random.default_rng(0)
-    rows, slots = 80_000, 12_000
-    table = Slots(rows, slots, devices)
-    for step in range(60):
-        table.now += 1
-        wanted = np.unique(np.minimum(rng.zipf(1.2, 3000) - 1, rows - 1))
-        wanted = wanted * 7919 % rows  # over all devices
-        training = step % 3 > 0
-        found = table.find(wanted, training=training)
-        absent, here = np.unique(wanted[found < 0]), found[found >= 0]
-        before = table.row[here].copy()
-        given = table.room_for(absent, here)
-        assert all(len(np.unique(s)) == len(r) for s, r in given)
-        table.give(given, training=training)
-        assert np.isin(before, table.row).all()  # rows of this step stay
-        found = table.find(wanted, training=False)
-        np.testing.assert_array_equal(table.row[found], wanted)
-        assert table.changed[found].all() or not training
-        owner = wanted // (rows // devices)
-        np.testing.assert_array_equal(found // (slots // devices), owner)
-        there = np.flatnonzero(table.slot)
-        np.testing.assert_array_equal(table.row[table.slot[there] - 1], there)
-        assert len(there) == np.sum(table.row >= 0)
-    assert len(there) == slots  # in use to the last one
-    table.now += 1
+    rows, slots = 8000, 1200
+    owned, size = rows // devices, slots // devices
+    table, used = Slots(rows, slots, devices), {}
+    for step in range(40):
+        wanted = np.minimum(rng.zipf(1.2, 300) - 1, rows - 1)
+        wanted = np.append(wanted * 7919 % rows, -1).astype(np.int32)
+        before = set(used)
+        looked = table.look(wanted, training=step % 3 > 0)
+        asked = table.wanted(looked)
+        lacking = {*wanted.tolist()} - before - {-1}
+        used |= dict.fromkeys(set(wanted.tolist()) - {-1}, step)
+        if asked is None:
+            assert not lacking
+        else:
+            given = [
+                row + device * owned
+                for device, mine in enumerate(asked.rows)
+                for row in mine[mine >= 0].tolist()
+            ]
+            assert sorted(given) == given and set(given) == lacking
+            take(table, asked, looked)
+            table.give(asked)
+        row = np.asarray(table.index.row).reshape(devices, size)
+        here = row + owned * np.arange(devices)[:, None]
+        there = np.where(row >= 0, here, -1).reshape(-1)
+        for device in range(devices):  # those that were used last are there
+            mine = [r for r in used if r // owned == device]
+            mine.sort(key=lambda row: -used[row])
+            kept = set(there[device * size : (device + 1) * size].tolist()) - {-1}
+            assert len(kept) == min(size, len(mine))
+            if len(mine) > size:
+                last = used[mine[size - 1]]
+                assert {r for r in mine if used[r] > last} <= kept
+                for gone in set(mine) - kept:
+                    del used[gone]
+        found = np.asarray(table.find(looked.columns))
+        np.testing.assert_array_equal(there[found[:-1]], wanted[:-1])
+        assert found[-1] == -1
+    for device, (_, mine) in enumerate(table.changed()):
+        assert len(mine) and (mine // owned == device).all()
+    many = np.arange(size + 1, dtype=np.int32)
     with pytest.raises(NoRoomError) as caught:
-        absent = np.setdiff1d(np.arange(rows), there)[: slots + 1]
-        table.room_for(absent, np.zeros(0, np.int32))
-    assert caught.value.args[1] == slots // devices
+        table.wanted(table.look(many, training=True))
+    assert caught.value.args == (size + 1, size)
+
+
+def take(table, asked, looked):
+    """What `HostRows` does with the index."""
+
+    def part(index, missing):
+        index, *_ = host_slots.taken(
+            index,
+            missing[0],
+            room=asked.rows.shape[1],
+            window=asked.window,
+            training=looked.training,
+        )
+        return index
+
+    lies = jax.P("model")
+    program = jax.jit(
+        lambda *arguments: host_slots.per_device(
+            part, *arguments, in_specs=(lies, lies), out_specs=lies
+        )
+    )
+    table.index = program(table.index, looked.missing)

@@ -16,7 +16,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.data.files.stored import id_lists
 from sparsejax.embeddings import FeatureConfig, TableConfig, host_files
-from sparsejax.embeddings.host_rows import NoRoomError
+from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.train import checkpoint, dispatch
 

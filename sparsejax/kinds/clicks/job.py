@@ -17,7 +17,7 @@ from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.click_schema import KeyColumn
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.feature_batch import FeatureBatch
-from sparsejax.embeddings.host_rows import NoRoomError
+from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.progress import EarlyStopping

@@ -17,7 +17,7 @@ from sparsejax import metrics
 from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset, check_same_schema
-from sparsejax.embeddings.host_rows import NoRoomError
+from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive

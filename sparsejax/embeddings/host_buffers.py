@@ -1,0 +1,175 @@
+"""Copies between rows in the memory of the host and the devices.
+
+A GPU copies from and to memory that is *pinned* at the speed of its bus, and several times
+slower from and to other memory. So rows are gathered into pinned memory, which is kept, by
+several threads: a new array would cost more than to fill it, since its pages have to be found.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures
+import ctypes
+import functools
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, SingleDeviceSharding
+from jax.sharding import PartitionSpec as P
+from numpy.typing import DTypeLike
+
+from sparsejax.mesh.layout import mesh_is_set
+
+_PINNED = "pinned_host"
+# Shapes of buffers that are kept.
+_MOST_KEPT = 8
+# Rows that are not worth a further thread.
+_FEW = 512
+
+
+@functools.cache
+def _threads() -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(_count(), "sparsejax-rows")
+
+
+@functools.cache
+def beside(name: str) -> concurrent.futures.ThreadPoolExecutor:
+    """A thread for work beside that of the caller; it may itself use `in_parts`."""
+    return concurrent.futures.ThreadPoolExecutor(1, f"sparsejax-{name}")
+
+
+def _count() -> int:
+    return max(1, min(16, os.cpu_count() or 1))
+
+
+def in_parts(count: int, work: Callable[[slice], None]) -> None:
+    """Calls `work` with parts of `count` rows, by several threads. NumPy copies without the GIL."""
+    parts = min(_count(), -(-count // _FEW))
+    if parts <= 1:
+        work(slice(0, count))
+        return
+    ends = [count * i // parts for i in range(parts + 1)]
+    list(_threads().map(work, map(slice, ends[:-1], ends[1:])))
+
+
+class Buffer:
+    """Rows that are on their way to the devices.
+
+    Attributes:
+      parts: for each device along "model", `[room, ...]`.
+    """
+
+    def __init__(self, devices: int, shape: Sequence[int], dtype: DTypeLike):
+        self._sent: jax.Array | None = None
+        self._pinned: list[jax.Array] = []
+        size = (devices * shape[0], *shape[1:])
+        if not _pins():
+            self._whole = np.empty(size, dtype)
+            self.parts = np.split(self._whole, devices)
+            return
+        self._devices = _devices()
+        for device in self._devices.reshape(-1):
+            lies = SingleDeviceSharding(device, memory_kind=_PINNED)
+            self._pinned.append(jax.device_put(np.zeros(shape, dtype), lies))
+        jax.block_until_ready(self._pinned)
+        self._views = [_view(array) for array in self._pinned]
+        self.parts = self._views[:devices]
+
+    def wait(self) -> None:
+        """Waits until it can be written again."""
+        if self._sent is not None:
+            self._sent.block_until_ready()
+            self._sent = None
+
+    def sent(self) -> jax.Array:
+        """`[devices * room, ...]` on the devices, soon; do not write the parts meanwhile."""
+        if not self._pinned:
+            return by_device(self._whole)
+        for place, view in enumerate(self._views[len(self.parts) :]):
+            view[...] = self.parts[place % len(self.parts)]
+        there = [
+            jax.device_put(array, SingleDeviceSharding(device))
+            for array, device in zip(
+                self._pinned, self._devices.reshape(-1), strict=True
+            )
+        ]
+        if not mesh_is_set():
+            self._sent = there[0]
+        else:
+            room, *rest = self.parts[0].shape
+            self._sent = jax.make_array_from_single_device_arrays(
+                (len(self.parts) * room, *rest),
+                NamedSharding(jax.sharding.get_mesh(), P("model")),
+                there,
+            )
+        return self._sent
+
+
+class Buffers:
+    """Buffers that are used again."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple, tuple[Buffer, Buffer]] = {}
+
+    def one(
+        self, name: str, devices: int, shape: Sequence[int], dtype: DTypeLike
+    ) -> Buffer:
+        """A buffer that nothing reads any more."""
+        if not _pins():  # a CPU does not copy, but reads the array itself
+            return Buffer(devices, shape, dtype)
+        key = name, devices, tuple(shape), str(dtype)
+        one, other = self._kept.pop(key, None) or (
+            Buffer(devices, shape, dtype),
+            Buffer(devices, shape, dtype),
+        )
+        self._kept[key] = other, one
+        if len(self._kept) > _MOST_KEPT:  # that was not used for longest
+            del self._kept[next(iter(self._kept))]
+        one.wait()
+        return one
+
+
+def by_device(array: np.ndarray) -> jax.Array:
+    """An array that has a part for each device along "model"."""
+    if not mesh_is_set():
+        return jax.numpy.asarray(array)
+    return jax.device_put(array, NamedSharding(jax.sharding.get_mesh(), P("model")))
+
+
+def leaving(array: jax.Array) -> jax.Array:
+    """Begins to copy an array to the host."""
+    if not _pins():
+        array.copy_to_host_async()
+        return array
+    if not mesh_is_set():
+        (device,) = array.devices()
+        return jax.device_put(array, SingleDeviceSharding(device, memory_kind=_PINNED))
+    lies = NamedSharding(jax.sharding.get_mesh(), P("model"), memory_kind=_PINNED)
+    return jax.device_put(array, lies)
+
+
+def arrived(array: jax.Array) -> list[np.ndarray]:
+    """What `leaving` has copied, for each device along "model"; waits for it."""
+    parts = {s.index[0].start or 0: s.data for s in array.addressable_shards}
+    return [np.asarray(parts[start]) for start in sorted(parts)]
+
+
+def _devices() -> np.ndarray:
+    """`[data, model]`: the devices."""
+    if mesh_is_set():
+        return jax.sharding.get_mesh().devices
+    return np.array(jax.devices()[:1])
+
+
+@functools.cache
+def _pins() -> bool:
+    """Whether the devices have pinned memory, which is not their own."""
+    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    return jax.default_backend() == "gpu" and _PINNED in kinds
+
+
+def _view(array: jax.Array) -> np.ndarray:
+    """The memory of an array that is in pinned memory."""
+    where = (ctypes.c_byte * array.nbytes).from_address(array.unsafe_buffer_pointer())
+    return np.frombuffer(where, array.dtype).reshape(array.shape)
