@@ -150,7 +150,7 @@ def leaving(array: jax.Array) -> jax.Array:
 
 
 def arrived(array: jax.Array) -> list[np.ndarray]:
-    """What `leaving` has copied, for each device along "model"; waits for it."""
+    """The copies of `leaving`, for each device along "model"; waits for them."""
     parts = {s.index[0].start or 0: s.data for s in array.addressable_shards}
     return [np.asarray(parts[start]) for start in sorted(parts)]
 

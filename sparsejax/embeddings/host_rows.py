@@ -162,14 +162,9 @@ class HostRows:
             )
         state = self._state if state is None else dict(state)
         devices = axis_sizes()[1] if mesh_is_set() else 1
-        same = state.keys() == self._state.keys() and all(
-            state[name] is self._state[name] for name in state
-        )
-        if reading and self._state and not same:
-            raise ValueError(
-                "the rows in host memory have the state of another optimizer, which trains "
-                "this model: give that one; or none, after its flush(model)"
-            )
+        same = self._is_state(state)
+        if reading:
+            self.check_state(state)
         same &= self._kernel is not None
         if self._slots is not None:
             if same and self._slots.devices == devices:
@@ -198,13 +193,26 @@ class HostRows:
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
 
+    def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
+        """Raises ValueError if the rows have the state of another optimizer."""
+        if self._state and not self._is_state(state):
+            raise ValueError(
+                "the rows in host memory have the state of another optimizer, which trains "
+                "this model: give that one; or none, after its flush(model)"
+            )
+
+    def _is_state(self, state: Mapping[str, nnx.Variable]) -> bool:
+        return state.keys() == self._state.keys() and all(
+            state[name] is self._state[name] for name in state
+        )
+
     def look(self, columns: np.ndarray, *, training: bool) -> Coming:
         """Looks rows up, and does not wait. They are in use from now on.
 
         A thread gathers those that are missing on the devices.
 
         Args:
-          columns: rows of the stack, of any shape; negative ones are none.
+          columns: rows of the stack, of any shape; negative ones are padding.
           training: whether the rows will change on the devices.
         """
         assert self._slots is not None

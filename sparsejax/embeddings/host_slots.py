@@ -60,7 +60,7 @@ class Looked(NamedTuple):
     """A batch, and the rows that it lacks.
 
     Attributes:
-      columns: `[entries]`: its rows; negative ones are none.
+      columns: `[entries]`: its rows; negative ones are padding.
       number: of this look.
       training: whether the batch changes its rows.
       missing: `[devices, 2 + most]`: how many rows have no slot, and how many slots the batch
@@ -126,7 +126,7 @@ class Slots:
         """Looks rows up, which are in use from now on. Does not wait for the devices.
 
         Args:
-          columns: `[entries]` rows of the stack; negative ones are none.
+          columns: `[entries]` rows of the stack; negative ones are padding.
           training: whether they will change.
         """
         self.number = next(_numbers)

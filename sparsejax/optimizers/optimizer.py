@@ -81,6 +81,10 @@ class HostRows(Protocol):
         """Says which variables have the rows that are on the devices, and their rule."""
         ...
 
+    def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
+        """Raises ValueError if the rows have the state of another optimizer."""
+        ...
+
     def variables(self) -> list[nnx.Variable]:
         """Lists those of the last `attach`."""
         ...
@@ -659,6 +663,7 @@ class Optimizer(nnx.Pytree):
                 f"'{_dotted(path)}' has rows in host memory, which a compiled function cannot "
                 "write: call flush outside of it"
             )
+        host.check_state(self._rows_of(path))  # that of a copy would be behind
         rule, step = self.rule_of(kernel), self.step[...]
 
         def settled(rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:

@@ -4,6 +4,9 @@ import errno
 import gc
 import os
 import pathlib
+import subprocess
+import sys
+import time
 import weakref
 from typing import Any
 
@@ -153,6 +156,46 @@ def test_a_resume_has_the_same_bits(tmp_path, monkeypatch):
     assert named == {path.name for path in folder.iterdir() if path.name[0] != "."}
 
 
+def train_on(folder, result):
+    """What a process does that is killed: it goes on where the one before was."""
+    model = hosted()
+    options = {"checkpoint_dir": folder, "checkpoint_seconds": 0, "resume": True}
+    _, history = fitted(model, num_epochs=6, **options)
+    np.savez(result, losses=[e["loss"] for e in history], user=rows_of(model, "user"))
+
+
+def test_a_resume_after_kills_has_the_same_bits(tmp_path):
+    """`kill -9` at random moments after the first files of rows."""
+    there = hosted()
+    _, history = fitted(there, num_epochs=6)
+    rng, folder, result = np.random.default_rng(0), tmp_path / "run", tmp_path / "a.npz"
+    path = os.pathsep.join([str(pathlib.Path(__file__).parent), *sys.path])
+    script = "import sys, test_host_tables; test_host_tables.train_on(*sys.argv[1:])"
+
+    def written():
+        return {p.name for p in folder.glob("host_rows/*/*")}
+
+    kills = 3
+    for kill in range(kills + 1):
+        before = written()
+        process = subprocess.Popen(
+            [sys.executable, "-c", script, str(folder), str(result)],
+            env=os.environ | {"PYTHONPATH": path},
+        )
+        if kill == kills:
+            assert process.wait() == 0
+            break
+        while process.poll() is None and written() <= before:
+            time.sleep(0.01)
+        time.sleep(0.3 * rng.random())
+        assert process.poll() is None  # else it has trained all
+        process.kill()
+        process.wait()
+    with np.load(result) as found:
+        assert found["losses"].tolist() == [e["loss"] for e in history]
+        np.testing.assert_array_equal(found["user"], rows_of(there, "user"))
+
+
 def test_a_damaged_file_is_noticed(tmp_path):
     fitted(hosted(), num_epochs=1, checkpoint_dir=tmp_path)
     (folder,) = (tmp_path / "host_rows").iterdir()
@@ -294,6 +337,8 @@ def test_rows_are_read_with_their_optimizer_alone():
     other = nnx.clone(optimizers[1])
     with pytest.raises(ValueError, match="the state of another optimizer, which trai"):
         sj.predict(there, made(1, 200), optimizer=other)
+    with pytest.raises(ValueError, match="the state of another optimizer, which trai"):
+        other.flush(there)
     more = [
         sj.fit(m, o, made(3), num_epochs=1, batch_size=64)[0]["loss"]
         for m, o in zip((here, there), optimizers, strict=True)
