@@ -14,7 +14,8 @@ ten million items, and "huge" with a hundred million, on a GPU; the latter are m
 file. "ready" is the time to load and compile, and "loaded" that to load. "rest"
 starts `sparsejax serve` and sends requests of one row over connections that stay open. Their
 times of arrival are drawn ahead (exponential gaps), and latency counts from then on, so a
-service that falls behind shows it. The client works on the same machine: on two cores it takes
+service that falls behind shows it. "spent" is what the service itself says of these requests, on
+average: of a whole one, of waiting for a batch, of packing and on the device. The client works on the same machine: on two cores it takes
 part of what it measures. "most" sends as fast as answers come, over 64 connections; on a GPU
 four processes send. "grpc" sends requests of 256 rows, with names as bytes, over 16 calls. "cold" is
 a start without compiled programs on disk; the service finds those of "engine" there.
@@ -276,7 +277,9 @@ def _of_service(path: pathlib.Path, case: Case) -> Iterator[dict]:
     with _service(path) as (ports, ready):
         for result in asyncio.run(_loads(ports["port"], case)):
             yield result | {"ready": ready}
-        yield asyncio.run(_calls(ports["grpc_port"], case)) | {"ready": ready}
+        before = _sums(ports["port"])
+        found = asyncio.run(_calls(ports["grpc_port"], case)) | {"ready": ready}
+        yield found | _spent(before, _sums(ports["port"]))
     with tempfile.TemporaryDirectory() as empty:
         kept = {"JAX_COMPILATION_CACHE_DIR": empty}
         with _service(path, kept) as (_, ready):
@@ -325,16 +328,41 @@ async def _loads(port: int, case: Case) -> list[dict]:
     await _at_rate(port, bodies, 20, 2.0)  # the client's own first requests
     found = []
     for rate in case.rates:
+        before = _sums(port)
         times, failed = await _at_rate(port, bodies, rate, case.seconds)
         one = {"part": "rest", "rate": rate, "failed": failed}
-        found.append(one | _milliseconds(times))
+        found.append(one | _milliseconds(times) | _spent(before, _sums(port)))
+    before = _sums(port)
     if case.clients == 1:
         times, failed = await _at_once(port, bodies, case.seconds)
     else:
         times, failed = await _of_clients(port, case)
     done = len(times) / case.seconds
     one = {"part": "most", "rate": done, "failed": failed}
-    return [*found, one | _milliseconds(times)]
+    return [*found, one | _milliseconds(times) | _spent(before, _sums(port))]
+
+
+def _sums(port: int) -> dict[str, float]:
+    """The sums and counts of the service's own numbers."""
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics") as answer:
+        text = answer.read().decode()
+    found = re.findall(
+        r"^sparsejax_(\w+_(?:sum|count))(?:{[^}]*})? (\S+)", text, re.MULTILINE
+    )
+    return {name: float(value) for name, value in found}
+
+
+def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+    """Where the time of requests went, on average: milliseconds, and rows of a batch."""
+    mean = {
+        name: (after[f"{name}_sum"] - before[f"{name}_sum"])
+        / max(after[f"{name}_count"] - before[f"{name}_count"], 1.0)
+        for name in ("request_seconds", "queue_seconds", "packing_seconds")
+        + ("device_seconds", "batch_rows")
+    }
+    rows = {"batch": mean.pop("batch_rows")}
+    spent = {name.removesuffix("_seconds"): 1e3 * each for name, each in mean.items()}
+    return {"spent": spent | rows}
 
 
 def _is_ready(port: int) -> bool:

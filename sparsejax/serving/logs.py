@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import re
 import secrets
 import sys
@@ -14,6 +15,8 @@ import orjson
 
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
+# New ids are numbers after what no other process has. To draw each would ask the kernel.
+_PROCESS, _COUNT = secrets.token_hex(8), itertools.count()
 
 
 def log(event: str, **facts: Any) -> None:
@@ -27,7 +30,7 @@ def log(event: str, **facts: Any) -> None:
 
 def request_id(given: str) -> str:
     """The id of a request: the one that its client gave, or a new one."""
-    return given if _ID.fullmatch(given) else secrets.token_hex(8)
+    return given if _ID.fullmatch(given) else f"{_PROCESS}{next(_COUNT):08x}"
 
 
 def request(

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
+import pyarrow as pa
 
 from sparsejax.data.files.name_index import EncodedNames, NameIndex
 from sparsejax.data.files.names import utf8
@@ -72,8 +73,17 @@ class Vocabulary:
 
     def __init__(self, names: np.ndarray):
         encoded, ends = utf8(names)
-        self._data = np.frombuffer(encoded + b"\0", np.uint8)  # a gather needs one byte
-        self._ends = np.append(ends, ends[-1])  # an empty name is the last
+        lengths = np.append(ends[1:] - ends[:-1], 0)  # an empty name is the last
+        begins = np.concatenate([[0], np.cumsum(lengths + _LENGTH.size)])
+        is_length = np.zeros(begins[-1], bool)
+        for byte in range(_LENGTH.size):
+            is_length[begins[:-1] + byte] = True
+        data = np.empty(begins[-1], np.uint8)
+        data[is_length] = lengths.astype("<u4").view(np.uint8)
+        data[~is_length] = np.frombuffer(encoded, np.uint8)
+        buffers = [None, pa.py_buffer(begins), pa.py_buffer(data)]
+        kind = pa.large_binary()
+        self._prefixed = pa.LargeBinaryArray.from_buffers(kind, len(lengths), buffers)
         self._names = names
         self.index = NameIndex(names)
 
@@ -86,15 +96,10 @@ class Vocabulary:
     def prefixed(self, ids: np.ndarray) -> bytes:
         """The same names as binary data: each after its length as four bytes."""
         ids = np.where(ids < 0, len(self._names), ids)
-        counts = self._ends[ids + 1] - self._ends[ids]
-        begins = np.cumsum(counts + _LENGTH.size) - counts - _LENGTH.size
-        # Where each byte comes from; those of the lengths are overwritten.
-        shifts = self._ends[ids] - _LENGTH.size - begins
-        shifts = np.repeat(shifts, counts + _LENGTH.size)
-        data = self._data.take(np.arange(len(shifts)) + shifts, mode="clip")
-        lengths = counts.astype("<u4").view(np.uint8).reshape(-1, _LENGTH.size)
-        data[begins[:, None] + np.arange(_LENGTH.size)] = lengths
-        return data.tobytes()
+        found = self._prefixed.take(pa.array(ids, pa.int64()))
+        _, ends, data = found.buffers()
+        end = np.frombuffer(ends, np.int64, len(ids) + 1)[-1]
+        return data[:end].to_pybytes()
 
 
 class Chosen(NamedTuple):
@@ -383,10 +388,10 @@ def _encoded(data: bytes) -> EncodedNames | None:
     if not data:
         nothing = np.empty(0, np.int64)
         return EncodedNames(data, nothing, nothing)
-    count = max(len(data) - _LENGTH.size + 1, 0)
-    every = np.ndarray(count, "<u4", data, strides=(1,))
-    # No name has a zero in UTF-8, so three of them belong to a length.
-    at = np.flatnonzero(every < 256)
+    every = np.frombuffer(data, np.uint8)
+    is_zero = every == 0
+    # Few names have a zero in UTF-8, so three of them belong to a length.
+    at = np.flatnonzero(is_zero[1:-2] & is_zero[2:-1] & is_zero[3:])
     after = at + _LENGTH.size + every[at]
     if len(at) and not (after[:-1] == at[1:]).all():
         at = at[_reached(at, after)]
@@ -394,7 +399,7 @@ def _encoded(data: bytes) -> EncodedNames | None:
     if not len(at) or at[0] or (after[:-1] != at[1:]).any() or after[-1] != len(data):
         return None
     if not data.isascii():
-        texts = np.frombuffer(data, np.uint8).copy()
+        texts = every.copy()
         texts[at[:, None] + np.arange(_LENGTH.size)] = 0  # which ends a character
         try:
             texts.tobytes().decode()
