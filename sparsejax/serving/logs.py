@@ -15,8 +15,8 @@ import orjson
 
 _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
-# New ids are numbers after what no other process has. To draw each would ask the kernel.
-_PROCESS, _COUNT = secrets.token_hex(8), itertools.count()
+# New ids follow a random one. To draw each would ask the kernel.
+_NEW = itertools.count(secrets.randbits(64))
 
 
 def log(event: str, **facts: Any) -> None:
@@ -30,7 +30,7 @@ def log(event: str, **facts: Any) -> None:
 
 def request_id(given: str) -> str:
     """The id of a request: the one that its client gave, or a new one."""
-    return given if _ID.fullmatch(given) else f"{_PROCESS}{next(_COUNT):08x}"
+    return given if _ID.fullmatch(given) else f"{next(_NEW) % 2**64:016x}"
 
 
 def request(
