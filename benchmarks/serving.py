@@ -352,7 +352,7 @@ def _sums(port: int) -> dict[str, float]:
     return {name: float(value) for name, value in found}
 
 
-def _spent(before: dict[str, float], after: dict[str, float]) -> dict[str, float]:
+def _spent(before: dict[str, float], after: dict[str, float]) -> dict:
     """Where the time of requests went, on average: milliseconds, and rows of a batch."""
     mean = {
         name: (after[f"{name}_sum"] - before[f"{name}_sum"])
