@@ -14,10 +14,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import orjson
-import pyarrow as pa
 
-from sparsejax.data.files.name_index import EncodedNames, NameIndex
-from sparsejax.data.files.names import utf8
+from sparsejax.data.files.name_index import EncodedNames, NameIndex, PrefixedNames
 
 # The protocol's numbers, as NumPy has them.
 NUMBERS = {
@@ -72,18 +70,7 @@ class Vocabulary:
     """
 
     def __init__(self, names: np.ndarray):
-        encoded, ends = utf8(names)
-        lengths = np.append(ends[1:] - ends[:-1], 0)  # an empty name is the last
-        begins = np.concatenate([[0], np.cumsum(lengths + _LENGTH.size)])
-        is_length = np.zeros(begins[-1], bool)
-        for byte in range(_LENGTH.size):
-            is_length[begins[:-1] + byte] = True
-        data = np.empty(begins[-1], np.uint8)
-        data[is_length] = lengths.astype("<u4").view(np.uint8)
-        data[~is_length] = np.frombuffer(encoded, np.uint8)
-        buffers = [None, pa.py_buffer(begins), pa.py_buffer(data)]
-        kind = pa.large_binary()
-        self._prefixed = pa.LargeBinaryArray.from_buffers(kind, len(lengths), buffers)
+        self._prefixed = PrefixedNames(names)
         self._names = names
         self.index = NameIndex(names)
 
@@ -95,11 +82,7 @@ class Vocabulary:
 
     def prefixed(self, ids: np.ndarray) -> bytes:
         """The same names as binary data: each after its length as four bytes."""
-        ids = np.where(ids < 0, len(self._names), ids)
-        found = self._prefixed.take(pa.array(ids, pa.int64()))
-        _, ends, data = found.buffers()
-        end = np.frombuffer(ends, np.int64, len(ids) + 1)[-1]
-        return data[:end].to_pybytes()
+        return self._prefixed.take(ids)
 
 
 class Chosen(NamedTuple):

@@ -1,4 +1,4 @@
-"""Finding many names at once, as bytes: no Python object is made of a name."""
+"""Finding and writing many names at once, as bytes: no Python object is made of a name."""
 
 from __future__ import annotations
 
@@ -6,10 +6,11 @@ from collections.abc import Iterator, Sequence
 from typing import overload
 
 import numpy as np
+import pyarrow as pa
 
 from sparsejax.data.files.names import Names, utf8
 
-_WORD = 8
+_WORD, _LENGTH = 8, 4  # bytes
 # Bits of a word that belong to a name which ends after so many bytes of it.
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
 _Levels = list[tuple[np.ndarray, np.ndarray]]
@@ -45,6 +46,36 @@ class EncodedNames(Sequence[str]):
 
     def __iter__(self) -> Iterator[str]:
         return iter(self[:])
+
+
+class PrefixedNames:
+    """Names as bytes, each after its length as four bytes, of which some are written at once.
+
+    Args:
+      names: the list.
+    """
+
+    def __init__(self, names: Names):
+        encoded, ends = utf8(names)
+        lengths = np.append(ends[1:] - ends[:-1], 0)  # an empty name is the last
+        begins = np.concatenate([[0], np.cumsum(lengths + _LENGTH)])
+        is_length = np.zeros(begins[-1], bool)
+        for byte in range(_LENGTH):
+            is_length[begins[:-1] + byte] = True
+        data = np.empty(begins[-1], np.uint8)
+        data[is_length] = lengths.astype("<u4").view(np.uint8)
+        data[~is_length] = np.frombuffer(encoded, np.uint8)
+        buffers = [None, pa.py_buffer(begins), pa.py_buffer(data)]
+        kind = pa.large_binary()
+        self._names = pa.LargeBinaryArray.from_buffers(kind, len(lengths), buffers)
+
+    def take(self, places: np.ndarray) -> bytes:
+        """The names of some places; that of -1 is empty."""
+        places = np.where(places < 0, len(self._names) - 1, places)
+        found = self._names.take(pa.array(places, pa.int64()))
+        _, ends, data = found.buffers()
+        end = np.frombuffer(ends, np.int64, len(places) + 1)[-1]
+        return data[:end].to_pybytes()
 
 
 class NameIndex:
