@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from typing import Literal, get_args
 
@@ -48,6 +49,9 @@ class TableConfig:
         them at a time, see docs/host_tables.md.
       device_rows: with `host`, how many: at least as many as a batch has different ids; by
         default a fifth of all.
+      host_path: with `host`, a folder, as on a local disk: the rows lie in files there, which
+        the system keeps in memory as far as there is room. The files have no names, and end
+        with the model.
     """
 
     num_rows: int
@@ -60,6 +64,7 @@ class TableConfig:
     rule: Rule | None = None
     host: bool = False
     device_rows: int | None = None
+    host_path: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         for name in ("num_rows", "dim", "pieces"):
@@ -83,7 +88,14 @@ class TableConfig:
                     f"device_rows={rows} is for tables in host memory: give host=True, too, "
                     "or leave it out"
                 )
+            if self.host_path is not None:
+                raise ValueError(
+                    f"host_path={os.fspath(self.host_path)!r} is for tables in host memory: "
+                    "give host=True, too, or leave it out"
+                )
             return
+        if self.host_path is not None:
+            object.__setattr__(self, "host_path", os.fspath(self.host_path))
         if self.placement not in (None, "rows") or self.pieces != 2:
             raise ValueError(
                 "rows of a table in host memory are always divided: leave out placement and "
@@ -177,9 +189,9 @@ class DynamicTableConfig(TableConfig):
     admit: Admit | None = None
 
     def __post_init__(self) -> None:
-        if self.host or self.device_rows is not None:
+        if self.host or self.device_rows is not None or self.host_path is not None:
             raise ValueError(
-                "host and device_rows are for a TableConfig: all rows of a dynamic table are "
+                "host, device_rows and host_path are for a TableConfig: all rows of a dynamic table are "
                 "on the devices"
             )
         super().__post_init__()

@@ -10,7 +10,10 @@ from __future__ import annotations
 import concurrent.futures
 import ctypes
 import functools
+import math
+import mmap
 import os
+import tempfile
 from collections.abc import Callable, Sequence
 
 import jax
@@ -51,6 +54,34 @@ def in_parts(count: int, work: Callable[[slice], None]) -> None:
         return
     ends = [count * i // parts for i in range(parts + 1)]
     list(_threads().map(work, map(slice, ends[:-1], ends[1:])))
+
+
+def reserved(
+    shape: Sequence[int], dtype: DTypeLike, folder: str | os.PathLike[str] | None
+) -> np.ndarray:
+    """Zeros, in memory or in a file of a folder.
+
+    The file has no name: its room is free again when the array has gone, however the process
+    ends.
+
+    Raises:
+      OSError: there is no such folder, or no room.
+    """
+    if folder is None:
+        return np.zeros(shape, dtype)
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    try:
+        with tempfile.TemporaryFile(dir=folder) as file:
+            # All of it now: a write to a full disk later would end the process.
+            os.posix_fallocate(file.fileno(), 0, size)
+            whole = mmap.mmap(file.fileno(), size)
+    except OSError as error:
+        raise OSError(
+            error.errno,
+            f"rows of a table need {size:,} bytes in the folder host_path={folder!r}: "
+            f"{error.strerror}; give a folder of a local disk with so much room",
+        ) from None
+    return np.frombuffer(whole, dtype).reshape(shape)
 
 
 class Buffer:

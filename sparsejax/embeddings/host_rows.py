@@ -32,6 +32,7 @@ from sparsejax.embeddings.host_buffers import (
     by_device,
     in_parts,
     leaving,
+    reserved,
 )
 from sparsejax.embeddings.host_files import Pieces
 from sparsejax.embeddings.host_slots import (
@@ -172,13 +173,14 @@ class HostRows:
             self.write_back()
             self.forget_slots()
         rows = self.stack.num_rows
+        folder = self.stack.tables[0].config.host_path  # that of all
         if not same:
             variables = {ROW: kernel, **state}
             kept = {ROW: self._arrays[ROW]} if self._arrays else {}
             self._arrays = {
                 name: kept[name]
                 if name in kept
-                else np.zeros((rows, *variable.shape[1:]), variable.dtype)
+                else reserved((rows, *variable.shape[1:]), variable.dtype, folder)
                 for name, variable in variables.items()
             }
             self._known &= np.uint8(_NUMBERS)  # another optimizer begins

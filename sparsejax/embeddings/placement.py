@@ -326,12 +326,13 @@ def stack_tables(
         divided = kind != "replicated"
         dynamic = isinstance(table, DynamicTableConfig)
         where = "dynamic" if dynamic else "host" if table.host else None
-        key = (table.dim // len(pieces), table.dtype, divided, table.rule, where)
+        kept = where, table.host_path
+        key = (table.dim // len(pieces), table.dtype, divided, table.rule, kept)
         whole = (ALL_HANDS,) if kind == "rows" else pieces
         groups.setdefault(key, []).extend((name, hands) for hands in whole)
     stacks, names = [], set()
     numbers = {name: number for number, name in enumerate(tables)}
-    for (dim, dtype, divided, rule, where), members in groups.items():
+    for (dim, dtype, divided, rule, (where, _)), members in groups.items():
         sizes = [tables[name].num_rows for name, _ in members]
         if divided:
             ranges = _ranges(sizes, [hands for _, hands in members])

@@ -1,6 +1,9 @@
 """Tables in host memory against the same tables on the devices, to the bit."""
 
 import contextlib
+import errno
+import mmap
+import os
 from typing import Any
 
 import jax
@@ -142,6 +145,42 @@ def test_entries_are_sorted_as_if_rows_lay_in_their_order():
         found.columns,
         np.where(used, slots[np.where(used, expected.columns, 0)], 600),
     )
+
+
+def test_bits_are_those_of_files(tmp_path):
+    in_memory, in_files = hosted(), hosted(host_path=tmp_path)
+    rule = RULES["rowwise_adagrad"]
+    optimizers = [sj.Optimizer(model, rule) for model in (in_memory, in_files)]
+    assert trained(in_files, optimizers[1], 20) == trained(in_memory, optimizers[0], 20)
+    for table in "user", "item":
+        np.testing.assert_array_equal(
+            rows_of(in_files, table), rows_of(in_memory, table)
+        )
+    (stack,) = (s for s in in_files.embeddings.stacks if s.device_rows is not None)
+    kernel = in_files.embeddings.kernels[stack.name]
+    arrays = kernel.get_metadata()["host"]._arrays
+    for array in arrays.values():
+        while isinstance(array, np.ndarray):
+            array = array.base
+        assert isinstance(array, mmap.mmap | memoryview)
+    assert not list(tmp_path.iterdir())  # files without names
+
+
+def test_a_folder_that_is_missing_or_full(tmp_path, monkeypatch):
+    ids, _ = next(batches(1))
+    with pytest.raises(
+        OSError, match="bytes in the folder host_path='.*none': No such"
+    ):
+        next(hosted(host_path=tmp_path / "none").embeddings.staged([ids]))
+
+    def full(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(
+        OSError, match="No space left on device; give a folder of a loc"
+    ):
+        next(hosted(host_path=tmp_path).embeddings.staged([ids]))
 
 
 def check_bits(rule, steps=40, device_rows=128):
@@ -328,6 +367,7 @@ def test_configurations():
     assert TableConfig(1000, 8, host=True).placement == "rows"
     wrong: list[tuple[dict[str, Any], str]] = [
         ({"device_rows": 5}, "give host=True, too"),
+        ({"host_path": "folder"}, "host_path='folder' is for tables in host memory"),
         ({"host": True, "device_rows": 1001}, "more than the 1,000 rows"),
         ({"host": True, "device_rows": 0}, "must be at least 1"),
         ({"host": True, "placement": "table"}, "always divided"),

@@ -222,6 +222,7 @@ def _portable(
             rule=None,
             host=False,
             device_rows=None,
+            host_path=None,
         )
         for name, (_, pieces) in places.items()
         if not pieces[0].dynamic
