@@ -69,3 +69,4 @@ class Changing:
             predictor = serving()
             if predictor is not None:
                 await asyncio.to_thread(self.take, predictor)
+            del predictor  # one that is drained must leave the device
