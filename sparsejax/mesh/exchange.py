@@ -11,7 +11,8 @@ have some of them. They are the same in every step::
 
 With one id in each bag and M devices, that is 1/M of what a reduce-scatter of all sums moves, and
 of what a gather of all gradients moves. If a pair of devices has too few places, all devices
-gather all ids and take these two ways instead: the result is the same up to rounding.
+gather all ids and take these two ways instead: the result is the same up to rounding. What
+crosses is under no condition, only the gather is: so layers work while rows and gradients cross.
 
 The sums that a bag has at one owner are added there. So a bag has one slot for each owner. Where
 ids repeat, there are fewer *distinct* ids than such bags. Then a slot is a distinct id: its row
@@ -46,8 +47,8 @@ from sparsejax.mesh.per_device import (
 )
 from sparsejax.sparse import CSR, Transposed, segment_ids
 
-# The product of a matrix and an array, in float32.
-Add = Callable[[CSR, jax.Array], jax.Array]
+# The product of a matrix and an array, added in float32; rounded to a dtype if it is narrower.
+Add = Callable[[CSR, jax.Array, np.dtype | None], jax.Array]
 
 # Places by default, as a multiple of an even share, and in deviations of a random share. From
 # 64 ids on the first is more. The number of distinct ids changes less from batch to batch.
@@ -331,6 +332,18 @@ class DividedRows:
         """Within: the gradients of the rows of `block`, by a gather."""
         return lax.all_gather(dy, "model", tiled=True)
 
+    def after(self, zero: Int[Array, ""]) -> DividedRows:
+        """Within: the same; gradients cross when this zero is there."""
+        route = self.route
+        assert route is not None
+        bags = route.bags
+        if isinstance(bags, CSR):
+            leaves = (bags.data, bags.indices, bags.indptr + zero, None)
+            bags = CSR.tree_unflatten(bags.num_cols, leaves)
+        elif bags is not None:
+            bags = bags + zero
+        return dataclasses.replace(self, route=route._replace(bags=bags))
+
     def owned_slopes(self, dy: jax.Array, add: Add) -> jax.Array:
         """Within: the gradients of the rows of `route.owned`, in the dtype that crosses."""
         assert self.route is not None
@@ -338,7 +351,7 @@ class DividedRows:
         if bags is None:
             return self._narrow(dy)
         if isinstance(bags, CSR):
-            sent = add(bags, dy)
+            sent = add(bags, dy, self.wire_dtype)
         else:
             sent = dy.at[bags].get(mode="fill", fill_value=0)
         return _crossing(_exchanged, self._narrow(sent))
@@ -348,31 +361,35 @@ class DividedRows:
         return _crossing(_exchanged, self._narrow(sums))
 
     def sums(
-        self, read: Callable[[CSR], jax.Array], add: Add, dtype: np.dtype
+        self,
+        read: Callable[[CSR, np.dtype | None], jax.Array],
+        add: Add,
+        dtype: np.dtype,
     ) -> jax.Array:
         """Within: the sums of this device's rows.
 
         Args:
-          read: the sums of a matrix whose columns are this device's part of the kernel.
+          read: the sums of a matrix whose columns are this device's part of the kernel. It
+            may round them to a dtype that is narrower, the second argument.
           add: the product of a matrix and an array; sums are computed in float32.
           dtype: of the result.
         """
         if self.route is None:
-            return read(self.parts)
+            return read(self.parts, None)
         owned, asked = self.route.owned, self.route.asked
         if asked is None:
-            return read(owned)
+            return read(owned, None)
 
         def gather():
-            sums = read(self.block())
+            sums = read(self.block(), None)
             wide = sums.astype(jnp.promote_types(sums.dtype, jnp.float32))
             total = lax.psum_scatter(wide, "model", scatter_dimension=0, tiled=True)
             return total.astype(dtype)
 
-        def exchange():
-            return add(asked, self.sent_back(read(owned))).astype(dtype)
-
-        return self.by_way(gather, exchange)
+        # Rows cross in any case, while layers that do not need them work: the host waits for
+        # the condition after that.
+        came = self.sent_back(read(owned, self.wire_dtype))
+        return self.by_way(gather, lambda: add(asked, came, None).astype(dtype))
 
     def gathered(self) -> CSR:
         """The whole matrix on every device."""
@@ -389,10 +406,12 @@ class DividedRows:
         )
 
     def _narrow(self, values: jax.Array) -> jax.Array:
-        wire = self.wire_dtype
-        if wire is None or wire.itemsize >= values.dtype.itemsize:
-            return values
-        return values.astype(wire)
+        return values.astype(narrower(values.dtype, self.wire_dtype))
+
+
+def narrower(dtype: np.dtype, wire: np.dtype | None) -> np.dtype:
+    """The dtype in which numbers cross: `wire`, unless it has more bits than they have."""
+    return dtype if wire is None or wire.itemsize >= dtype.itemsize else wire
 
 
 def _only_data(x: CSR, data: Any) -> CSR:
@@ -673,7 +692,7 @@ class OwnTerms(NamedTuple):
       column: of each entry; `width` if it does not count.
       row: of each entry, in `slopes`.
       data: of each entry, or None if all are 1.
-      slopes: gradients of sums.
+      slopes: gradients of sums, in the dtype in which they have come.
     """
 
     column: Int[Array, "entries"]
@@ -701,8 +720,4 @@ def own_terms(
         column, row = entries_over_data(block)
     column = jnp.where(column < block.num_cols, column, width)
     slopes = _crossing(gather_over_data, slopes)
-    # If ids are distinct they are sums, as wide as what they are added in.
-    dtype = dy.dtype
-    if x.route.distinct:
-        dtype = jnp.promote_types(dtype, jnp.float32)
-    return OwnTerms(column, row, gather_over_data(block.data), slopes.astype(dtype))
+    return OwnTerms(column, row, gather_over_data(block.data), slopes)

@@ -25,6 +25,14 @@ LOOPS_IN_GRAPHS = {
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
+# Arrays cross between devices from when they are there until they are needed, several at a
+# time. By default XLA takes an exchange of rows for as quick as a launch.
+OVERLAPPED = {
+    "xla_gpu_enable_approx_costly_collectives": True,
+    "xla_gpu_experimental_collective_start_as_early_as_possible": True,
+    "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+}
+
 # Programs traced within it are found again only within it, also those of `jax.jit`.
 _same_bits = jax.make_user_context(default_value=False)
 
@@ -48,8 +56,13 @@ def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
     if jax.default_backend() != "gpu":
         return {}
     taken: dict[str, Any] = {}
-    loops_in_graphs &= jax.device_count() == 1
-    for wanted in WITHOUT_TRITON, LOOPS_IN_GRAPHS if loops_in_graphs else {}:
+    several = jax.device_count() > 1
+    loops_in_graphs &= not several
+    for wanted in (
+        WITHOUT_TRITON,
+        LOOPS_IN_GRAPHS if loops_in_graphs else {},
+        OVERLAPPED if several else {},
+    ):
         try:
             jax.jit(lambda: 0, compiler_options=taken | wanted).lower().compile()
         except jax.errors.JaxRuntimeError:  # XLA's options are no stable interface

@@ -25,7 +25,7 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.mesh.per_device import own_block
 from sparsejax.mesh.promotion import promoting
-from sparsejax.ops.gather_sum import gather_sum
+from sparsejax.ops.gather_sum import added, gather_sum
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import dense_gradient
@@ -303,7 +303,7 @@ def _data_gradients(
             slope = jnp.pad(slope, (0, x.parts.nse - len(slope)))
             return slope, None
 
-        add = functools.partial(gather_sum, implementation=implementation, wide=True)
+        add = functools.partial(added, implementation=implementation)
         if x.route.distinct:
             found = x.by_way(gather, exchange_distinct)
         else:

@@ -15,7 +15,7 @@ from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
 from sparsejax.mesh.blocks import LookupRows
-from sparsejax.mesh.exchange import DividedRows
+from sparsejax.mesh.exchange import DividedRows, narrower
 from sparsejax.mesh.layout import (
     call_on_each_device,
     vary_alike,
@@ -66,7 +66,9 @@ def gather_sum(
             # Rows that cross are not rounded before they are added.
             read = w.dtype if x.crosses else dtype
             return own_block(x).sums(
-                lambda block: summed(block, w, read), summed, dtype
+                lambda block, wire: summed(block, w, narrower(read, wire)),
+                lambda block, rows, _: summed(block, rows),
+                dtype,
             )
 
         return call_on_each_device(
@@ -83,6 +85,18 @@ def gather_sum(
         in_specs=(P("data", "model"), P("model")),
         out_specs=x.rows_spec,
     )
+
+
+def added(
+    x: CSR,
+    w: Float[Array, "features hidden"],
+    dtype: jnp.dtype | None = None,
+    *,
+    implementation: Implementation = None,
+) -> Float[Array, "batch hidden"]:
+    """`gather_sum` in the dtype in which sums are made, or one that is narrower."""
+    made = narrower(accumulator(w.dtype), dtype)
+    return gather_sum(x, w, implementation, dtype=made)
 
 
 def _sum_on_device(

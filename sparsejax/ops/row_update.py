@@ -28,10 +28,10 @@ from pallas_kernels.catch_up import CatchUp, Missed
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
-from sparsejax.mesh.layout import call_on_each_device, rows_per_device
+from sparsejax.mesh.layout import call_on_each_device
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops.gather_matmul import data_gradient_by_gather
-from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
+from sparsejax.ops.gather_sum import added, gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
@@ -228,33 +228,49 @@ def step_terms(
     `table`: see `step_rows`.
     """
     if terms.divided:
-        num_rows = rows_per_device(trained.num_rows)
 
-        def part(trained, by_column, data, dy, count, noise, table):
-            mine = Terms.on_device(by_column, data, dy, num_rows)
+        def part(terms, trained, count, noise, table):
             return step_terms(
                 rule,
                 trained,
-                mine,
+                terms,
                 count,
-                noise=_after(noise, _first_row(num_rows)),
+                noise=_after(noise, _first_row(terms.num_rows)),
                 table=table,
                 implementation=implementation,
             )
 
         rows = P("model")
-        return call_on_each_device(
+        return terms.per_device(
             part,
             trained,
-            terms.by_column,
-            terms.data,
-            terms.dy,
             count,
             noise,
             table,
-            in_specs=(rows, rows, rows, terms.dy_spec, P(), P(), P()),
+            in_specs=(rows, P(), P(), P()),
             out_specs=rows,
         )
+    if terms.unsent is not None:
+        step = functools.partial(
+            step_terms,
+            rule,
+            count=count,
+            noise=noise,
+            table=table,
+            implementation=implementation,
+        )
+        crowded = terms.unsent.crowded
+
+        def gathered(trained):
+            found = terms.gathered()
+            return step(trained, found), jnp.minimum(found.by_column.indptr[0], 0)
+
+        # The host waits for the condition, and has nothing to launch ahead meanwhile. So this
+        # comes first: while gradients cross, layers still have work, and the host has time.
+        trained, zero = lax.cond(
+            crowded, gathered, lambda trained: (trained, jnp.int32(0)), trained
+        )
+        return step(trained, terms.exchanged_after(zero).where(~crowded))
     fits = _by_rows(rule, trained.w, trained.state)
     fits &= not rule.drifts or in_programs(rule, noise)
     column, dy = terms.by_column.columns, terms.dy
@@ -579,10 +595,8 @@ def gather_current(
                 table=table,
                 implementation=implementation,
             )
-            add = functools.partial(
-                gather_sum, implementation=implementation, wide=True
-            )
-            return own_block(x).sums(read, add, trained.w.dtype)
+            add = functools.partial(added, implementation=implementation)
+            return own_block(x).sums(lambda x, _: read(x), add, trained.w.dtype)
 
         return call_on_each_device(
             sums,

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows, adds_all, own_terms
@@ -25,7 +25,7 @@ from sparsejax.mesh.layout import (
     varying_axes,
 )
 from sparsejax.mesh.per_device import entries_over_data, gather_over_data, own_block
-from sparsejax.ops.gather_sum import gather_sum, mosaic_is_fastest
+from sparsejax.ops.gather_sum import added, gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import FOR_GPU, Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed
@@ -72,7 +72,7 @@ def row_gradient(
         return jnp.zeros(0, jnp.int32), jnp.zeros((0, hidden), dtype)
 
     def sort(xs, dys):
-        terms = row_terms(xs, dys, num_rows)
+        terms = row_terms(xs, dys, num_rows).whole()
         return terms.ids(), terms.values(implementation)
 
     def count(xs, dys):
@@ -96,6 +96,22 @@ def row_gradient(
     return lax.platform_dependent(xs, dys, cpu=count, default=sort)
 
 
+class Unsent(NamedTuple):
+    """An exchange that had too few places for ids, if it had: then all are gathered.
+
+    Attributes:
+      crowded: `[]` whether it had.
+      chosen: `[]` whether the terms count, see `Terms.where`.
+      xs: matrices, see `row_gradient`.
+      dys: the same.
+    """
+
+    crowded: Bool[Array, ""]
+    chosen: Bool[Array, ""]
+    xs: Sequence[DividedRows]
+    dys: Sequence[jax.Array]
+
+
 class Terms(NamedTuple):
     """A row gradient that is not summed yet.
 
@@ -113,6 +129,7 @@ class Terms(NamedTuple):
         "model" the rows that it needs.
       num_rows: rows of the kernel.
       divided: whether `by_column` and `data` have a leading axis, over "model".
+      unsent: what to do if devices had too few places; None if that cannot be.
     """
 
     by_column: Transposed
@@ -120,35 +137,102 @@ class Terms(NamedTuple):
     dy: jax.Array
     num_rows: int
     divided: bool = False
+    unsent: Unsent | None = None
 
-    @classmethod
-    def on_device(cls, by_column: Transposed, data, dy, num_rows: int) -> Terms:
-        """A device's part, with `num_rows` kernel rows, from its parts of the arrays."""
-        by_column, data = jax.tree.map(lambda a: a[0], (by_column, data))
-        dy = dy[0] if dy.ndim == 3 else dy
-        return cls(by_column, data, dy, num_rows)
-
-    @property
-    def dy_spec(self) -> P:
-        """How `dy` is divided, if the terms are."""
-        return P("model") if self.dy.ndim == 3 else P()
-
-    def per_device(self, f, *, out_specs):
-        """`f(terms)` of each device's part."""
+    def per_device(self, f, *arguments, in_specs=(), out_specs):
+        """`f(terms, *arguments)` of each device's part, with those of its kernel rows."""
         num_rows = rows_per_device(self.num_rows)
+
+        def part(by_column, data, dy, unsent, *arguments):
+            by_column, data = jax.tree.map(lambda a: a[0], (by_column, data))
+            dy = dy[0] if dy.ndim == 3 else dy
+            if unsent is not None:
+                unsent = unsent._replace(xs=[own_block(x) for x in unsent.xs])
+            mine = Terms(by_column, data, dy, num_rows, unsent=unsent)
+            return f(mine, *arguments)
+
+        of_unsent = None
+        if self.unsent is not None:
+            specs: Any = P(), P(), P("data", "model"), P(("data", "model"))
+            of_unsent = Unsent(*specs)
+        dy_spec = P("model") if self.dy.ndim == 3 else P()
         return call_on_each_device(
-            lambda by_column, data, dy: f(
-                Terms.on_device(by_column, data, dy, num_rows)
-            ),
+            part,
             self.by_column,
             self.data,
             self.dy,
-            in_specs=(P("model"), P("model"), self.dy_spec),
+            self.unsent,
+            *arguments,
+            in_specs=(P("model"), P("model"), dy_spec, of_unsent, *in_specs),
             out_specs=out_specs,
         )
 
+    def where(self, chosen: Bool[Array, ""]) -> Terms:
+        """The same terms if they are chosen, else none."""
+        indptr = jnp.where(chosen, self.by_column.indptr, 0)
+        unsent = self.unsent
+        if unsent is not None:
+            flags = unsent.crowded & chosen, unsent.chosen & chosen
+            unsent = unsent._replace(crowded=flags[0], chosen=flags[1])
+        by_column = self.by_column._replace(indptr=indptr)
+        return self._replace(by_column=by_column, unsent=unsent)
+
+    def gathered(self) -> Terms:
+        """Within: the terms of a step in which devices have too few places."""
+        assert self.unsent is not None
+        _, _, xs, dys = self.unsent
+        return _own_terms(xs, dys, self.num_rows, gather=True)
+
+    def exchanged_after(self, zero: Int[Array, ""]) -> Terms:
+        """Within: the terms of an exchange that begins when this zero is there."""
+        assert self.unsent is not None
+        _, chosen, xs, dys = self.unsent
+        xs = [x.after(zero) for x in xs]
+        return _own_terms(xs, dys, self.num_rows, gather=False).where(chosen)
+
+    def whole(self) -> Terms:
+        """The terms of either way, in arrays that have room for both."""
+        if self.unsent is None:
+            return self
+        if self.divided:
+
+            def leading(terms):
+                found = terms.whole()
+                found = found.by_column, found.data, found.dy
+                return jax.tree.map(lambda a: a[None], found)
+
+            by_column, data, dy = self.per_device(leading, out_specs=P("model"))
+            return Terms(by_column, data, dy, self.num_rows, divided=True)
+        gathered = jax.eval_shape(self.gathered)
+        nse = max(len(gathered.by_column.rows), len(self.by_column.rows))
+        batch = max(len(gathered.dy), len(self.dy))
+
+        dtype = jnp.result_type(gathered.dy, self.dy)
+
+        def sized(terms):
+            data, dy = terms.data, terms.dy.astype(dtype)
+            if data is not None:
+                data = _sized(data, nse, 0)
+            elif gathered.data is not None:  # distinct ids have none, but all ids have
+                data = jnp.ones(nse, gathered.data.dtype)
+            if len(dy) < batch:
+                # No entry names a row behind them, and zeros there would take .3 ms.
+                room = lax.empty((batch, dy.shape[1]), dy.dtype)
+                dy = lax.dynamic_update_slice(room, dy, (0, 0))
+            by_column = _sized_transposed(terms.by_column, nse, self.num_rows)
+            return by_column, data, dy
+
+        by_column, data, dy = lax.cond(
+            self.unsent.crowded,
+            lambda: sized(self.gathered()),
+            lambda: sized(self),
+        )
+        return Terms(by_column, data, dy, self.num_rows)
+
     def ids(self) -> Int[Array, "capacity"]:
         """The touched rows, unique and ascending, padded with `num_rows`."""
+        if self.unsent is not None:
+            return self.whole().ids()
         if self.divided:
 
             def numbered(terms):
@@ -162,6 +246,8 @@ class Terms(NamedTuple):
         self, implementation: Implementation = None
     ) -> Float[Array, "capacity hidden"]:
         """The sums in float32: a gather-matmul of the entries by column."""
+        if self.unsent is not None:
+            return self.whole().values(implementation)
         if self.divided:
             return self.per_device(
                 lambda terms: terms.values(implementation), out_specs=P("model")
@@ -232,65 +318,44 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
 def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
     """Every device gets the gradients for its rows only, and sorts their entries.
 
-    Shapes are those of a gather. In an exchange, what is behind the entries is not sorted.
+    That needs no condition, for which the host would wait, and layers can work meanwhile.
     """
     width = rows_per_device(num_rows)
-    batch = sum(x.num_rows for x in xs)
-    routed = sum(_capacity_over_data(x) for x in xs)
-    nse = max(sum(x.nse for x in xs), routed)
     crowded = [flag for flag in (x.crowded() for x in xs) if flag is not None]
-    weighted = [accumulator(x.data.dtype) for x in xs if x.data is not None]
 
-    def part(xs, dys, crowded):
+    def part(xs, dys):
         xs = [own_block(x) for x in xs]
-
-        def made(gather: bool):
-            parts, slopes, first = [], [], 0
-            for x, dy in zip(xs, dys, strict=True):
-                found = own_terms(x, dy, width, _add, gather=gather)
-                parts.append((found.column, found.row + first, found.data))
-                slopes.append(found.slopes)
-                first += len(found.slopes)
-            column, row, data = _joined(parts)
-            by_column = Transposed.of(column, row, width)
-            if data is not None:
-                data = _sized(_wide(data)[by_column.order], nse, 0)
-            elif weighted:  # distinct ids have none, but all ids have
-                data = jnp.ones(nse, jnp.result_type(*weighted))
-            slopes = jnp.concatenate(slopes)
-            if len(slopes) < batch:
-                # No entry names a row behind them, and zeros there would take .3 ms.
-                room = lax.empty((batch, slopes.shape[1]), slopes.dtype)
-                slopes = lax.dynamic_update_slice(room, slopes, (0, 0))
-            return _sized_transposed(by_column, nse, width), data, slopes
-
-        if crowded:
-            any_crowded = functools.reduce(jnp.logical_or, crowded)
-            found = lax.cond(any_crowded, lambda: made(True), lambda: made(False))
-        else:
-            found = made(False)
+        found = _own_terms(xs, dys, width, gather=False)
+        found = found.by_column, found.data, found.dy
         return jax.tree.map(lambda a: a[None], found)
 
     by_column, data, dy = call_on_each_device(
         part,
         list(xs),
         list(dys),
-        crowded,
-        in_specs=(P("data", "model"), P(("data", "model")), P()),
+        in_specs=(P("data", "model"), P(("data", "model"))),
         out_specs=P("model"),
     )
-    return Terms(by_column, data, dy, num_rows, divided=True)
+    unsent = None
+    if crowded:
+        any_crowded = functools.reduce(jnp.logical_or, crowded)
+        unsent = Unsent(any_crowded, jnp.bool(True), list(xs), list(dys))
+    return Terms(by_column, data, dy, num_rows, divided=True, unsent=unsent)
 
 
-def _add(x: CSR, dy: jax.Array) -> jax.Array:
-    return gather_sum(x, dy, None, wide=True)
-
-
-def _capacity_over_data(x: DividedRows) -> int:
-    """How many entries a device gets in an exchange, from all along "data"."""
-    assert x.route is not None
-    data, _, nse = x.route.owned.indices.shape
-    return data * nse
+def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
+    """Within: the terms of this device's rows, by a gather or an exchange."""
+    parts, slopes, first = [], [], 0
+    for x, dy in zip(xs, dys, strict=True):
+        found = own_terms(x, dy, width, added, gather=gather)
+        parts.append((found.column, found.row + first, found.data))
+        slopes.append(found.slopes)
+        first += len(found.slopes)
+    column, row, data = _joined(parts)
+    by_column = Transposed.of(column, row, width)
+    if data is not None:
+        data = _wide(data)[by_column.order]
+    return Terms(by_column, data, jnp.concatenate(slopes), width)
 
 
 def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
@@ -424,7 +489,7 @@ def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation
             return lax.psum(of(x.parts, dy), ("data", "model"))
         total = x.by_way(
             lambda: of(x.block(), x.block_slopes(dy)),
-            lambda: of(x.route.owned, wide(x.owned_slopes(dy, _add))),
+            lambda: of(x.route.owned, wide(x.owned_slopes(dy, added))),
         )
         return lax.psum(total, "data")
 

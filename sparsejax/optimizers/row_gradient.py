@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import functools
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, final
 
 import jax
@@ -231,6 +231,7 @@ class RowTerms(RowGradient):
     def __init__(self, terms: scatter_gradient.Terms, current: bool = False):
         self._by_column = jax.tree.map(_sealed, terms.by_column)
         self._data, self._dy = terms.data, terms.dy
+        self._unsent = _each_index(_sealed, terms.unsent)
         self.num_rows, self.current = terms.num_rows, current
         self.divided = terms.divided
 
@@ -239,7 +240,12 @@ class RowTerms(RowGradient):
         """The terms; `values` has their sums."""
         by_column = jax.tree.map(_opened, self._by_column)
         return scatter_gradient.Terms(
-            by_column, self._data, self._dy, self.num_rows, self.divided
+            by_column,
+            self._data,
+            self._dy,
+            self.num_rows,
+            self.divided,
+            _each_index(_opened, self._unsent),
         )
 
     @property
@@ -259,13 +265,12 @@ class RowTerms(RowGradient):
         return accumulator(self._dy.dtype)
 
     def summed(self) -> RowSums:
-        return self._with_values(self.values)
+        terms = self.terms.whole()
+        ids, values = terms.ids(), terms.values()
+        return RowSums(ids, values, self.num_rows, self.current, self.divided)
 
     def where(self, chosen: Bool[Array, ""]) -> RowTerms:
-        terms = self.terms
-        indptr = jnp.where(chosen, terms.by_column.indptr, 0)
-        by_column = terms.by_column._replace(indptr=indptr)
-        return RowTerms(terms._replace(by_column=by_column), self.current)
+        return RowTerms(self.terms.where(chosen), self.current)
 
     def tree_flatten_with_keys(self):
         key = jax.tree_util.GetAttrKey
@@ -273,13 +278,14 @@ class RowTerms(RowGradient):
             (key("by_column"), self._by_column),
             (key("data"), self._data),
             (key("dy"), self._dy),
+            (key("unsent"), self._unsent),
         ]
         return leaves, (self.num_rows, self.current, self.divided)
 
     @classmethod
     def tree_unflatten(cls, static, leaves) -> RowTerms:
         self = object.__new__(cls)  # past the constructor, as in RowSums
-        self._by_column, self._data, self._dy = leaves
+        self._by_column, self._data, self._dy, self._unsent = leaves
         self.num_rows, self.current, self.divided = static
         return self
 
@@ -297,6 +303,16 @@ def _sealed(indices: jax.Array) -> jax.Array:
 def _opened(leaf: jax.Array) -> jax.Array:
     """The integers that are `_sealed` in the leaf."""
     return lax.bitcast_convert_type(jax.random.key_data(leaf)[..., 0], jnp.int32)
+
+
+def _is_index(leaf: Any) -> bool:
+    dtype = leaf.dtype
+    return dtype == jnp.int32 or jnp.issubdtype(dtype, jax.dtypes.prng_key)
+
+
+def _each_index[Tree](change: Callable[[jax.Array], jax.Array], tree: Tree) -> Tree:
+    """The tree with its int32 arrays, sealed or not, changed."""
+    return jax.tree.map(lambda a: change(a) if _is_index(a) else a, tree)
 
 
 def _is_rows(leaf: Any) -> bool:

@@ -14,6 +14,7 @@ import sparsejax as sj
 from sparsejax.mesh import exchange
 from sparsejax.ops import row_update, scatter_gradient
 from sparsejax.ops.row_update import TrainedKernel
+from sparsejax.optimizers.row_gradient import RowTerms
 
 ROWS, FEATURES, HIDDEN = 64, 700, 16
 PADDED = 768
@@ -156,6 +157,33 @@ def test_results_of_another_dtype(distinct):
     )
     with pytest.raises(TypeError, match="dtype is int32; results are floating"):
         sj.gather_matmul(x, w, dtype=jnp.int32)
+
+
+def test_terms_of_either_way():
+    """They cross programs and add up, and touch no row if they are not chosen."""
+    x, (dy, w) = few_each(), operands()
+    want = scatter_gradient.dense_gradient(x, dy, PADDED)
+    rule = sj.optimizers.adagrad(0.1)
+
+    @functools.partial(jax.jit, static_argnames="room")
+    def made(x, dy, room):
+        return RowTerms(scatter_gradient.row_terms([divided(x, room)], [dy], PADDED))
+
+    @jax.jit
+    def used(g, w):
+        trained = TrainedKernel(w, rule.init(w.shape), None)
+        none = g.where(jnp.bool(False)).terms
+        same = row_update.step_terms(rule, trained, none, jnp.int32(0))
+        return g.summed().todense(), same.w
+
+    with mesh_of((1, 2)):
+        w = jax.device_put(w, P("model", None))
+        for room in 8.0, 0.5:
+            g = made(x, dy, room)
+            assert bool(g.terms.unsent.crowded) == (room == 0.5)
+            dense, same = used(g, w)
+            np.testing.assert_allclose(dense, want, rtol=1e-4, atol=1e-5)
+            np.testing.assert_array_equal(same, w)
 
 
 def test_all_rows_of_a_replicated_kernel():

@@ -34,5 +34,6 @@ def test_options_that_xla_refuses_are_left_out(monkeypatch):
 
 
 def test_several_devices_have_no_graphs_of_loops(monkeypatch):
+    """What they exchange crosses while others work, with options that this XLA takes."""
     taken = options(monkeypatch, "gpu", devices=2, loops_in_graphs=True)
-    assert taken == {"xla_gpu_enable_triton_gemm": False}
+    assert taken == {**xla_options.WITHOUT_TRITON, **xla_options.OVERLAPPED}
