@@ -24,23 +24,25 @@ places at each owner, of which the other GPU gets 73 MB::
     products of pairs                                   255           130   906 MB read, 191 written
     pairs, concatenation                                 95            50   400 MB
     layers, three products                            2,320         1,160   928 GFLOP
-    ReLU and its derivative, biases                   1,020           510   6 passes over 730 MB
+    derivative of ReLU, sums of biases' gradients       510           255   3 passes over 730 MB
     gradient of the products                            530           270   one product, 2.3 GB
     gradients of distinct ids                             -           140
-    these to the other GPU, and behind each other         -           290
+    these to the other GPU                                -           220
     gradients of layers to the other GPU                  -           100
     sort, sums, row-wise Adagrad                        500           150   1.7 GB and the sort
-    in all                                            5,200         3,360
+    in all                                            4,690         3,035
+    less what crosses while layers work                   -           380
 
-What remains above that, on H200s: the batched products of 27 vectors take 1,520 us on one GPU, twice what
-their bytes take, and the layers 3,600, both by programs of cuBLAS. On two GPUs the host waits for a
-conditional, which chooses the way of the ids, forward and backward: a step takes .5 to .9 ms more than its
-programs. Copies that remain: XLA puts what a GPU keeps of an exchange behind what came, and what came into
-room for a gather of everything (75 us together).
+What remains above that, on H100s: the products of pairs and their gradient take 1,500 us on one GPU, twice what their
+bytes take, and the layers some 4,000, both by programs of cuBLAS. Of two GPUs, each works 5,250 to 5,410 of the 5,450 us of a step.
+Rows cross beside the bottom layers, which are too short for them (some 60 us), and their gradients beside the products of
+the layers' gradients. Send and receive have some of the processors meanwhile: products beside them took 300 us more, so
+that half of the time is hidden. The host waits for a condition twice, which costs some 50 us each. bfloat16 on the wire
+halves what crosses: 5,190 us.
 
-On four GPUs the same rates give 2.0 ms for 65,536 examples at 1.05: a quarter of one GPU's work (1,300),
-.34 of the ids of a device differ, and 56 MB cross each way. For four times the batch 6.2 ms: one GPU's work and what
-the exchange of two takes at its batch, one and a half times.
+On four GPUs the same rates give 1.9 ms for 65,536 examples at 1.05: a quarter of one GPU's work (1,170),
+.34 of the ids of a device differ, and 56 MB cross each way. For four times the batch 5.7 ms: one GPU's work and what
+the exchange of two takes at its batch, one and a half times. Both without anything crossing while layers work.
 """
 
 from __future__ import annotations
