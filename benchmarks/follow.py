@@ -1,6 +1,7 @@
 """From event to answer: how long until a predictor answers by what has just been clicked?
 
-    python benchmarks/follow.py --output benchmarks/results/follow.json
+    python benchmarks/follow.py --kills 0 --output benchmarks/results/follow.json
+    python benchmarks/follow.py --output benchmarks/results/follow_kills.json
 
 One process trains, `sparsejax train clicks/ --dynamic N --follow --changes changes/`; this one
 writes a file of events each second, and reads the changes into a predictor, which it asks all the
@@ -66,16 +67,21 @@ class Writer(threading.Thread):
         self.folder, self.rate, self.ends = folder, rate, []
         self.stopped = threading.Event()
 
+    def write(self, end):
+        """Writes the next file, of the second that ends then."""
+        number = len(self.ends)
+        table = events(number, self.rate)
+        time.sleep(max(0.0, end - time.time()))
+        hidden = self.folder / ".being_written"
+        pq.write_table(table, hidden)
+        hidden.rename(self.folder / f"{number:08d}.parquet")
+        self.ends.append(end)
+
     def run(self):
-        begun, number = time.time(), 0
+        end = time.time()
         while not self.stopped.is_set():
-            table = events(number, self.rate)
-            number += 1
-            time.sleep(max(0.0, begun + number - time.time()))
-            hidden = self.folder / ".being_written"
-            pq.write_table(table, hidden)
-            hidden.rename(self.folder / f"{number:08d}.parquet")
-            self.ends.append(begun + number)
+            end += 1
+            self.write(end)
 
     def end(self):
         """Waits for the last file."""
@@ -190,7 +196,7 @@ def result(place, args, training):
     wait_for(lambda: list(changes.glob("0*")), training)
     sj.Run.load(place / "run").export(place / "clicks.predictor")
     writer = Writer(place / "clicks", args.rate)
-    writer.start()
+    writer.write(time.time())
     steps = -(-args.rate // BATCH)
     fresh = sj.Run.load(place / "run")
 
@@ -205,6 +211,7 @@ def result(place, args, training):
         predictor.apply_changes(changes)
         predictor.predict_records(ASKED)
         time.sleep(args.export_seconds)
+    writer.start()
     waits = latencies(place, predictor, writer, args.seconds)
     rng, kills = np.random.default_rng(0), 0
     for _ in range(args.kills):

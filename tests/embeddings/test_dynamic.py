@@ -3,6 +3,7 @@
 import contextlib
 import math
 import pathlib
+import runpy
 
 import jax
 import jax.numpy as jnp
@@ -123,18 +124,28 @@ def trained_pair(rule, steps):
     )
     static.embeddings.set_table("user", vectors(dynamic, "user", "user"))
     static.embeddings.set_table("item", vectors(dynamic, "item", "item"))
-    rng = np.random.default_rng(1)
     optimizers = [sj.Optimizer(model, rule) for model in (dynamic, static)]
+    losses = [
+        trained(*each, steps)
+        for each in zip((dynamic, static), optimizers, strict=True)
+    ]
+    np.testing.assert_allclose(*losses, rtol=1e-5)
+    return dynamic, static, *optimizers
+
+
+def trained(model, optimizer, steps, seed=1):
+    """The losses of some steps."""
+    rng, losses = np.random.default_rng(seed), []
     for _ in range(steps):
         ids = random_ids(rng)
         target = rng.random((BATCH, 18)).astype(np.float32)
-        packed = dynamic.embeddings.pack(as_names(ids))
-        one = train(dynamic, optimizers[0], packed, target)
-        other = train(static, optimizers[1], jax.tree.map(jnp.asarray, ids), target)
-        np.testing.assert_allclose(one, other, rtol=1e-5)
-    for model, optimizer in zip((dynamic, static), optimizers, strict=True):
-        optimizer.flush(model)
-    return dynamic, static
+        if model.embeddings.indexes:
+            ids = model.embeddings.pack(as_names(ids))
+        else:
+            ids = jax.tree.map(jnp.asarray, ids)
+        losses.append(float(train(model, optimizer, ids, target)))
+    optimizer.flush(model)
+    return losses
 
 
 def assert_same(dynamic, static, name):
@@ -143,7 +154,7 @@ def assert_same(dynamic, static, name):
 
 
 def test_equals_static_tables():
-    dynamic, static = trained_pair(sj.optimizers.adam(0.1), 6)
+    dynamic, static, *_ = trained_pair(sj.optimizers.adam(0.1), 6)
     for name in "user", "item":
         assert_same(dynamic, static, name)
     stats = dynamic.embeddings.stats()
@@ -158,9 +169,33 @@ def test_equals_static_tables():
 
 @pytest.mark.parametrize("rule", ["sgd", "momentum", "adagrad", "rmsprop", "ftrl"])
 def test_equals_static_tables_under_each_rule(rule):
-    dynamic, static = trained_pair(sj.optimizers.get(rule, learning_rate=0.1), 6)
+    rule = sj.optimizers.get(rule, learning_rate=0.1)
+    dynamic, static, *_ = trained_pair(rule, 6)
     for name in "user", "item":
         assert_same(dynamic, static, name)
+
+
+@pytest.mark.parametrize(
+    "rule", ["adam", "sgd", "momentum", "adagrad", "rmsprop", "ftrl"]
+)
+def test_equals_static_tables_after_a_move_to_another_mesh(rule, tmp_path):
+    rule = sj.optimizers.get(rule, learning_rate=0.1)
+    dynamic, static, optimizer, of_static = trained_pair(rule, 4)
+    for name in "user", "item":
+        path = tmp_path / f"{name}.parquet"
+        dynamic.embeddings.save_table(name, path, optimizer=optimizer)
+    expected = trained(static, of_static, 4, seed=2)
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        moved = Model(tables_of(DynamicTableConfig, 60_000), FEATURES)
+        of_moved = sj.Optimizer(moved, rule)
+        of_moved.step[...] = jnp.int32(optimizer.step[...])
+        for name in "user", "item":
+            path = tmp_path / f"{name}.parquet"
+            moved.embeddings.load_table(name, path, of_moved)
+        losses = trained(moved, of_moved, 4, seed=2)
+        np.testing.assert_allclose(losses, expected, rtol=1e-5)
+        for name in "user", "item":
+            assert_same(moved, static, name)
 
 
 # --- who has a row ---
@@ -253,6 +288,15 @@ def test_lfu_with_a_time_to_live_equals_a_dictionary():
 )
 def test_each_policy_equals_a_dictionary_for_long(options):
     compare_with_a_dictionary(1000, **options)
+
+
+def test_a_long_stream_keeps_the_ids_of_a_dictionary():
+    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "dynamic_stream.py"
+    found = runpy.run_path(str(script))["measured"](300, rows=512, checks=3)
+    assert found["checks with the same ids"] == 3
+    assert found["evicted"] == found["evicted by the dictionary"] > 1000
+    assert found["hit rate"] == found["hit rate of the dictionary"]
+    assert found["compiled after the first check"] == 0
 
 
 def one_table(rule=None, rows=1024, **options):
@@ -361,6 +405,49 @@ def test_a_row_that_comes_back_begins_anew():
     moments = [array[...] for name, array in state.items() if name != "last_step"]
     assert len(moments) == 2
     assert not any(np.any(array[columns]) for array in moments)
+
+
+def test_adam_is_exact_where_rows_go_and_come_back():
+    rate, b1, b2, eps = 0.1, 0.9, 0.999, 1e-8
+    model, optimizer = one_table(sj.optimizers.adam(rate, b1=b1, b2=b2, eps=eps))
+    known, rng = Dictionary(DynamicTableConfig(1024, 2)), np.random.default_rng(4)
+    names = np.arange(3000, dtype=np.uint64)
+    first = np.asarray(model.embeddings({"id": names})["id"], np.float64)
+    w, moments = {}, {}
+    returned, gone = 0, set()
+    for now in range(32):
+        keys = 600 * (now // 4 % 4) + rng.integers(0, 600, 128)  # all come again
+        target = rng.random((128, 2))
+        before = set(known.rows)
+        known.add(keys.tolist(), now)
+        gone |= before - set(known.rows)
+        new = set(known.rows) - before
+        returned += len(new & gone)
+        w = {k: first[k] if k in new else w[k] for k in known.rows}
+        moments = {
+            k: (np.zeros(2), np.zeros(2)) if k in new else moments[k]
+            for k in known.rows
+        }
+        packed = model.embeddings.pack({"id": keys.astype(np.uint64)})
+        train(model, optimizer, packed, target.astype(np.float32))
+        grads = {k: np.zeros(2) for k in known.rows}
+        for key, wanted in zip(keys.tolist(), target, strict=True):
+            if key in grads:
+                y = np.tanh(w[key])
+                grads[key] += 2 * (y - wanted) * (1 - y**2) / 256
+        for key, g in grads.items():  # also rows that this batch does not have
+            m, v = moments[key]
+            m, v = b1 * m + (1 - b1) * g, b2 * v + (1 - b2) * g**2
+            moments[key] = m, v
+            scaled = m / (1 - b1 ** (now + 1)), v / (1 - b2 ** (now + 1))
+            w[key] = w[key] - rate * scaled[0] / (np.sqrt(scaled[1]) + eps)
+    assert returned > 100
+    optimizer.flush(model)
+    ids = model.embeddings.ids("id")
+    assert ids.tolist() == sorted(known.rows)
+    found = np.asarray(model.embeddings({"id": ids})["id"])
+    expected = np.stack([w[key] for key in ids.tolist()])
+    np.testing.assert_allclose(found, expected, atol=2e-4)
 
 
 def test_ids_are_counted_before_they_get_a_row():
