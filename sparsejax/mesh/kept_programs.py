@@ -23,6 +23,7 @@ import pathlib
 import pickle
 import platform
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
@@ -34,7 +35,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import pallas_kernels
 import sparsejax
 from sparsejax import kept_files
-from sparsejax.mesh.layout import device_memory
+from sparsejax.mesh.layout import device_memory, mesh_is_set
 
 # The least recently used programs are removed beyond this.
 MAX_BYTES = 2**30
@@ -85,16 +86,28 @@ def are_kept() -> bool:
     return _folder is not None
 
 
+def may_compile_beside() -> bool:
+    """Whether another thread may compile programs, and run them, beside this one.
+
+    On a CPU it would take the time of the other thread. On a mesh all processes must run
+    their programs in one order.
+    """
+    return are_kept() and jax.default_backend() == "gpu" and not mesh_is_set()
+
+
 class Keepable:
     """A function under `jax.jit`, whose programs are kept within `kept_in`.
 
     Args:
       f: the function, which its module and its name tell from others.
       static_argnames: see `jax.jit`.
+      inside_others: it may be called inside other programs, also if it has options for
+        the compiler. Those of the outermost program hold.
       options: other options of `jax.jit`.
 
     Attributes:
       program: of `jax.jit`, which is not kept.
+      inside: the same inside another program.
       static: names of the static arguments.
       options: the other options.
       signature: of the function.
@@ -105,22 +118,33 @@ class Keepable:
         f: Callable[..., Any],
         *,
         static_argnames: str | Iterable[str] = (),
+        inside_others: bool = False,
         **options: Any,
     ):
         if isinstance(static_argnames, str):
             static_argnames = (static_argnames,)
         self.static, self.options = frozenset(static_argnames), options
         self.program = jax.jit(f, static_argnames=tuple(static_argnames), **options)
+        self.inside = self.program
+        if inside_others and options.get("compiler_options"):
+            plain: dict[str, Any] = {**options, "compiler_options": None}
+            self.inside = jax.jit(f, static_argnames=tuple(static_argnames), **plain)
         self.signature = inspect.signature(f)
         functools.update_wrapper(self, f)
 
     def __call__(self, *arguments: Any, **named: Any) -> Any:
+        if self.inside is not self.program and _is_traced((arguments, named)):
+            return self.inside(*arguments, **named)
         if _folder is None:
             return self.program(*arguments, **named)
         return _folder.run(self, self.signature.bind(*arguments, **named))
 
     def compile_ahead(self, *arguments: Any, **named: Any) -> None:
-        """Compiles the program for some arguments, if programs are kept; runs nothing."""
+        """Compiles the program for some arguments, if programs are kept; runs nothing.
+
+        A shape with a sharding stands for an array that is committed to its devices. Who
+        calls the program meanwhile, in another thread, waits for it.
+        """
         if _folder is not None:
             _folder.compile_ahead(self, self.signature.bind(*arguments, **named))
 
@@ -149,6 +173,7 @@ class _Folder:
     def __init__(self, path: pathlib.Path, since: float):
         self._path, self._since = path, since
         self._loaded: dict[tuple[Keepable, _Types], Callable[..., Any]] = {}
+        self._finding: dict[tuple[Keepable, _Types], threading.Lock] = {}
         self._writes = True
 
     def run(self, keepable: Keepable, bound: inspect.BoundArguments) -> Any:
@@ -156,10 +181,7 @@ class _Folder:
         types, by_place, by_name = self._taken_apart(keepable, bound)
         if types is None:
             return keepable.program(*bound.args, **bound.kwargs)
-        program = self._loaded.get((keepable, types))
-        if program is None:
-            program = self._found(keepable, types, bound)
-            self._loaded[keepable, types] = program
+        program = self._ready(keepable, types, bound)
         if program is keepable.program:
             return program(*bound.args, **bound.kwargs)
         return program(*by_place, **by_name)
@@ -167,8 +189,20 @@ class _Folder:
     def compile_ahead(self, keepable: Keepable, bound: inspect.BoundArguments) -> None:
         """Makes the program for some arguments ready."""
         types, _, _ = self._taken_apart(keepable, bound)
-        if types is not None and (keepable, types) not in self._loaded:
-            self._loaded[keepable, types] = self._found(keepable, types, bound)
+        if types is not None:
+            self._ready(keepable, types, bound)
+
+    def _ready(
+        self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
+    ) -> Callable[..., Any]:
+        """The program, which only one thread makes."""
+        key = keepable, types
+        if (program := self._loaded.get(key)) is not None:
+            return program
+        with self._finding.setdefault(key, threading.Lock()):
+            if (program := self._loaded.get(key)) is None:
+                program = self._loaded[key] = self._found(keepable, types, bound)
+        return program
 
     def _taken_apart(
         self, keepable: Keepable, bound: inspect.BoundArguments
@@ -188,7 +222,7 @@ class _Folder:
             else:
                 by_place.append(value)
         leaves, tree = jax.tree.flatten((tuple(by_place), by_name))
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in leaves):
+        if _is_traced(leaves):
             return None, by_place, by_name
         types = _Types(
             tuple(static),
@@ -209,7 +243,9 @@ class _Folder:
         path = self._path / f"{name}{_SUFFIX}"
         if (found := _read(path, types.tree)) is not None:
             return found
-        with _without_cache():
+        # JAX's own cache is not for one thread alone, so it is left on where others compile.
+        on_cpu = jax.default_backend() == "cpu"
+        with _without_cache() if on_cpu else contextlib.nullcontext():
             compiled = keepable.program.lower(*bound.args, **bound.kwargs).compile()
         if self._writes:
             try:
@@ -223,8 +259,25 @@ class _Folder:
         return compiled
 
 
+def as_shapes[Tree](tree: Tree) -> Tree:
+    """A tree in which shapes stand for its committed arrays, for `compile_ahead`."""
+
+    def shape(leaf: Any) -> Any:
+        if not (isinstance(leaf, jax.Array) and leaf.committed):
+            return leaf
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+
+    return jax.tree.map(shape, tree)
+
+
+def _is_traced(tree: Any) -> bool:
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
 def _type(leaf: Any) -> tuple[Any, ...]:
     """All that a program knows of an argument that is an array, or becomes one."""
+    if isinstance(leaf, jax.ShapeDtypeStruct):
+        return leaf.shape, str(leaf.dtype), False, leaf.sharding, True
     aval = jax.typeof(leaf)
     found = aval.shape, str(aval.dtype), getattr(aval, "weak_type", False)
     if isinstance(leaf, jax.Array):

@@ -18,6 +18,10 @@ DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 # product, to time them: 7 of the 10 seconds that it took for a training program.
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
+# Fusions are compiled in one way. Otherwise XLA compiles many of them in a second way, too,
+# to time both: a fifth of the time that it took for the programs of a command.
+WITHOUT_TIMED_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
+
 # Operations that XLA puts into CUDA graphs by default, and loops. A list replaces
 # the default one.
 LOOPS_IN_GRAPHS = {
@@ -55,20 +59,24 @@ def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
     """
     if jax.default_backend() != "gpu":
         return {}
-    taken: dict[str, Any] = {}
-    several = jax.device_count() > 1
-    loops_in_graphs &= not several
-    for wanted in (
-        WITHOUT_TRITON,
-        LOOPS_IN_GRAPHS if loops_in_graphs else {},
-        OVERLAPPED if several else {},
-    ):
-        try:
-            jax.jit(lambda: 0, compiler_options=taken | wanted).lower().compile()
-        except jax.errors.JaxRuntimeError:  # XLA's options are no stable interface
-            continue
-        taken |= wanted
-    return taken
+    choices: list[dict[str, Any]] = [WITHOUT_TRITON, WITHOUT_TIMED_FUSIONS]
+    if jax.device_count() > 1:
+        choices.append(OVERLAPPED)
+    elif loops_in_graphs:
+        choices.append(LOOPS_IN_GRAPHS)
+    every = {name: value for each in choices for name, value in each.items()}
+    if _are_taken(every):
+        return every
+    # XLA's options are no stable interface.
+    return {n: v for each in choices if _are_taken(each) for n, v in each.items()}
+
+
+def _are_taken(options: Mapping[str, Any]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=dict(options)).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 class Programs(dict[bool, Keepable]):
@@ -79,7 +87,8 @@ class Programs(dict[bool, Keepable]):
 
     Args:
       f: the function.
-      inside_others: the other form may be called inside other programs. It has no options.
+      inside_others: the other form may be called inside other programs. There it has the
+        options of those.
       loops_in_graphs: see `gpu_options`.
       options: of `jax.jit`.
     """
@@ -100,14 +109,15 @@ class Programs(dict[bool, Keepable]):
 
     def __missing__(self, deterministic: bool) -> Keepable:
         # Made when it is first asked for: the options ask which devices there are.
-        f, chosen = self._f, {}
-        if not self._inside_others:
-            chosen |= gpu_options(loops_in_graphs=self._loops_in_graphs)
+        f, chosen = self._f, dict(gpu_options(loops_in_graphs=self._loops_in_graphs))
         if deterministic:
             f = _with_same_bits(f)
             chosen |= DETERMINISTIC
         self[deterministic] = Keepable(
-            f, compiler_options=chosen or None, **self._options
+            f,
+            inside_others=self._inside_others and not deterministic,
+            compiler_options=chosen or None,
+            **self._options,
         )
         return self[deterministic]
 

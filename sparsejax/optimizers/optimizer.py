@@ -29,6 +29,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import LookupRows
+from sparsejax.mesh.kept_programs import as_shapes
 from sparsejax.mesh.layout import jit_sharded, out_sharding
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
@@ -161,6 +162,30 @@ _settle = Programs(
 _settled = jax.jit(row_update.settle, static_argnames=_static)
 
 
+def compile_flush(
+    optimizer: Optimizer, model: Any, *, deterministic: bool = False
+) -> list[Callable[[], None]]:
+    """Calls that compile the programs of `Optimizer.flush`, for other threads.
+
+    Not those of rows in host memory, which are brought up to date in pieces. The model and
+    the optimizer may have shapes in place of arrays. They may be changed before the calls
+    are done.
+    """
+    return [
+        functools.partial(
+            _settle[deterministic].compile_ahead,
+            optimizer.rule_of(kernel),
+            as_shapes(optimizer._trained(path, kernel.get_value())),
+            as_shapes(optimizer.step.get_value()),
+            noise=as_shapes(optimizer.noise_of(path)),
+            divided=gradients.is_divided(kernel),
+            beyond=0,
+            young=True,  # most are, see `are_young`
+        )
+        for path, kernel in optimizer._drifting(model).items()
+    ]
+
+
 class Optimizer(nnx.Pytree):
     """Trains a model: each `RowParam` row by row, all other parameters with optax.
 
@@ -249,7 +274,7 @@ class Optimizer(nnx.Pytree):
     def noise_of(self, path: Path) -> Noise | None:
         """The noise that rounds a parameter at random; None rounds it to nearest."""
         seed = self.rounding.get(_key(path))
-        return None if seed is None else Noise(seed[...])
+        return None if seed is None else Noise(seed.get_value())
 
     def rule_of(self, kernel: RowParam) -> Rule:
         """The rule that trains this kernel: its own, or that of the optimizer."""
@@ -595,7 +620,7 @@ class Optimizer(nnx.Pytree):
 
     def _trained(self, path: Path, w: jax.Array) -> TrainedKernel:
         variables = self._rows_of(path)
-        arrays = {name: variable[...] for name, variable in variables.items()}
+        arrays = {name: variable.get_value() for name, variable in variables.items()}
         return TrainedKernel(w, arrays, arrays.pop("last_step", None))
 
     def _set_trained(

@@ -49,11 +49,11 @@ from sparsejax.runs.reading import (
     is_file,
     is_last,
     kind_of_saved,
-    meanwhile,
     name_of,
     split_name,
     validation_share,
 )
+from sparsejax.runs.threads import meanwhile
 from sparsejax.wide_ids import NUM_IDS
 
 # Points of a calibration curve.

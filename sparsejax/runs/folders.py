@@ -27,12 +27,13 @@ from sparsejax import codec, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Maker, kind_of
-from sparsejax.mesh import processes
+from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.item_content import ContentSizes
-from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.runs.kind import Runs, config_of, runs_of
+from sparsejax.optimizers.optimizer import Optimizer, compile_flush
+from sparsejax.runs.kind import Ahead, Runs, config_of, runs_of
+from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
@@ -306,9 +307,9 @@ class Folder:
         """Raises ValueError: this is not a run folder, or it is damaged."""
         return cls(directory, *load_run(directory))
 
-    def model(self) -> Any:
-        """The model that `load_model` returns."""
-        return restored_model(self.directory, self.settings, self.known)
+    def model(self, ahead: Ahead | None = None) -> Any:
+        """The model that `load_model` returns; see `restored_modules`."""
+        return restored_modules(self.directory, self.settings, self.known, ahead)[0]
 
     def item_features(self) -> ItemFeatures | None:
         """The content of the items; None if they have none."""
@@ -437,18 +438,45 @@ def restored_model(directory: str | pathlib.Path, run: Settings, known: Any) -> 
 
 
 def restored_modules(
-    directory: str | pathlib.Path, run: Settings, known: Any
+    directory: str | pathlib.Path, run: Settings, known: Any, ahead: Ahead | None = None
 ) -> tuple[Any, Optimizer]:
-    """The model that `load_model` returns, and its optimizer."""
+    """The model that `load_model` returns, and its optimizer.
+
+    Args:
+      directory: the folder of the run.
+      run: its settings.
+      known: see `load_run`.
+      ahead: compiles what the model will run. It is called in another thread, while the
+        checkpoint is read, where that is of use; with a model that has shapes in place of
+        arrays.
+    """
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
+    model.eval()
+    if kept_programs.may_compile_beside():
+        if ahead is not None:
+            meanwhile(functools.partial(ahead, nnx.clone(model)))
+        compile_beside((model, optimizer), run)
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(
             f"{directory}: holds no checkpoint yet; train it with resume=True"
         )
     optimizer.flush(model, deterministic=run.deterministic)
-    model.eval()
     return model, optimizer
+
+
+def compile_beside(modules: tuple[Any, Optimizer], run: Settings) -> None:
+    """Compiles, in other threads, the programs that restore the modules of a run.
+
+    Those that save them are the same. The modules may have shapes in place of arrays. Call
+    it where `kept_programs.may_compile_beside`.
+    """
+    model, optimizer = modules
+    for compiling in (
+        *compile_flush(optimizer, model, deterministic=run.deterministic),
+        Checkpoints.compile_checksums(modules),
+    ):
+        meanwhile(compiling)
 
 
 def checkpoints_of(directory: str | pathlib.Path, run: Settings) -> Checkpoints:

@@ -18,12 +18,12 @@ from sparsejax.runs.kind import CORRECTING, FOLLOWING, Opened, Source
 from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
-    meanwhile,
     read_file,
     read_histories,
     split_name,
     validation_split,
 )
+from sparsejax.runs.threads import meanwhile
 from sparsejax.sequence.config import SequenceConfig, entries_cut_off
 from sparsejax.verbs.evaluate import evaluate
 

@@ -26,13 +26,13 @@ from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     check_heldout,
     dates_of,
-    meanwhile,
     name_of,
     some_rows,
 )
+from sparsejax.runs.threads import meanwhile
 from sparsejax.sparse import CSR
 from sparsejax.verbs.evaluate import evaluate
-from sparsejax.verbs.recommend import recommend
+from sparsejax.verbs.recommend import compile_recommend, recommend
 from sparsejax.verbs.vectors import user_vectors
 
 
@@ -97,24 +97,28 @@ class Interactions(Runs):
         run: Opened,
         check: Callable[[Names], None] | None = None,
     ) -> tuple[Names, Recommendations]:
-        inputs, reading = recommending.inputs, recommending.reading
-        shown = meanwhile(lambda: self.read_shown(inputs, reading, run))
-        model = run.model()
-        data = shown()
-        if recommending.users is not None:
-            data = some_rows(data, recommending.users, recommending.hint)
-        if check is not None:
-            check(data.row_names)
-        exclude = self.excluded(recommending, run, data)
-        found = recommend(
-            model,
-            data,
-            recommending.k,
-            exclude=exclude,
-            exclude_items=recommending.exclude_items,
-            only_items=recommending.only_items,
-        )
-        return data.row_names, found
+        def read() -> tuple[Any, dict[str, Any]]:
+            data = self.read_shown(recommending.inputs, recommending.reading, run)
+            if recommending.users is not None:
+                data = some_rows(data, recommending.users, recommending.hint)
+            if check is not None:
+                check(data.row_names)
+            return data, {
+                "k": recommending.k,
+                "exclude": self.excluded(recommending, run, data),
+                "exclude_items": recommending.exclude_items,
+                "only_items": recommending.only_items,
+            }
+
+        reading = meanwhile(read)
+
+        def ahead(shapes: Any) -> None:
+            data, how = reading()
+            compile_recommend(shapes, data, **how)
+
+        model = run.model(ahead)
+        data, how = reading()
+        return data.row_names, recommend(model, data, **how)
 
     def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
         model = run.model()

@@ -11,10 +11,12 @@ import numpy as np
 from sparsejax.data import SparseDataset, scan_parquet
 from sparsejax.data.files.columns import BY_NAME
 from sparsejax.data.files.names import Names
+from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.kinds.items.job import ScannedItems
+from sparsejax.mesh import kept_programs
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.runs import interactions
 from sparsejax.runs.kind import CORRECTING, FOLLOWING, Opened, Source
@@ -22,13 +24,13 @@ from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
     is_last,
-    meanwhile,
     name_of,
     read_file,
     split_name,
     validation_split,
     with_times,
 )
+from sparsejax.runs.threads import meanwhile
 
 
 class Items(interactions.Interactions):
@@ -142,16 +144,31 @@ class Items(interactions.Interactions):
                 "baselines=True with fold_in needs popularity=..., the interactions that "
                 "the model was trained on"
             )
-        data = meanwhile(lambda: _data_to_evaluate(measuring, run))
-        model = run.model()
-        given = data()
-        prepared = prepared_for(
-            **given,
-            fold_in=measuring.fold_in,
-            features=None if measuring.fold_in is None else run.known,
-            seed=measuring.seed,
-            **measuring.counted(),
-        )
+
+        def prepare(given: dict[str, Any]) -> Evaluation:
+            return prepared_for(
+                **given,
+                fold_in=measuring.fold_in,
+                features=None if measuring.fold_in is None else run.known,
+                seed=measuring.seed,
+                **measuring.counted(),
+            )
+
+        if kept_programs.may_compile_beside():
+
+            def read() -> tuple[dict[str, Any], Evaluation]:
+                given = _data_to_evaluate(measuring, run)
+                return given, prepare(given)
+
+            reading = meanwhile(read)
+            baseline = meanwhile(lambda: reading()[1].baseline)
+            model = run.model(lambda shapes: reading()[1].compile_ahead(shapes))
+            given, prepared = reading()
+            baseline()
+        else:
+            data = meanwhile(lambda: _data_to_evaluate(measuring, run))
+            model, given = run.model(), data()
+            prepared = prepare(given)
         measured = prepared.run(model, keep_rows=measuring.keep_rows)
         if measuring.baselines:
             say = measuring.reading.say

@@ -24,6 +24,8 @@ from sparsejax.runs.options import (
     Training,
 )
 
+# Compiles what a model will run, which has shapes in place of arrays.
+Ahead = Callable[[Any], object]
 # Which columns of a table of interactions hold what.
 COLUMNS = (
     *("user", "item", "value", "time", "indicator"),
@@ -237,7 +239,7 @@ class Opened(Protocol):
     @property
     def known(self) -> Any: ...
 
-    def model(self) -> Any: ...
+    def model(self, ahead: Ahead | None = None) -> Any: ...
 
 
 @functools.cache

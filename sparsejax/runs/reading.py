@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import dataclasses
 import os
 import re
-import threading
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, cast
 
 import numpy as np
@@ -164,23 +162,6 @@ def name_of(source: Any) -> str:
     if is_file(source):
         return shown(source)
     return "the table" if hasattr(source, "__arrow_c_stream__") else "the data"
-
-
-def meanwhile[T](call: Callable[[], T]) -> Callable[[], T]:
-    """Starts a call in another thread; returns what waits for its result.
-
-    An interrupted command does not wait for the call.
-    """
-    result: concurrent.futures.Future[T] = concurrent.futures.Future()
-
-    def run() -> None:
-        try:
-            result.set_result(call())
-        except BaseException as error:  # noqa: BLE001 - raised to who asks for the result
-            result.set_exception(error)
-
-    threading.Thread(target=run, daemon=True).start()
-    return result.result
 
 
 def check_heldout[Data: SparseDataset | SequenceDataset](

@@ -28,7 +28,7 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders, kind, training
 from sparsejax.runs.folders import Folder, Settings
-from sparsejax.runs.kind import CORRECTING, Runs, Source
+from sparsejax.runs.kind import CORRECTING, Ahead, Runs, Source
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 from sparsejax.runs.options import (
     Correcting,
@@ -589,8 +589,8 @@ class _Kept:
         directory = self.opened.directory
         return folders.restored_modules(directory, self.settings, self.known)
 
-    def model(self) -> Any:
-        """The model that `load_model` returns."""
+    def model(self, ahead: Ahead | None = None) -> Any:
+        """The model that `load_model` returns. Nothing is compiled ahead."""
         return self.modules[0]
 
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparsejax import optimizers
-from sparsejax.engine.train.dispatch import Epochs, Program, check_seed
+from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program, check_seed
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
 from sparsejax.kinds.kind import Defaults, kind_of, used
@@ -20,7 +20,8 @@ from sparsejax.runs import folders, following, linear_parts
 from sparsejax.runs.folders import Settings
 from sparsejax.runs.kind import Runs, Source, runs_of
 from sparsejax.runs.options import Training
-from sparsejax.runs.reading import meanwhile, name_of
+from sparsejax.runs.reading import name_of
+from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.fit import fit
 from sparsejax.verbs.place import place
 from sparsejax.verbs.recipe import (
@@ -88,11 +89,16 @@ def train(
         if not restored:
             linear_part = linear_part_of(settings, source, keep=training.keep_linear)
         computed = None if linear_part is None else meanwhile(linear_part)
+        dispatch = None if computed is None else _first_dispatch(settings, source)
         model, optimizer = settings.build(source.known)
         if source.features is not None:
             set_content(model, source.features, new=True)
+        if dispatch is not None:
+            _compile_meanwhile(training, model, optimizer, dispatch())
+        # Not before: threads that lower programs take Python's time from each other.
+        if kept_programs.may_compile_beside():
+            folders.compile_beside((model, optimizer), settings)
         if computed is not None:
-            _compile_meanwhile(training, settings, source, model, optimizer)
             model.output.linear.set_to(*computed())
     else:
         model, optimizer = _continued(training, settings, source)
@@ -257,32 +263,43 @@ def linear_part_of(
     )
 
 
-def _compile_meanwhile(
-    training: Training,
-    settings: Settings,
-    source: Source,
-    model: Any,
-    optimizer: Optimizer,
-) -> None:
-    """Compiles the training program while the linear part is computed.
+def _first_dispatch(
+    settings: Settings, source: Source
+) -> Callable[[], Dispatch] | None:
+    """A function that gives the first steps of training, to compile their program.
 
-    Its numbers make no difference to the program.
+    None if the program is not compiled while the linear part is computed. Where programs
+    may be compiled beside others, another thread makes it.
     """
     linear: Any = getattr(settings.network, "linear", None)
     if not kept_programs.are_kept() or linear_parts.is_kept(
         source.data, linear, fingerprint=settings.data_fingerprint
     ):
-        return
-    epochs = Epochs(
-        place(source.data),
-        batch_size=settings.batch_size,
-        num_epochs=settings.num_epochs,
-        seed=settings.seed,
-    )
+        return None
+
+    def first() -> Dispatch:
+        epochs = Epochs(
+            place(source.data),
+            batch_size=settings.batch_size,
+            num_epochs=settings.num_epochs,
+            seed=settings.seed,
+        )
+        return next(epochs.dispatches(0))
+
+    return meanwhile(first) if kept_programs.may_compile_beside() else first
+
+
+def _compile_meanwhile(
+    training: Training, model: Any, optimizer: Optimizer, dispatch: Dispatch
+) -> None:
+    """Compiles the training program while the linear part is computed.
+
+    Its numbers make no difference to the program.
+    """
     program = Program(
         model, optimizer, fused=training.fused, deterministic=training.deterministic
     )
-    program.compile_ahead(next(epochs.dispatches(0)))
+    program.compile_ahead(dispatch)
 
 
 def _continued(

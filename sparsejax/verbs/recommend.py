@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import enum
+import itertools
 from collections.abc import Iterable, Iterator
-from typing import cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from sparsejax.callers import warn_caller
 from sparsejax.data.reading.histories import Unordered
@@ -130,6 +132,63 @@ def recommend(
       ValueError: `inputs` or `exclude` does not fit the model, or they do not fit each
         other; there is no such item, or none is left.
     """
+    steps = _steps(
+        model,
+        inputs,
+        k,
+        exclude=exclude,
+        exclude_items=exclude_items,
+        only_items=only_items,
+        batch_size=batch_size,
+    )
+    graphdef, state = split(steps.ranker, optimizer)
+    results = (recommended[False](graphdef, state, *step) for step in steps.batches)
+    rows, size = steps.rows.num_rows, steps.batch_size
+    counts = [min(size, rows - start) for start in range(0, rows, size)]
+    return collect(steps.rows, k, counts, results)
+
+
+@promoting()
+@using_auto_axes()
+def compile_recommend(model: Any, inputs: Any, k: int, **options: Any) -> None:
+    """Compiles the program that `recommend` runs, if programs are kept.
+
+    Arguments are those of `recommend`, without an optimizer. The model may have shapes in
+    place of arrays.
+    """
+    steps = _steps(model, inputs, k, **options)
+    graphdef, state = nnx.split((steps.ranker, None))
+    for step in itertools.islice(steps.batches, 1):
+        recommended[False].compile_ahead(graphdef, state, *step)
+
+
+class _Steps(NamedTuple):
+    """Rows that a model is shown, in batches.
+
+    Attributes:
+      ranker: the model.
+      rows: all of them.
+      batch_size: rows scored at a time.
+      batches: what `recommended` is given of each, behind the model.
+    """
+
+    ranker: Recommender
+    rows: Named
+    batch_size: int
+    batches: Iterator[tuple[Any, ...]]
+
+
+def _steps(
+    model: Any,
+    inputs: Any,
+    k: int,
+    *,
+    exclude: Any = UNSAID,
+    exclude_items: Iterable[str] | np.ndarray = (),
+    only_items: Iterable[str] | np.ndarray | None = None,
+    batch_size: int = 512,
+) -> _Steps:
+    """Checks the arguments of `recommend`, and gives what it runs."""
     check_positive(k=k, batch_size=batch_size)
     is_said = exclude is not UNSAID
     ranker, shown, exclude = kind_of(inputs).shown(
@@ -171,14 +230,8 @@ def recommend(
         unwanted = _denied(x, seen, denied, ranker.num_items, batch_size)
     elif seen is not None:
         unwanted = exclusion(shown, rows, held, seen, batch_size)
-    graphdef, state = split(ranker, optimizer)
-    results = (
-        recommended[False](graphdef, state, *step, k, *mask)
-        for step in zip(batches, each(unwanted), strict=False)
-    )
-    starts = range(0, x.num_rows, batch_size)
-    counts = [min(batch_size, x.num_rows - start) for start in starts]
-    return collect(x, k, counts, results)
+    pairs = zip(batches, each(unwanted), strict=False)
+    return _Steps(ranker, x, batch_size, ((*pair, k, *mask) for pair in pairs))
 
 
 def _have_items(inputs: Sources | OfKind, shown: Inputs, num_items: int) -> bool:

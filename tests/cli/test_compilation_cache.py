@@ -1,5 +1,6 @@
 """Compiled programs, which a command keeps for the commands after it."""
 
+import contextlib
 import os
 import pathlib
 import resource
@@ -13,6 +14,7 @@ import pytest
 
 from sparsejax.cli import compilation_cache
 from sparsejax.cli.main import main
+from sparsejax.mesh import kept_programs
 from sparsejax.nn import closed_form
 
 
@@ -66,7 +68,13 @@ def test_programs_are_found_again(similar, programs, folder):
     assert jax.config.jax_compilation_cache_dir is None
 
 
-def test_what_training_compiles_is_once_and_for_all(small, folder, tmp_path):
+@pytest.mark.parametrize("beside", [False, True])
+def test_what_training_compiles_is_once_and_for_all(
+    small, folder, tmp_path, beside, monkeypatch
+):
+    if beside:  # as on a GPU
+        monkeypatch.setattr(kept_programs, "may_compile_beside", lambda: True)
+        monkeypatch.setattr(kept_programs, "_without_cache", contextlib.nullcontext)
     path, run = small[1], small[3]
     small[small.index("--linear") + 1] = "3"
     small[small.index("--optimizer") + 1] = "adam"
@@ -75,14 +83,15 @@ def test_what_training_compiles_is_once_and_for_all(small, folder, tmp_path):
     for argv in (
         small,
         ["evaluate", run, path, path, "--k", "2", "--keep-seen"],
+        ["predict", run, path, "--k", "2", "--out", str(tmp_path / "out.csv")],
         [*small, "--resume", "--epochs", "2"],
     ):
         jax.clear_caches()
         assert main(argv) == 0
         counts.append(len(list(ready.glob("*.program"))))
     # Its order, steps, checksums and flush; then the rankings of the model and of the
-    # baseline, and what measures both.
-    assert counts == [4, 7, 7]
+    # baseline, and what measures both; then rankings without what a row has.
+    assert counts == [4, 7, 8, 8]
     kept = Counter(file.name.partition("-")[0] for file in folder.glob("*-cache"))
     # What NumPy makes needs no programs.
     assert not {"jit_convert_element_type", "jit_broadcast_in_dim"} & kept.keys()

@@ -1,5 +1,6 @@
 """Programs in a folder, found by what they are made of."""
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import os
@@ -33,6 +34,12 @@ def minus(x, y, *, how=1):
     return {"sum": x["a"] - how * y, "mean": jnp.mean(x["a"])}
 
 
+def slow(x, y, *, how=1):
+    TRACED.append("slow")
+    time.sleep(0.3)
+    return x["a"] + how * y
+
+
 @pytest.fixture
 def known(monkeypatch):
     """The functions here are as those of our packages."""
@@ -44,7 +51,7 @@ def run(tmp_path, known, no_kept_programs):
     """Runs a function as a new process would; gives the result, and whether it was traced."""
 
     def call(f=plus, *arguments, since=None, options=None, **named):
-        options = {"static_argnames": "how"} | (options or {})
+        options: dict[str, Any] = {"static_argnames": "how"} | (options or {})
         forget()
         with kept_in(tmp_path, since=time.time() if since is None else since):
             found = Keepable(f, **options)(*(arguments or given()), **named)
@@ -99,6 +106,44 @@ def test_a_program_is_prepared_and_not_run(tmp_path, known, no_kept_programs):
     assert not TRACED and same(
         found, jax.jit(plus, static_argnames="how")(*given(), how=2)
     )
+
+
+def test_shapes_stand_for_arrays_that_are_committed(tmp_path, known, no_kept_programs):
+    program = Keepable(plus, static_argnames="how")
+    arrays = jax.device_put(given(), jax.devices()[0])
+    shapes = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
+    )
+    with kept_in(tmp_path, since=time.time()):
+        program.compile_ahead(*shapes)
+        forget()
+        found = program(*arrays)
+        assert not TRACED
+        program(*given())  # they are not committed
+        assert TRACED
+    assert same(found, jax.jit(plus)(*given()))
+
+
+def test_a_thread_waits_for_the_one_that_compiles(tmp_path, known, no_kept_programs):
+    program = Keepable(slow, static_argnames="how")
+    forget()
+    with kept_in(tmp_path, since=time.time()):
+        with concurrent.futures.ThreadPoolExecutor(3) as threads:
+            running = [threads.submit(program, *given()) for _ in range(3)]
+        assert TRACED == ["slow"] and len(files(tmp_path)) == 1
+    assert all(same(each.result(), running[0].result()) for each in running)
+
+
+def test_options_hold_outside_other_programs(tmp_path, known, no_kept_programs):
+    options = {"compiler_options": {"xla_cpu_enable_fast_math": False}}
+    program = Keepable(plus, inside_others=True, **options)
+    other = Keepable(plus, **options)
+    for folder in contextlib.nullcontext(), kept_in(tmp_path, since=time.time()):
+        with folder:
+            found = jax.jit(lambda x, y: program(x, y))(*given())
+            assert same(found, program(*given()))
+            with pytest.raises(ValueError, match="compiler_options"):
+                jax.jit(lambda x, y: other(x, y))(*given())
 
 
 def test_outside_nothing_is_kept(tmp_path, known):

@@ -7,6 +7,8 @@ import pytest
 
 from sparsejax.mesh import xla_options
 
+WITHOUT = xla_options.WITHOUT_TRITON | xla_options.WITHOUT_TIMED_FUSIONS
+
 
 def options(monkeypatch, backend, *, devices=1, **wanted):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
@@ -23,6 +25,7 @@ def test_without_a_gpu_there_are_none(monkeypatch):
 def test_the_installed_xla_takes_them(monkeypatch, loops):
     taken = options(monkeypatch, "gpu", loops_in_graphs=loops)
     assert taken["xla_gpu_enable_triton_gemm"] is False
+    assert taken["xla_gpu_experimental_enable_fusion_autotuner"] is False
     assert ("xla_gpu_enable_command_buffer" in taken) == loops
 
 
@@ -30,10 +33,10 @@ def test_options_that_xla_refuses_are_left_out(monkeypatch):
     names = {"xla_gpu_enable_command_buffer": "FUSION,OTHER"}
     monkeypatch.setattr(xla_options, "LOOPS_IN_GRAPHS", names)
     taken = options(monkeypatch, "gpu", loops_in_graphs=True)
-    assert taken == {"xla_gpu_enable_triton_gemm": False}
+    assert taken == WITHOUT
 
 
 def test_several_devices_have_no_graphs_of_loops(monkeypatch):
     """What they exchange crosses while others work, with options that this XLA takes."""
     taken = options(monkeypatch, "gpu", devices=2, loops_in_graphs=True)
-    assert taken == {**xla_options.WITHOUT_TRITON, **xla_options.OVERLAPPED}
+    assert taken == WITHOUT | xla_options.OVERLAPPED

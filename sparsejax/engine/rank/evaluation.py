@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Literal
@@ -10,6 +11,7 @@ from typing import Literal
 import jax
 import numpy as np
 import scipy.sparse
+from flax import nnx
 
 from sparsejax import metrics
 from sparsejax.callers import warn_caller
@@ -40,7 +42,7 @@ from sparsejax.engine.rank.loop import (
     indicator,
 )
 from sparsejax.engine.rank.popularity import Popularity, column_counts
-from sparsejax.engine.rank.recommender import Recommender, beside, split
+from sparsejax.engine.rank.recommender import Recommender, beside, recommended, split
 from sparsejax.engine.rank.tasks import METRICS, Tasks, measured, ranked
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
@@ -110,7 +112,7 @@ def prepared_evaluation(
 ) -> Evaluation:
     """The part of `evaluate` that does not depend on the model, for repeated use.
 
-    Matches the rows, copies the data to the device and measures the baseline.
+    Matches the rows and copies the data to the device.
 
     Args:
       inputs: `[rows, features]`, what models are shown; or several.
@@ -150,7 +152,7 @@ def prepared_evaluation(
     if given.popularity is not None:
         counts = column_counts(given.popularity.matrix)
         share = counts / max(given.popularity.num_rows, 1)
-    evaluation = Evaluation(
+    return Evaluation(
         ks=setup.ks,
         inputs=shown,
         heldout=labels,
@@ -161,13 +163,7 @@ def prepared_evaluation(
         entries_unknown=int(np.sum(total - num_known)),
         popularity=share,
         groups=groups,
-        baseline={},
     )
-    if share is None:
-        return evaluation
-    found = evaluation.run(Popularity(share, shown.features))
-    baseline = {f"popularity_{n}": v for n, v in found.items() if "@" in n}
-    return dataclasses.replace(evaluation, baseline=baseline)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -185,7 +181,6 @@ class Evaluation:
       entries_unknown: number of its entries of unknown items.
       popularity: `[items]` share of the rows that have the item, or None.
       groups: items that are measured apart.
-      baseline: metrics of the baseline, or empty.
     """
 
     ks: tuple[int, ...]
@@ -198,7 +193,27 @@ class Evaluation:
     entries_unknown: int
     popularity: np.ndarray | None
     groups: tuple[_Group, ...]
-    baseline: dict[str, float]
+
+    @functools.cached_property
+    def baseline(self) -> dict[str, float]:
+        """Metrics of the baseline, or empty. They are measured when first asked for."""
+        if self.popularity is None:
+            return {}
+        found, _ = self._measured(Popularity(self.popularity, self.inputs.features))
+        return {f"popularity_{n}": v for n, v in found.items() if "@" in n}
+
+    @promoting()
+    @using_auto_axes()
+    def compile_ahead(self, model: Recommender) -> None:
+        """Compiles the program that `run` runs of a model, if programs are kept.
+
+        The model may have shapes in place of arrays.
+        """
+        if self.tasks.candidates is not None:  # they have a program of their own
+            return
+        graphdef, state = nnx.split((model, None))
+        task, k = next(iter(self.tasks)), max(self.ks)
+        recommended[False].compile_ahead(graphdef, state, task.shown, task.exclude, k)
 
     @promoting()
     @using_auto_axes()
@@ -218,6 +233,36 @@ class Evaluation:
           deterministic: give the same bits in every process on the same kind of GPU.
           keep_rows: return a `Measured`, with the figures of each row.
         """
+        found, values = self._measured(model, optimizer, deterministic)
+        found = {
+            **found,
+            **self.baseline,
+            "users": self.rows.size,
+            "users_new": self.users_new,
+            "users_unknown": self.users_unknown,
+            "entries_unknown": self.entries_unknown,
+        }
+        if not keep_rows:
+            return found
+        named = [f"{name}@{k}" for k in self.ks for name in METRICS]
+        names = self.heldout.row_names
+        return metrics.Measured(
+            found,
+            metrics.Rows(
+                names=None if names is None else names[self.rows],
+                means=dict(zip(named, values, strict=True)),
+            ),
+        )
+
+    @promoting()
+    @using_auto_axes()
+    def _measured(
+        self,
+        model: Recommender,
+        optimizer: Optimizer | None = None,
+        deterministic: bool = False,
+    ) -> tuple[dict[str, float], np.ndarray]:
+        """The metrics of a model, and `[len(ks) * len(METRICS), users]` of each row."""
         items = self.heldout.matrix.num_cols
         check_inputs(self.inputs, features_of(model))
         check_columns("heldout", items, model.num_items, "items")
@@ -251,23 +296,8 @@ class Evaluation:
         found = {
             **self._summary(values.mean(axis=1), np.asarray(counts)),
             **self._by_group(of_groups, np.asarray(counts)),
-            **self.baseline,
-            "users": self.rows.size,
-            "users_new": self.users_new,
-            "users_unknown": self.users_unknown,
-            "entries_unknown": self.entries_unknown,
         }
-        if not keep_rows:
-            return found
-        named = [f"{name}@{k}" for k in self.ks for name in METRICS]
-        names = self.heldout.row_names
-        return metrics.Measured(
-            found,
-            metrics.Rows(
-                names=None if names is None else names[self.rows],
-                means=dict(zip(named, values, strict=True)),
-            ),
-        )
+        return found, values
 
     def _summary(self, means: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """The metrics by name, from `means: [len(ks) * len(METRICS)]` over the rows and

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import errno
+import functools
 import gc
 import hashlib
 import logging
@@ -15,7 +16,7 @@ import sys
 import time
 import types
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, cast
 
 import jax
@@ -27,7 +28,7 @@ from orbax.checkpoint import v1 as ocp
 
 from sparsejax import codec
 from sparsejax.mesh import processes
-from sparsejax.mesh.kept_programs import Keepable
+from sparsejax.mesh.kept_programs import Keepable, as_shapes
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import HostRows, Optimizer
 from sparsejax.sparse import CSR
@@ -254,6 +255,15 @@ class Checkpoints:
             f"no checkpoint in {self.directory} can be read; start again in another "
             "directory"
         )
+
+    @staticmethod
+    def compile_checksums(modules: tuple[Any, ...]) -> Callable[[], None]:
+        """A call that compiles the program of `save` and `restore`, for another thread.
+
+        The modules may have shapes in place of arrays. They may be changed meanwhile.
+        """
+        shapes = as_shapes(_arrays(nnx.state(modules)))
+        return functools.partial(_checksums.compile_ahead, shapes)
 
     def progress(self) -> dict[str, Any] | None:
         """How far training had come at the newest checkpoint whose record can be read.
