@@ -109,9 +109,9 @@ class Buffer:
 
     def wait(self) -> None:
         """Waits until it can be written again."""
-        if self._sent is not None:
+        if self._sent is not None and not self._sent.is_deleted():
             self._sent.block_until_ready()
-            self._sent = None
+        self._sent = None
 
     def sent(self) -> jax.Array:
         """`[devices * room, ...]` on the devices, soon; do not write the parts meanwhile."""
