@@ -480,6 +480,10 @@ class Evaluate(OfKinds):
         popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
       groups: For clicks, a column of categories: also measure the AUC within each of them.
       by_entries: Also measure items with few and with many interactions in TRAIN apart.
+      exclude_items: Rank none of these items, such as those sold out: names separated by commas,
+        or a file with one name per line. Held-out interactions with them count as missed.
+      only_items: Rank only these items: names separated by commas, or a file with one name per
+        line.
       k: Number of recommendations that count, or several numbers, such as 5,10.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -500,6 +504,8 @@ class Evaluate(OfKinds):
     baselines: Flag = False
     groups: Annotated[str | None, _Column] = None
     by_entries: Flag = False
+    exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
+    only_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all")] = None
     k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()
@@ -525,6 +531,10 @@ class Compare(OfKinds):
       test: Interactions that the models should find. Rows are matched by name.
       candidates: File with a list of items for each row: rank only these items and the
         held-out ones.
+      exclude_items: Rank none of these items, such as those sold out: names separated by commas,
+        or a file with one name per line. Held-out interactions with them count as missed.
+      only_items: Rank only these items: names separated by commas, or a file with one name per
+        line.
       k: Number of recommendations that count, or several numbers, such as 5,10.
       format: Format of all files.
       columns: Which columns of a table hold what. By default their names say it.
@@ -538,6 +548,8 @@ class Compare(OfKinds):
     train: Annotated[Positional[str], arg(metavar="TRAIN")]
     test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
     candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
+    exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
+    only_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all")] = None
     k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()

@@ -8,7 +8,7 @@ from typing import Any
 
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
-from sparsejax.cli.reading import keeps_seen, names_of, reading_of
+from sparsejax.cli.reading import items_of, keeps_seen, names_of, reading_of
 from sparsejax.data import SequenceDataset, read_item_features
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.content import sizes_among
@@ -69,11 +69,7 @@ class Interactions(Commands):
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         keep_seen = keeps_seen(command)
-        users, hint, unwanted, only = None, "", [], None
-        if command.only_items is not None:
-            only, _ = names_of(command.only_items)
-        if command.exclude_items is not None:
-            unwanted, _ = names_of(command.exclude_items)
+        users, hint = None, ""
         if command.users is not None:
             users, hint = names_of(command.users)
         recommending = Recommending(
@@ -83,8 +79,7 @@ class Interactions(Commands):
             k=command.k,
             keep_seen=keep_seen,
             exclude=command.exclude,
-            exclude_items=unwanted,
-            only_items=only,
+            **items_of(command),
             reading=reading_of(command),
         )
         out = command.out

@@ -10,7 +10,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from sparsejax.cli import flags
-from sparsejax.cli.reading import correcting_of, cutoffs_of, reading_of
+from sparsejax.cli.reading import correcting_of, cutoffs_of, items_of, reading_of
 from sparsejax.kinds.kind import Kind, kind_of
 from sparsejax.metrics.comparison import Measured
 from sparsejax.runs import kind as runs_of_kinds
@@ -153,6 +153,7 @@ class Commands(abc.ABC):
             keep_rows=isinstance(command, flags.Compare),
             correcting=correcting_of(command),
             by=by,
+            **items_of(command),
             **more,
             **vars(command.counting),
             reading=reading_of(command),

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import os
 import sys
+from typing import Any
 
-from sparsejax.cli.flags import Command, Predict
+from sparsejax.cli.flags import Command, Compare, Evaluate, Predict
 from sparsejax.cli.flags import Reading as Flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.data import read
@@ -81,6 +82,12 @@ def read_features(path: str) -> Features:
     """The features of a file, to read others against."""
     folder = DataFolder.find(path)
     return read(path) if folder is None else folder.vocabulary()
+
+
+def items_of(command: Evaluate | Compare | Predict) -> dict[str, Any]:
+    """The names of items that `--exclude-items` and `--only-items` give, by argument."""
+    given = {n: getattr(command, n) for n in ("exclude_items", "only_items")}
+    return {n: names_of(text)[0] for n, text in given.items() if text is not None}
 
 
 def names_of(text: str) -> tuple[list[str], str]:

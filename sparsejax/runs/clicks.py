@@ -79,7 +79,8 @@ class Clicks(Runs):
         "train": ("format", "k", "negatives", "fused", "item_features", *COLUMNS),
         "evaluate": (
             *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
-            *("baselines", "by", "k", "format", *COLUMNS, *COUNTING),
+            *("exclude_items", "only_items", "baselines", "by", "k", "format"),
+            *(*COLUMNS, *COUNTING),
         ),
         "recommend": (
             *("users", "k", "keep_seen", "exclude", "exclude_items", "only_items"),

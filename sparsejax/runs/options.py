@@ -131,6 +131,8 @@ class Measuring:
     unknown: Literal["miss", "skip"] = "miss"
     unknown_users: Literal["count", "skip"] = "count"
     keep_seen: bool = False
+    exclude_items: Collection[str] = ()
+    only_items: Collection[str] | None = None
     keep_rows: bool = False
     correcting: Correcting = Correcting()
     reading: Reading = Reading()
@@ -140,6 +142,8 @@ class Measuring:
         return {
             "k": self.k,
             "exclude": None if self.keep_seen else "inputs",
+            "exclude_items": self.exclude_items,
+            "only_items": self.only_items,
             "unknown": self.unknown,
             "unknown_users": self.unknown_users,
             "by": self.by,

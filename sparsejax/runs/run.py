@@ -360,6 +360,8 @@ class Run:
         unknown: Literal["miss", "skip"] = "miss",
         unknown_users: Literal["count", "skip"] = "count",
         exclude_seen: bool = True,
+        exclude_items: Collection[str] = (),
+        only_items: Collection[str] | None = None,
         keep_rows: bool = False,
         calibrate: Any = None,
         method: Literal["platt", "isotonic"] | None = None,
@@ -380,6 +382,8 @@ class Run:
           by: "entries" measures items with few and with many entries apart, see `evaluate`.
           k: cut-off, or several; 20 by default.
           exclude_seen: do not rank what a row has in `inputs`.
+          exclude_items: names of items that nobody is recommended, see `evaluate`.
+          only_items: names of the only items that are ranked.
           keep_rows: keep the figures of each row, for `compare`.
           calibrate: of clicks, examples by which the probabilities are corrected first, see
             `calibrate`; so are `method` and `negatives_kept`.

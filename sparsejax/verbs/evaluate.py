@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Literal
 
+import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.data import SparseDataset
@@ -30,6 +31,8 @@ def evaluate(
     features: SparseDataset | Iterable[object] | None = None,
     seed: int | None = None,
     exclude: Unordered = "inputs",
+    exclude_items: Iterable[str] | np.ndarray = (),
+    only_items: Iterable[str] | np.ndarray | None = None,
     unknown: Literal["miss", "skip"] = "miss",
     unknown_users: Literal["count", "skip"] = "count",
     candidates: Source | OfKind | None = None,
@@ -97,6 +100,11 @@ def evaluate(
         what the row has in `inputs`. Where there are several inputs, name one, here and
         below. Held-out entries that are excluded count as missed, and a warning gives
         their share. None ranks all items.
+      exclude_items: names of items that nobody is recommended, such as those sold out, or
+        their ids. The names are those of `heldout`. The baseline leaves them out, too, and
+        "coverage" and "gini" are over the others. Held-out entries of these items count as
+        missed, as those that are excluded do, and a warning gives their share.
+      only_items: rank only these.
       unknown: "miss" counts held-out entries of unknown items as described above. "skip"
         leaves them out, and with them the rows that have no others.
       unknown_users: of rows that have no entry in `inputs`, or are not in it. "count" shows
@@ -129,7 +137,7 @@ def evaluate(
       FloatingPointError: a score is NaN; the message names the row.
       TypeError: `inputs`, `heldout` or `exclude` has a type that is not supported, or the
         model cannot score candidates.
-      ValueError: nothing is held out, or all of it is excluded. No held-out row is in
+      ValueError: nothing is held out, or all of it is excluded. There is no such item. No held-out row is in
         `inputs`, or one is not and an input is dense. A row has no candidates. An argument
         does not fit the model or another argument, or this kind of data has no use for it.
     """
@@ -141,6 +149,8 @@ def evaluate(
         "features": features,
         "seed": seed,
         "exclude": exclude,
+        "exclude_items": exclude_items,
+        "only_items": only_items,
         "unknown": unknown,
         "unknown_users": unknown_users,
         "candidates": candidates,

@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
@@ -27,10 +26,7 @@ from sparsejax.data.reading.sources import (
 )
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.batching import (
-    Batch,
-    Batches,
     batches_of,
-    for_batches,
     held_inputs,
     rows_in_a_batch,
 )
@@ -38,14 +34,13 @@ from sparsejax.engine.rank.denied import (
     denied_items,
     is_denied,
     rows_at_a_time,
-    with_denied,
 )
 from sparsejax.engine.rank.loop import (
     check_positive,
     collect,
+    denying,
     each,
     exclusion,
-    indicator,
     rows_of,
 )
 from sparsejax.engine.rank.recommendations import Recommendations
@@ -62,7 +57,6 @@ from sparsejax.kinds.kind import OfKind, kind_of
 from sparsejax.mesh.layout import put_on_mesh, using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sparse import CSR, host_rows
 
 
 class Unsaid(enum.Enum):
@@ -216,8 +210,8 @@ def _steps(
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
     is_apart = can_deny(ranker)
+    had = None if seen is None else seen.matrix
     if denied.size and not is_apart:
-        had = None if seen is None else seen.matrix
         batch_size = min(batch_size, rows_at_a_time(denied, had, ranker.num_items))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     held = held_inputs(shown)
@@ -227,7 +221,8 @@ def _steps(
     if denied.size and is_apart:
         mask = [put_on_mesh(jnp.asarray(is_denied(denied, ranker.num_items)))]
     if denied.size and not is_apart:
-        unwanted = _denied(x, seen, denied, ranker.num_items, batch_size)
+        its = rows if seen is None else rows_of(seen, x)
+        unwanted = denying(had, its, denied, ranker.num_items, batch_size)
     elif seen is not None:
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     pairs = zip(batches, each(unwanted), strict=False)
@@ -241,21 +236,3 @@ def _have_items(inputs: Sources | OfKind, shown: Inputs, num_items: int) -> bool
     rows = shown.rows
     is_alone = shown.alone and isinstance(rows, NamedCSR)
     return is_alone and rows.matrix.num_cols == num_items and rows.matrix.nse > 0
-
-
-def _denied(
-    x: Named, seen: NamedCSR | None, denied: np.ndarray, num_items: int, batch_size: int
-) -> Iterator[Batch]:
-    """The items that each batch of rows is not recommended, made for one batch at a time."""
-    if seen is None:
-        found = np.full(x.num_rows, -1)
-        matrix = CSR(
-            None, np.zeros(0, np.int32), np.zeros(1, np.int32), num_cols=num_items
-        )
-    else:
-        found = rows_of(seen, x)
-        matrix = jax.tree.map(np.asarray, indicator(seen.matrix))
-    for start in range(0, x.num_rows, batch_size):
-        some = host_rows(matrix, found[start : start + batch_size])
-        part = for_batches(with_denied(some, denied, num_items))
-        yield from Batches.of(part, np.arange(some.num_rows), batch_size)

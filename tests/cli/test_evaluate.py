@@ -58,6 +58,26 @@ def test_items_by_their_entries(board, capsys):
     ) == pytest.approx(1)
 
 
+@pytest.mark.filterwarnings("ignore:.*held-out entries")
+def test_sold_out_items_are_ranked_for_nobody(board, tmp_path, capsys):
+    (tmp_path / "sold.txt").write_text("item3\nitem8\n")
+    flags = ["--exclude-items", str(tmp_path / "sold.txt")]
+    argv = [board.run, *board.files, *flags]
+    measured, _ = measured_by([*argv, "--baselines"], capsys)
+    model, names = folders.load_model(board.run)
+    data, heldout = (read(path, features=names) for path in board.files)
+    how: dict = {"k": 2, "exclude_items": ["item8", "item3"]}
+    assert evaluate(model, data, heldout, **how).items() <= measured.items()
+    assert measured["recall@2"] < evaluate(model, data, heldout, k=2)["recall@2"]
+    nearest = evaluate(baselines.item_knn(data), data, heldout, **how)
+    assert measured["item_knn_ndcg@2"] == pytest.approx(nearest["ndcg@2"])
+    assert main(["compare", board.run, *argv, "--k", "2"]) == 0
+    compared = json.loads(capsys.readouterr().out.splitlines()[-1])["recall@2"]
+    assert compared["first"] == compared["second"] == measured["recall@2"]
+    assert main(["evaluate", *argv, "--only-items", "nothing"]) == 1
+    assert "--only-items: 1 of 1 names are not items" in capsys.readouterr().err
+
+
 def test_evaluate_rows_it_was_not_trained_on(board, tmp_path, capsys):
     train, heldout = read(board.files[0]), read(board.files[1])
     both = train.to_scipy() + heldout.align_features(train).to_scipy()

@@ -12,8 +12,8 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.engine.rank import denied as module
+from sparsejax.engine.rank import loop
 from sparsejax.predictors import ranking
-from sparsejax.verbs import recommend as verb
 
 ROWS, ITEMS = 23, 19
 ONLY, WITHOUT = ["item3", "item7", "item8", "item18"], ["item8", "item0"]
@@ -86,7 +86,7 @@ def test_the_best_of_those_that_are_allowed(data, shape, seen, kind, monkeypatch
     monkeypatch.setattr(module, "_TABLE", 3 * ITEMS)  # three rows at a time
     monkeypatch.setattr(module, "_ENTRIES", 7 * ITEMS)  # seven rows in a batch
     if kind is not Own:
-        monkeypatch.setattr(verb, "with_denied", no_entries)
+        monkeypatch.setattr(loop, "with_denied", no_entries)
     mesh = contextlib.nullcontext()
     if shape is not None:
         mesh = jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
@@ -176,6 +176,79 @@ def test_baselines(data):
             assert ids[ids >= 0].tolist() == wanted
 
 
+def measured_by_hand(scores, heldout, k):
+    """Some metrics of `[rows, items]` scores, -inf for what is not ranked, in NumPy."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]
+    listed = np.take_along_axis(scores, order, axis=1) > -np.inf
+    hits = np.take_along_axis(heldout, order, axis=1) & listed
+    wanted = heldout.sum(axis=1)
+    gains = 1 / np.log2(np.arange(k) + 2.0)
+    ideal = np.cumsum(gains)[np.minimum(np.maximum(wanted, 1), k) - 1]
+    rows = {
+        "recall": hits.sum(axis=1) / np.maximum(wanted, 1),
+        "ndcg": hits @ gains / ideal,
+        "mrr": (hits / np.arange(1, k + 1)).max(axis=1),
+    }
+    found = {name: values[wanted > 0].mean() for name, values in rows.items()}
+    given = np.unique(order[listed & (wanted > 0)[:, None]])
+    found["coverage"] = given.size / np.isfinite(scores).any(axis=0).sum()
+    return {f"{name}@{k}": value for name, value in found.items()}
+
+
+@pytest.mark.parametrize("shape", [None, (2, 4)])
+def test_evaluate_ranks_what_is_recommended(data, shape, monkeypatch):
+    """For models of each kind, the baseline, and candidates."""
+    rng = np.random.default_rng(1)
+    seen = data.to_scipy().toarray() != 0
+    wanted = (rng.random(seen.shape) < 0.3) & ~seen
+    among = rng.random(seen.shape) < 0.4
+    among[:, 7] = True  # no row is without candidates
+    heldout, candidates = (
+        sj.SparseDataset.from_scipy(
+            scipy.sparse.csr_array(chosen),
+            row_names=data.row_names,
+            feature_names=data.feature_names,
+        )
+        for chosen in (wanted, among)
+    )
+    allowed = np.isin(np.arange(ITEMS), [3, 7, 18])
+    lost = wanted[:, ~allowed].sum()
+    options = {"only_items": ONLY, "exclude_items": WITHOUT}
+    warned = rf"^{lost} of {wanted.sum()} held-out entries .* count as missed"
+    mesh = contextlib.nullcontext()
+    if shape is not None:
+        mesh = jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1]))
+    with mesh:
+        for kind in (sj.nn.FeedForward, Own):
+            model = built(data, kind)
+            every = sj.recommend(model, data, ITEMS, exclude=None)
+            scores = np.empty((ROWS, ITEMS))
+            np.put_along_axis(scores, every.ids, every.scores, axis=1)
+            scores = np.where(allowed & ~seen, scores, -np.inf)
+            with monkeypatch.context() as patch:
+                if kind is not Own:
+                    patch.setattr(loop, "with_denied", no_entries)
+                with pytest.warns(match=warned):
+                    found = sj.evaluate(
+                        model, data, heldout, k=2, batch_size=8, **options
+                    )
+            expected = measured_by_hand(scores, wanted, 2)
+            assert {n: found[n] for n in expected} == pytest.approx(expected, abs=1e-6)
+            popular = np.where(scores > -np.inf, seen.sum(axis=0), -np.inf)
+            for name, value in measured_by_hand(popular, wanted, 2).items():
+                assert found[f"popularity_{name}"] == pytest.approx(value, abs=1e-6)
+            if shape is not None or kind is Own:
+                continue
+            with pytest.warns(match=warned):
+                found = sj.evaluate(
+                    model, data, heldout, k=2, candidates=candidates, **options
+                )
+            scores = np.where(among | wanted, scores, -np.inf)
+            expected = measured_by_hand(scores, wanted, 2)
+            for name in ("recall@2", "ndcg@2", "mrr@2"):
+                assert found[name] == pytest.approx(expected[name], abs=1e-6)
+
+
 def test_histories():
     events = [
         {"user": f"u{u}", "item": f"item{(u * i) % ITEMS}"}
@@ -191,6 +264,19 @@ def test_histories():
     for row, ids in enumerate(found.ids):
         had = set(names[rows[row] != 0].tolist())
         assert set(names[ids[ids >= 0]].tolist()) == set(ONLY) - had
+    train, heldout = histories.split_last()
+    wanted = heldout.to_sparse().to_scipy().toarray() != 0
+    scores = np.full(wanted.shape, -np.inf)
+    some = sj.recommend(next_items, train, ITEMS, exclude=None, only_items=ONLY)
+    rank = np.where(some.ids >= 0, -np.arange(ITEMS)[None], -np.inf)
+    np.put_along_axis(scores, np.where(some.ids >= 0, some.ids, 0), rank, axis=1)
+    scores[:, ~np.isin(names, ONLY)] = -np.inf
+    expected = measured_by_hand(scores, wanted, 3)
+    with pytest.warns(match="leaves out: they cannot be found"):
+        measured = sj.evaluate(
+            next_items, train, heldout, k=3, exclude=None, only_items=ONLY
+        )
+    assert {n: measured[n] for n in expected} == pytest.approx(expected, abs=1e-6)
 
 
 @pytest.mark.usefixtures("wrong_types")
@@ -218,5 +304,10 @@ def test_what_is_wrong_is_said(data):
         for given in names:
             with pytest.raises(TypeError, match=r"of names\..*run\.recommend.*_names"):
                 sj.recommend(each, given, exclude=None)
+    with pytest.raises(
+        ValueError, match="held-out entries are of items that exclude_i"
+    ):
+        lone = scipy.sparse.csr_array(np.eye(ROWS, ITEMS, k=-20, dtype=np.float32))
+        sj.evaluate(model, data.matrix, lone, exclude_items=np.arange(ITEMS - 1))
     with pytest.raises(TypeError, match="only_items is a list of names, got the text"):
         sj.recommend(model, data, only_items="item1", exclude=None)

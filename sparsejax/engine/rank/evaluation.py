@@ -5,10 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
@@ -29,22 +30,31 @@ from sparsejax.data.reading.sources import (
     find_rows,
 )
 from sparsejax.engine.batching import (
+    Batch,
     Batches,
     batches_of,
     for_batches,
     held_inputs,
     rows_in_a_batch,
 )
+from sparsejax.engine.rank.denied import denied_items, is_denied
 from sparsejax.engine.rank.loop import (
     check_positive,
     check_scores,
+    denying,
     exclusion,
     indicator,
 )
 from sparsejax.engine.rank.popularity import Popularity, column_counts
-from sparsejax.engine.rank.recommender import Recommender, beside, recommended, split
-from sparsejax.engine.rank.tasks import METRICS, Tasks, measured, ranked
-from sparsejax.mesh.layout import using_auto_axes
+from sparsejax.engine.rank.recommender import (
+    Recommender,
+    beside,
+    can_deny,
+    recommended,
+    split,
+)
+from sparsejax.engine.rank.tasks import METRICS, RankingTask, Tasks, measured, ranked
+from sparsejax.mesh.layout import put_on_mesh, using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
@@ -62,6 +72,8 @@ class Setup:
     Attributes:
       k: cut-off, or several.
       exclude: what is never recommended.
+      exclude_items: items that nobody is recommended.
+      only_items: the only items that are recommended, or None for all.
       unknown: "miss" or "skip".
       unknown_users: "count" or "skip".
       candidates: the items to rank for each row, or None for all.
@@ -78,6 +90,8 @@ class Setup:
 
     k: int | Sequence[int] = 20
     exclude: Source | str | None = "inputs"
+    exclude_items: Iterable[str] | np.ndarray = ()
+    only_items: Iterable[str] | np.ndarray | None = None
     unknown: Literal["miss", "skip"] = "miss"
     unknown_users: Literal["count", "skip"] = "count"
     candidates: Source | None = None
@@ -134,6 +148,12 @@ def prepared_evaluation(
         raise ValueError(
             f"no row of heldout has an entry{of_known}, so there is nothing to find"
         )
+    denied = denied_items(
+        labels.matrix.num_cols,
+        labels.feature_names,
+        exclude_items=setup.exclude_items,
+        only_items=setup.only_items,
+    )
     rows = _rows_shown(labels, scored, shown, setup)
     is_new = _are_new(shown, rows)
     users_new = int(is_new.sum())
@@ -144,6 +164,7 @@ def prepared_evaluation(
                 f"none of the {users_new:,} rows of heldout has an entry in inputs, and "
                 'unknown_users="skip" leaves such rows out'
             )
+    _check_allowed(labels, scored, denied)
     groups: tuple[_Group, ...] = ()
     if setup.by is not None:
         batch = rows_in_a_batch(setup.batch_size, scored.size)
@@ -157,7 +178,8 @@ def prepared_evaluation(
         inputs=shown,
         heldout=labels,
         rows=scored,
-        tasks=_tasks(shown, rows, labels, scored, given, setup),
+        tasks=_tasks(shown, rows, labels, scored, given, denied, setup),
+        denied=denied,
         users_new=users_new,
         users_unknown=int(np.sum((total > 0) & (num_known == 0))),
         entries_unknown=int(np.sum(total - num_known)),
@@ -176,6 +198,7 @@ class Evaluation:
       heldout: the held-out entries, all rows of them.
       rows: `[users]` the rows of `heldout` that have entries.
       tasks: these rows in batches.
+      denied: the ids of the items that nobody is recommended.
       users_new: number of rows of `heldout` that have no entry in the inputs.
       users_unknown: number of rows of `heldout` whose items are all unknown.
       entries_unknown: number of its entries of unknown items.
@@ -188,6 +211,7 @@ class Evaluation:
     heldout: NamedCSR
     rows: np.ndarray
     tasks: Tasks
+    denied: np.ndarray
     users_new: int
     users_unknown: int
     entries_unknown: int
@@ -212,8 +236,11 @@ class Evaluation:
         if self.tasks.candidates is not None:  # they have a program of their own
             return
         graphdef, state = nnx.split((model, None))
-        task, k = next(iter(self.tasks)), max(self.ks)
-        recommended[False].compile_ahead(graphdef, state, task.shown, task.exclude, k)
+        tasks, mask = self._tasks_of(model)
+        task, k = next(iter(tasks)), max(self.ks)
+        recommended[False].compile_ahead(
+            graphdef, state, task.shown, task.exclude, k, *mask
+        )
 
     @promoting()
     @using_auto_axes()
@@ -277,9 +304,10 @@ class Evaluation:
         apart = zip(*(group.labels for group in self.groups), strict=True)
         if not self.groups:
             apart = itertools.repeat(())
-        for task, own in zip(self.tasks, apart, strict=False):
+        tasks, mask = self._tasks_of(model)
+        for task, own in zip(tasks, apart, strict=False):
             found = ranked(
-                graphdef, state, task, max(self.ks), deterministic=deterministic
+                graphdef, state, task, max(self.ks), *mask, deterministic=deterministic
             )
             part, counts = measured[deterministic](
                 found, task.labels, task.left_out, counts, self.ks
@@ -299,6 +327,23 @@ class Evaluation:
         }
         return found, values
 
+    def _tasks_of(self, model: Recommender) -> tuple[Iterable[RankingTask], list]:
+        """The tasks of a model, and `[items]` whether an item is denied, if it takes that.
+
+        Other models are denied items in each row.
+        """
+        if not self.denied.size or self.tasks.candidates is not None:
+            return self.tasks, []
+        items = self.heldout.matrix.num_cols
+        if can_deny(model):
+            mask = jnp.asarray(is_denied(self.denied, items))
+            return self.tasks, [put_on_mesh(mask)]
+        seen = self.tasks.exclude
+        matrix = None if seen is None else seen.matrix
+        rows = (self.tasks.labels if seen is None else seen).rows
+        unwanted = denying(matrix, rows.reshape(-1), self.denied, items, len(rows[0]))
+        return map(_replaced, self.tasks, unwanted), []
+
     def _summary(self, means: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """The metrics by name, from `means: [len(ks) * len(METRICS)]` over the rows and
         `counts: [len(ks), items]`, how often each item is recommended."""
@@ -306,8 +351,9 @@ class Evaluation:
         found = {}
         for k, given in zip(self.ks, counts, strict=True):
             found |= {f"{name}@{k}": next(rest) for name in METRICS}
-            found[f"coverage@{k}"] = metrics.coverage(given)
-            found[f"gini@{k}"] = metrics.gini(given)
+            allowed = np.delete(given, self.denied)
+            found[f"coverage@{k}"] = metrics.coverage(allowed)
+            found[f"gini@{k}"] = metrics.gini(allowed)
             if self.popularity is not None:
                 mean = metrics.mean_popularity(given, self.popularity)
                 found[f"mean_popularity@{k}"] = mean
@@ -334,6 +380,10 @@ class Evaluation:
                 share = given[group.items].sum() / max(given.sum(), 1)
                 found[f"share@{k}[{group.name}]"] = float(share)
         return found
+
+
+def _replaced(task: RankingTask, unwanted: Batch) -> RankingTask:
+    return dataclasses.replace(task, exclude=unwanted)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -486,9 +536,13 @@ def _tasks(
     labels: NamedCSR,
     scored: np.ndarray,
     given: _Given,
+    denied: np.ndarray,
     setup: Setup,
 ) -> Tasks:
-    """The `rows: [users]` of the inputs, with the rows `scored: [users]` of `labels`."""
+    """The `rows: [users]` of the inputs, with the rows `scored: [users]` of `labels`.
+
+    The candidates are without the items that are `denied`.
+    """
     batch_size = rows_in_a_batch(setup.batch_size, scored.size)
     held = held_inputs(shown)
     unwanted = ids = None
@@ -510,6 +564,7 @@ def _tasks(
         ids = _candidate_ids(
             given.candidates, labels, given.known(), scored, batch_size
         )
+        ids[np.isin(ids, denied)] = -1
     return Tasks(
         shown=batches_of(shown, held, rows, batch_size),
         exclude=unwanted,
@@ -578,6 +633,34 @@ def _check_repeats(
         f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
         "excluded, because their rows already have them: they cannot be found and count "
         "as missed; exclude=None ranks them, too",
+    )
+
+
+def _check_allowed(heldout: NamedCSR, rows: np.ndarray, denied: np.ndarray) -> None:
+    """Warns of held-out entries of items that nobody is recommended.
+
+    Args:
+      heldout: what the model should find.
+      rows: of `heldout`.
+      denied: the ids of these items.
+
+    Raises:
+      ValueError: all entries are of such items.
+    """
+    if not denied.size:
+        return
+    lost = int(np.isin(_rows(heldout, rows).indices, denied).sum())
+    if not lost:
+        return
+    total = int(_num_entries(heldout)[rows].sum())
+    if lost == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
+        raise ValueError(
+            f"all {lost:,} held-out entries are of items that exclude_items or only_items "
+            "leaves out, so none can be found"
+        )
+    warn_caller(
+        f"{lost:,} of {total:,} held-out entries ({lost / total:.1%}) are of items that "
+        "exclude_items or only_items leaves out: they cannot be found and count as missed",
     )
 
 

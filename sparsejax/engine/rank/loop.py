@@ -11,12 +11,14 @@ import numpy as np
 
 from sparsejax.data.reading.sources import Inputs, Named, NamedCSR, find_rows
 from sparsejax.engine.batching import (
+    Batch,
     Batches,
     Held,
     for_batches,
 )
+from sparsejax.engine.rank.denied import with_denied
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, host_rows
 
 
 def collect(
@@ -62,6 +64,32 @@ def exclusion(
     found = rows_of(seen, inputs.rows)
     matrix = for_batches(indicator(seen.matrix))
     return Batches.of(matrix, found[rows], batch_size)
+
+
+def denying(
+    seen: CSR | None,
+    rows: np.ndarray,
+    denied: np.ndarray,
+    num_items: int,
+    batch_size: int,
+) -> Iterator[Batch]:
+    """The items that each batch of rows is not recommended, made for one batch at a time.
+
+    Args:
+      seen: what rows have, or None.
+      rows: of `seen`; -1 has nothing.
+      denied: from `denied_items`.
+      num_items: number of items.
+      batch_size: rows in a batch.
+    """
+    if seen is None:
+        none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        seen, rows = CSR(None, none, start, num_cols=num_items), np.full_like(rows, -1)
+    matrix = jax.tree.map(np.asarray, indicator(seen))
+    for start in range(0, rows.size, batch_size):
+        some = host_rows(matrix, rows[start : start + batch_size])
+        part = for_batches(with_denied(some, denied, num_items))
+        yield from Batches.of(part, np.arange(some.num_rows), batch_size)
 
 
 def rows_of(seen: NamedCSR, x: Named) -> np.ndarray:

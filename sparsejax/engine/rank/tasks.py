@@ -31,8 +31,8 @@ class RankingTask:
       exclude: what it may not recommend, or None.
       labels: what it should find.
       left_out: `[batch]` number of held-out entries that have no item number, or None.
-      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 fills
-        it up. None ranks all items.
+      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 stands for no item.
+        None ranks all items.
     """
 
     shown: Shown
@@ -73,11 +73,24 @@ class Tasks:
 
 
 def ranked(
-    graphdef, state, task: RankingTask, k: int, *, deterministic: bool
+    graphdef,
+    state,
+    task: RankingTask,
+    k: int,
+    denied: Array | None = None,
+    *,
+    deterministic: bool,
 ) -> tuple[Array, Array]:
-    """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends."""
+    """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends.
+
+    With `denied`, `[items]` bool, the model must be one that `can_deny`. The candidates of a
+    task are without such items.
+    """
     if task.candidates is None:
-        return recommended[deterministic](graphdef, state, task.shown, task.exclude, k)
+        mask = [] if denied is None else [denied]
+        return recommended[deterministic](
+            graphdef, state, task.shown, task.exclude, k, *mask
+        )
     return _ranked_among[deterministic](
         graphdef, state, task.shown, task.exclude, task.candidates, k
     )
@@ -140,7 +153,7 @@ def _ranked_among(
 ):
     """The `recommended` among the `candidates: [batch, count]` alone.
 
-    In each row candidates ascend, and -1 fills it up.
+    In each row candidates ascend, and -1 stands for no item.
     """
     candidates = jnp.asarray(candidates)
     valid = candidates >= 0

@@ -32,6 +32,8 @@ class Clicks(Kind):
             "features",
             "seed",
             "exclude",
+            "exclude_items",
+            "only_items",
             "unknown",
             "unknown_users",
             "candidates",
