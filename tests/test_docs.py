@@ -198,6 +198,10 @@ def test_your_data(tmp_path, monkeypatch, capsys):
         else:
             assert capsys.readouterr().err == block
     assert capsys.readouterr().err == ""
+    [code] = python("your_data.md")
+    given: dict[str, typing.Any] = {}
+    exec(compile(code, "your_data.md", "exec"), given)  # noqa: S102
+    assert given["run"].recommend(["bob"], k=1).names() == [["milk"]]
     rows = re.findall(r"^\| (\w+) \| ([\w, ]+) \|$", page, flags=re.MULTILINE)
     listed = {role: tuple(names.split(", ")) for role, names in rows}
     assert {role: listed[role] for role in columns.SYNONYMS} == columns.SYNONYMS
