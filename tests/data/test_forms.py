@@ -440,11 +440,52 @@ def test_wrong_lines_of_json(tmp_path):
         ('{"user": "a", "item": "b"}\n{"user": "a", \n', "jsonl:2: is not JSON"),
         ('{"user": "a", "item": "b"}\n["a", "b"]\n', "jsonl:2: expected a JSON object"),
         ('{"user": "a",\n "item": "b"}\n', "jsonl:1: is not JSON"),
-        ('{"user": {"id": 1}, "item": "b"}\n', "column 'user' is read as the user"),
+        ('{"user": [{"id": 1}], "item": "b"}\n', "column 'user' is read as the user"),
+        (
+            '{"user": {"id": 1}, "item": "b"}\n{"user": {"id": "a"}, "item": "b"}\n',
+            "jsonl:2: 'user' is {'id': 'a'}, but",
+        ),
+        (
+            '{"user": {"id": 1}, "item": "b"}\n{"item": "b"}\n',
+            "jsonl:2: the user .*'user.id'",
+        ),
     ]:
         path.write_text(text)
         with pytest.raises(DataError, match=problem):
             sj.read(path)
+
+
+def test_objects_within_lines_of_json(tmp_path):
+    folder = tmp_path / "dt=2024-05-02"
+    folder.mkdir()
+    rows = [
+        {
+            "session": {"id": who, "user": {"id": 7, "country": "DE"}},
+            "track": None if what is None else {"id": what, "artist": {"name": "x"}},
+            "played_at": f"2024-05-02T10:00:0{i}Z",
+            "meta": {"ts": "2020-01-01T00:00:00Z"},
+        }
+        for i, (who, what) in enumerate([("a", "t2"), ("b", "t1"), ("a", "t1")])
+    ]
+    (folder / "part-0").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    data = sj.read_sequences(tmp_path)
+    assert list(data.row_names) == ["a", "b"]
+    assert [data.feature_names[i] for i in data.indices] == ["t2", "t1", "t1"]
+    # A column of the line counts more than one of an object within.
+    assert "time = played_at" in str(data.columns)
+    found = sj.read(tmp_path, user="session.user.id", item="track.artist.name")
+    assert (list(found.row_names), list(found.feature_names)) == (["7"], ["x"])
+
+    schema = sj.ClickSchema("click", ids={"user.id": sj.data.VocabularyColumn()})
+    clicks = tmp_path / "clicks.jsonl"
+    clicks.write_text(
+        '{"click": 1, "user": {"id": "a"}}\n{"click": 0, "user": null}\n'
+        '{"click": 0, "user": {"id": "a", "age": 3}, "user.age": 4}\n'
+    )
+    ids = sj.read_clicks(clicks, schema).ids["user.id"]
+    np.testing.assert_array_equal(ids, [2, 0, 2])
+    ages = sj.ClickSchema("click", dense={"user.age": sj.data.DenseColumn(missing=0.0)})
+    assert sj.read_clicks(clicks, ages).dense[:, 0].tolist() == [0, 0, 4]
 
 
 def test_files_of_a_folder_must_agree(tmp_path):

@@ -1,10 +1,14 @@
-"""JSON Lines: a flat JSON object on each line, whose values may be lists."""
+"""JSON Lines: a JSON object on each line. Its values may be lists, or objects themselves.
+
+The key `id` of an object `track` is the column `track.id`.
+"""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.json
@@ -20,13 +24,21 @@ from sparsejax.data.files.opening import (
     open_data,
 )
 
+# The keys that lead to a column of an object within, in the schema of a file.
+_KEYS = b"sparsejax_keys"
+
+
+def is_within(field: pa.Field) -> bool:
+    """Whether the column is a key of an object that a line has as a value."""
+    return _KEYS in (field.metadata or {})
+
 
 def first_rows(path: Path) -> pa.Table:
     """The first rows of a file, which say what its columns are."""
     lines = head(path)
     found = _parsed(lines, None).schema
     schema = pa.schema([pa.field(f.name, _plain(f.type)) for f in found])
-    return _parsed(lines, schema)
+    return _columns(_parsed(lines, schema))
 
 
 def json_cells(
@@ -36,22 +48,23 @@ def json_cells(
 
     Args:
       path: the file.
-      schema: the types of its columns.
+      schema: of `first_rows`.
       names: the column for each key of the result.
 
     Raises:
       DataError: a line is no object, or a cell has another type.
     """
-    wanted = pa.schema([schema.field(name) for name in dict.fromkeys(names.values())])
+    columns = [schema.field(name) for name in dict.fromkeys(names.values())]
+    wanted = pa.schema(_objects_of(columns))
     with open_data(path) as stream:
         for lines in line_blocks(stream, path):
             if not lines.data.strip():
                 continue
-            table = _parsed(lines, wanted).combine_chunks()
-            columns = {
+            table = _columns(_parsed(lines, wanted)).combine_chunks()
+            cells = {
                 key: table.column(name).chunk(0)
                 if len(table)
-                else pa.nulls(0, wanted.field(name).type)
+                else pa.nulls(0, schema.field(name).type)
                 for key, name in names.items()
             }
 
@@ -59,14 +72,65 @@ def json_cells(
                 found = (at for at, _ in _objects(lines))
                 return lines.error(next(itertools.islice(found, row, None)), message)
 
-            yield Cells(columns, error, path)
+            yield Cells(cells, error, path)
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:
     """The type of a column. Text that looks like a time stays text, and numbers may be parts."""
     if is_list(type_):
         return pa.list_(_plain(type_.value_type))
+    if pt.is_struct(type_):
+        return pa.struct([pa.field(f.name, _plain(f.type)) for f in type_])
     return pa.string() if pt.is_timestamp(type_) else type_
+
+
+def _columns(table: pa.Table) -> pa.Table:
+    """The table with the keys of objects as columns, which `is_within` tells apart."""
+    found: dict[str, tuple[pa.Field, pa.ChunkedArray]] = {}
+    for name, cells in zip(table.column_names, table.columns, strict=True):
+        for keys, part in _within((name,), cells):
+            field = pa.field(".".join(keys), part.type)
+            if len(keys) == 1:
+                found[field.name] = field, part
+            else:  # a column that is called so itself counts
+                field = field.with_metadata({_KEYS: json.dumps(keys).encode()})
+                found.setdefault(field.name, (field, part))
+    return pa.table(
+        [part for _, part in found.values()],
+        pa.schema([field for field, _ in found.values()]),
+    )
+
+
+def _within(
+    keys: tuple[str, ...], cells: pa.ChunkedArray
+) -> Iterator[tuple[tuple[str, ...], pa.ChunkedArray]]:
+    """A column; or of objects the columns of their keys, null where there is no object."""
+    if not pt.is_struct(cells.type):
+        yield keys, cells
+        return
+    for field, part in zip(cells.type, cells.flatten(), strict=True):
+        yield from _within((*keys, field.name), part)
+
+
+def _objects_of(columns: Iterable[pa.Field]) -> list[pa.Field]:
+    """The fields of a line that has these columns, as `_columns` has made them."""
+    tree: dict[str, Any] = {}
+    for column in columns:
+        *outer, last = [column.name]
+        if is_within(column):
+            *outer, last = json.loads(column.metadata[_KEYS])
+        at = tree
+        for key in outer:
+            at = at.setdefault(key, {})
+        at[last] = column.type
+    return _fields(tree)
+
+
+def _fields(tree: Mapping[str, Any]) -> list[pa.Field]:
+    return [
+        pa.field(name, pa.struct(_fields(inner)) if isinstance(inner, dict) else inner)
+        for name, inner in tree.items()
+    ]
 
 
 def _objects(lines: Lines) -> Iterator[tuple[int, bytes]]:

@@ -21,6 +21,7 @@ from sparsejax.data.events.block import (
     is_list,
     row_error,
 )
+from sparsejax.data.events.json_lines import is_within
 from sparsejax.data.files.columns import (
     BY_NAME,
     SYNONYMS,
@@ -115,7 +116,9 @@ def find_table_layout(
     # pandas stores an index without a name as such a column.
     known = [f for f in schema if not f.name.startswith("__index_level_")]
     columns = [
-        SourceColumn(f.name, i, str(f.type), of_folder=is_of_folder(f))
+        SourceColumn(
+            f.name, i, str(f.type), of_folder=is_of_folder(f), within=is_within(f)
+        )
         for i, f in enumerate(known)
     ]
     lists = [

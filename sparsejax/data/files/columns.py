@@ -138,6 +138,7 @@ class SourceColumn:
       type: what it holds, in a word or two.
       sample: one of its cells, for messages; "" if no cell was read.
       of_folder: whether it comes from the name of a folder, such as `dt=2024-01-01`.
+      within: whether it is a key of an object within a line of JSON.
     """
 
     name: str | None
@@ -145,6 +146,7 @@ class SourceColumn:
     type: str
     sample: str = dataclasses.field(default="", compare=False)
     of_folder: bool = dataclasses.field(default=False, compare=False)
+    within: bool = dataclasses.field(default=False, compare=False)
 
     def __str__(self) -> str:
         called = f"column {self.position}" if self.name is None else self.name
@@ -314,7 +316,8 @@ def find_columns(
 
     A role has the column that the caller chose for it, otherwise the one whose name is
     known for it. Two columns with known names are an error, but times of a file count more
-    than those in the names of its folders. User and item must have a column if they are among
+    than those in the names of its folders, and columns of a line more than those of an
+    object within. User and item must have a column if they are among
     the roles; other roles without a column are left out.
 
     Args:
@@ -352,6 +355,8 @@ def find_columns(
         own = [i for i in found if not columns[i].of_folder]
         if own and role == "time":  # more exact than the day of a folder
             found = own
+        if outer := [i for i in found if not columns[i].within]:
+            found = outer
         if sure := [i for i in found if surely[i] == role]:
             found = sure
         if not found and role == "item":
