@@ -9,7 +9,8 @@ Inputs and outputs by names, for each kind of predictor::
                         candidates BYTES, the only items that are ranked, also so
                         users BYTES [rows], before whose items comes what they had
     similar             items BYTES [n]: a row for each of them
-    clicks              a tensor [n] for each column of the schema
+    clicks              a tensor [n] for each column of the schema; lists of categories
+                        are [n, m], filled up with ""
 """
 
 from __future__ import annotations
@@ -445,6 +446,18 @@ def _check_names(names: int, limits: Limits) -> None:
         )
 
 
+def _cells(tensor: Tensor) -> Any:
+    """A column of records: its numbers, its categories, or a list of these for each row."""
+    if tensor.datatype != "BYTES":
+        return tensor.data
+    cells = [*tensor.data]
+    if len(tensor.shape) == 1:
+        return cells
+    rows, width = tensor.shape
+    each = (cells[i * width : (i + 1) * width] for i in range(rows))
+    return [[cell for cell in row if cell] for row in each]
+
+
 class Records:
     """Predictors of clicks: a tensor for each column."""
 
@@ -467,6 +480,7 @@ class Records:
             *(Tensor(name, "FP32", (-1,), None) for name in schema.dense),
             *(Tensor(name, "BYTES", (-1,), None) for name in schema.ids),
         ]
+        self._categories = set(schema.ids)
         self.outputs = [Tensor("probabilities", "FP32", (-1,), None)]
 
     def question(self, asked: Asked, limits: Limits) -> Question:
@@ -476,18 +490,19 @@ class Records:
         _check_known(asked.parameters, ["timeout"], "parameter")
         if missing := [name for name in names if name not in asked.tensors]:
             raise RefusedError(422, f"the input {missing[0]!r} is missing: [n]")
-        rows = {len(each.data) for each in asked.tensors.values()}
-        if len(rows) > 1 or any(len(t.shape) != 1 for t in asked.tensors.values()):
+        rows = {each.shape[0] for each in asked.tensors.values()}
+        lists = {t.name for t in asked.tensors.values() if len(t.shape) == 2}
+        if len(rows) > 1 or not lists <= self._categories:
             shapes = {name: list(each.shape) for name, each in asked.tensors.items()}
             raise RefusedError(
-                422, f"all inputs must be [n] with one n, got {shapes!r:.300}"
+                422,
+                "all inputs must be [n] with one n, or lists of categories [n, m], got "
+                f"{shapes!r:.300}",
             )
         count = max(rows)
         _check_rows(count, limits)
-        records = {
-            name: [*each.data] if each.datatype == "BYTES" else each.data
-            for name, each in asked.tensors.items()
-        }
+        _check_names(max((asked.tensors[n].shape[1] for n in lists), default=0), limits)
+        records = {name: _cells(each) for name, each in asked.tensors.items()}
         try:
             given = self._model.rows_of_records(records)
         except (DataError, TypeError, ValueError) as error:

@@ -563,9 +563,12 @@ def _until(condition) -> None:
 
 
 def test_clicks_with_missing_values(kinds):
-    """null is what None is for predict_records; an empty category is missing, too."""
+    """null is what None is for predict_records; an empty category is missing, too.
+
+    Lists are filled up.
+    """
     records = {"age": [1.0, 2.5], "city": ["c3", None], "user": [None, "u1"]}
-    service = Service("films", Settings(shapes=(Shape(1, 2),)))
+    service = Service("films", Settings(shapes=(Shape(1, 4),)))
     service.load(kinds / "clicks")
     with contextlib.closing(service), listening(service) as port:
         client = Client(port)
@@ -578,8 +581,19 @@ def test_clicks_with_missing_values(kinds):
         asked[0]["data"][1] = None  # the schema has no number for it
         status, error = client.infer(*asked)
         assert status == 422 and "age" in error and "row 1" in error
-    expected = sj.load_predictor(kinds / "clicks").predict_records(records)
+        asked[0] = tensor("age", "FP32", [1.0, 2.5])
+        rows = [["", "c3", "c1"], ["", None, ""]]  # lists, filled up
+        asked[1] = {"name": "city", "datatype": "BYTES", "shape": [2, 3], "data": rows}
+        status, lists = client.infer(*asked)
+        assert status == 200
+        asked[0]["shape"] = [2, 1]
+        status, error = client.infer(*asked)
+        assert status == 422 and "[n, m]" in error and "'age': [2, 1]" in error
+    predictor = sj.load_predictor(kinds / "clicks")
+    expected = predictor.predict_records(records)
     assert found["probabilities"]["data"] == pytest.approx(expected, rel=1e-6)
+    expected = predictor.predict_records(records | {"city": [["c3", "c1"], []]})
+    assert lists["probabilities"]["data"] == pytest.approx(expected, rel=1e-6)
 
 
 def test_names_may_not_be_null(client):
