@@ -154,7 +154,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--active", type=int, default=40_000, help="users of a day")
     parser.add_argument("--examples", type=int, default=40, help="batches of a day")
-    parser.add_argument("--zipf", type=float, nargs="+", default=[1.5, 1.3])
+    parser.add_argument("--zipf", type=float, nargs="+", default=[1.5, 1.3, 1.2])
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     sizes = args.active, args.examples * BATCH
