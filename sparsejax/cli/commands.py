@@ -95,7 +95,7 @@ def _commands(command: Any, opened: Folder) -> Commands:
 def export(command: flags.Export) -> None:
     """`sparsejax export`."""
     from sparsejax.predictors.files import load_predictor
-    from sparsejax.verbs.export import export_predictor
+    from sparsejax.verbs.export import export_with_answer
 
     if command.compile and not command.compilation.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
@@ -111,7 +111,7 @@ def export(command: flags.Export) -> None:
             "with the data as names, makes one that reads them",
             file=sys.stderr,
         )
-    export_predictor(
+    export_with_answer(
         model,
         command.out,
         names=opened.known,

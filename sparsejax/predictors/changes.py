@@ -106,6 +106,15 @@ def _check_rows(
         )
 
 
+def layout_of(stack: ClickStack, used: jax.Array | np.ndarray) -> Layout:
+    """The layout of the index of dynamic tables, of which the used rows are a mask."""
+    return Layout(
+        rows=used.shape[1],
+        firsts=tuple(table.first // PARTS for table in stack.tables),
+        sizes=tuple(table.num_rows // PARTS for table in stack.tables),
+    )
+
+
 def _indexed(
     link: Link,
     stack: ClickStack,
@@ -115,11 +124,7 @@ def _indexed(
     is_base: bool,
 ) -> tuple[Index, np.ndarray]:
     """An index with the changed ids, and their rows."""
-    layout = Layout(
-        rows=index.used.shape[1],
-        firsts=tuple(table.first // PARTS for table in stack.tables),
-        sizes=tuple(table.num_rows // PARTS for table in stack.tables),
-    )
+    layout = layout_of(stack, index.used)
     known = index_edits.rows_of(
         layout, place, np.asarray(index.used), np.asarray(index.keys)
     )

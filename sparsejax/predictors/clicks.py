@@ -21,6 +21,8 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.rank.loop import check_positive
+from sparsejax.ops.index_edits import rows_in
+from sparsejax.predictors.changes import layout_of
 from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import LABEL, ClickStack, Signature, of_clicks
 from sparsejax.sparse import CSR, as_int32, host_rows
@@ -130,6 +132,36 @@ class Clicks:
         ids = self._checked(ids, len(dense))
         packed = (_packed(stack, len(dense), ids, 0) for stack in self.stacks)
         return [dense, *packed]
+
+    def example(self) -> list[Rows]:
+        """A row as the programs take it, for `StoredAnswer`: an id of each table."""
+        dense = np.linspace(0, 1, self.num_dense, dtype=np.float32)[None]
+        ids: dict[str, Ids] = {}
+        for stack in self.stacks:
+            for feature in stack.features:
+                if stack.dynamic:
+                    ids[feature.name] = self._known_id(stack, feature.first)
+                else:
+                    ids[feature.name] = np.array([feature.num_ids // 2], np.int32)
+        checked = self._checked(ids, 1)
+        return [dense, *(_packed(stack, 1, checked, 0) for stack in self.stacks)]
+
+    def _known_id(self, stack: ClickStack, first: int) -> np.ndarray:
+        """An id that a dynamic table has a row for, or 0 if there is none."""
+        signature = self.programs.signature
+        assert signature is not None
+        places = {each.name: i for i, each in enumerate(signature.weights)}
+        tables = [table.first for table in stack.tables]
+        if first not in tables:  # an earlier release has written it
+            return np.zeros(1, np.int64)
+        used, keys = (
+            self.programs.weights[places[f"{stack.index}.{name}"]]
+            for name in ("used", "keys")
+        )
+        mask = np.asarray(used)
+        rows = rows_in(layout_of(stack, mask), tables.index(first), mask)[:1]
+        low, high = np.asarray(keys.reshape(-1, 2)[rows]).T
+        return joined(low, high) if len(rows) else np.zeros(1, np.int64)
 
     def room(self, rows: int, entries: int) -> int:
         """The room for entries of a program, see `Programs.run`."""

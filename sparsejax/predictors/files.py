@@ -18,8 +18,9 @@ from sparsejax.predictors import archive, earlier, stablehlo
 from sparsejax.predictors.new_items import Content
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
-from sparsejax.predictors.saving import NAMES, SETTINGS
+from sparsejax.predictors.saving import ANSWER, NAMES, SETTINGS
 from sparsejax.predictors.signature import LABEL, Signature
+from sparsejax.predictors.stored_answer import StoredAnswer
 
 _CLICKS = "clicks.json"
 # For each form what reads its settings, and the part with its names.
@@ -87,6 +88,7 @@ def check_predictor(path: str | os.PathLike[str]) -> None:
         with archive.reading(path), zipfile.ZipFile(file) as parts:
             signature, names = read_signature(parts, length)
             model_of(signature, names)
+            _answer_in(parts, signature, length)
             for rows in signature.rows:
                 stablehlo.load(signature, rows, archive.read_program(parts, rows))
             if (damaged := parts.testzip()) is not None:
@@ -124,7 +126,7 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
     length = os.fstat(file.fileno()).st_size
     with archive.reading(path), zipfile.ZipFile(file) as parts:
         signature, names = read_signature(parts, length)
-        model = model_of(signature, names)
+        model, answer = model_of(signature, names), _answer_in(parts, signature, length)
         code = {
             rows: stablehlo.load(signature, rows, archive.read_program(parts, rows))
             for rows in signature.rows
@@ -141,7 +143,18 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
         names_in_file=names,
         content=content,
         again=again,
+        answer=answer,
     )
+
+
+def _answer_in(
+    parts: zipfile.ZipFile, signature: Signature, length: int
+) -> StoredAnswer | None:
+    """The answer to an example, if a file has one."""
+    if ANSWER not in parts.namelist():
+        return None
+    document = archive.read_json(parts, ANSWER, length)
+    return StoredAnswer.from_json(document, signature)
 
 
 def model_of(

@@ -24,8 +24,8 @@ from sparsejax.data.reading.sources import (
     check_same_features,
 )
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
-from sparsejax.predictors.ranking import NOTHING, Items, Known
-from sparsejax.predictors.runtime import Programs
+from sparsejax.predictors.ranking import NOTHING, Items, Known, some_of
+from sparsejax.predictors.runtime import Programs, Rows
 from sparsejax.predictors.signature import (
     LABEL,
     Signature,
@@ -33,6 +33,8 @@ from sparsejax.predictors.signature import (
     reads_histories,
 )
 from sparsejax.sparse import CSR
+
+_HOUR = 3600.0  # in seconds, between the items of an example
 
 
 class Ordered(Items):
@@ -56,6 +58,13 @@ class Ordered(Items):
     def reads_times(self) -> bool:
         assert isinstance(self.num_features, Mapping)
         return TIMES in self.num_features
+
+    def example(self) -> list[Rows]:
+        ids = some_of(self.num_read)
+        ordered = Histories(np.array([0, len(ids)]), ids, _HOUR * np.arange(len(ids)))
+        arrays = arrays_of(ordered, self._length, times=self.reads_times)
+        pairs = zip(self.programs.inputs, super().example(), strict=True)
+        return [arrays.get(like.name or "", other) for like, other in pairs]
 
     def _excluded(self, exclude: Any, inputs: Any) -> Any:
         if isinstance(inputs, SequenceDataset):

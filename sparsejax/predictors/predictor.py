@@ -24,6 +24,7 @@ from sparsejax.predictors import archive, saving
 from sparsejax.predictors.changes import Taken, changed_weights
 from sparsejax.predictors.new_items import Content, chosen, extended
 from sparsejax.predictors.signature import Signature
+from sparsejax.predictors.stored_answer import StoredAnswer
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
@@ -88,6 +89,7 @@ class Predictor:
       content: what makes the vectors of new items; None if the file does not have it.
       again: loads the same file again, see `archive.again`; or None.
       taken: what it has taken of changes.
+      answer: what the file says that it gives for an example, without changes; or None.
     """
 
     signature: Signature
@@ -96,6 +98,7 @@ class Predictor:
     content: Content | None = None
     again: Callable[[], Predictor] | None = None
     taken: Taken = dataclasses.field(default_factory=Taken)
+    answer: StoredAnswer | None = None
 
     def __repr__(self) -> str:
         rows = sorted(self.signature.rows)
@@ -325,15 +328,23 @@ class Predictor:
         stored = {**self.names_in_file, "items": names}
         model = self.model.extended(signature, stored, weights)
         return dataclasses.replace(
-            self, signature=signature, model=model, names_in_file=stored, again=None
+            self,
+            signature=signature,
+            model=model,
+            names_in_file=stored,
+            again=None,
+            answer=None,  # there may be better items now
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the predictor, whole or not at all; `load_predictor` reads it.
 
-        It is of use after `add_items`: services and other processes read files.
+        It is of use after `add_items`: services and other processes read files. The file has
+        the answer that this predictor gives for an example, which a service compares with its
+        own.
 
         Raises:
+          FloatingPointError: a score is NaN or infinite.
           OSError: the file cannot be written.
         """
         kernels = () if self.content is None else self.content.kernels
@@ -343,6 +354,7 @@ class Predictor:
             {name: some.tolist() for name, some in self.names_in_file.items()},
             programs=sorted(self.model.programs.code.items()),
             weights=[saving.in_one_piece(each) for each in (*self.weights, *kernels)],
+            answer=StoredAnswer.of(self.model),
         )
 
     def apply_changes(self, folder: str | os.PathLike[str]) -> Changes:

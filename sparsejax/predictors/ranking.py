@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 
@@ -28,6 +29,7 @@ from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import (
     LABEL,
+    Array,
     Signature,
     features_of,
     of_ranking,
@@ -314,6 +316,10 @@ class Items:
         unknown = _lengths(asked.indptr) - _lengths(known.indptr)
         return [*self._matrices(shown), matrix], unknown
 
+    def example(self) -> list[Rows]:
+        """A row of a few items, as the programs take it, for `StoredAnswer`."""
+        return [_example_of(each) for each in self.programs.inputs]
+
     def rows_of_items(self, names: Sequence[str]) -> tuple[list[Rows], np.ndarray]:
         """Items by name as `similar_programs` takes them; and which of them are unknown.
 
@@ -544,6 +550,20 @@ class Items:
 def _lengths(indptr: np.ndarray) -> np.ndarray:
     """The number of entries of each row. For a few rows `np.diff` takes five times as long."""
     return indptr[1:] - indptr[:-1]
+
+
+def some_of(count: int) -> np.ndarray:
+    """At most three numbers below another one, and most are left."""
+    return np.linspace(0, count - 1, max(1, min(3, count // 3))).astype(np.int32)
+
+
+def _example_of(like: Array) -> Rows:
+    """A row of an input."""
+    if like.sparse:
+        ids = some_of(like.shape[-1])
+        return Entries(None, ids, np.array([0, len(ids)]))
+    numbers = np.linspace(0, 1, math.prod(like.shape))  # integers are then 0 or 1
+    return numbers.reshape(1, *like.shape).astype(like.like.dtype)
 
 
 def _as_lists(histories: NameLists | Sequence[Sequence[str]]) -> NameLists:

@@ -4,22 +4,26 @@
 
     predictor.json      the signature
     names.json          names of items and of tags, or the categories of each vocabulary
+    answer.json         an example with its answer, see `StoredAnswer`; not in all files
 """
 
 from __future__ import annotations
 
 import os
+import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 from jax import export
 
+from sparsejax import codec
 from sparsejax.predictors import archive
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.signature import Signature
+from sparsejax.predictors.stored_answer import StoredAnswer
 
-SETTINGS, NAMES = "predictor.json", "names.json"
+SETTINGS, NAMES, ANSWER = "predictor.json", "names.json", "answer.json"
 
 
 def save_predictor(
@@ -29,6 +33,7 @@ def save_predictor(
     *,
     programs: Iterable[tuple[int, export.Exported]],
     weights: Iterable[Stored],
+    answer: StoredAnswer | None = None,
 ) -> None:
     """Writes a predictor; see `sparsejax.export_predictor` and `archive.save`.
 
@@ -38,9 +43,22 @@ def save_predictor(
       vocabularies: names, by what they are names of.
       programs: with their numbers of rows.
       weights: those of the signature, then the kernels of `Signature.new_items`.
+      answer: to an example, or None.
     """
     documents = {SETTINGS: signature.to_json(), NAMES: vocabularies}
+    if answer is not None:
+        documents[ANSWER] = answer.to_json()
     archive.save(path, documents, programs=programs, weights=weights)
+
+
+def add_answer(path: str | os.PathLike[str], answer: StoredAnswer) -> None:
+    """Writes the answer to an example into a file that nobody reads yet.
+
+    Raises:
+      OSError: the file cannot be written.
+    """
+    with zipfile.ZipFile(path, "a") as parts:
+        parts.writestr(zipfile.ZipInfo(ANSWER), codec.text(answer.to_json()))
 
 
 def in_one_piece(array: jax.Array | np.ndarray) -> Stored:

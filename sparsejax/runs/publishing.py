@@ -23,7 +23,7 @@ from sparsejax.predictors.versions import FILE, following, numbered
 from sparsejax.runs.folders import Folder
 from sparsejax.runs.kind import Runs, Source
 from sparsejax.runs.reading import validation_share
-from sparsejax.verbs.export import export_predictor
+from sparsejax.verbs.export import export_with_answer
 from sparsejax.whole_files import temporary_folder, whole_folder
 
 _METRICS: dict[str, Callable[..., Any]] = {
@@ -172,7 +172,7 @@ def publish(
         options["k"] = max(k, least, 1 if before is None else before.k)
     with temporary_folder(folder) as place:
         path, said = place / FILE, ""
-        export_predictor(
+        export_with_answer(
             opened.model(),
             path,
             names=opened.known,

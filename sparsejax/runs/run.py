@@ -38,7 +38,7 @@ from sparsejax.runs.options import (
     Training,
 )
 from sparsejax.runs.reading import is_file, read_titles
-from sparsejax.verbs.export import export_predictor
+from sparsejax.verbs.export import export_with_answer
 from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder
 
@@ -523,6 +523,8 @@ class Run:
     ) -> None:
         """Writes a predictor, see `export_predictor`. It knows the names of the items.
 
+        The file also has an example with its answer, which a service compares with its own.
+
         Args:
           path: the file.
           k: of items, the most that are recommended to a row; 10 by default.
@@ -535,7 +537,7 @@ class Run:
         changed = _changed("export", given)
         self._runs.check("export", changed.keys())
         correcting = Correcting(**_part_of(changed, CORRECTING))
-        export_predictor(
+        export_with_answer(
             self._runs.corrected(self._kept, correcting, self._reading),
             path,
             names=self.known,

@@ -128,8 +128,8 @@ class Engine:
             rows are compiled, and the smallest with the most entries.
 
         Raises:
-          ValueError: the predictor has no program of so many rows, or gives NaN for an empty
-            one.
+          ValueError: the predictor has no program of so many rows, gives NaN for an empty one, or
+            gives another answer than its file has for an example.
         """
         self.predictor = predictor
         self._alike = _ALIKE.get(jax.default_backend(), _ALIKE_ON_GPU)
@@ -155,6 +155,20 @@ class Engine:
                     "the predictor gives NaN for an empty row, so it is not served; look at "
                     "the run that it comes from"
                 )
+
+        if programs is None:
+            self._check_answer()
+
+    def _check_answer(self) -> None:
+        """Raises ValueError if the example of the predictor's file has another answer now."""
+        stored = self.predictor.answer
+        # Changes of tables are not in the file.
+        if stored is None or self.predictor.taken.last is not None:
+            return
+        given = stored.rows(self._programs.inputs)
+        shape = self.shape_for(self.size_of(given))
+        if shape is not None:  # else no request of this size is answered, either
+            stored.check(self.run(shape, self.packed(shape, [given])))
 
     def size_of(self, given: Sequence[Rows]) -> Size:
         """The size of some rows, as the predictor's `rows_of_...` makes them."""

@@ -169,14 +169,13 @@ class Service:
           OSError: the file cannot be read.
           ValueError: it is no predictor, it cannot be asked by names, it has no vectors of
             items where `similar` needs them, or it has no use for the histories, for
-            items to leave out or for changes. No item is left.
+            items to leave out or for changes. No item is left. Or see `Engine`.
         """
         predictor = load_predictor(path)
         if self.excluded is not None:
             predictor = self.excluded.denying(predictor)
         if self.changing is not None:
             self.changing.check(predictor)
-            self.changing.take(predictor)
         shapes = shapes_of(predictor, self.settings.shapes)
         room = max(shape.entries for shape in shapes)
         form, failures = form_of(predictor, self._histories, room), Failures()
@@ -194,9 +193,12 @@ class Service:
         def engine(programs: Programs | None = None) -> Engine:
             return Engine(predictor, shapes, programs=programs)
 
-        tell(own)
-        # All that may fail comes first: a batcher has threads, which hold the weights.
+        # All that may fail comes first: a batcher has threads, which hold the weights. The
+        # answer in the file is of its weights alone, so all that changes them comes later.
         of_all, of_candidates, of_similar = engine(), None, None
+        tell(own)
+        if self.changing is not None:
+            self.changing.take(predictor)
         if layer is not None:
             of_candidates = engine(own.only)
         if self.settings.similar:

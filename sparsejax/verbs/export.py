@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -10,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.embeddings.config import Unknown
@@ -21,10 +23,14 @@ from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
+from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.runtime import sizes_of_programs
-from sparsejax.predictors.saving import save_predictor
+from sparsejax.predictors.saving import add_answer, save_predictor
 from sparsejax.predictors.signature import PLATFORMS, Array, Signature
 from sparsejax.predictors.stablehlo import program
+from sparsejax.predictors.stored_answer import StoredAnswer
+from sparsejax.predictors.versions import FILE
+from sparsejax.whole_files import check_writable, temporary_folder
 
 
 @promoting()
@@ -132,6 +138,45 @@ def export_predictor(
         programs=made,
         weights=[*portable.weights, *portable.beside],
     )
+
+
+def export_with_answer(
+    model: Recommender | HistoryModel | ClickModel,
+    path: str | os.PathLike[str],
+    **options: Any,
+) -> None:
+    """Does as `export_predictor`, and writes into the file what it answers to an example.
+
+    The file is loaded for that, beside the model, and a program is compiled. Runs and commands
+    do so, whose files are served; `export_predictor` does not, since it needs no room for a
+    second model on the device. Several processes write no answer.
+
+    Raises:
+      FloatingPointError: a score is NaN or infinite.
+      OSError: see `export_predictor`, as for all others.
+    """
+    if jax.process_count() > 1:
+        export_predictor(model, path, **options)
+        return
+    check_writable(path)
+    where = pathlib.Path(path).resolve()  # a link stays a link
+    with temporary_folder(where.parent) as folder:
+        made = folder / FILE
+        try:
+            export_predictor(model, made, **options)
+            add_answer(made, StoredAnswer.of(load_predictor(made).model))
+        except OSError as error:
+            if error.filename != os.fspath(made):
+                raise
+            raise OSError(error.errno, error.strerror, os.fspath(path)) from error
+        except jax.errors.JaxRuntimeError as error:
+            if not made.exists() or "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            warn_caller(
+                f"{path}: the device has no room for the predictor beside the model, so the "
+                "file has no answer that a service could compare with its own"
+            )
+        os.replace(made, where)
 
 
 def _check_weights(model: Any) -> None:

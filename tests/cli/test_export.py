@@ -18,6 +18,8 @@ def test_a_run_is_exported(board, tmp_path, capsys):
     assert main(["export", board.run, str(path), *flags]) == 0
     assert capsys.readouterr().err == f"the predictor is in {path}\n"
     predictor = sj.load_predictor(path)
+    assert predictor.answer is not None and len(predictor.answer.scores) == 4
+    assert [each.name for each in tmp_path.iterdir()] == [path.name]
     model, names = folders.load_model(board.run)
     found = sj.recommend(model, board.train.align_features(names), 4, exclude=None)
     row = 3

@@ -17,6 +17,7 @@ from sparsejax.embeddings import (
     TableConfig,
     WideIds,
 )
+from sparsejax.wide_ids import joined
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 
@@ -104,6 +105,23 @@ def test_ids_have_the_rows_of_the_model_and_new_ones_what_they_would_begin_with(
     new = batch(np.random.default_rng(2), 21, first=90)  # some of them are known
     close(predictor.predict(*new), of_model(model, *new))
     jax.tree.map(np.testing.assert_array_equal, before, nnx.state(model))
+
+
+def test_the_example_of_a_file_has_ids_with_rows(predictor):
+    """So its answer depends on the index and on the rows."""
+    dense, *given = predictor.model.example()
+    dynamic = [each for each in given if each.data is not None]
+    low = np.concatenate([each.indices.view(np.uint32) for each in dynamic])
+    high = np.concatenate([each.data for each in dynamic])
+    rng, known = np.random.default_rng(0), set()
+    for _ in range(4):
+        ids = batch(rng, 64)[1]
+        tags = np.asarray(ids["tags"].low), np.asarray(ids["tags"].high)
+        known |= {*joined(*tags).tolist()}
+        for name in ("user", "seen"):
+            known |= {*ids[name].compressed().tolist()}
+    assert len(low) == 3 and dense.shape == (1, 2)
+    assert {*joined(low, high).tolist()} <= known
 
 
 def test_ids_without_a_row_can_read_zeros_and_rows_have_fewer_bits(model, tmp_path):

@@ -42,8 +42,8 @@ def versions(folder) -> list[int]:
 
 def test_each_night_the_better_version_is_written(tmp_path, capsys, monkeypatch):
     """As cron does it. The service finds the new items from the swap on."""
-    few = functools.partial(publishing.export_predictor, batch_size=8)  # programs
-    monkeypatch.setattr(publishing, "export_predictor", few)
+    few = functools.partial(publishing.export_with_answer, batch_size=8)  # programs
+    monkeypatch.setattr(publishing, "export_with_answer", few)
     published, publish = [], publishing.publish
 
     def kept(*given, **options):
@@ -70,6 +70,7 @@ def test_each_night_the_better_version_is_written(tmp_path, capsys, monkeypatch)
     assert f"{films}: version 2 is new: ndcg@3 " in said and ", of version 1 " in said
     assert "i19" not in sj.load_predictor(films / "1" / FILE).items
     assert "i19" in sj.load_predictor(films / "2" / FILE).items
+    assert sj.load_predictor(films / "2" / FILE).answer is not None
     # A version that is damaged does not serve, so the gate compares with the one before.
     (films / "3").mkdir()
     (films / "3" / FILE).write_bytes((films / "2" / FILE).read_bytes()[:-99])

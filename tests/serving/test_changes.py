@@ -26,6 +26,7 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
     model = WideDeep(config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(model, sj.optimizers.adam(0.1))
     sj.export_predictor(model, path, names=clicks, batch_size=1)
+    sj.load_predictor(path).save(path)  # with an answer, which is compared
     service = Service(
         "films", Settings(shapes=(Shape(1, 4),), changes=str(folder), max_wait=0)
     )
@@ -68,11 +69,18 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
             np.testing.assert_allclose(after, expected, rtol=1e-6)
             assert after != before
             before = after
+    # The answer in the file is that of before the changes, which a later start takes, too.
+    later = Service("films", service.settings)
+    with contextlib.closing(later):
+        later.load(path)
+        assert later.predictor is not None and later.predictor.taken.last is not None
+        assert later.predictor.taken.last.number == 2
     lines = map(json.loads, capsys.readouterr().err.splitlines())
     told = [line for line in lines if line["event"] == "changes"]
     assert [line.get("number") for line in told if line["result"] == "taken"] == [
         0,
         1,
+        2,
         2,
     ]
     wrong = [line["error"] for line in told if line["result"] == "refused"]

@@ -207,8 +207,11 @@ def test_a_predictor_takes_new_items(tmp_path, features, name):
         rest = [each for each in with_new if each != "i31"]
         assert found[: len(rest)] == rest
 
+    predictor.save(path)
     longer.save(tmp_path / "longer")
     again = sj.load_predictor(tmp_path / "longer")
+    answers = sj.load_predictor(path).answer, again.answer
+    assert None not in answers and answers[0] != answers[1] and longer.answer is None
     check(again)
     check(pickle.loads(pickle.dumps(again)))
     last = again.add_items(sj.read_item_features([{"item": "i40", "kind": "k1"}]))

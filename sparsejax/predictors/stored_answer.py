@@ -1,0 +1,230 @@
+"""An example with its answer, which the file of a predictor has: whoever runs it can compare.
+
+Checksums say that a file is what was written. They do not say that it still answers as it did:
+on another device, by another release, or with weights that were damaged before they were written.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any, Self
+
+import jax
+import numpy as np
+
+from sparsejax import codec
+from sparsejax.predictors.runtime import Entries, Rows
+from sparsejax.predictors.signature import Array, Signature
+
+_LABEL, _VERSION = "the stored answer", 1
+# How far scores may be from the stored ones, as a part of the largest of them. On CPUs float32
+# differs in the last bits, some 1e-6. A GPU multiplies float32 with 11 bits, and bfloat16 has 8
+# on any device: rounding of .4 % in each layer. A wrong weight moves scores by their own size.
+_ON_CPUS, _ELSEWHERE = 1e-3, 5e-2
+_SHOWN = 5  # items of a message
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Given:
+    """A row of one input.
+
+    Attributes:
+      values: of its entries, or all numbers of a dense one; None if entries have none.
+      indices: of the entries of a sparse one.
+      indptr: where each of its bags begins and ends.
+    """
+
+    values: tuple[float, ...] | None = None
+    indices: tuple[int, ...] | None = None
+    indptr: tuple[int, ...] | None = None
+
+    @classmethod
+    def of(cls, given: Rows) -> Self:
+        """The row as numbers of JSON."""
+        if isinstance(given, np.ndarray):
+            return cls(values=_floats(given))
+        values = None if given.data is None else _floats(np.asarray(given.data))
+        indices, indptr = (np.asarray(a) for a in (given.indices, given.indptr))
+        return cls(
+            values=values,
+            indices=tuple(indices.tolist()),
+            indptr=tuple(indptr.tolist()),
+        )
+
+    def rows(self, like: Array) -> Rows:
+        """The row as a program takes it.
+
+        Raises:
+          ValueError: it is not a row of this input.
+        """
+        try:
+            if not like.sparse:
+                values = np.array(self.values or (), like.like.dtype)
+                return values.reshape(1, *like.shape)
+            indices, indptr = (
+                np.array(each, np.int32) for each in (self.indices, self.indptr)
+            )
+            ends = [0, len(indices)]
+            if len(indptr) != like.bags + 1 or indptr[[0, -1]].tolist() != ends:
+                raise ValueError(f"{like.bags} bags that are not those of the indices")
+            # An index of the dtype uint32 is the lower half of a number.
+            outside = (indices < 0) | (indices >= like.shape[-1])
+            if (np.diff(indptr) < 0).any() or (
+                outside.any() and like.dtype != "uint32"
+            ):
+                raise ValueError("indices that it does not have")
+            if self.values is None:
+                return Entries(None, indices, indptr)
+            if like.dtype is None or len(self.values) != len(indices):
+                raise ValueError(f"{len(self.values)} values")
+            return Entries(np.array(self.values, like.dtype), indices, indptr)
+        except (TypeError, ValueError, OverflowError) as error:
+            raise ValueError(f"{_LABEL}: input {like.name!r}: {error}") from error
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StoredAnswer:
+    """An example, and what a predictor gave for it when its file was written.
+
+    Attributes:
+      platform: that it was made on.
+      narrow: whether the programs compute with 16 bits.
+      example: the row of each input.
+      ids: of items, best first; None of clicks.
+      scores: of the items, or the logit of clicks.
+    """
+
+    platform: str
+    narrow: bool
+    example: tuple[Given, ...]
+    ids: tuple[int, ...] | None
+    scores: tuple[float, ...]
+
+    @classmethod
+    def of(cls, model: Any) -> Self:
+        """Asks a `Predictor.model` for an example. Its smallest program is compiled.
+
+        Raises:
+          FloatingPointError: a score is NaN or infinite.
+        """
+        given, programs = model.example(), model.programs
+        size = min(programs.by_rows)
+        entries = [len(g.indices) for g in given if not isinstance(g, np.ndarray)]
+        found = programs.run(size, given, model.room(size, max(entries, default=0)))
+        ids, scores = _first_row([np.asarray(output) for output in found])
+        if not np.isfinite(scores).all():
+            raise FloatingPointError(
+                f"the predictor gives the scores {_floats(scores)[:_SHOWN]} for an example; its "
+                "weights are not finite, or too large"
+            )
+        return cls(
+            platform=jax.default_backend(),
+            narrow="f16" in programs.code[size].mlir_module(),
+            example=tuple(Given.of(each) for each in given),
+            ids=None if ids is None else tuple(ids.tolist()),
+            scores=_floats(scores),
+        )
+
+    @classmethod
+    def from_json(cls, document: object, signature: Signature) -> Self:
+        """Reads what `to_json` made.
+
+        Raises:
+          ValueError: it is not such an object, or of another signature.
+        """
+        stated = codec.without_version(document, _VERSION, _LABEL)
+        found = codec.read(cls, stated, _LABEL)
+        found.rows(signature.inputs)
+        has_ids, wanted = found.ids is not None, len(signature.outputs) == 2
+        count = len(found.scores)
+        if has_ids != wanted or count != (
+            count if found.ids is None else len(found.ids)
+        ):
+            raise ValueError(f"{_LABEL}: ids and scores do not fit the signature")
+        if not wanted and count != 1:
+            raise ValueError(f"{_LABEL}: {count} logits of one example")
+        return found
+
+    def to_json(self) -> dict[str, Any]:
+        """The answer as a JSON object, for `from_json`."""
+        return {"version": _VERSION, **codec.document(self)}
+
+    def rows(self, inputs: Sequence[Array]) -> list[Rows]:
+        """The example as the programs take it.
+
+        Raises:
+          ValueError: it is not a row of these inputs.
+        """
+        if len(inputs) != len(self.example):
+            raise ValueError(
+                f"{_LABEL} has {len(self.example)} inputs, expected {len(inputs)}"
+            )
+        pairs = zip(self.example, inputs, strict=True)
+        return [given.rows(like) for given, like in pairs]
+
+    def check(self, outputs: Sequence[np.ndarray]) -> None:
+        """Compares the first row of what the programs give now.
+
+        An item that has another place must have a score for it that is as good as the stored
+        one.
+
+        Raises:
+          ValueError: they differ by more than rounding does.
+        """
+        ids, scores = _first_row(outputs)
+        same = self.platform == jax.default_backend() == "cpu" and not self.narrow
+        part = _ON_CPUS if same else _ELSEWHERE
+        largest = max(map(abs, self.scores), default=0.0)
+        if ids is None or self.ids is None:  # a logit of 0 is a probability of a half
+            most = part * max(1.0, largest)
+            fits = bool(abs(scores[0] - self.scores[0]) <= most)
+            now, before = f"{scores[0]:.6g}", f"{self.scores[0]:.6g}"
+            what = "logit"
+        else:
+            most = part * largest
+            found = dict(zip(ids.tolist(), scores.tolist(), strict=True))
+            fits = _is_like(found, dict(zip(self.ids, self.scores, strict=True)), most)
+            now = _shown(ids.tolist(), scores.tolist())
+            before, what = _shown(self.ids, self.scores), "items with scores"
+        if not fits:
+            raise ValueError(
+                f"for the example in its file the predictor gives the {what} {now}; expected "
+                f"{before}, as at the export on {self.platform}, and scores within {most:.2g}: "
+                "its weights are damaged, or this release or device computes something else; "
+                "export it again"
+            )
+
+
+def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> bool:
+    """Whether the best items are the same, apart from ties within `most`."""
+    if len(found) != len(stored):
+        return False
+    if any(not abs(found[i] - stored[i]) <= most for i in found.keys() & stored.keys()):
+        return False
+    # An item that only one of both has would be behind the last one of the other.
+    return all(
+        mine[item] <= min(other.values()) + most
+        for mine, other in ((found, stored), (stored, found))
+        for item in mine.keys() - other.keys()
+    )
+
+
+def _first_row(
+    outputs: Sequence[np.ndarray],
+) -> tuple[np.ndarray | None, np.ndarray]:
+    """Ids and scores of the items of a row, or its logit."""
+    if len(outputs) == 1:
+        return None, outputs[0][:1]
+    ids, scores = (output[0] for output in outputs)
+    return ids[ids >= 0], scores[ids >= 0]
+
+
+def _floats(array: np.ndarray) -> tuple[float, ...]:
+    return tuple(array.astype(np.float64).reshape(-1).tolist())
+
+
+def _shown(ids: Sequence[int], scores: Sequence[float]) -> str:
+    pairs = zip(ids[:_SHOWN], scores[:_SHOWN], strict=True)
+    text = ", ".join(f"{item}: {score:.6g}" for item, score in pairs)
+    return f"{{{text}{', ...' if len(ids) > _SHOWN else ''}}}"
