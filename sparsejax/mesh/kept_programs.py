@@ -29,6 +29,7 @@ from collections.abc import Callable, Generator, Iterable
 from typing import Any, NamedTuple
 
 import jax
+import numpy as np
 from jax.experimental import serialize_executable
 from jax.experimental.compilation_cache import compilation_cache
 
@@ -142,8 +143,9 @@ class Keepable:
     def compile_ahead(self, *arguments: Any, **named: Any) -> None:
         """Compiles the program for some arguments, if programs are kept; runs nothing.
 
-        A shape with a sharding stands for an array that is committed to its devices. Who
-        calls the program meanwhile, in another thread, waits for it.
+        A shape with a sharding stands for an array that is committed to its devices, and one
+        without for an array on the default device that is not. Who calls the program
+        meanwhile, in another thread, waits for it.
         """
         if _folder is not None:
             _folder.compile_ahead(self, self.signature.bind(*arguments, **named))
@@ -260,12 +262,20 @@ class _Folder:
 
 
 def as_shapes[Tree](tree: Tree) -> Tree:
-    """A tree in which shapes stand for its committed arrays, for `compile_ahead`."""
+    """A tree in which shapes stand for its arrays, for `compile_ahead` in another thread.
+
+    Arrays that the thread held could not be overwritten meanwhile: they would be copied.
+    """
 
     def shape(leaf: Any) -> Any:
-        if not (isinstance(leaf, jax.Array) and leaf.committed):
+        if not isinstance(leaf, jax.Array):
             return leaf
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding)
+        return jax.ShapeDtypeStruct(
+            leaf.shape,
+            leaf.dtype,
+            sharding=leaf.sharding if leaf.committed else None,
+            weak_type=getattr(jax.typeof(leaf), "weak_type", False),
+        )
 
     return jax.tree.map(shape, tree)
 
@@ -277,7 +287,10 @@ def _is_traced(tree: Any) -> bool:
 def _type(leaf: Any) -> tuple[Any, ...]:
     """All that a program knows of an argument that is an array, or becomes one."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
-        return leaf.shape, str(leaf.dtype), False, leaf.sharding, True
+        found = leaf.shape, str(leaf.dtype), leaf.weak_type
+        if leaf.sharding is None:
+            return (*found, jax.device_put(np.zeros(())).sharding, False)
+        return (*found, leaf.sharding, True)
     aval = jax.typeof(leaf)
     found = aval.shape, str(aval.dtype), getattr(aval, "weak_type", False)
     if isinstance(leaf, jax.Array):

@@ -108,18 +108,20 @@ def test_a_program_is_prepared_and_not_run(tmp_path, known, no_kept_programs):
     )
 
 
-def test_shapes_stand_for_arrays_that_are_committed(tmp_path, known, no_kept_programs):
+@pytest.mark.parametrize("committed", [False, True])
+def test_shapes_stand_for_arrays(tmp_path, known, no_kept_programs, committed):
     program = Keepable(plus, static_argnames="how")
-    arrays = jax.device_put(given(), jax.devices()[0])
-    shapes = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), arrays
-    )
+    arrays, others = given(), jax.device_put(given(), jax.devices()[0])
+    if committed:
+        arrays, others = others, arrays
+    shapes = kept_programs.as_shapes(arrays)
+    assert not any(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(shapes))
     with kept_in(tmp_path, since=time.time()):
         program.compile_ahead(*shapes)
         forget()
         found = program(*arrays)
         assert not TRACED
-        program(*given())  # they are not committed
+        program(*others)  # another program
         assert TRACED
     assert same(found, jax.jit(plus)(*given()))
 
