@@ -129,7 +129,8 @@ def evaluate(
         out; and "share@20[1-4]", the share of the recommendations that are of the group.
         Items that the vocabulary lacks are in no group.
       optimizer: see `recommend`.
-      batch_size: rows scored at a time; by default 512, of clicks 8192.
+      batch_size: rows scored at a time; by default 512, of clicks 8192. Take fewer where a
+        model of your own, whose `top_k` does not take `denied`, is denied very many items.
       keep_rows: keep the figures of each row, or of each example of clicks, for `compare`:
         the result is then a `sparsejax.metrics.Measured`.
 
@@ -137,9 +138,10 @@ def evaluate(
       FloatingPointError: a score is NaN; the message names the row.
       TypeError: `inputs`, `heldout` or `exclude` has a type that is not supported, or the
         model cannot score candidates.
-      ValueError: nothing is held out, or all of it is excluded. There is no such item. No held-out row is in
-        `inputs`, or one is not and an input is dense. A row has no candidates. An argument
-        does not fit the model or another argument, or this kind of data has no use for it.
+      ValueError: nothing is held out, or all of it is excluded. There is no item of a name.
+        No held-out row is in `inputs`, or one is not and an input is dense. A row has no
+        candidates. An argument does not fit the model or another argument, or this kind of
+        data has no use for it.
     """
     kind = kind_of(inputs)
     options = {

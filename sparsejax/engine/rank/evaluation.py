@@ -674,7 +674,8 @@ def _candidate_ids(
     """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
 
     Labels of unknown items are left out. So they rank behind all candidates, whether the
-    vocabulary has them or not. `known` has the other labels. In each row ids ascend, and -1 fills it up.
+    vocabulary has them or not. `known` has the other labels. In each row ids ascend, and -1
+    fills it up.
     """
     found = find_rows(labels, among)[rows]
     lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row

@@ -31,8 +31,8 @@ class RankingTask:
       exclude: what it may not recommend, or None.
       labels: what it should find.
       left_out: `[batch]` number of held-out entries that have no item number, or None.
-      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 stands for no item.
-        None ranks all items.
+      candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 stands
+        for no item. None ranks all items.
     """
 
     shown: Shown
