@@ -499,6 +499,9 @@ class Records:
                 "all inputs must be [n] with one n, or lists of categories [n, m], got "
                 f"{shapes!r:.300}",
             )
+        for each in asked.tensors.values():
+            if each.name in lists:
+                _check_type(each, {"BYTES"}, "BYTES, as empty names fill up its lists")
         count = max(rows)
         _check_rows(count, limits)
         _check_names(max((asked.tensors[n].shape[1] for n in lists), default=0), limits)

@@ -455,6 +455,9 @@ def test_wrong_files(tmp_path):
         sj.data.scan_clicks(path, SCHEMA, chunk_rows=0)
     with pytest.raises(ValueError, match=r"features lacks \['C1'\]; it has \['X'\]"):
         sj.read_clicks(path, SCHEMA, features={"X": np.array(["a"])})
+    other: Any = "train.csv"
+    with pytest.raises(TypeError, match="features is a data set of clicks, .* got str"):
+        sj.read_clicks(path, SCHEMA, features=other)
 
     path = tmp_path / "a.parquet"
     good = {"label": [0, 1], "I1": [1, 2], "I2": [1, 2], "C1": ["a", "b"], "C2": [3, 4]}

@@ -586,6 +586,12 @@ def test_clicks_with_missing_values(kinds):
         asked[1] = {"name": "city", "datatype": "BYTES", "shape": [2, 3], "data": rows}
         status, lists = client.infer(*asked)
         assert status == 200
+        numbers = [
+            tensor("age", "FP32", [1.0]),
+            tensor("city", "INT64", [1, 2], [1, 2]),
+        ]
+        status, error = client.infer(*numbers, tensor("user", "INT64", [1, 2], [1, 2]))
+        assert status == 422 and "'city' must have datatype BYTES" in error
         asked[0]["shape"] = [2, 1]
         status, error = client.infer(*asked)
         assert status == 422 and "[n, m]" in error and "'age': [2, 1]" in error

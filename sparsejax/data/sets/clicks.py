@@ -338,6 +338,7 @@ def read_clicks(
     Raises:
       DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
         other than 0 and 1, or a number that is NaN; the message has file and line.
+      TypeError: `features` is other data than clicks.
       ValueError: `features` lacks a column, there is none to append to, or there are
         more than 2^31 - 1 ids in a column of lists.
     """
@@ -443,6 +444,7 @@ def known_vocabularies(
     """The vocabularies of a schema, or None if they are to be learned.
 
     Raises:
+      TypeError: it is other data than clicks.
       ValueError: one is missing.
     """
     wanted = list(vocabularies_of(schema))
@@ -451,6 +453,11 @@ def known_vocabularies(
     if vocabulary is None:
         return None
     if not isinstance(vocabulary, Mapping):
+        if not hasattr(vocabulary, "vocabularies"):
+            raise TypeError(
+                "features is a data set of clicks, or the categories of each column by its "
+                f"name, got {type(vocabulary).__name__}"
+            )
         vocabulary = vocabulary.vocabularies
     if missing := [name for name in wanted if name not in vocabulary]:
         raise ValueError(
