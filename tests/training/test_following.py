@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.cli.main import main
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.sets.click_schema import VocabularyColumn
 from sparsejax.mesh import interrupts
@@ -154,6 +155,15 @@ def test_wrong_arguments(options, error, message, tmp_path):
     with pytest.raises(error, match=message):
         sj.Run.train(directory=tmp_path / "run", **given)
     assert not (tmp_path / "run").exists()
+
+
+def test_a_rate_that_falls_is_refused(tmp_path, capsys):
+    argv = [
+        *("train", str(tmp_path), "--run", str(tmp_path / "run"), "--model", "dlrm"),
+        *("--label", "click", "--categories", "user", "--dynamic", "512", "--follow"),
+    ]
+    assert main([*argv, "--decay", "cosine"]) == 1
+    assert "--decay cosine is of no use with --follow" in capsys.readouterr().err
 
 
 def test_categories_must_be_known_beforehand(tmp_path):
