@@ -1,6 +1,7 @@
 """Columns of clicks that are like another one: the same categories and ids."""
 
 import json
+import re
 from collections import Counter
 from typing import Any
 
@@ -11,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
+from sparsejax.data.sets.click_records import examples_of
 
 Column = sj.data.VocabularyColumn
 SCHEMA = sj.ClickSchema(
@@ -174,3 +176,39 @@ def test_columns_that_cannot_be_alike(ids, message):
         sj.ClickSchema("click", ids=ids)
     with pytest.raises(ValueError, match="min_count=2 has no effect in a column"):
         Column(min_count=2, like="b")
+
+
+@pytest.mark.parametrize("sign", "|;, ")
+def test_text_that_seems_to_be_a_list_is_said(tmp_path, sign):
+    ids = {"item": Column(min_count=2), "seen": Column(like="item"), "user": Column()}
+    schema = sj.ClickSchema("click", ids=ids)
+    rows = [
+        {
+            "click": 0,
+            "item": f"i{i % 4}",
+            "user": f"a{sign}b",
+            # As many are one item alone.
+            "seen": f"i{i % 4}" if i % 2 else f"i{i % 4}{sign}i{(i + 1) % 4}",
+        }
+        for i in range(12)
+    ]
+    path = tmp_path / "clicks.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    said = re.escape(f"column 'seen': 'i0{sign}i1' is one category")
+    said += ".* of 'item'.* seen:token_seq with spaces.* item:token"
+    with pytest.warns(UserWarning, match=said) as found:
+        sj.read_clicks(path, schema)
+    assert len(found) == 1 and found[0].filename == __file__
+    with pytest.warns(UserWarning, match=said):
+        sj.data.scan_clicks(path, schema)
+    lists = [row | {"seen": row["seen"].split(sign)} for row in rows]
+    names = [row | {"seen": f"x{sign}y"} for row in rows]
+    known = sj.read_clicks(lists, schema)  # no warning, and so below
+    sj.read_clicks(names, schema)
+    # Only later data is text; no row shows the items that it lists.
+    with pytest.warns(UserWarning, match=said):
+        sj.read_clicks(rows[:1], schema, features=known)
+    columns = {name: [rows[0][name]] for name in ids}
+    with pytest.warns(UserWarning, match=said):
+        examples_of(columns, schema, known.vocabularies)
+    examples_of(columns | {"seen": [["i0", "i1"]]}, schema, known.vocabularies)

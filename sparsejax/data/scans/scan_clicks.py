@@ -25,6 +25,7 @@ from sparsejax.data.sets.click_columns import (
     categories_of,
     dense_of,
     labels_of,
+    warn_of_lists,
 )
 from sparsejax.data.sets.click_files import (
     Paths,
@@ -304,11 +305,15 @@ def scan_clicks(
     if known is None:
         columns = vocabulary_columns(schema)
         counters = {name: Counter() for name in vocabularies_of(schema)}
-        rows = 0
+        rows, first = 0, True
         for block in click_blocks(path, schema, [schema.label, *columns]):
             rows += len(labels_of(block, schema.label))
+            found = {name: categories_of(block, name) for name in columns}
+            if first:
+                warn_of_lists(found, schema, None)
+                first = False
             for name, owner in columns.items():
-                counters[owner].add(categories_of(block, name).texts)
+                counters[owner].add(found[name].texts)
         if not rows:
             raise DataError.at(as_paths(path)[0], "holds no examples")
         known = {

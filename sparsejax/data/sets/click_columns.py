@@ -10,6 +10,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.types as pt
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.events.block import Cells, encoded_names, is_list, list_lengths
 from sparsejax.data.files import spelling
 from sparsejax.data.files.names import (
@@ -34,15 +35,20 @@ from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     MISSING,
     RARE,
+    ClickSchema,
     DenseColumn,
     HashedColumn,
     IdColumn,
     KeyColumn,
+    vocabulary_columns,
+    vocabulary_of,
 )
 
 _LARGEST = str(2**64 - 1)
 # Counts that wait until they are added up.
 _FOLD = 2**20
+# Signs between the items of a list in other software; and how many cells are looked at.
+_SEPARATORS, _LOOKED_AT = "|;, ", 1000
 
 
 class Categories(NamedTuple):
@@ -186,6 +192,47 @@ def categories_of(block: Cells, name: str) -> Categories:
     codes[present] = texts.indices.to_numpy()
     known = pa.concat_arrays([known, pa.array([""], known.type)])
     return Categories(pa.DictionaryArray.from_arrays(codes, known), sizes)
+
+
+def warn_of_lists(
+    found: Mapping[str, Categories],
+    schema: ClickSchema,
+    vocabularies: Mapping[str, Names] | None,
+) -> None:
+    """Warns of text that seems to be a list, such as "tea|rye", though it is one category.
+
+    Only a column that is like another one tells: the parts of its new categories are
+    categories of the other one.
+
+    Args:
+      found: the columns of a block.
+      schema: what they are.
+      vocabularies: that are known already; None if there are none.
+    """
+    for name, owner in vocabulary_columns(schema).items():
+        if name == owner or found[name].lengths is not None:
+            continue
+        texts = _spelled(found[name].texts).dictionary.slice(0, _LOOKED_AT).to_pylist()
+        if not any(sign in text for text in texts for sign in _SEPARATORS):
+            continue
+        among = _spelled(found[owner].texts).dictionary.cast(pa.large_string())
+        known = vocabulary_of(schema, owner, vocabularies)
+        if known is not None:
+            among = pa.concat_arrays([among, to_arrow(known)])
+        is_new = find_texts(pa.array(texts, pa.large_string()), among) < 0
+        new = [text for text, n in zip(texts, is_new, strict=True) if n and text]
+        sign = max(_SEPARATORS, key=lambda sign: sum(sign in text for text in new))
+        lists = [text for text in new if sign in text]
+        parts = [part for text in lists for part in text.split(sign) if part]
+        places = find_texts(pa.array(parts, pa.large_string()), among)
+        if 2 * len(lists) > len(new) and 2 * np.sum(places >= 0) > len(parts):
+            warn_caller(
+                f"column {name!r}: {lists[0]!r} is one category, though its parts are "
+                f"categories of {owner!r}. If it is a list: a header of CSV with types makes "
+                f"lists, {name}:token_seq with spaces between the parts, and each other column "
+                f"has a type, too, such as {owner}:token. Parquet, JSON Lines, tables and "
+                "records hold lists"
+            )
 
 
 def _with_nulls(column: pa.Array) -> pa.Array:

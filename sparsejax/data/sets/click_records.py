@@ -12,8 +12,18 @@ from sparsejax.data.events.block import Cells
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stored import id_lists
-from sparsejax.data.sets.click_columns import Numbering, categories_of, dense_of
-from sparsejax.data.sets.click_schema import ClickSchema, num_ids, vocabulary_of
+from sparsejax.data.sets.click_columns import (
+    Numbering,
+    categories_of,
+    dense_of,
+    warn_of_lists,
+)
+from sparsejax.data.sets.click_schema import (
+    RARE,
+    ClickSchema,
+    num_ids,
+    vocabulary_of,
+)
 from sparsejax.data.sets.click_storage import Ids
 
 # The word for them in messages.
@@ -43,16 +53,19 @@ def examples_of(
     """
     block = _block(records, list(schema.dense), list(schema.ids))
     sizes = num_ids(schema, vocabularies)
+    found = {name: categories_of(block, name) for name in schema.ids}
     ids: dict[str, Ids] = {}
+    unknown = False
     for name, column in schema.ids.items():
-        found = categories_of(block, name)
         known = vocabulary_of(schema, name, vocabularies)
-        flat = Numbering(column, known).ids(found)
-        if found.lengths is None:
+        flat = Numbering(column, known).ids(found[name])
+        unknown |= bool((flat == RARE).any())
+        if (lengths := found[name].lengths) is None:
             ids[name] = flat
         else:
-            indptr = np.append(0, np.cumsum(found.lengths))
-            ids[name] = id_lists(flat, indptr, sizes[name])
+            ids[name] = id_lists(flat, np.append(0, np.cumsum(lengths)), sizes[name])
+    if unknown:  # else it would take a service's time in vain
+        warn_of_lists(found, schema, vocabularies)
     return dense_of(block, schema.dense), ids
 
 

@@ -22,6 +22,7 @@ from sparsejax.data.sets.click_columns import (
     labels_of,
     ranked,
     times_of,
+    warn_of_lists,
 )
 from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_schema import (
@@ -392,13 +393,15 @@ def _read(
         if timed is not None:
             part, kind = times_of(block, timed, kind)
             times.append(part)
-        for name in schema.ids:
-            found = categories_of(block, name)
-            lengths[name].append(found.lengths)
+        found = {name: categories_of(block, name) for name in schema.ids}
+        if len(dense) == 1:
+            warn_of_lists(found, schema, known)
+        for name, each in found.items():
+            lengths[name].append(each.lengths)
             if name in numbering:
-                ids[name].append(numbering[name].ids(found))
+                ids[name].append(numbering[name].ids(each))
             else:
-                learner_of[name].add(name, found.texts)
+                learner_of[name].add(name, each.texts)
     if not labels:
         raise DataError.at(as_paths(path)[0], "holds no examples")
     vocabularies = dict(known or {})
