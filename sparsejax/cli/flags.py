@@ -8,7 +8,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, Literal
 
 from tyro.conf import (
@@ -1042,16 +1042,44 @@ def flags_of(kind: type) -> dict[str, str]:
     Args:
       kind: the dataclass of a command, or of some of its flags.
     """
-    flags = {}
+    return {name: flag for name, flag, _ in _fields_of(kind)}
+
+
+def _fields_of(kind: type) -> Iterator[tuple[str, str, Any]]:
+    """Name, flag and annotation of each field that has a flag."""
     for name, hint in typing.get_type_hints(kind, include_extras=True).items():
         settings = getattr(hint, "__metadata__", ())
         if dataclasses.is_dataclass(hint):
-            flags |= flags_of(typing.cast(type, hint))
+            yield from _fields_of(typing.cast(type, hint))
         elif Positional not in settings and Fixed not in settings:
             names = (getattr(setting, "name", None) for setting in settings)
             word = next(filter(None, names), name.replace("_", "-"))
-            flags[name] = f"--{word}"
-    return flags
+            yield name, f"--{word}", hint
+
+
+def check_lists(kind: type, argv: Sequence[str]) -> None:
+    """Raises ValueError where the flag of a list is given twice: the last one alone would count.
+
+    >>> check_lists(Train, ["data", "--dense", "age", "--dense", "price", "--fused"])
+    Traceback (most recent call last):
+    ...
+    ValueError: --dense is given twice: write --dense age price
+    """
+    parts: list[list[str]] = [[""]]  # a flag, and the words after it
+    for word in argv:
+        if word.startswith("--"):
+            flag, _, value = word.partition("=")
+            parts.append([flag.replace("_", "-"), *([value] if value else [])])
+        else:
+            parts[-1].append(word)
+    for _, flag, hint in _fields_of(kind):
+        type_ = getattr(hint, "__origin__", hint)
+        is_list = tuple in (type_, typing.get_origin(type_))
+        given = [part[1:] for part in parts if part[0] == flag]
+        adds = UseAppendAction in getattr(hint, "__metadata__", ())
+        if is_list and not adds and len(given) > 1:
+            words = " ".join(word for part in given for word in part)
+            raise ValueError(f"{flag} is given twice: write {flag} {words}")
 
 
 def given(kind: type, argv: Sequence[str]) -> frozenset[str]:

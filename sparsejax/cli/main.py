@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import gc
+import json
 import logging
 import os
 import re
@@ -12,9 +13,10 @@ import sys
 import threading
 import time
 import traceback
+import typing
 import warnings
 from collections.abc import Generator, Sequence
-from typing import TextIO
+from typing import Any, TextIO
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -71,6 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> flags.Command:
     """The command. For help or wrong usage, prints it and raises SystemExit."""
+    options: dict[str, Any] = {"args": argv, "config": (OmitArgPrefixes,)}
     try:
         if argv == ["--version"]:
             print(f"sparsejax {sparsejax.__version__}")
@@ -80,9 +83,9 @@ def _parse(argv: Sequence[str]) -> flags.Command:
             prog="sparsejax",
             description="Recommendations from sparse data. --version prints the version. "
             "sparsejax dsstne --help shows the commands of Amazon's DSSTNE.",
-            args=argv,
-            config=(OmitArgPrefixes,),
+            **options,
         )
+        flags.check_lists(type(command), argv)
         if isinstance(command, flags.OfKinds):
             given = flags.given(type(command), argv)
             command = dataclasses.replace(command, given=given)
@@ -91,9 +94,61 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         words = {word.partition("=")[0] for word in argv} if stopped.code else set()
         for word in words & _CALLED_OTHERWISE.keys():
             _say(f"{word} is called {_CALLED_OTHERWISE[word]} here")
+        if stopped.code:
+            with contextlib.suppress(SystemExit):
+                _, unknown = tyro.cli(
+                    flags.Command,
+                    return_unknown_args=True,
+                    console_outputs=False,
+                    **options,
+                )
+                _advise(argv, unknown)
         raise
     finally:
         sys.stdout.flush()
+
+
+def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
+    """Says what to do in place of words that a command does not know."""
+    called = {
+        _function_of(kind).replace("_", "-"): kind
+        for kind in typing.get_args(flags.Command)
+    }
+    if (command := called.get(argv[0])) is None:
+        return
+    known, fields = flags.flags_of(command), dataclasses.fields(command)
+    takes_data = "data" not in known and any(f.name == "data" for f in fields)
+    for word, after in zip(unknown, [*unknown[1:], "true"], strict=True):
+        flag, _, value = word.partition("=")
+        if flag.startswith("--") and "config" in known:
+            option = flag[2:].replace("-", "_")
+            if (model := _model_with(option, argv)) is not None:
+                value = value or ("true" if after.startswith("--") else after)
+                with contextlib.suppress(ValueError):
+                    value = json.loads(value)
+                file = {"version": 1, "model": model, option: value}
+                _say(
+                    f"{flag} is no flag: write it into a JSON file for --config, "
+                    f"such as {json.dumps(file)}"
+                )
+        elif takes_data and os.path.exists(word):
+            _say(
+                f"DATA is one file or one folder: for {word} and others, put the files "
+                "into one folder and give the folder"
+            )
+            break
+
+
+def _model_with(option: str, argv: Sequence[str]) -> str | None:
+    """The model that the words name, or else the first one, whose --config has an option."""
+    from sparsejax.runs.kind import called
+
+    named = [m for m in flags.MODELS if m in argv or f"--model={m}" in argv]
+    for model in named or flags.MODELS:
+        config = called(flags.MODELS[model]).described(model)[0]
+        if hasattr(config, "model") and option in vars(config):
+            return model
+    return None
 
 
 def _dsstne(argv: Sequence[str]) -> int:
@@ -140,7 +195,7 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
             from sparsejax.cli import commands
 
             command = stack.enter_context(commands.exported(command))
-        result = getattr(module, _function_of(command))(command)
+        result = getattr(module, _function_of(type(command)))(command)
     return 1 if result is False else 0  # a plan that does not fit
 
 
@@ -149,9 +204,9 @@ def _is_run(path: str) -> bool:
     return os.path.isfile(os.path.join(path, "run.json"))
 
 
-def _function_of(command: flags.Command) -> str:
+def _function_of(kind: type) -> str:
     """The name of the function that carries out a command: export_triton of ExportTriton."""
-    return re.sub(r"\B(?=[A-Z])", "_", type(command).__name__).lower()
+    return re.sub(r"\B(?=[A-Z])", "_", kind.__name__).lower()
 
 
 def _start_device() -> None:
@@ -186,10 +241,8 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
     model, config = command.kind, getattr(command, "config", None)
     origin = getattr(command, "origin", None)
     if origin is not None:
-        if config is not None or model is not None:
-            raise ValueError(
-                "--from takes the network of its run: leave out --config and --model"
-            )
+        if config is not None:
+            raise ValueError("--from takes the network of its run: leave out --config")
         why = "--from takes the network of its run: leave out {}, or --from"
     elif config is not None:
         why = "--config describes the whole network: leave out {}, or --config"

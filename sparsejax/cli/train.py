@@ -126,6 +126,12 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
             raise ValueError(f"--model {model}: {command.config} describes {found}")
     elif origin is not None:
         config = folders.load_run(origin)[0].network
+        found = getattr(config, "model", flags.DEFAULT_MODEL)
+        if model not in (None, found):
+            raise ValueError(
+                f"--model {model}: --from goes on with the model of {origin}, which is "
+                f"{found}; leave out --model, or --from"
+            )
     else:
         config, suited = commands_for(model).described(command)
     runs, continued = commands_of(config).runs, origin is not None

@@ -165,10 +165,27 @@ def test_wrong_usage(capsys, command):
     assert "Traceback" not in capsys.readouterr().err
 
 
-def test_flags_that_are_called_otherwise_elsewhere(capsys):
-    assert main(["train", "data", "--run", "new", "--lr=0.1"]) == 2
+@pytest.mark.parametrize(
+    ("words", "advice"),
+    [
+        ("--lr=0.1", "--lr is called --learning-rate here"),
+        ("more", "for more and others, put the files into one folder and give the fo"),
+        ("--max-length 20", '{"version": 1, "model": "sasrec", "max_length": 20}'),
+        ("--model gru --max_length=9", '"model": "gru", "max_length": 9}'),
+    ],
+)
+def test_words_that_no_command_has(tmp_path, monkeypatch, capsys, words, advice):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "more").touch()
+    assert main(["train", "data", "--run", "new", *words.split()]) == 2
+    assert advice in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_the_flag_of_a_list_is_given_once(capsys):
+    argv = ["serve", "x", "--shapes", "1x2", "3x4", "--port", "1", "--shapes=5x6"]
+    assert main(argv) == 1
     error = capsys.readouterr().err
-    assert error.splitlines()[-1] == "sparsejax: --lr is called --learning-rate here"
+    assert "--shapes is given twice: write --shapes 1x2 3x4 5x6" in error
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,9 @@ def test_what_it_cannot_do_is_said(tmp_path, capsys):
 
     refused("leave out --hidden, or --from", "--hidden", "8")
     refused("leave out --config", "--config", str(tmp_path / "net.json"))
-    refused("leave out --chunk-rows", "--chunk-rows", "10")
+    refused("which is autoencoder; leave out --model", "--model", "sasrec")
+    # That of the run may be named.
+    more = ["--model", "autoencoder", "--chunk-rows", "10"]
+    refused("leave out --chunk-rows", *more)
     argv[3] = str(tmp_path / "nothing")
     refused("is not a run folder")
