@@ -10,6 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from sparsejax import codec
+from sparsejax.callers import warn_caller
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
@@ -264,9 +265,17 @@ class Clicks(Runs):
             )
         if source is None and correcting.negatives_kept is None:
             return model
+        examples = None
+        if source is not None:
+            examples = _read_like(source, run.known, reading)
+            if _were_trained_on(examples, run.settings):
+                warn_caller(
+                    f"{name_of(source)}: has the examples that the run was trained on, of "
+                    "which a model is too sure: name others by calibrate=..."
+                )
         return calibrate(
             model,
-            None if source is None else _read_like(source, run.known, reading),
+            examples,
             method=correcting.method or "platt",
             negatives_kept=correcting.negatives_kept,
         )
@@ -408,6 +417,17 @@ def _source(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
     return Source(
         data=data, num_features=_num_known(data), known=known, indicator=False, **facts
     )
+
+
+def _were_trained_on(clicks: ClickDataset, settings: Any) -> bool:
+    """Whether a run was trained on these examples, or on what it did not hold out of them."""
+    trained = settings.data_fingerprint
+    if _fingerprint(clicks) == trained:
+        return True
+    if (share := settings.validation_split) is None:
+        return False
+    kept, _ = clicks.split_rows(1 - float(share), seed=0)
+    return _fingerprint(kept) == trained
 
 
 def _without_rows(

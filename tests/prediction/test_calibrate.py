@@ -1,6 +1,7 @@
 """Corrected probabilities of clicks."""
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,8 @@ from run_folders import parameters
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.kinds.clicks.calibrate import isotonic, platt
+from sparsejax.runs.clicks import RUNS
+from sparsejax.runs.options import Correcting, Reading, Training
 
 SCHEMA = sj.ClickSchema(
     "click",
@@ -113,6 +116,32 @@ def test_dropped_negatives_are_corrected(tmp_path, capsys):
     found = sj.load_predictor(path).predict(test)
     np.testing.assert_allclose(found, sj.predict(better, test), rtol=1e-5)
     assert len(np.unique(found)) < len(np.unique(before))
+
+
+@pytest.mark.parametrize("share", [None, 0.5])
+def test_examples_that_were_trained_on_are_named(share):
+    clicks = sj.read_clicks(drawn(60), SCHEMA)
+    config = sj.WideDeepConfig(dim=2, hidden=(2,))
+    asked = Training(data=clicks, config=config, validation=share)
+    source = RUNS.source(asked, None)
+    # Of a run folder it needs no more.
+    settings = SimpleNamespace(
+        data_fingerprint=source.fingerprint, validation_split=source.split
+    )
+    model, _ = sj.build(config, clicks)
+    run: Any = SimpleNamespace(
+        settings=settings, known=source.known, model=lambda: model
+    )
+
+    def correct(by: sj.ClickDataset) -> None:
+        RUNS.corrected(run, Correcting(calibrate=by), Reading())
+
+    for data in (clicks, source.data):
+        with pytest.warns(UserWarning, match=r"the data: .*calibrate=\.\.\.") as found:
+            correct(data)
+        assert len(found) == 1 and found[0].filename == __file__
+    others = clicks.rows(slice(0, 30)) if share is None else source.heldout
+    correct(others)  # no warning
 
 
 def test_examples_of_one_class_have_a_log_loss():
