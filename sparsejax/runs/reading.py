@@ -278,6 +278,7 @@ def some_rows[Data: SparseDataset | SequenceDataset](
     if unknown.size:
         raise ValueError(
             f"users=...: {unknown.size:,} of {wanted.size:,} names are no rows of the data: "
-            f"{quoted(unknown)}; leave them out{hint}"
+            f"{quoted(unknown)}; leave them out{hint}. For new users give what they had: "
+            "recommend(inputs=...) in Python, a file of it as DATA in a shell"
         )
     return cast(Data, data.align_rows(wanted))

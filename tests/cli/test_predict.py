@@ -155,7 +155,9 @@ def test_predict_for_some_users(board, tmp_path, monkeypatch, capsys):
         assert found == {name: recommendations(whole)[name] for name in found}
     assert main([*argv, "--out", str(some), "--users", "user 3,nobody"]) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert re.search("--users: 1 of 2 .*'nobody'; leave them out; .*no file", error)
+    assert re.search(
+        "--users: 1 of 2 .*'nobody'; leave them out; .*no file.* as DATA", error
+    )
     assert "missing=" not in error  # an argument of Python
     pathlib.Path("users.txt").write_text("\n")
     assert main([*argv, "--out", str(some), "--users", "users.txt"]) == 1
