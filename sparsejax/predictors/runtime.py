@@ -161,7 +161,9 @@ class Programs:
         return self.signature is not None and self.signature.layer is not None
 
     def without(self, items: np.ndarray) -> Programs:
-        """The programs with the weights of now, which recommend these items to nobody, either.
+        """The programs with the weights of now, which recommend these items to nobody.
+
+        What they denied before they still deny.
 
         Args:
           items: their ids. The output layer must be apart from the programs.
