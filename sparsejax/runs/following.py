@@ -37,8 +37,13 @@ _WITHOUT_END = (
 )
 
 
-def check(training: Training) -> None:
-    """Raises an error for arguments of following that do not go together."""
+def check(training: Training, directory: pathlib.Path) -> None:
+    """Raises an error for arguments of following that do not go together.
+
+    Args:
+      training: what was asked for.
+      directory: the folder of the run.
+    """
     given = [name for name in FOLLOWING[1:] if getattr(training, name) is not None]
     if not training.follow:
         if given:
@@ -71,6 +76,20 @@ def check(training: Training) -> None:
         raise ValueError(f"export_seconds={seconds} must not be negative")
     if jax.process_count() > 1:
         raise NotImplementedError("follow=True works in one process")
+    if not is_address(path):
+        for place in (directory, training.changes):
+            if place is not None and _has_below(path, place):
+                raise ValueError(
+                    f"{os.fspath(place)} is written while all files below {path} are trained "
+                    "on: give a folder elsewhere"
+                )
+
+
+def _has_below(folder: str, place: str | os.PathLike[str]) -> bool:
+    """Whether `names_in` a folder would name files at a place."""
+    below = os.path.relpath(os.path.realpath(place), os.path.realpath(folder))
+    # A place that is not below begins with "..".
+    return below == "." or not any(part[0] in "_." for part in below.split(os.sep))
 
 
 @promoting()

@@ -55,7 +55,7 @@ def train(
     check = functools.partial(folders.check_folder, directory, resume=training.resume)
     processes.in_first(check)
     runs = runs_of(training.config)
-    following.check(training)
+    following.check(training, directory)
     stopping = _early_stopping(training, runs)
     if training.follow:  # each file is an epoch, and the rate has no end to fall to
         training = dataclasses.replace(training, num_epochs=1, decay="none")

@@ -4,6 +4,7 @@ import json
 import pathlib
 import subprocess
 import sys
+from typing import Any
 
 import jax
 import numpy as np
@@ -16,6 +17,7 @@ import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.sets.click_schema import VocabularyColumn
+from sparsejax.engine.train.following import Feed, Followed, _Following
 from sparsejax.mesh import interrupts
 from sparsejax.runs import following
 
@@ -145,16 +147,28 @@ def test_each_file_is_trained_on_once_also_after_interrupts(tmp_path, monkeypatc
         ({"model": "sasrec"}, ValueError, "follow is of no use for a model of histor"),
         ({"data": __file__}, ValueError, "needs a folder .*, but this is a file"),
         ({"data": [{"click": 1}]}, TypeError, "needs a folder in which files appear"),
+        ({"directory": "clicks/run"}, ValueError, "clicks/run is written while all fi"),
+        ({"changes": "clicks"}, ValueError, "clicks is written .* folder elsewhere"),
     ],
 )
-def test_wrong_arguments(options, error, message, tmp_path):
+def test_wrong_arguments(options, error, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     given = {"model": "dlrm", "schema": SCHEMA, "dynamic": 512, "follow": True}
-    given |= {"data": tmp_path} | options
+    given |= {"data": "clicks", "directory": "run"} | options
     if given["model"] != "dlrm":
         given["schema"] = given["dynamic"] = None
     with pytest.raises(error, match=message):
-        sj.Run.train(directory=tmp_path / "run", **given)
-    assert not (tmp_path / "run").exists()
+        sj.Run.train(**given)
+    assert not any(tmp_path.rglob("*"))
+
+
+def test_a_file_that_was_emptied_skips_no_rows_of_the_next():
+    progress = Followed({}, examples=64, file="a")
+    feed = Feed(names=lambda: ["a", "b"], read=lambda name: None, seconds=1)
+    nothing: Any = None
+    following = _Following(nothing, progress, nothing, feed, BATCH, None)
+    with pytest.raises(ValueError, match="a has 0 rows, but 64 of it were trained on"):
+        following.run()
 
 
 def test_a_rate_that_falls_is_refused(tmp_path, capsys):

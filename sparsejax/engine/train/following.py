@@ -218,19 +218,20 @@ class _Following:
         """Trains on a file; after a resume, on what is left of it."""
         progress = self.progress
         job = self.feed.read(name)
+        num_rows = 0 if job is None else job.examples.num_rows
+        if progress.examples > num_rows:
+            raise ValueError(
+                f"{name} has {num_rows:,} rows, but {progress.examples:,} of it were trained "
+                "on: it was changed. Write new rows to new files"
+            )
         if job is not None:
             examples = job.examples
             assert isinstance(examples, Examples)
             if self._sizes is None:
-                self._sizes = self._begin(job, examples)
+                self._sizes = self._begin(examples)
             rates = None if job.rates is None else job.rates()
             began, before = time.monotonic(), progress.examples
             progress.file = name
-            if progress.examples > examples.num_rows:
-                raise ValueError(
-                    f"{name} has {examples.num_rows:,} rows, but {progress.examples:,} of it "
-                    "were trained on: it was changed. Write new rows to new files"
-                )
             while progress.examples < examples.num_rows:
                 self._steps(examples)
                 if progress.examples < examples.num_rows:
@@ -249,11 +250,13 @@ class _Following:
         progress.files.append(name)
         self._look_at_clock()
 
-    def _begin(self, job: Job, examples: Examples) -> tuple[int, int, np.ndarray]:
-        """Settles the sizes of the one program that trains on all files."""
+    def _begin(self, examples: Examples) -> tuple[int, int, np.ndarray]:
+        """Settles the sizes of the one program that trains on all files.
+
+        How ids cross a mesh is not planned by a file: a resume begins with another file, and
+        sums would have other bits.
+        """
         size = step_size(self._asked, self._asked, self._parts)
-        if job.exchange is not None:
-            job.exchange(size)
         like = [1 if isinstance(x, CSR) else x[:1].size for x in examples.matrices]
         entries = entries_of_step([size * n for n in like], self._parts, ())
         steps = steps_per_dispatch(entries)
