@@ -150,6 +150,8 @@ def run(
             export_seconds=_EXPORT_SECONDS if every is None else every,
             log=log,
         )
+        if changes is not None:
+            changes.end()
 
 
 class _Changes:
@@ -173,14 +175,25 @@ class _Changes:
         self.settle()
         self._last = export_changes(self._model, self._folder, self._optimizer)
 
-    def settle(self) -> None:
-        """Waits for the last export. If the disk is full, the next one has what it lacks."""
+    def settle(self) -> bool:
+        """Waits for the last export; says so if it was not written, as on a full disk.
+
+        Returns whether it was written. If not, the next one has what is lacking.
+        """
         last, self._last = self._last, None
         try:
             if last is not None:
                 last.result()
         except OSError as error:
             self._say(f"{self._folder}: {error}; the next changes have what is lacking")
+            return False
+        return True
+
+    def end(self) -> None:
+        """Waits for the last export, and tries once more if it was not written."""
+        if not self.settle():
+            self()
+            self.settle()
 
 
 def names_in(folder: str) -> list[str] | None:

@@ -1,5 +1,6 @@
 """Runs that follow a folder: files are trained on as they appear, each once."""
 
+import concurrent.futures
 import json
 import pathlib
 import subprocess
@@ -184,6 +185,19 @@ def test_categories_must_be_known_beforehand(tmp_path):
     schema = ClickSchema("click", ids={"user": KeyColumn(), "page": VocabularyColumn()})
     with pytest.raises(ValueError, match="the categories of page are not known"):
         sj.Run.train(tmp_path, schema=schema, dynamic=512, follow=True)
+
+
+def test_an_export_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
+    full, written, said = concurrent.futures.Future(), concurrent.futures.Future(), []
+    full.set_exception(OSError("the disk is full"))
+    written.set_result(None)
+    exports = [written, full]
+    monkeypatch.setattr(following, "export_changes", lambda *_: exports.pop())
+    nothing: Any = None
+    changes = following._Changes(nothing, nothing, tmp_path / "changes", said.append)
+    changes()
+    changes.end()
+    assert not exports and len(said) == 1 and "the disk is full" in said[0]
 
 
 def test_a_damaged_file_ends_it_and_loses_nothing(tmp_path):
