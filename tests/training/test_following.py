@@ -187,6 +187,15 @@ def test_categories_must_be_known_beforehand(tmp_path):
         sj.Run.train(tmp_path, schema=schema, dynamic=512, follow=True)
 
 
+def test_an_empty_folder_makes_no_file_forgotten():
+    progress, looks = Followed({}, files=["a", "b"]), [["a", "c"], ["a", "b"], []]
+    feed = Feed(names=looks.pop, read=lambda name: None, seconds=1)
+    nothing: Any = None
+    following = _Following(nothing, progress, nothing, feed, BATCH, None)
+    assert [following._next() for _ in range(3)] == [None, None, "c"]
+    assert progress.files == ["a"]
+
+
 def test_an_export_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     full, written, said = concurrent.futures.Future(), concurrent.futures.Future(), []
     full.set_exception(OSError("the disk is full"))

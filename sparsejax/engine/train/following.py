@@ -196,7 +196,8 @@ class _Following:
         if names is None:
             return None
         known = set(progress.files)
-        progress.files = [name for name in names if name in known]
+        if names:  # an empty folder may be that of a disk that is not there now
+            progress.files = [name for name in names if name in known]
         if progress.file:
             if progress.file not in names:
                 raise ValueError(
