@@ -126,7 +126,8 @@ def test_nothing_is_missing_here():
     kinds = {kind.__name__.lower() for kind in typing.get_args(flags.Command)}
     assert kinds == COMMANDS.keys() | {"demo"}  # `make demo`, and a slow test
     programs = {path.stem for path in (TESTS / "pallas_kernels").glob("test_*.py")}
-    assert {f"test_{name}" for name in PROGRAMS} | {"test_unwritten_slopes"} == programs
+    others = {"test_mosaic", "test_unwritten_slopes"}
+    assert {f"test_{name}" for name in PROGRAMS} | others == programs
 
 
 def _is_operation(public: object) -> bool:
