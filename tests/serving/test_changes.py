@@ -43,7 +43,9 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
         return {name: float(value) for name, value in (x for x in lines if len(x) == 2)}
 
     def wait(client, name, least):
+        end = time.monotonic() + 120
         while number(client).get(name, 0) < least:
+            assert time.monotonic() < end, name
             time.sleep(0.01)
 
     changing = service.changing
