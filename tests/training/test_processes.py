@@ -34,16 +34,16 @@ EXPORTING = f"""
 import sys
 import sparsejax as sj
 from sparsejax.runs import folders
-restored = folders.restored_model
-def exported(folder, settings, known):
-    model = restored(folder, settings, known)
+restored = folders.restored_modules
+def exported(folder, *arguments):
+    model, optimizer = restored(folder, *arguments)
     sj.export_predictor(model, f"{{folder}}/predictor", k=3, batch_size=16)
     try:
         sj.export_predictor(model, f"{{folder}}/no/predictor")
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.__stderr__)
-    return model
-folders.restored_model = exported
+    return model, optimizer
+folders.restored_modules = exported
 {PROGRAM}
 """
 
