@@ -138,8 +138,7 @@ class Clicks(Runs):
             if share is None:
                 heldout = _read_like(asked, data, training.reading)
             else:
-                # Not --seed, so that models of several seeds are compared alike.
-                data, heldout = data.split_rows(1 - share, seed=0)
+                data, heldout = _held_out(data, share)
                 split = split_name(asked)
                 training.reading.say(f"validation: {heldout}")
             validation = _fingerprint(heldout)
@@ -426,8 +425,14 @@ def _were_trained_on(clicks: ClickDataset, settings: Any) -> bool:
         return True
     if (share := settings.validation_split) is None:
         return False
-    kept, _ = clicks.split_rows(1 - float(share), seed=0)
+    kept, _ = _held_out(clicks, float(share))
     return _fingerprint(kept) == trained
+
+
+def _held_out(clicks: ClickDataset, share: float) -> tuple[ClickDataset, ClickDataset]:
+    """The examples that a run is trained on, and the share of them that it holds out."""
+    # Not --seed, so that models of several seeds are compared alike.
+    return clicks.split_rows(1 - share, seed=0)
 
 
 def _without_rows(

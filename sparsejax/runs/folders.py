@@ -354,7 +354,7 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
       ValueError: this is not a run folder, or no checkpoint in it can be read.
     """
     run, known = load_run(directory)
-    return restored_model(directory, run, known), known
+    return restored_modules(directory, run, known)[0], known
 
 
 def continued(
@@ -430,11 +430,6 @@ def item_features_of(directory: str | pathlib.Path) -> ItemFeatures | None:
     if features.fingerprint() != settings.item_features:
         raise ValueError(f"{directory / _FEATURES}: is not the content of this run")
     return features
-
-
-def restored_model(directory: str | pathlib.Path, run: Settings, known: Any) -> Any:
-    """The model that `load_model` returns, given what `load_run` returns."""
-    return restored_modules(directory, run, known)[0]
 
 
 def restored_modules(
