@@ -28,6 +28,12 @@ SCHEMA = ClickSchema(
     ids={"user": KeyColumn(), "seen": HashedColumn(50)},
 )
 BATCH = 64
+WIDE_DEEP: dict[str, Any] = {
+    "model": "wide_deep",
+    "schema": SCHEMA,
+    "dynamic": 1024,
+    "batch_size": BATCH,
+}
 
 
 def write(folder, name, rows, seed):
@@ -57,10 +63,7 @@ def follow(place, *, until, log=None, **options):
     return sj.Run.train(
         place / "clicks",
         place / "run",
-        model="wide_deep",
-        schema=SCHEMA,
-        dynamic=1024,
-        batch_size=BATCH,
+        **WIDE_DEEP,
         follow=True,
         resume=True,
         log=told,
@@ -124,10 +127,7 @@ def test_each_file_is_trained_on_once_also_after_interrupts(tmp_path, monkeypatc
         sj.Run.train(
             other / "clicks/a.parquet",
             other / "run",
-            model="wide_deep",
-            schema=SCHEMA,
-            dynamic=1024,
-            batch_size=BATCH,
+            **WIDE_DEEP,
             decay="none",
             resume=True,
         )
