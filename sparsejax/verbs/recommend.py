@@ -7,7 +7,6 @@ import itertools
 from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
@@ -32,7 +31,7 @@ from sparsejax.engine.batching import (
 )
 from sparsejax.engine.rank.denied import (
     denied_items,
-    is_denied,
+    mask_of,
     rows_at_a_time,
 )
 from sparsejax.engine.rank.loop import (
@@ -54,7 +53,7 @@ from sparsejax.kinds.histories.next_items import (
     HistoryModel,
 )
 from sparsejax.kinds.kind import OfKind, kind_of
-from sparsejax.mesh.layout import put_on_mesh, using_auto_axes
+from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 
@@ -209,24 +208,24 @@ def _steps(
         check_columns("exclude", seen.matrix.num_cols, ranker.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
-    is_apart = can_deny(ranker)
-    had = None if seen is None else seen.matrix
-    if denied.size and not is_apart:
+    had, mask = None if seen is None else seen.matrix, None
+    by_rows = denied.size > 0 and not can_deny(ranker)
+    if by_rows:
         batch_size = min(batch_size, rows_at_a_time(denied, had, ranker.num_items))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     held = held_inputs(shown)
     rows = np.arange(x.num_rows)
     batches = batches_of(shown, held, rows, batch_size)
-    unwanted, mask = None, []
-    if denied.size and is_apart:
-        mask = [put_on_mesh(jnp.asarray(is_denied(denied, ranker.num_items)))]
-    if denied.size and not is_apart:
+    unwanted = None
+    if denied.size and not by_rows:
+        mask = mask_of(denied, ranker.num_items)
+    if by_rows:
         its = rows if seen is None else rows_of(seen, x)
         unwanted = denying(had, its, denied, ranker.num_items, batch_size)
     elif seen is not None:
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     pairs = zip(batches, each(unwanted), strict=False)
-    return _Steps(ranker, x, batch_size, ((*pair, k, *mask) for pair in pairs))
+    return _Steps(ranker, x, batch_size, ((*pair, k, mask) for pair in pairs))
 
 
 def _have_items(inputs: Sources | OfKind, shown: Inputs, num_items: int) -> bool:

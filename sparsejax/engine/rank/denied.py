@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.data.files.names import Names, as_names, find_names, quoted
+from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.sparse import CSR
 
 # Entries of a table of truth values that is made to find what a row is denied.
@@ -47,11 +50,11 @@ def denied_items(
     return np.flatnonzero(denied).astype(np.int32)
 
 
-def is_denied(denied: np.ndarray, num_items: int) -> np.ndarray:
-    """`[items]` bool: whether an item is one of `denied_items`."""
+def mask_of(denied: np.ndarray, num_items: int) -> jax.Array:
+    """`[items]` bool on the device: whether an item is one of `denied_items`."""
     found = np.zeros(num_items, bool)
     found[denied] = True
-    return found
+    return put_on_mesh(jnp.asarray(found))
 
 
 def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:

@@ -9,7 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
@@ -37,7 +36,7 @@ from sparsejax.engine.batching import (
     held_inputs,
     rows_in_a_batch,
 )
-from sparsejax.engine.rank.denied import denied_items, is_denied
+from sparsejax.engine.rank.denied import denied_items, mask_of
 from sparsejax.engine.rank.loop import (
     check_positive,
     check_scores,
@@ -54,7 +53,7 @@ from sparsejax.engine.rank.recommender import (
     split,
 )
 from sparsejax.engine.rank.tasks import METRICS, RankingTask, Tasks, measured, ranked
-from sparsejax.mesh.layout import put_on_mesh, using_auto_axes
+from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
@@ -239,7 +238,7 @@ class Evaluation:
         tasks, mask = self._tasks_of(model)
         task, k = next(iter(tasks)), max(self.ks)
         recommended[False].compile_ahead(
-            graphdef, state, task.shown, task.exclude, k, *mask
+            graphdef, state, task.shown, task.exclude, k, mask
         )
 
     @promoting()
@@ -307,7 +306,7 @@ class Evaluation:
         tasks, mask = self._tasks_of(model)
         for task, own in zip(tasks, apart, strict=False):
             found = ranked(
-                graphdef, state, task, max(self.ks), *mask, deterministic=deterministic
+                graphdef, state, task, max(self.ks), mask, deterministic=deterministic
             )
             part, counts = measured[deterministic](
                 found, task.labels, task.left_out, counts, self.ks
@@ -327,22 +326,23 @@ class Evaluation:
         }
         return found, values
 
-    def _tasks_of(self, model: Recommender) -> tuple[Iterable[RankingTask], list]:
+    def _tasks_of(
+        self, model: Recommender
+    ) -> tuple[Iterable[RankingTask], jax.Array | None]:
         """The tasks of a model, and `[items]` whether an item is denied, if it takes that.
 
         Other models are denied items in each row.
         """
         if not self.denied.size or self.tasks.candidates is not None:
-            return self.tasks, []
+            return self.tasks, None
         items = self.heldout.matrix.num_cols
         if can_deny(model):
-            mask = jnp.asarray(is_denied(self.denied, items))
-            return self.tasks, [put_on_mesh(mask)]
+            return self.tasks, mask_of(self.denied, items)
         seen = self.tasks.exclude
         matrix = None if seen is None else seen.matrix
         rows = (self.tasks.labels if seen is None else seen).rows
         unwanted = denying(matrix, rows.reshape(-1), self.denied, items, len(rows[0]))
-        return map(_replaced, self.tasks, unwanted), []
+        return map(_replaced, self.tasks, unwanted), None
 
     def _summary(self, means: np.ndarray, counts: np.ndarray) -> dict[str, float]:
         """The metrics by name, from `means: [len(ks) * len(METRICS)]` over the rows and
@@ -622,17 +622,15 @@ def _check_repeats(
     repeated = wanted.multiply(_rows(seen, seen_rows[has_some])).nnz
     if not repeated:
         return
-    total = int(_num_entries(heldout)[rows].sum())
-    if repeated == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
-        raise ValueError(
-            f"all {repeated:,} held-out entries of known items are excluded, because "
-            "their rows already have them, so none can be found. Hold out entries that "
-            "the inputs lack, or also rank what a row has: exclude=None"
-        )
-    warn_caller(
-        f"{repeated:,} of {total:,} held-out entries ({repeated / total:.1%}) are "
-        "excluded, because their rows already have them: they cannot be found and count "
-        "as missed; exclude=None ranks them, too",
+    _tell_of_missed(
+        heldout,
+        rows,
+        repeated,
+        wholly=f"all {repeated:,} held-out entries of known items are excluded, because "
+        "their rows already have them, so none can be found. Hold out entries that "
+        "the inputs lack, or also rank what a row has: exclude=None",
+        why="excluded, because their rows already have them",
+        advice="; exclude=None ranks them, too",
     )
 
 
@@ -652,15 +650,44 @@ def _check_allowed(heldout: NamedCSR, rows: np.ndarray, denied: np.ndarray) -> N
     lost = int(np.isin(_rows(heldout, rows).indices, denied).sum())
     if not lost:
         return
+    _tell_of_missed(
+        heldout,
+        rows,
+        lost,
+        wholly=f"all {lost:,} held-out entries are of items that exclude_items or only_items "
+        "leaves out, so none can be found",
+        why="of items that exclude_items or only_items leaves out",
+    )
+
+
+def _tell_of_missed(
+    heldout: NamedCSR,
+    rows: np.ndarray,
+    missed: int,
+    *,
+    wholly: str,
+    why: str,
+    advice: str = "",
+) -> None:
+    """Warns of held-out entries that cannot be found.
+
+    Args:
+      heldout: what the model should find.
+      rows: of `heldout`.
+      missed: how many entries of known items cannot be found.
+      wholly: what to say if these are all such entries.
+      why: why they cannot be found.
+      advice: what follows.
+
+    Raises:
+      ValueError: they are all such entries.
+    """
+    if missed == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
+        raise ValueError(wholly)
     total = int(_num_entries(heldout)[rows].sum())
-    if lost == np.diff(np.asarray(heldout.matrix.indptr))[rows].sum():
-        raise ValueError(
-            f"all {lost:,} held-out entries are of items that exclude_items or only_items "
-            "leaves out, so none can be found"
-        )
     warn_caller(
-        f"{lost:,} of {total:,} held-out entries ({lost / total:.1%}) are of items that "
-        "exclude_items or only_items leaves out: they cannot be found and count as missed",
+        f"{missed:,} of {total:,} held-out entries ({missed / total:.1%}) are {why}: they "
+        f"cannot be found and count as missed{advice}",
     )
 
 

@@ -87,9 +87,8 @@ def ranked(
     task are without such items.
     """
     if task.candidates is None:
-        mask = [] if denied is None else [denied]
         return recommended[deterministic](
-            graphdef, state, task.shown, task.exclude, k, *mask
+            graphdef, state, task.shown, task.exclude, k, denied
         )
     return _ranked_among[deterministic](
         graphdef, state, task.shown, task.exclude, task.candidates, k
