@@ -1,7 +1,5 @@
 """`python -m sparsejax`."""
 
-import sys
+from sparsejax.cli.main import run
 
-from sparsejax.cli.main import main
-
-sys.exit(main())
+run()

@@ -225,6 +225,20 @@ def test_a_reader_that_stops_is_no_error():
     assert process.stderr == b""
 
 
+def test_the_end_of_a_process_leaves_nothing_undone():
+    program = """
+import atexit, threading, time
+from sparsejax.cli.main import end
+atexit.register(print, "third")
+threading.Thread(target=lambda: (time.sleep(0.2), print("second"))).start()
+print("first")
+end(3)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout) == (3, "first\nsecond\nthird\n"), done.stderr
+
+
 def test_prepare_without_its_package_is_one_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     (tmp_path / "events.csv").write_text("user,item\nann,tea\n")

@@ -65,6 +65,13 @@ def test_round_trip(tmp_path):
     assert not [p for p in (tmp_path / "c").iterdir() if "tmp" in p.name]
 
 
+def test_arrays_are_not_compressed(tmp_path):
+    saved = modules(0, width=1000)
+    fill(saved, 0.0)
+    Checkpoints(tmp_path).save(0, saved, {})
+    assert largest_file(tmp_path).stat().st_size > kernel(saved).nbytes
+
+
 def test_keeps_the_newest_and_the_best(tmp_path):
     checkpoints = Checkpoints(tmp_path)
     pair = modules(0)
