@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -201,12 +202,25 @@ class Programs:
         pairs = zip(self.inputs, given, strict=True)
         return [_argument(like, each, size, room) for like, each in pairs]
 
-    def compiled(self, size: int, room: int) -> Callable[[list[Any]], Any]:
-        """The program for one shape, compiled now. It takes `arguments`, and only of this shape."""
-        arguments = self.arguments(size, self.nothing, room)
+    def compiled(self, size: int, room: int) -> Callable[[Any], Any]:
+        """The program for one shape, compiled now.
+
+        It takes `arguments`, and only of this shape, as `in_one_array` has them. Its outputs are
+        so, too; `apart` takes them from there. Each array that is copied to or from a GPU
+        takes tens of microseconds, however small it is.
+        """
+        likes, tree = jax.tree.flatten(self.arguments(size, self.nothing, room))
+        program = self.by_rows[size].__wrapped__
+
+        def whole(weights: list[jax.Array], given: Any) -> Any:
+            inputs = jax.tree.unflatten(tree, apart(given, likes))
+            return in_one_array(program(weights, inputs))
+
+        options = dict(gpu_options()) or None
+        one_array = jax.jit(whole, compiler_options=options)
         with without_mesh():
-            program = self.by_rows[size].lower(self.weights, arguments).compile()
-        return functools.partial(program, self.weights)
+            made = one_array.lower(self.weights, in_one_array(likes)).compile()
+        return functools.partial(made, self.weights)
 
     @property
     def nothing(self) -> list[Rows]:
@@ -216,6 +230,48 @@ class Programs:
             none if each.sparse else np.zeros((0, *each.shape), each.dtype)
             for each in self.inputs
         ]
+
+
+def in_one_array(arrays: Any) -> Any:
+    """Arrays one after the other, as int32 `[words]`; or they themselves, see `apart`.
+
+    Args:
+      arrays: a tree of arrays of NumPy or JAX.
+    """
+    leaves = jax.tree.leaves(arrays)
+    if not _are_words(leaves):
+        return arrays
+    if all(isinstance(each, np.ndarray) for each in leaves):
+        return np.concatenate([each.ravel().view(np.int32) for each in leaves])
+    words = (lax.bitcast_convert_type(each, jnp.int32) for each in leaves)
+    return jnp.concatenate([each.ravel() for each in words])
+
+
+def apart(given: Any, likes: Sequence[Any]) -> list[Any]:
+    """The arrays in what `in_one_array` gave; for NumPy they are views of it.
+
+    Args:
+      given: what it gave. Arrays stay as they were unless each element of all of them has
+        four bytes.
+      likes: arrays of the same dtypes and shapes.
+    """
+    if not _are_words(likes):
+        return jax.tree.leaves(given)
+    found, start = [], 0
+    for like in likes:
+        end = start + math.prod(like.shape)
+        part = given[start:end].reshape(like.shape)
+        if isinstance(part, np.ndarray):
+            found.append(part.view(like.dtype))
+        else:
+            found.append(lax.bitcast_convert_type(part, like.dtype))
+        start = end
+    return found
+
+
+def _are_words(arrays: Iterable[Any]) -> bool:
+    """Whether each element has four bytes."""
+    return all(np.dtype(each.dtype).itemsize == 4 for each in arrays)
 
 
 def _by_rows(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import orjson
 from starlette.applications import Starlette
@@ -13,19 +15,21 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparsejax.serving import logs, metrics, protocol
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service
 from sparsejax.serving.versions import Versions
 
-# Where the scope of a request has its `Connection`.
-CONNECTION = "sparsejax.connection"
-_HEADER = "inference-header-content-length"
+# Where the scope of a request has its `Connection`, and whether its body is there already.
+CONNECTION, IS_WHOLE = "sparsejax.connection", "sparsejax.is_whole"
+_HEADER = b"inference-header-content-length"
 # Envoy, and so Istio and KServe, say in it how long the client waits.
-_DEADLINE = "x-envoy-expected-rq-timeout-ms"
+_DEADLINE = b"x-envoy-expected-rq-timeout-ms"
 _CLOSE = {"connection": "close"}
+_INFER = re.compile("/v2/models/[^/]+(/versions/[^/]+)?/infer")
+_JSON = b"application/json"
 # As nginx calls a client that left; nobody reads it.
 _GONE = 499
 
@@ -44,7 +48,15 @@ class Connection(Protocol):
     def has_left(self) -> bool: ...
 
 
-def app(service: Service) -> Starlette:
+class _Answer(NamedTuple):
+    """Status, headers and body of an answer. A `Response` of Starlette takes longer to make."""
+
+    status_code: int
+    raw_headers: list[tuple[bytes, bytes]]
+    body: bytes | memoryview
+
+
+def app(service: Service) -> ASGIApp:
     """The application that answers for a service."""
 
     async def live(request: Request) -> Response:
@@ -68,9 +80,8 @@ def app(service: Service) -> Starlette:
 
     infer = _Inference(service)
     models = ["/v2/models/{model}", "/v2/models/{model}/versions/{version}"]
-    return Starlette(
+    routed = Starlette(
         routes=[
-            # First, since routes are tried one after the other.
             *(Route(f"{path}/infer", infer, methods=["POST"]) for path in models),
             Route("/v2", server),
             Route("/v2/health/live", live),
@@ -81,6 +92,13 @@ def app(service: Service) -> Starlette:
         ],
         exception_handlers=_HANDLERS,
     )
+
+    async def answer(scope: Scope, receive: Receive, send: Send) -> None:
+        # Starlette tries routes one after the other, which takes a tenth of a prediction.
+        is_infer = scope["method"] == "POST" and _INFER.fullmatch(scope["path"])
+        await (infer if is_infer else routed)(scope, receive, send)
+
+    return answer
 
 
 def admin(service: Service, versions: Versions) -> Starlette:
@@ -143,7 +161,7 @@ async def _document(
     Raises:
       RefusedError: it is something else, or has other fields.
     """
-    body = await _body(request.receive, request.headers, service)
+    body = await _body(request.scope, request.receive, service)
     try:
         found = orjson.loads(body or b"{}")
     except orjson.JSONDecodeError as error:
@@ -167,8 +185,8 @@ def _version(service: Service, request: Request):
 
 def _asked(scope: Scope) -> tuple[str, str | None]:
     """The model and the version that a path names."""
-    parts = scope["path_params"]
-    return parts["model"], parts.get("version")
+    _, _, _, model, *rest = scope["path"].split("/")
+    return model, rest[1] if rest[:1] == ["versions"] else None
 
 
 def _refusal(error: RefusedError) -> Response:
@@ -212,37 +230,41 @@ class _Inference:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, which is counted and logged."""
         service, begun, rows = self._service, time.monotonic(), 0
-        # The first one counts of a header that is sent twice.
-        headers = {
-            name.decode("latin-1"): value.decode("latin-1")
-            for name, value in reversed(scope["headers"])
-        }
-        identity = logs.request_id(headers.get("x-request-id", ""))
+        headers = _headers(scope)
+        identity = logs.request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         connection: Connection = scope[CONNECTION]
         connection.asking = asyncio.current_task()
         in_hand = False
+        answer: _Answer | Response
         try:
             service.begin()
             in_hand = True
-            response, rows = await _infer(service, scope, headers, receive)
+            answer, rows = await _infer(service, scope, headers, receive)
         except asyncio.CancelledError:
             if not connection.has_left:
                 raise
-            response = Response(status_code=_GONE)
+            answer = Response(status_code=_GONE)
         except Exception as error:  # noqa: BLE001 - told to the client or the log
-            response = _instead(error, identity)
+            answer = _instead(error, identity)
         finally:
             connection.asking = None
             if in_hand:
                 service.end()
-        code, seconds = response.status_code, time.monotonic() - begun
-        response.raw_headers.append((b"x-request-id", identity.encode()))
+        code, seconds = answer.status_code, time.monotonic() - begun
+        told = [*answer.raw_headers, (b"x-request-id", identity.encode())]
         if service.draining:
-            response.headers.update(_CLOSE)
-        await response(scope, receive, send)
+            told = [each for each in told if each[0] != b"connection"]
+            told.append((b"connection", b"close"))
+        await send({"type": "http.response.start", "status": code, "headers": told})
+        await send({"type": "http.response.body", "body": answer.body})
         service.metrics.request("http", code, seconds)
-        trace = headers.get("traceparent", "")
+        trace = headers.get(b"traceparent", b"").decode("latin-1")
         logs.request("http", identity, trace, code=code, rows=rows, seconds=seconds)
+
+
+def _headers(scope: Scope) -> dict[bytes, bytes]:
+    """The headers of a request. The first one counts of one that is sent twice."""
+    return dict(reversed(scope["headers"]))
 
 
 def _instead(error: Exception, identity: str) -> Response:
@@ -257,52 +279,67 @@ def _instead(error: Exception, identity: str) -> Response:
 
 
 async def _infer(
-    service: Service, scope: Scope, headers: Mapping[str, str], receive: Receive
-) -> tuple[Response, int]:
+    service: Service, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+) -> tuple[_Answer, int]:
     """An answer, and the number of its rows."""
     model, number = _asked(scope)
     form = service.version(model, number).form  # before the body is read
-    wait = headers.get(_DEADLINE, "")
-    seconds = int(wait[:9]) / 1e3 if wait.isascii() and wait.isdigit() else None
-    if headers.get("content-encoding", "identity") != "identity":
+    wait = headers.get(_DEADLINE, b"")
+    seconds = int(wait[:9]) / 1e3 if wait.isdigit() else None
+    if headers.get(b"content-encoding", b"identity") != b"identity":
         raise RefusedError(415, "a request must not be compressed")
-    body = await _body(receive, headers, service)
+    body = await _body(scope, receive, service)
     limits = service.settings.limits
-    asked = protocol.read(
-        body, headers.get(_HEADER), limits, missing=form.takes_missing
-    )
+    if (header := headers.get(_HEADER)) is None:
+        # JSON is read with Python's lock, so another thread would be of no use.
+        asked = protocol.read(body, None, limits, missing=form.takes_missing)
+    else:
+        read = functools.partial(protocol.read, missing=form.takes_missing)
+        told_size = header.decode("latin-1")
+        asked = await service.called(len(body), read, body, told_size, limits)
     outputs, rows, version = await service.predict(
         model, number, asked, seconds=seconds
     )
     content, json_bytes = protocol.write(asked, version.model, version.name, outputs)
+    told = [(b"content-length", b"%d" % len(content))]
     if json_bytes is None:
-        return Response(content, media_type="application/json"), rows
-    told = {_HEADER: str(json_bytes)}
-    return Response(content, 200, told, media_type="application/octet-stream"), rows
+        told.append((b"content-type", _JSON))
+    else:
+        told.append((b"content-type", b"application/octet-stream"))
+        told.append((_HEADER, b"%d" % json_bytes))
+    return _Answer(200, told, content), rows
 
 
-async def _body(
-    receive: Receive, headers: Mapping[str, str], service: Service
-) -> bytes:
+async def _body(scope: Scope, receive: Receive, service: Service) -> bytes:
     most, seconds = service.settings.limits.body, service.settings.body_seconds
-    text = f"a request has at most {most:,} bytes"
-    stated = headers.get("content-length", "0")
+    stated = _headers(scope).get(b"content-length", b"0")
     if not stated.isdigit() or int(stated[:18]) > most:
-        raise RefusedError(413, text)
-    parts, size, is_whole = [], 0, False
+        raise RefusedError(413, _too_large(most))
+    if scope.get(IS_WHOLE):  # so nobody waits
+        return await _whole(receive, most)
     try:
         async with asyncio.timeout(seconds):
-            while not is_whole:
-                message = await receive()
-                if message["type"] == "http.disconnect":
-                    raise ClientDisconnect
-                size += len(message["body"])
-                if size > most:
-                    raise RefusedError(413, text)
-                parts.append(message["body"])
-                is_whole = not message["more_body"]
+            return await _whole(receive, most)
     except TimeoutError:
         raise RefusedError(
             408, f"a request must be sent within {seconds:g} seconds"
         ) from None
+
+
+async def _whole(receive: Receive, most: int) -> bytes:
+    """The body of a request, as its parts come."""
+    parts, size, is_whole = [], 0, False
+    while not is_whole:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        size += len(message["body"])
+        if size > most:
+            raise RefusedError(413, _too_large(most))
+        parts.append(message["body"])
+        is_whole = not message["more_body"]
     return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def _too_large(most: int) -> str:
+    return f"a request has at most {most:,} bytes"

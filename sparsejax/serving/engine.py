@@ -16,7 +16,14 @@ import jax
 import numpy as np
 
 from sparsejax.predictors.predictor import Predictor
-from sparsejax.predictors.runtime import Entries, Programs, Rows, sizes_for
+from sparsejax.predictors.runtime import (
+    Entries,
+    Programs,
+    Rows,
+    apart,
+    in_one_array,
+    sizes_for,
+)
 from sparsejax.sparse import CSR, host_rows
 
 # By default: programs of no more rows on a CPU, which takes 17 ms for them, and one for a
@@ -148,6 +155,13 @@ class Engine:
         with concurrent.futures.ThreadPoolExecutor() as pool:
             found = pool.map(lambda shape: self._programs.compiled(*shape), self.shapes)
             self._compiled = dict(zip(self.shapes, found, strict=True))
+        self._outputs = {
+            shape: [
+                jax.ShapeDtypeStruct((shape.rows, *each.shape), each.dtype)
+                for each in predictor.signature.outputs
+            ]
+            for shape in self.shapes
+        }
         for shape in self.shapes:
             found = self.run(shape, self.packed(shape, [self._programs.nothing]))
             if any(np.isnan(array).any() for array in found if array.dtype.kind == "f"):
@@ -226,21 +240,19 @@ class Engine:
         halves = (start, middle), (middle, end)
         return [each for half in halves for each in self._divided(given, size, *half)]
 
-    def packed(self, shape: Shape, parts: Sequence[Sequence[Rows]]) -> list[Any]:
-        """The arguments of a program from all parts of a batch, on the host."""
+    def packed(self, shape: Shape, parts: Sequence[Sequence[Rows]]) -> Any:
+        """The argument of a program from all parts of a batch, on the host."""
         joined = [_joined(each) for each in zip(*parts, strict=True)]
-        return self._programs.arguments(shape.rows, joined, shape.entries)
+        return in_one_array(self._programs.arguments(shape.rows, joined, shape.entries))
 
-    def started(self, shape: Shape, packed: list[Any]) -> list[jax.Array]:
-        """The outputs for a batch that was packed. Does not wait for them."""
+    def started(self, shape: Shape, packed: Any) -> Any:
+        """The outputs for a batch that was packed, as one array. Does not wait for them."""
         return self._compiled[shape](packed)
 
-    def run(self, shape: Shape, packed: list[Any]) -> list[np.ndarray]:
+    def run(self, shape: Shape, packed: Any) -> list[np.ndarray]:
         """The outputs for a batch that was packed. Waits for them."""
-        found = self.started(shape, packed)
-        for output in found:  # all copies at once, not one after the other
-            output.copy_to_host_async()
-        return [np.asarray(output) for output in found]
+        found = jax.device_get(self.started(shape, packed))
+        return apart(found, self._outputs[shape])
 
 
 def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:

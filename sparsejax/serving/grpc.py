@@ -198,7 +198,8 @@ class _Answers:
             in_hand = True
             model, number = request.model_name, request.model_version or None
             service.version(model, number)  # before the tensors are read
-            asked = read(request, service.settings.limits)
+            size = sum(map(len, request.raw_input_contents))
+            asked = await service.called(size, read, request, service.settings.limits)
             seconds = context.time_remaining()
             outputs, rows, version = await service.predict(
                 model, number, asked, seconds=seconds

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import itertools
 import re
 import secrets
 import sys
+import threading
 import time
 import traceback
 from typing import Any
@@ -19,12 +21,24 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 _NEW = itertools.count(secrets.randbits(64))
 
 
+# Lines of requests of this thread, which are written together after so many seconds.
+_waiting, _MOMENT = threading.local(), 0.05
+
+
 def log(event: str, **facts: Any) -> None:
-    """Writes a line."""
+    """Writes a line, after those of requests of this thread."""
+    write_waiting()
+    _write(_line(event, facts))
+
+
+def _line(event: str, facts: dict[str, Any]) -> bytes:
     line = {"time": time.time(), "event": event, **facts}
-    text = orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE).decode()
+    return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
+
+
+def _write(text: bytes) -> None:
     with contextlib.suppress(OSError):  # whoever reads the log is gone
-        sys.stderr.write(text)
+        sys.stderr.write(text.decode())
         sys.stderr.flush()
 
 
@@ -36,11 +50,32 @@ def request_id(given: str) -> str:
 def request(
     protocol: str, identity: str, trace: str, *, code: int, rows: int, seconds: float
 ) -> None:
-    """Writes that a request was answered or refused."""
-    facts: dict[str, Any] = {"request_id": identity, "code": code, "rows": rows}
+    """Writes that a request was answered or refused, a moment later.
+
+    So the lines of many requests are one call into the system.
+    """
+    facts: dict[str, Any] = {"protocol": protocol}
+    facts["milliseconds"] = round(1e3 * seconds, 3)
+    facts |= {"request_id": identity, "code": code, "rows": rows}
     if _TRACE.fullmatch(trace):
         facts["traceparent"] = trace
-    log("request", protocol=protocol, milliseconds=round(1e3 * seconds, 3), **facts)
+    lines = _lines()
+    if not lines:
+        asyncio.get_running_loop().call_later(_MOMENT, write_waiting)
+    lines.append(_line("request", facts))
+
+
+def _lines() -> list[bytes]:
+    return _waiting.__dict__.setdefault("lines", [])
+
+
+def write_waiting() -> None:
+    """Writes the lines of requests of this thread that are not written yet."""
+    lines = _lines()
+    if lines:
+        text = b"".join(lines)
+        lines.clear()
+        _write(text)
 
 
 def error(identity: str, error: Exception) -> None:

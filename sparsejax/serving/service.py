@@ -7,7 +7,8 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
 import sparsejax
@@ -29,12 +30,15 @@ from sparsejax.serving.excluded import Excluded
 from sparsejax.serving.histories import Histories
 from sparsejax.serving.metrics import Metrics
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor, wanted
-from sparsejax.serving.questions import Form, Lists, Similar, form_of
+from sparsejax.serving.questions import Form, Lists, Question, Similar, form_of
 
 NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
 SIMILAR = "similar"  # the name of the second model
 # The device is given up after so many batches in a row that it could not run.
 _FAILURES = 3
+# A request of so many bytes, or rows of so many names and numbers, are read in another thread.
+# That takes .1 ms or more, and for most of it NumPy leaves Python to other requests.
+_MANY, _READERS = 4096, 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -148,6 +152,7 @@ class Service:
         if settings.changes is not None:
             self.changing = Changing(settings.changes, self.metrics)
         self._in_hand = 0
+        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="rows")
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
@@ -270,6 +275,7 @@ class Service:
         self.draining = True
         for version in self._versions:
             version.close()
+        self._readers.shutdown()
         self.metrics.close()
 
     @property
@@ -366,26 +372,11 @@ class Service:
         Raises:
           RefusedError: the request cannot be answered.
         """
-        # Until the request is in a queue nothing is awaited, so its version is not closed.
-        version = self.version(model, number)
         deadline = time.monotonic() + self._seconds(asked, seconds)
-        if asked.outputs is not None:
-            known = [output.name for output in version.form.outputs]
-            if unknown := [name for name in asked.outputs if name not in known]:
-                raise RefusedError(
-                    422,
-                    f"unknown output {unknown[0]!r:.80}; this model has {', '.join(known)}",
-                )
-        question = version.form.question(asked, self.settings.limits)
-        if question.unknown is not None:
-            self.metrics.unknown(int(question.unknown.sum()))
-        batcher = version.of_candidates if question.only else version.batcher
-        assert batcher is not None  # else such a request was refused
-        loop = asyncio.get_running_loop()
-        future: asyncio.Future[Answer] = loop.create_future()
-        late = None
+        loop, late = asyncio.get_running_loop(), None
         try:
-            batcher.ask(question.given, future, deadline=deadline)
+            queued = await self._queued(model, number, asked, deadline)
+            version, question, future = queued
             late = loop.call_later(deadline - time.monotonic(), _expire, future)
             answer = await future
         except TooLargeError as error:
@@ -407,6 +398,53 @@ class Service:
                 late.cancel()
         found = wanted(asked, version.form.tensors(question, answer))
         return Answered(found, question.num_rows, version)
+
+    async def called(
+        self, size: int, function: Callable[..., Any], *arguments: Any
+    ) -> Any:
+        """The result of a function that reads a request; in another thread if it is large.
+
+        Args:
+          size: names, numbers or bytes that it reads.
+          function: that reads it.
+          arguments: of the function.
+        """
+        if size < _MANY:
+            return function(*arguments)
+        loop = asyncio.get_running_loop()
+        return await loop.run_in_executor(self._readers, function, *arguments)
+
+    async def _queued(
+        self, model: str, number: str | None, asked: Asked, deadline: float
+    ) -> tuple[Version, Question, asyncio.Future[Answer]]:
+        """Who answers a request that was put into a queue, its rows, and the answer to come."""
+        loop = asyncio.get_running_loop()
+        while True:
+            version = self.version(model, number)
+            if asked.outputs is not None:
+                known = [output.name for output in version.form.outputs]
+                if unknown := [name for name in asked.outputs if name not in known]:
+                    raise RefusedError(
+                        422,
+                        f"unknown output {unknown[0]!r:.80}; this model has "
+                        f"{', '.join(known)}",
+                    )
+            size = sum(len(each.data) for each in asked.tensors.values())
+            limits = self.settings.limits
+            question = await self.called(size, version.form.question, asked, limits)
+            batcher = version.of_candidates if question.only else version.batcher
+            assert batcher is not None  # else such a request was refused
+            future: asyncio.Future[Answer] = loop.create_future()
+            try:
+                batcher.ask(question.given, future, deadline=deadline)
+            except ClosedError:
+                # While its rows were made, another version may have taken the place of this.
+                if self.version(model, number) is version:
+                    raise
+                continue
+            if question.unknown is not None:
+                self.metrics.unknown(int(question.unknown.sum()))
+            return version, question, future
 
     def _seconds(self, asked: Asked, seconds: float | None) -> float:
         """The time for a request: the least of what it says itself and the service allows."""

@@ -377,13 +377,20 @@ def test_request_ids_and_traces_are_logged_but_no_items(client, capfd):
     assert headers["x-request-id"] == "abc-1"
     _, headers, _ = client.ask("POST", INFER, b"{}", {"x-request-id": "a b\tc"})
     assert re.fullmatch("[0-9a-f]{16}", headers["x-request-id"])
-    client.get("/v2")  # a line is written after its answer, and before this one
-    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
-    mine = {line["request_id"]: line for line in lines}  # and that of a test before
-    found, refused = mine["abc-1"], mine[headers["x-request-id"]]
+    text = ""
+
+    def lines() -> dict[str, dict]:
+        nonlocal text  # of tests before, too, since lines are written a moment later
+        text += capfd.readouterr().err
+        return {
+            (it := json.loads(line))["request_id"]: it for line in text.splitlines()
+        }
+
+    _until(lambda: {"abc-1", headers["x-request-id"]} <= lines().keys())
+    found, refused = (lines()[name] for name in ("abc-1", headers["x-request-id"]))
     assert found["traceparent"] == trace
     assert (found["code"], refused["code"]) == (200, 422)
-    assert "item" not in json.dumps(lines)
+    assert "item" not in text
 
 
 def test_metrics(client):

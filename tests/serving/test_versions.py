@@ -131,6 +131,34 @@ def test_swaps_under_load(tmp_path, files, service, swaps):
     assert service.metrics.text().decode().count(name) == 1
 
 
+def test_a_swap_while_rows_are_made(tmp_path, files, service, monkeypatch):
+    """Rows of many names are made in another thread; another version may come meanwhile."""
+    monkeypatch.setattr(serving_service, "_MANY", 0)
+    service.load(files[1])
+    begun, swapped = threading.Event(), threading.Event()
+    form = service.version("films", None).form
+    made = form.question
+
+    def slow(*given):
+        begun.set()
+        assert swapped.wait(60)
+        return made(*given)
+
+    monkeypatch.setattr(form, "question", slow)
+
+    async def swap() -> None:
+        await asyncio.to_thread(begun.wait)
+        newer = await asyncio.to_thread(service.made, files[0], "2")
+        for older in service.swap(newer):
+            older.close()
+        swapped.set()
+
+    with listening(service, beside=swap) as port:
+        found = Client(port).infer(tensor("items", "BYTES", ["same"]))
+    assert found[0] == 200
+    assert sorted(found[1]["items"]["data"]) == ["even a", "even b"]
+
+
 def test_the_first_version_is_the_newest_that_is_whole(tmp_path, files, service):
     put(tmp_path, 2, files[0])
     put(tmp_path, 10, files[0], damaged=True)

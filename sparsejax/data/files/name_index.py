@@ -11,6 +11,8 @@ import pyarrow as pa
 from sparsejax.data.files.names import Names, utf8
 
 _WORD, _LENGTH = 8, 4  # bytes
+_LENGTH_BITS = 31
+_NO_LENGTH = (1 << _LENGTH_BITS) - 1
 # Bits of a word that belong to a name which ends after so many bytes of it.
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
 _Levels = list[tuple[np.ndarray, np.ndarray]]
@@ -92,18 +94,21 @@ class NameIndex:
 
     def __init__(self, names: Names):
         encoded, ends = utf8(names)
-        self._lengths = np.append(np.diff(ends), -1)  # the last one of a free place
-        levels = _levels(encoded, ends[:-1], self._lengths[:-1])
-        counts = -(-self._lengths // _WORD)
-        self._first = np.cumsum(counts) - counts
+        lengths = np.append(np.diff(ends), _NO_LENGTH)  # the last one of a free place
+        levels = _levels(encoded, ends[:-1], lengths[:-1])
+        counts = -(-lengths // _WORD)
+        counts[-1] = 0
+        first = np.cumsum(counts) - counts
         self._words = np.zeros(int(counts.sum()) + 1, np.uint64)
         for level, (places, words) in enumerate(levels):
-            self._words[self._first[places] + level] = words
+            self._words[first[places] + level] = words
+        # One number for both, since each look at a large array waits for memory.
+        self._first_and_length = (first << _LENGTH_BITS) | lengths
         bits = len(names).bit_length()
         self._groups = np.uint64((1 << bits) - 1)
         self._shifts = np.zeros(1 << bits, np.uint8)
         self._table = np.full(4 << bits, -1, np.int32)
-        rest = self._fill(_hashed(self._lengths[:-1], levels))
+        rest = self._fill(_hashed(lengths[:-1], levels))
         self._others = {names[place]: place for place in rest.tolist()}
 
     def _fill(self, hashes: np.ndarray) -> np.ndarray:
@@ -138,8 +143,9 @@ class NameIndex:
         lengths = names.ends - names.starts
         levels = _levels(names.data, names.starts, lengths)
         found = self._table[self._slots(_hashed(lengths, levels))]
-        same = self._lengths[found] == lengths
-        first = self._first[found]
+        both = self._first_and_length[found]
+        same = (both & _NO_LENGTH) == lengths
+        first = both >> _LENGTH_BITS
         for level, (places, words) in enumerate(levels):
             if len(places) == len(lengths):
                 # The name in the table may have no such word, if its length differs.
