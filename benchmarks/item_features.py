@@ -15,7 +15,8 @@ all items, and among these alone. There the model with tags has them in its voca
 the beginning ("known"), or gets them after training ("later"). `words` does both with an
 autoencoder for MSWeb and MovieLens-1M, whose items are known by words of titles and by genres: a fifth
 of the entries is held out, or a tenth of the items. FOLDER has `msweb` and `ml-1m`, with their packed files.
-`step` times a training step of SASRec over a million items, and says how much memory the process had at most.
+`step` times a training step of SASRec over a million items, and says how much memory the process had at most. With
+`--forms parts stored` first the vectors of the items are made part by part, and then all are stored.
 """
 
 from __future__ import annotations
@@ -56,13 +57,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--attributes", type=pathlib.Path)
     parser.add_argument("--models", nargs="+", default=MODELS, choices=MODELS)
-    parser.add_argument("--forms", nargs="+", help="only some of those of `quality`")
+    parser.add_argument("--forms", nargs="+", help="of `quality`, or stored, parts")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="by default the recipe's")
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--content", choices=("none", "vectors", "tags"))
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--width", type=int, default=WIDTH)
+    parser.add_argument("--steps", type=int, default=30)
     training_command(
         parser,
         __file__,
@@ -351,6 +353,30 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
     histories = jnp.asarray(rng.integers(0, items, (BATCH, LENGTH + 1)), jnp.int32)
 
+    given = sum(x.nbytes for x in (vectors,) if x is not None)
+    if tags is not None:
+        given = 8 * tags.nnz
+    del tags, vectors
+    results: list[dict] = []
+    for form in arguments.forms or ("stored",):
+        if sizes is not None:
+            content.by_parts = form == "parts"
+        result = {
+            "content": arguments.content,
+            "form": form,
+            "items": items,
+            "width": arguments.width,
+            **_timed(model, optimizer, histories, arguments.steps),
+            "content_bytes": given,
+            "parameter_bytes": held,
+        }
+        results.append(result)
+        yield {"results": results}, result
+
+
+def _timed(model: Any, optimizer: Any, histories: jax.Array, steps: int) -> dict:
+    """Times of steps, and the most memory that the process has had until then."""
+
     @sj.jit
     def step(model, optimizer, histories):
         loss, grads = optimizer.value_and_grad(
@@ -361,26 +387,17 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
 
     losses = [float(step(model, optimizer, histories)) for _ in range(3)]
     times = []
-    for _ in range(30):
+    for _ in range(steps):
         start = time.perf_counter()
         step(model, optimizer, histories).block_until_ready()
         times.append(time.perf_counter() - start)
     stats = jax.devices()[0].memory_stats() or {}
-    given = sum(x.nbytes for x in (vectors,) if x is not None)
-    if tags is not None:
-        given = 8 * tags.nnz
-    result = {
-        "content": arguments.content,
-        "items": items,
-        "width": arguments.width,
+    return {
         "milliseconds": round(1e3 * min(times), 2),
         "median_milliseconds": round(1e3 * statistics.median(times), 2),
         "peak_bytes": stats.get("peak_bytes_in_use"),
-        "content_bytes": given,
-        "parameter_bytes": held,
         "losses": [round(x, 3) for x in losses],
     }
-    yield {"results": [result]}, result
 
 
 def _write_table(reports: dict) -> None:

@@ -104,6 +104,12 @@ class Kind(abc.ABC):
     def job(self, *args: Any, **options: Any) -> Job:
         """The examples to train on, and how the model is measured. For `fit`."""
 
+    def suit_to_memory(
+        self, model: Any, optimizer: Optimizer, data: Any, batch_size: int
+    ) -> None:
+        """Makes training take less memory, where it does not fit otherwise. For `fit`."""
+        del model, optimizer, data, batch_size
+
     @abc.abstractmethod
     def shown(
         self, model: Any, inputs: Any, exclude: Any

@@ -6,19 +6,17 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
-from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.layout import (
-    call_on_each_device,
     item_axes,
     jit_sharded,
     mesh_is_set,
@@ -26,21 +24,15 @@ from sparsejax.mesh.layout import (
     padded_rows,
     to_host,
 )
+from sparsejax.nn import content_vectors
+from sparsejax.nn.content_vectors import Fixed, How, Learned, Scoring
 from sparsejax.nn.linear_part import FromData
-from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.implementations import Implementation
-from sparsejax.ops.item_chunks import accumulator
-from sparsejax.ops.scatter_gradient import dense_gradient
 from sparsejax.optimizers import growth
 from sparsejax.sparse import CSR, unit_rows
 
 # The size of a mesh divides 256, so that each device has whole blocks of tags.
 _BLOCKS = 256
-# Items whose content is worked on at a time: 200 MB of float32 for vectors of 768 numbers.
-CHUNK_ITEMS = 2**16
-# Tags of items that are sorted together for the gradient of T: about 40 bytes each. Sums of
-# all tags are added for each such part, so that there should be few.
-SORTED_TAGS = 2**23
 # The number of entries from which on an item's own vector counts more than half, at first.
 _HALF = 2.0
 # The share of items that are their content alone in a step. Chosen on Amazon Beauty.
@@ -110,6 +102,11 @@ class ItemContent(nnx.Module):
     All vectors are made at once, some items at a time, and so is their gradient reduced to
     those of R, T, V and `log_half`. No second array `[items, width]` of float32 is made.
 
+    Attributes:
+      by_parts: whether models of histories train without an array of all vectors: they make
+        those of some items, use them, and make them again for the gradients. `fit` sets it
+        where the memory does not suffice otherwise.
+
     Args:
       items: number of items.
       width: numbers in a vector.
@@ -129,6 +126,7 @@ class ItemContent(nnx.Module):
         self.log_half = nnx.Param(jnp.full((), math.log(_HALF), jnp.float32))
         self.deterministic = False
         self.implementation: Implementation = None
+        self.by_parts = False
         self.draws = rngs.dropout.fork()
         self.entries = zeros(rows)
         self.tags: nnx.Dict | None = nnx.data(None)
@@ -257,8 +255,55 @@ class ItemContent(nnx.Module):
             operands are bfloat16, too. Sums are float32.
           deterministic: whether all items keep their rows R, also in training.
         """
+        content = self if deterministic else self.of_step()
+        return content_vectors.all_vectors(*content._operands(kernel, dtype))
+
+    def rows_at(
+        self,
+        kernel: Float[Array, "rows width"],
+        ids: Int[Array, "count"],
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[Float[Array, "count width"], Float[Array, "rows width"]]:
+        """`vectors_with(kernel, dtype)[ids]`, without an array of all vectors.
+
+        Zeros where an id is -1. Also returns the kernel, see `content_vectors.rows_at`.
+        """
+        return content_vectors.rows_at(*self._operands(kernel, dtype), ids)
+
+    def softmax_sums(
+        self,
+        kernel: Float[Array, "rows width"],
+        h: Float[Array, "batch width"],
+        bias: Float[Array, "rows"] | None,
+        targets: Int[Array, "batch"],
+        scoring: Scoring,
+        dtype: jax.typing.DTypeLike | None = None,
+    ) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
+        """The softmax's normalisers, and scores of targets, without an array of all vectors."""
+        how, *operands = self._operands(kernel, dtype)
+        return content_vectors.softmax_sums(how, scoring, *operands, bias, h, targets)
+
+    def of_step(self) -> ItemContent:
+        """The content for one step of training: items drawn at random are without R.
+
+        It is for one call. Out of training it is the content itself.
+        """
+        if self.deterministic:
+            return self
+        entries = self.entries[...]
+        kept = jax.random.bernoulli(self.draws(), 1 - DROPPED, entries.shape)
+        _, _, _, fixed = self._operands(entries, None)
+        # An item without content would be nothing at all.
+        entries = jnp.where(kept | ~_have_content(fixed.tags, fixed.given), entries, 0)
+        made = copy.copy(self)
+        # Not by attributes, which cannot be set within another trace.
+        vars(made).update(entries=FromData(entries), deterministic=True)
+        return made
+
+    def _operands(self, kernel: jax.Array, dtype) -> tuple[How, Any, Learned, Fixed]:
+        """Arguments of the functions of `content_vectors`."""
         optional = self.tag_kernel, self.vector_kernel
-        learned = _Learned(
+        learned = Learned(
             self.log_half[...], *(None if p is None else p[...] for p in optional)
         )
         tags = None
@@ -266,16 +311,10 @@ class ItemContent(nnx.Module):
             leaves = (self.tags[n][...] for n in ("values", "indices", "indptr"))
             tags = CSR.tree_unflatten(padded_rows(self.sizes.tags), (*leaves, None))
         given = None if self.given is None else self.given[...]
-        entries = self.entries[...]
-        if not (deterministic or self.deterministic):
-            kept = jax.random.bernoulli(self.draws(), 1 - DROPPED, entries.shape)
-            # An item without content would be nothing at all.
-            entries = jnp.where(kept | ~_have_content(tags, given), entries, 0)
-        fixed = _Fixed(entries, tags, given)
         axes = item_axes() if mesh_is_set() else None
         dtype = jnp.dtype(kernel.dtype if dtype is None else dtype)
-        how = _How(dtype, axes, self.implementation)
-        return _vectors(how, kernel, learned, fixed)
+        how = How(dtype, axes, self.implementation)
+        return how, kernel, learned, Fixed(self.entries[...], tags, given)
 
 
 def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -> Model:
@@ -286,18 +325,23 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
       deterministic: see `ItemContent.vectors_with`; the loss of training is not.
 
     In the result, which is for one call, the kernel of `model.output` is the vectors E. A
-    tied input reads the same. All other modules and variables are those of the model.
+    tied input reads the same. All other modules and variables are those of the model. Where
+    the content is used `by_parts` in training, it stays, with its items without R.
     """
     output = model.output
     if output.content is None:
         return model
-    metadata = output.kernel.get_metadata()
-    vectors = output.vectors(deterministic=deterministic)
-    kernel = nnx.Param(vectors, **metadata)
     # Not by attributes, which cannot be set within another trace.
     made = copy.copy(model)
     unseen = output.content.unseen()
-    vars(made)["output"] = vars(made)["output"].finished(kernel, unseen)
+    if output.content.by_parts and not deterministic:
+        content = output.content.of_step()
+        vars(made)["output"] = output.finished(output.kernel, unseen, content)
+        return made
+    metadata = output.kernel.get_metadata()
+    vectors = output.vectors(deterministic=deterministic)
+    kernel = nnx.Param(vectors, **metadata)
+    vars(made)["output"] = output.finished(kernel, unseen)
     first = getattr(model, "first", None)
     if first is not None and first.kernel is output.kernel:
         tied = copy.copy(first)
@@ -310,184 +354,6 @@ class HasItems(Protocol):
     """A model whose layer `output` has the vectors of the items, a `SparseOutput`."""
 
     output: Any
-
-
-class _Learned(NamedTuple):
-    """The parameters that all items share; None where there is no such content."""
-
-    log_half: jax.Array
-    tag_kernel: jax.Array | None
-    vector_kernel: jax.Array | None
-
-
-class _Fixed(NamedTuple):
-    """Numbers of entries, tags in blocks, and vectors of the items."""
-
-    entries: jax.Array
-    tags: CSR | None
-    given: jax.Array | None
-
-
-class _How(NamedTuple):
-    """The dtype of the result, axes of the mesh over which items lie, and who gathers tags."""
-
-    dtype: jnp.dtype
-    axes: Any
-    implementation: Implementation
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _vectors(how: _How, kernel, learned: _Learned, fixed: _Fixed) -> jax.Array:
-    dtype, axes, _ = how
-
-    def part(kernel, learned, fixed):
-        if learned.tag_kernel is not None:  # once, and not for each chunk
-            kind = _operand(dtype, kernel.dtype)
-            learned = learned._replace(tag_kernel=learned.tag_kernel.astype(kind))
-
-        def chunk(_, own):
-            return None, _of_chunk(how, learned, *own).astype(dtype)
-
-        _, made = lax.scan(chunk, None, _chunks(kernel, fixed))
-        return made.reshape(kernel.shape)
-
-    specs = P(axes), P(), P(axes)
-    if axes is None:
-        return part(kernel, learned, fixed)
-    return call_on_each_device(
-        part, kernel, learned, fixed, in_specs=specs, out_specs=P(axes)
-    )
-
-
-def _forward(how, kernel, learned, fixed):
-    return _vectors(how, kernel, learned, fixed), (kernel, learned, fixed)
-
-
-def _backward(how: _How, residuals, slopes: jax.Array):
-    axes = how.axes
-
-    def part(kernel, learned, fixed, slopes):
-        tag_kernel = learned.tag_kernel
-        if fixed.tags is not None:
-            tag_kernel = _of_tags(how, fixed.tags, slopes, tag_kernel)
-        # The chunks need no tags: their part is added as it is.
-        learned, fixed = learned._replace(tag_kernel=None), fixed._replace(tags=None)
-
-        def chunk(carry, part):
-            sums, found = carry
-            number, own = part
-            wide = accumulator(own[0].dtype)
-            _, pull = jax.vjp(
-                lambda learned, rows: _of_chunk(how, learned, rows, *own[1:]),
-                learned,
-                own[0],
-            )
-            of_learned, of_rows = pull(found[number].astype(wide))
-            # The gradient of the rows takes the place of that of the vectors.
-            found = found.at[number].set(of_rows.astype(found.dtype))
-            return (jax.tree.map(jnp.add, sums, of_learned), found), None
-
-        own = _chunks(kernel, fixed)
-        by_chunk = slopes.reshape(own[0].shape).astype(kernel.dtype)
-        zeros = jax.tree.map(jnp.zeros_like, learned)
-        numbers = jnp.arange(len(own[0]))
-        (sums, of_rows), _ = lax.scan(chunk, (zeros, by_chunk), (numbers, own))
-        sums = sums._replace(tag_kernel=tag_kernel)
-        if axes is not None:
-            sums = lax.psum(sums, axes)
-        return of_rows.reshape(kernel.shape), sums
-
-    arguments = *residuals, slopes
-    if axes is None:
-        found = part(*arguments)
-    else:
-        found = call_on_each_device(
-            part,
-            *arguments,
-            in_specs=(P(axes), P(), P(axes), P(axes)),
-            out_specs=(P(axes), P()),
-        )
-    return *found, None
-
-
-_vectors.defvjp(_forward, _backward)
-
-
-def _of_chunk(how: _How, learned: _Learned, rows, entries, tags, given) -> jax.Array:
-    """The vectors of some items, in the dtype of sums."""
-    wide, operand = accumulator(rows.dtype), _operand(how.dtype, rows.dtype)
-    weight = entries / (entries + jnp.exp(learned.log_half))
-    made = weight.astype(wide)[:, None] * rows.astype(wide)
-    if given is not None:
-        assert learned.vector_kernel is not None
-        made += jnp.dot(
-            given.astype(operand),
-            learned.vector_kernel.astype(operand),
-            preferred_element_type=wide,
-        )
-    if tags is not None:
-        assert learned.tag_kernel is not None
-        made += gather_matmul(
-            _joined(tags),
-            learned.tag_kernel,
-            dtype=wide,
-            implementation=how.implementation,
-        )
-    return made
-
-
-def _operand(dtype, stored) -> jnp.dtype:
-    """The dtype in which products read T and V, for rows that are stored in another."""
-    is_half = dtype == jnp.bfloat16
-    return jnp.dtype(jnp.bfloat16) if is_half else accumulator(stored)
-
-
-def _of_tags(how: _How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
-    """The gradient of T, from that of all vectors as it is: the tags are sorted by parts."""
-    blocks, nse = jnp.shape(tags.indices)
-    count = 1
-    while blocks % (2 * count) == 0 and blocks * nse > count * SORTED_TAGS:
-        count *= 2
-
-    def divided(array):
-        return array.reshape(count, len(array) // count, *array.shape[1:])
-
-    def add(total, part):
-        (some, slopes), form = part, how.implementation
-        found = dense_gradient(_joined(some), slopes, len(total), implementation=form)
-        return total + found, None
-
-    zeros = jnp.zeros(tag_kernel.shape, accumulator(slopes.dtype))
-    total, _ = lax.scan(add, zeros, jax.tree.map(divided, (tags, slopes)))
-    return total.astype(tag_kernel.dtype)
-
-
-def _chunks(kernel: jax.Array, fixed: _Fixed):
-    """Rows of a kernel and what belongs to them, with a leading axis of chunks."""
-    rows = len(kernel)
-    count = 1
-    # A power of 2, so that each chunk has whole blocks of tags.
-    while rows // count > CHUNK_ITEMS and rows % (2 * count) == 0:
-        if fixed.tags is not None and len(fixed.tags.indptr) < 2 * count:
-            break
-        count *= 2
-
-    def divided(array):
-        return array.reshape(count, len(array) // count, *array.shape[1:])
-
-    return jax.tree.map(divided, (kernel, *fixed))
-
-
-def _joined(blocks: CSR) -> CSR:
-    """Blocks `[count, ...]` one after the other, each as large as its capacity."""
-    count, nse = jnp.shape(blocks.indices)
-    starts = jnp.arange(count, dtype=jnp.int32) * nse
-    indptr = jnp.asarray(blocks.indptr)
-    # Padding of a block belongs to its last row, with values of 0.
-    begins = (indptr[:, :-1] + starts[:, None]).reshape(-1)
-    indptr = jnp.append(begins, jnp.int32(count * nse))
-    flat = jax.tree.map(lambda x: x.reshape(-1), (blocks.data, blocks.indices))
-    return CSR.tree_unflatten(blocks.num_cols, (*flat, indptr, None))
 
 
 def _have_content(

@@ -22,12 +22,14 @@ from sparsejax.mesh.layout import (
     out_sharding,
     padded_rows,
 )
+from sparsejax.nn.content_vectors import Scoring, inverse_norm
 from sparsejax.nn.item_content import ContentSizes, ItemContent
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.nn.sampled import sampled_cross_entropy
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
+from sparsejax.ops.chunked_loss import Method
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator, dot
 from sparsejax.ops.linear_cross_entropy import linear_cross_entropy
@@ -40,9 +42,6 @@ Initializer = Callable[..., jax.Array]
 # DSSTNE and Mult-VAE start like this. Weights are small: a row of the input sums many.
 _default_kernel_init = nnx.initializers.glorot_uniform()
 _default_bias_init = nnx.initializers.zeros_init()
-
-# Below this norm a vector has no direction: its cosine with anything is near 0.
-_MIN_NORM = 1e-6
 
 # How an array with a row for each example is divided over a mesh.
 _BATCH = P("data")
@@ -228,21 +227,40 @@ class SparseOutput(nnx.Module):
             kernel, self.dtype, deterministic=deterministic
         )
 
-    def finished(self, kernel: nnx.Param, unseen: jax.Array) -> SparseOutput:
-        """The layer with these vectors in place of its kernel and its content.
+    def rows(self, ids: Int[Array, "count"]) -> Float[Array, "count hidden"]:
+        """The vectors of some items; zeros where an id is -1."""
+        if self.content is not None and self.content.by_parts:
+            kernel = gradients.whole(self.kernel)
+            made, kernel = self.content.rows_at(kernel, ids, self.dtype)
+            if (
+                self.unseen is not None
+            ):  # of one call: the gradient is added up in place
+                kernel = nnx.Param(kernel, **self.kernel.get_metadata())
+                vars(self)["kernel"] = kernel
+            return made
+        kernel = self.kernel if self.content is None else self.vectors()
+        return gradients.rows_of(kernel, ids)
+
+    def finished(
+        self, kernel: nnx.Param, unseen: jax.Array, content: ItemContent | None = None
+    ) -> SparseOutput:
+        """The layer with these vectors in place of its kernel, and of its content.
 
         Args:
           kernel: the vectors.
           unseen: see `ItemContent.unseen`.
+          content: to be added to the vectors.
         """
         made = copy.copy(self)
         # Not by attributes, which cannot be set within another trace.
-        vars(made).update(kernel=kernel, content=None, unseen=unseen)
+        vars(made).update(kernel=kernel, content=content, unseen=unseen)
         return made
 
     def _without_unseen(self, bias: jax.Array | None) -> jax.Array | None:
         """The bias of a softmax in training, which denies items without entries."""
-        unseen = self.unseen if self.content is None else self.content.unseen()
+        unseen = self.unseen
+        if unseen is None and self.content is not None:
+            unseen = self.content.unseen()
         return bias if unseen is None else _denying(bias, unseen)
 
     def add_items(self, count: int) -> None:
@@ -346,6 +364,8 @@ class SparseOutput(nnx.Module):
 
         See `sparsejax.linear_cross_entropy`.
         """
+        if self.content is not None and self.content.by_parts and not label_smoothing:
+            return self._cross_entropy_by_parts(h, targets, weights, z_loss)
         h, kernel, bias, scale = self._operands(h)
         bias = self._without_unseen(bias)
         return linear_cross_entropy(
@@ -362,6 +382,41 @@ class SparseOutput(nnx.Module):
             implementation=self.implementation,
             precision=self.precision,
         )
+
+    def _cross_entropy_by_parts(self, h, targets, weights, z_loss):
+        """`cross_entropy` with content, without an array of all vectors."""
+        assert self.content is not None
+        check_targets(targets, h.shape[:-1], self.num_items)
+        targets = jnp.asarray(targets).reshape(-1)
+        labels = as_targets(targets, self.num_items)
+        h = jnp.asarray(h).reshape(len(targets), h.shape[-1])
+        # An ignored row may be anything.
+        h = self.hidden_operand(jnp.where(labels.ignored[:, None], 0, h))
+        bias = None if self.bias is None else self.bias[...]
+        bias = self._without_unseen(bias)
+        method = Method(
+            rule=losses.SoftmaxCrossEntropy(z_loss=z_loss),
+            implementation=self.implementation,
+            precision=check_precision(self.precision),
+        )
+        scoring = Scoring(method, self.num_items, self.temperature)
+        found, scores = self.content.softmax_sums(
+            gradients.whole(self.kernel),
+            h,
+            bias,
+            jnp.where(labels.ignored | labels.broken, -1, targets),
+            scoring,
+            self.dtype,
+        )
+        made = found - scores + z_loss * jnp.square(found)
+        made = jnp.where(labels.broken, jnp.nan, made)
+        share = jnp.ones_like(found)
+        if weights is not None:
+            share = weights.reshape(-1).astype(found.dtype)
+        share = jnp.where(labels.ignored, 0, share)
+        total = jnp.sum(share)
+        made = jnp.sum(jnp.where(share == 0, 0, share * made))
+        return made / jnp.where(total == 0, 1, total)
 
     def sampled_cross_entropy(
         self,
@@ -469,7 +524,7 @@ class SparseOutput(nnx.Module):
         """`h` as an operand of the products: in their dtype, and for cosines of length 1."""
         h = jnp.asarray(h)
         if self.temperature is not None:
-            h = h * _inverse_norm(h)[..., None].astype(h.dtype)
+            h = h * inverse_norm(h)[..., None].astype(h.dtype)
         stored = self.kernel.dtype
         # With another operand than the kernel there would be a copy of the kernel.
         is_half = stored == jnp.bfloat16
@@ -490,7 +545,7 @@ class SparseOutput(nnx.Module):
     ) -> Float[Array, "items"]:
         """The factor of each item's scores, for a layer with a temperature."""
         assert self.temperature is not None
-        return _inverse_norm(kernel) / self.temperature
+        return inverse_norm(kernel) / self.temperature
 
     def fold(self) -> None:
         """Computes once what every call computes from the kernel alone.
@@ -601,13 +656,6 @@ def _denying(
     """The bias that is -inf for some items. Scores of the others keep their bits."""
     more = jnp.where(denied, -jnp.inf, 0).astype(jnp.float32)
     return more if bias is None else bias + more
-
-
-def _inverse_norm(vectors: jax.Array) -> jax.Array:
-    """`1 / max(|v|, eps)` of each row. Below eps the gradient is 0, not NaN."""
-    wide = accumulator(vectors.dtype)
-    square = jnp.sum(jnp.square(vectors.astype(wide)), axis=-1)
-    return jax.lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
 
 
 def _padded(init, key, shape, dtype, spec):

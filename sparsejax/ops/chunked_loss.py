@@ -205,24 +205,10 @@ def loss_and_updates[Carry](
     dot = functools.partial(item_chunks.dot, precision=method.precision)
 
     def gradients(chunk: Layer, delta, product) -> tuple[Layer, jax.Array]:
-        out = dtype if chunk.scale is not None else updates.gradient_dtype or dtype
         # `update_kernel` makes the gradient itself: no rows for it here.
         slopes = delta if update_kernel is None else delta[:, :0]
-        dkernel = dot(slopes, h_live, (0, 0), out)
-        dbias = dscale = None
-        kernel = chunk.kernel
-        if chunk.bias is not None and update_kernel is None:
-            dbias = jnp.sum(delta, axis=0, dtype=dtype)
-        if chunk.scale is not None:
-            # d score_bi / d scale_i = h_b . kernel_i: summed over b, a row of `dkernel`
-            # before scaling times a row of `kernel`.
-            dscale = jnp.sum(dkernel * kernel, axis=1)
-            scale = chunk.scale[:, None]
-            kernel = kernel * scale
-            dkernel = (dkernel * scale).astype(updates.gradient_dtype or dtype)
-        if product is None:
-            product = dot(delta, kernel.astype(h.dtype), (1, 0))
-        return Layer(dkernel, dbias, dscale), product
+        out = updates.gradient_dtype
+        return layer_gradients(chunk, delta, slopes, product, h_live, dot, out)
 
     def finish(per_example, dh, carry):
         per_example = jnp.where(broken, jnp.nan, shard.own_rows(per_example))
@@ -280,6 +266,45 @@ def loss_and_updates[Carry](
 
     total, dh, carry = fold(step, (zeros, dh, carry))
     return finish(per_example + shard.sum_over_items(total), dh, carry)
+
+
+def layer_gradients(
+    chunk: Layer,
+    delta: Float[Array, "batch size"],
+    slopes: Float[Array, "batch size"] | Float[Array, "batch 0"],
+    product: jax.Array | None,
+    h: Float[Array, "batch hidden"],
+    dot: Callable[..., jax.Array],
+    gradient_dtype: jnp.dtype | None = None,
+) -> tuple[Layer, Float[Array, "batch hidden"]]:
+    """The gradients in a chunk of items and in `h`, from the slopes of the scores.
+
+    Args:
+      chunk: the operands of the scores.
+      delta: the slopes.
+      slopes: the same; or without items, if kernel and bias want no gradient.
+      product: of the slopes with the kernel, if it is made.
+      h: hidden vectors; 0 in rows that count for nothing.
+      dot: a product, as `item_chunks.dot`.
+      gradient_dtype: see `Updates`.
+    """
+    dtype = item_chunks.accumulator(h.dtype)
+    out = dtype if chunk.scale is not None else gradient_dtype or dtype
+    dkernel = dot(slopes, h, (0, 0), out)
+    dbias = dscale = None
+    kernel = chunk.kernel
+    if chunk.bias is not None and slopes is delta:
+        dbias = jnp.sum(delta, axis=0, dtype=dtype)
+    if chunk.scale is not None:
+        # d score_bi / d scale_i = h_b . kernel_i: summed over b, a row of `dkernel`
+        # before scaling times a row of `kernel`.
+        dscale = jnp.sum(dkernel * kernel, axis=1)
+        scale = chunk.scale[:, None]
+        kernel = kernel * scale
+        dkernel = (dkernel * scale).astype(gradient_dtype or dtype)
+    if product is None:
+        product = dot(delta, kernel.astype(h.dtype), (1, 0))
+    return Layer(dkernel, dbias, dscale), product
 
 
 def over_items(

@@ -13,7 +13,7 @@ from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.item_content import ContentSizes, with_vectors
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
-from sparsejax.optimizers.gradients import RowParam, rows_of
+from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
@@ -164,9 +164,7 @@ class SequenceModel(nnx.Module):
     def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
         """The vector of each item; zeros where the id is of no item."""
         known = (ids >= 0) & (ids < self.num_items)
-        output = self.output
-        kernel = output.kernel if output.content is None else output.vectors()
-        return rows_of(kernel, jnp.where(known, ids, PADDING))
+        return self.output.rows(jnp.where(known, ids, PADDING))
 
     def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
         return (ids < PADDING) | (ids >= self.num_items)

@@ -209,4 +209,5 @@ def fit(
     }
     with loop.on_auto_axes(model, optimizer), loop.alone(checkpoint_dir) as checkpoints:
         job = kind.job(model, inputs, **used(kind, "fit", options))
+        kind.suit_to_memory(model, optimizer, inputs, batch_size)
         return loop.train(model, optimizer, job, how, checkpoints)

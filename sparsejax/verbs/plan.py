@@ -19,7 +19,7 @@ from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
     Footprint,
     Workload,
-    footprint,
+    fitting,
     laid_out,
 )
 from sparsejax.engine.train.resident import Resident
@@ -89,6 +89,8 @@ class Plan(Footprint):
       sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
       linear: what it takes to compute the linear part of the network, before training,
         on the first device.
+      by_parts: whether vectors of items with content are made part by part, and not stored,
+        as `fit` does where they do not fit otherwise.
       temporary: the most of these eight that exists at once: before training, while
         sorting, in the output layer, or in the input layer.
       over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
@@ -152,6 +154,8 @@ class Plan(Footprint):
         if self.memory is None:
             return []
         into = readable_bytes(self.memory)
+        if self.fits and self.by_parts:
+            return [f"fits in {into}, with the items' vectors made part by part"]
         if self.fits:
             return [f"fits in {into}"]
         if self.total <= self.memory:
@@ -271,13 +275,15 @@ def plan(
     memory = device_memory() if memory is None else memory
 
     def plan_on(model: int) -> Plan:
-        return Plan(**vars(footprint(job, data, model)), memory=memory)
+        return Plan(**vars(fitting(job, data, model, memory)[1]), memory=memory)
 
     larger = (plan_on(2**i) for i in range((ROW_MULTIPLE // data).bit_length()))
     return dataclasses.replace(
         plan_on(model),
         least_model=next((each.model for each in larger if each.fits), None),
-        compiled=_compiled(job, data, model) if compile else None,
+        compiled=_compiled(fitting(job, data, model, memory)[0], data, model)
+        if compile
+        else None,
     )
 
 

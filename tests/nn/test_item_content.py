@@ -17,7 +17,7 @@ import sparsejax as sj
 from sparsejax.kinds import content as kinds_content
 from sparsejax.kinds.content import count_entries
 from sparsejax.mesh import layout
-from sparsejax.nn import ContentSizes, ItemContent, item_content
+from sparsejax.nn import ContentSizes, ItemContent, content_vectors, item_content
 from sparsejax.sequence.build import build_sequence_model
 
 ITEMS, TAGS, WIDTH = 1100, 37, 8
@@ -89,8 +89,8 @@ def kernel_of(parameter, like):
     ],
 )
 def test_vectors_and_gradients(monkeypatch, with_tags, with_vectors, chunk, dtype):
-    monkeypatch.setattr(item_content, "CHUNK_ITEMS", chunk)
-    monkeypatch.setattr(item_content, "SORTED_TAGS", 4 * chunk)  # also in some parts
+    monkeypatch.setattr(content_vectors, "CHUNK_ITEMS", chunk)
+    monkeypatch.setattr(content_vectors, "SORTED_TAGS", 4 * chunk)  # also in some parts
     tags = some_tags() if with_tags else None
     vectors = some_vectors() if with_vectors else None
     content = some_content(tags, vectors)
@@ -137,7 +137,7 @@ def check(content, tags, vectors, dtype, place=lambda x: x):
 def test_gpu_programs(monkeypatch):
     """Interpreted here: the sums of tags' rows, and the gradient of T in two parts."""
     tags = some_tags(200)[:, :2]  # the program is slow here, by entries
-    monkeypatch.setattr(item_content, "SORTED_TAGS", 300)
+    monkeypatch.setattr(content_vectors, "SORTED_TAGS", 300)
     content = some_content(tags, None, 200)
     content.implementation = "mosaic_gpu"
     with kernel_can_run():
@@ -168,7 +168,7 @@ def test_lowers_for_cuda():
     [((2, 4), AxisType.Auto), ((1, 8), AxisType.Explicit), ((8, 1), AxisType.Auto)],
 )
 def test_on_a_mesh(monkeypatch, shape, axis_type):
-    monkeypatch.setattr(item_content, "CHUNK_ITEMS", 100)
+    monkeypatch.setattr(content_vectors, "CHUNK_ITEMS", 100)
     mesh = jax.make_mesh(shape, ("data", "model"), axis_types=(axis_type,) * 2)
     tags, vectors = some_tags(), some_vectors()
     with jax.set_mesh(mesh):
@@ -358,7 +358,7 @@ def test_in_training_some_items_are_their_content_alone(monkeypatch, kind):
     where = "output" if kind == "histories" else "first"
 
     def loss(rate, training=True):
-        monkeypatch.setattr(item_content, "DROPPED", rate)
+        monkeypatch.setattr(content_vectors, "DROPPED", rate)
         (model.train if training else model.eval)()
         slopes = nnx.value_and_grad(lambda m: m.loss(*shown))(model)
         return float(slopes[0]), slopes[1][where]["kernel"][...]
@@ -379,7 +379,7 @@ def test_in_training_some_items_are_their_content_alone(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["tags", "vectors", "both"])
 def test_items_without_content_keep_their_rows(monkeypatch, kind):
-    monkeypatch.setattr(item_content, "DROPPED", 1.0)
+    monkeypatch.setattr(content_vectors, "DROPPED", 1.0)
     tags = some_tags(60) if kind != "vectors" else None
     vectors = np.eye(60, 5, dtype=np.float32) if kind != "tags" else None
     content = ItemContent(60, WIDTH, ContentSizes.of(tags, vectors), rngs=nnx.Rngs(0))

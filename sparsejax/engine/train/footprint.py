@@ -54,6 +54,7 @@ class Step:
     sorting: int
     linear: int = 0
     temporary: int
+    by_parts: bool = False
     over_data: Mapping[str, int]
     over_model: Mapping[str, int]
 
@@ -92,6 +93,7 @@ class Workload(abc.ABC):
       batch: rows of a step.
       fused: as `fit` takes it.
       content: the `ContentSizes` of what is known of the items, or None.
+      by_parts: whether vectors with content are made part by part, and not stored.
     """
 
     network: Any
@@ -103,6 +105,12 @@ class Workload(abc.ABC):
     values: bool = False
     fused: bool = False
     content: Any = None
+    by_parts: bool = False
+
+    @property
+    def can_be_by_parts(self) -> bool:
+        """Whether there is a form of training that does not store vectors with content."""
+        return False
 
     @property
     def num_items(self) -> int:
@@ -237,6 +245,25 @@ def footprint(job: Workload, data: int, model: int) -> Footprint:
         dataset=sum(jax.tree.leaves(job.placed(data, model, part))),
         order=4 * -(-job.rows // job.batch) * (job.batch // data),
     )
+
+
+def fitting[Job: Workload](
+    job: Job, data: int, model: int, memory: int | None
+) -> tuple[Job, Footprint]:
+    """The job, and its memory on such a mesh: by parts if it fits only so.
+
+    Args:
+      job: that stores all vectors.
+      data: size of the mesh's axis.
+      model: the same.
+      memory: of a device; None if it is not known.
+    """
+    found = footprint(job, data, model)
+    if memory is None or found.total <= memory or not job.can_be_by_parts:
+        return job, found
+    other = dataclasses.replace(job, by_parts=True)
+    made = footprint(other, data, model)
+    return (other, made) if made.total <= memory else (job, found)
 
 
 class Scored(NamedTuple):

@@ -82,6 +82,11 @@ class Histories(Kind):
         timed = kind_of(names) is self and has_times(model, names)
         return portable_ranker(NextItems(model, times=timed), names, **options)
 
+    def suit_to_memory(self, model, optimizer, data, batch_size) -> None:
+        from sparsejax.kinds.histories.footprint import suit_to_memory
+
+        suit_to_memory(model, optimizer, data, batch_size)
+
     def workload(self, network, **sizes) -> Workload:
         from sparsejax.kinds.histories.footprint import history_workload
 

@@ -28,6 +28,7 @@ from sparsejax.engine.train.footprint import (
     Shape,
     Step,
     Workload,
+    fitting,
     gathered,
     input_gradient,
     output_bytes,
@@ -35,10 +36,17 @@ from sparsejax.engine.train.footprint import (
     with_content,
 )
 from sparsejax.engine.train.resident import TrainingTask
+from sparsejax.kinds.content import content_of
 from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.modules import new_sequence_model
-from sparsejax.mesh.layout import padded_rows
-from sparsejax.nn.item_content import CHUNK_ITEMS, SORTED_TAGS
+from sparsejax.kinds.histories.next_items import has_times
+from sparsejax.mesh.layout import (
+    axis_sizes,
+    device_memory,
+    mesh_is_set,
+    padded_rows,
+)
+from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer
@@ -56,6 +64,8 @@ _OF_TARGETS = 4
 _OF_SCORES = 5
 # Arrays of [targets, negatives + 1]: scores, where they count, and their gradients.
 _OF_NEGATIVES = 4
+# Where so many times the vectors of the items fit, it makes no difference to store them.
+_FEW_VECTORS = 20
 # Lengths are taken at so many quantiles.
 _QUANTILES = 1000
 
@@ -132,14 +142,21 @@ class HistoryWorkload(Workload):
             return -(-self.capacities(data, model)[-1] // data)
         return self.batch // data * self.network.max_length
 
+    @property
+    def can_be_by_parts(self) -> bool:
+        return self.content is not None and self.network.negatives is None
+
     def new(self) -> tuple[SequenceModel, Optimizer]:
-        return new_sequence_model(
+        model, optimizer = new_sequence_model(
             self.network,
             rule=self.rule,
             inputs=self.inputs,
             seed=0,
             content=self.content,
         )
+        if model.output.content is not None:
+            model.output.content.by_parts = self.by_parts
+        return model, optimizer
 
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
         size = data, self.rows_of(data, model) + 1, self.window
@@ -172,8 +189,11 @@ class HistoryWorkload(Workload):
         scored = Scored(
             targets, items, width, dtype, dtype, self.network.temperature, None
         )
-        made = self._output(targets, items)
-        output = with_content(self, made, scored, CHUNK_ITEMS, SORTED_TAGS)
+        if self.by_parts:
+            output = self._by_parts(scored)
+        else:
+            made = self._output(targets, items)
+            output = with_content(self, made, scored, CHUNK_ITEMS, SORTED_TAGS)
         touched = self._input_gradient(read, targets, data, model)
         stages = (
             of_targets + output.at_once(False),
@@ -191,6 +211,7 @@ class HistoryWorkload(Workload):
             input_gradient=touched,
             sorting=sorting,
             temporary=max(sorting, batches + kept + max(stages)),
+            by_parts=self.by_parts,
             over_data=over_data,
             over_model=over_model,
         )
@@ -215,10 +236,21 @@ class HistoryWorkload(Workload):
         made = output_bytes(self, scored._replace(width=wide))
         return made._replace(operand=made.operand + copied)
 
+    def _by_parts(self, scored: Scored) -> Output:
+        """Memory of the softmax where vectors with content are used as they are made."""
+        part = scored._replace(items=min(scored.items, CHUNK_ITEMS))
+        made = with_content(
+            self, output_bytes(self, part), part, CHUNK_ITEMS, SORTED_TAGS
+        )
+        gradient = scored.items * scored.width * scored.stored.itemsize
+        return Output(0, gradient, made.at_once(False), False)
+
     def _input_gradient(self, read: int, targets: int, data: int, model: int) -> int:
         """Bytes of the gradient of the items' vectors; `read` of them are in histories."""
         width, drawn = self.network.width, self.network.negatives
         rows = padded_rows(self.inputs) // model
+        if self.by_parts:  # it is added to the output's, in place
+            return 2 * 4 * read * width
         if drawn is None or self.content is not None:  # which makes all vectors
             return input_gradient(self, read, rows // data, width, dense=True)
         made = input_gradient(self, read + targets + drawn, rows, width, dense=False)
@@ -328,3 +360,37 @@ def history_workload(
         )
     reads = times and model_of(network).uses_times
     return HistoryWorkload(network=network, times=reads, **shared)
+
+
+def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> None:
+    """Lets a model with content train by parts where the memory does not suffice otherwise.
+
+    Args:
+      model: of histories.
+      optimizer: of the model.
+      data: what it is trained on.
+      batch: rows of a step.
+    """
+    content, memory = content_of(model), device_memory()
+    if content is None or memory is None:
+        return
+    if type(model) is not model_of(model.config):  # it may read vectors from the kernel
+        return
+    width = model.config.width
+    divided, by = axis_sizes() if mesh_is_set() else (1, 1)
+    vectors = 4 * padded_rows(model.num_items) // (divided * by) * width
+    if vectors * _FEW_VECTORS < memory:
+        return
+    lengths = np.diff(data.indptr)
+    lengths = lengths[lengths > 1]
+    job = HistoryWorkload(
+        network=model.config,
+        rule=optimizer.rule,
+        inputs=model.num_items,
+        rows=len(lengths),
+        entries=int(lengths.sum()),
+        batch=batch,
+        times=has_times(model, data),
+        content=content.sizes,
+    )
+    content.by_parts = fitting(job, divided, by, memory)[0].by_parts

@@ -33,7 +33,7 @@ from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import NetworkConfig
-from sparsejax.nn.item_content import CHUNK_ITEMS, SORTED_TAGS
+from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR

@@ -1,0 +1,503 @@
+"""The vectors of items with content: all at once, or a part of the items at a time.
+
+Their definition is `_of_chunk`. `all_vectors` stores what it makes. Where the memory does not
+suffice for that, `rows_at` and `softmax_sums` use the vectors of a part where they are made, in
+the forward and again in the backward pass, so that no array of all of them exists.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from sparsejax.mesh.layout import call_on_each_device
+from sparsejax.ops import log_sum_exp as sums
+from sparsejax.ops.chunked_loss import Layer, Method
+from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.ops.implementations import Implementation
+from sparsejax.ops.item_chunks import accumulator
+from sparsejax.ops.scatter_gradient import dense_gradient
+from sparsejax.sparse import CSR
+
+# Items whose content is worked on at a time: 200 MB of float32 for vectors of 768 numbers.
+CHUNK_ITEMS = 2**16
+# Tags of items that are sorted together for the gradient of T: about 40 bytes each. Sums of
+# all tags are added for each such part, so that there should be few.
+SORTED_TAGS = 2**23
+# Below this norm a vector has no direction: its cosine with anything is near 0.
+_MIN_NORM = 1e-6
+
+
+class Learned(NamedTuple):
+    """The parameters that all items share; None where there is no such content."""
+
+    log_half: jax.Array
+    tag_kernel: jax.Array | None
+    vector_kernel: jax.Array | None
+
+
+class Fixed(NamedTuple):
+    """Numbers of entries, tags in blocks, and vectors of the items."""
+
+    entries: jax.Array
+    tags: CSR | None
+    given: jax.Array | None
+
+
+class How(NamedTuple):
+    """The dtype of the result, axes of the mesh over which items lie, and who gathers tags."""
+
+    dtype: jnp.dtype
+    axes: Any
+    implementation: Implementation
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def all_vectors(how: How, kernel, learned: Learned, fixed: Fixed) -> jax.Array:
+    dtype, axes, _ = how
+
+    def part(kernel, learned, fixed):
+        learned = _with_operands(how, kernel, learned)
+
+        def chunk(_, own):
+            return None, _of_chunk(how, learned, *own).astype(dtype)
+
+        _, made = lax.scan(chunk, None, _chunks(kernel, fixed))
+        return made.reshape(kernel.shape)
+
+    specs = P(axes), P(), P(axes)
+    if axes is None:
+        return part(kernel, learned, fixed)
+    return call_on_each_device(
+        part, kernel, learned, fixed, in_specs=specs, out_specs=P(axes)
+    )
+
+
+def _forward(how, kernel, learned, fixed):
+    return all_vectors(how, kernel, learned, fixed), (kernel, learned, fixed)
+
+
+def _backward(how: How, residuals, slopes: jax.Array):
+    axes = how.axes
+
+    def part(kernel, learned, fixed, slopes):
+        tag_kernel = learned.tag_kernel
+        if fixed.tags is not None:
+            tag_kernel = _of_tags(how, fixed.tags, slopes, tag_kernel)
+        # The chunks need no tags: their part is added as it is.
+        learned, fixed = learned._replace(tag_kernel=None), fixed._replace(tags=None)
+
+        def chunk(carry, part):
+            sums, found = carry
+            number, own = part
+            wide = accumulator(own[0].dtype)
+            _, pull = jax.vjp(
+                lambda learned, rows: _of_chunk(how, learned, rows, *own[1:]),
+                learned,
+                own[0],
+            )
+            of_learned, of_rows = pull(found[number].astype(wide))
+            # The gradient of the rows takes the place of that of the vectors.
+            found = found.at[number].set(of_rows.astype(found.dtype))
+            return (jax.tree.map(jnp.add, sums, of_learned), found), None
+
+        own = _chunks(kernel, fixed)
+        by_chunk = slopes.reshape(own[0].shape).astype(kernel.dtype)
+        zeros = jax.tree.map(jnp.zeros_like, learned)
+        numbers = jnp.arange(len(own[0]))
+        (sums, of_rows), _ = lax.scan(chunk, (zeros, by_chunk), (numbers, own))
+        sums = sums._replace(tag_kernel=tag_kernel)
+        if axes is not None:
+            sums = lax.psum(sums, axes)
+        return of_rows.reshape(kernel.shape), sums
+
+    arguments = *residuals, slopes
+    if axes is None:
+        found = part(*arguments)
+    else:
+        found = call_on_each_device(
+            part,
+            *arguments,
+            in_specs=(P(axes), P(), P(axes), P(axes)),
+            out_specs=(P(axes), P()),
+        )
+    return *found, None
+
+
+all_vectors.defvjp(_forward, _backward)
+
+
+def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
+    """T as an operand: once, and not for each chunk."""
+    if learned.tag_kernel is None:
+        return learned
+    kind = _operand(how.dtype, kernel.dtype)
+    return learned._replace(tag_kernel=learned.tag_kernel.astype(kind))
+
+
+def _of_chunk(how: How, learned: Learned, rows, entries, tags, given) -> jax.Array:
+    """The vectors of some items, in the dtype of sums."""
+    wide, operand = accumulator(rows.dtype), _operand(how.dtype, rows.dtype)
+    weight = entries / (entries + jnp.exp(learned.log_half))
+    made = weight.astype(wide)[:, None] * rows.astype(wide)
+    if given is not None:
+        assert learned.vector_kernel is not None
+        made += jnp.dot(
+            given.astype(operand),
+            learned.vector_kernel.astype(operand),
+            preferred_element_type=wide,
+        )
+    if tags is not None:
+        assert learned.tag_kernel is not None
+        made += gather_matmul(
+            _joined(tags),
+            learned.tag_kernel,
+            dtype=wide,
+            implementation=how.implementation,
+        )
+    return made
+
+
+def _operand(dtype, stored) -> jnp.dtype:
+    """The dtype in which products read T and V, for rows that are stored in another."""
+    is_half = dtype == jnp.bfloat16
+    return jnp.dtype(jnp.bfloat16) if is_half else accumulator(stored)
+
+
+def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
+    """The gradient of T, from that of all vectors as it is: the tags are sorted by parts."""
+    blocks, nse = jnp.shape(tags.indices)
+    count = 1
+    while blocks % (2 * count) == 0 and blocks * nse > count * SORTED_TAGS:
+        count *= 2
+
+    def divided(array):
+        return array.reshape(count, len(array) // count, *array.shape[1:])
+
+    def add(total, part):
+        (some, slopes), form = part, how.implementation
+        found = dense_gradient(_joined(some), slopes, len(total), implementation=form)
+        return total + found, None
+
+    zeros = jnp.zeros(tag_kernel.shape, accumulator(slopes.dtype))
+    total, _ = lax.scan(add, zeros, jax.tree.map(divided, (tags, slopes)))
+    return total.astype(tag_kernel.dtype)
+
+
+def _chunks(kernel: jax.Array, fixed: Fixed):
+    """Rows of a kernel and what belongs to them, with a leading axis of chunks."""
+    rows = len(kernel)
+    count = 1
+    # A power of 2, so that each chunk has whole blocks of tags.
+    while rows // count > CHUNK_ITEMS and rows % (2 * count) == 0:
+        if fixed.tags is not None and len(fixed.tags.indptr) < 2 * count:
+            break
+        count *= 2
+
+    def divided(array):
+        return array.reshape(count, len(array) // count, *array.shape[1:])
+
+    return jax.tree.map(divided, (kernel, *fixed))
+
+
+def _joined(blocks: CSR) -> CSR:
+    """Blocks `[count, ...]` one after the other, each as large as its capacity."""
+    count, nse = jnp.shape(blocks.indices)
+    starts = jnp.arange(count, dtype=jnp.int32) * nse
+    indptr = jnp.asarray(blocks.indptr)
+    # Padding of a block belongs to its last row, with values of 0.
+    begins = (indptr[:, :-1] + starts[:, None]).reshape(-1)
+    indptr = jnp.append(begins, jnp.int32(count * nse))
+    flat = jax.tree.map(lambda x: x.reshape(-1), (blocks.data, blocks.indices))
+    return CSR.tree_unflatten(blocks.num_cols, (*flat, indptr, None))
+
+
+# Vectors that are used where they are made
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def rows_at(
+    how: How,
+    kernel: Float[Array, "rows width"],
+    learned: Learned,
+    fixed: Fixed,
+    ids: Int[Array, "count"],
+) -> tuple[Float[Array, "count width"], Float[Array, "rows width"]]:
+    """The vectors of some items: `all_vectors(...)[ids]`, and zeros where an id is -1.
+
+    Also returns the kernel. What reads it later should read this one: then the gradient here
+    is added to theirs in place.
+    """
+
+    def part(kernel, learned, fixed, ids):
+        learned = _with_operands(how, kernel, learned)
+
+        def chunk(found, part):
+            start, own = part
+            here, inside = _places(ids, start, len(own[0]))
+            made = _of_chunk(how, learned, *own).astype(how.dtype)[here]
+            return jnp.where(inside[:, None], made, found), None
+
+        own, starts = _chunks_from(how, kernel, fixed)
+        found = jnp.zeros((len(ids), kernel.shape[1]), how.dtype)
+        found, _ = lax.scan(chunk, found, (starts, own))
+        return _summed(how, found)
+
+    given = kernel, learned, fixed, ids
+    return _on_each_device(how, part, given, "iwiw", "w"), kernel
+
+
+def _rows_forward(how: How, *operands):
+    return rows_at(how, *operands), operands
+
+
+def _rows_backward(how: How, operands, slopes):
+    def part(kernel, learned, fixed, ids, slopes, of_kernel):
+        def use(start, made, carry, extra):
+            here, inside = _places(ids, start, len(made))
+            here = jnp.where(inside, here, len(made))
+            found = jnp.zeros_like(made).at[here].add(slopes, mode="drop")
+            return found, carry, None
+
+        given = kernel, learned, fixed
+        of_rows, of_learned, *_ = _pulled(how, *given, use, None, None, of_kernel)
+        return of_rows, of_learned
+
+    given = *operands, *slopes
+    return *_on_each_device(how, part, given, "iwiwwi", "iw"), None, None
+
+
+rows_at.defvjp(_rows_forward, _rows_backward)
+
+
+class Scoring(NamedTuple):
+    """How scores are made of vectors; all of it is static.
+
+    Attributes:
+      method: of their products.
+      num_items: rows of the kernel from this one on are padding.
+      temperature: of cosines, or None for dot products.
+    """
+
+    method: Method
+    num_items: int
+    temperature: float | None
+
+    def layer(self, made: jax.Array, bias: jax.Array | None, like: jax.Array) -> Layer:
+        """The operands of the scores of some items, for hidden vectors such as `like`."""
+        scale = None
+        if self.temperature is not None:
+            scale = inverse_norm(made) / self.temperature
+        return Layer(made.astype(like.dtype), bias, scale)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def softmax_sums(
+    how: How,
+    scoring: Scoring,
+    kernel: Float[Array, "rows width"],
+    learned: Learned,
+    fixed: Fixed,
+    bias: Float[Array, "rows"] | None,
+    h: Float[Array, "batch width"],
+    targets: Int[Array, "batch"],
+) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
+    """The logarithm of the sum of exponentials of each row's scores over all items.
+
+    And the score of the row's target, which is 0 where the target is -1.
+    """
+
+    def part(kernel, learned, fixed, bias, h, targets):
+        learned = _with_operands(how, kernel, learned)
+        (own, bias), starts = _chunks_from(how, kernel, fixed, bias)
+
+        def chunk(state, part):
+            known, found = state
+            start, own, bias = part
+            made = _of_chunk(how, learned, *own).astype(how.dtype)
+            layer = scoring.layer(made, bias, h)
+            limit = scoring.num_items - start
+            known = sums.with_scores(scoring.method, h, layer, limit, known)
+            here = _among(targets, start)
+            more = sums.target_scores(scoring.method, h, layer, limit, here)
+            return (known, found + more), None
+
+        some: Any = jax.ShapeDtypeStruct(own[0].shape[1:], h.dtype)
+        known = sums.no_scores(scoring.method, h, Layer(some, None, None))
+        zeros = jnp.zeros(len(h), accumulator(h.dtype))
+        (known, found), _ = lax.scan(chunk, (known, zeros), (starts, own, bias))
+        return sums.of_scores(known, len(h), how.axes), _summed(how, found)
+
+    given = kernel, learned, fixed, bias, h, targets
+    return _on_each_device(how, part, given, "iwiiww", "ww")
+
+
+def _sums_forward(how: How, scoring: Scoring, *operands):
+    found = softmax_sums(how, scoring, *operands)
+    return found, (*operands, found[0])
+
+
+def _sums_backward(how: How, scoring: Scoring, residuals, slopes):
+    method = scoring.method
+
+    def part(kernel, learned, fixed, bias, h, targets, found, slopes, of_targets):
+        def use(start, made, dh, bias):
+            def of_target(h, layer):
+                return sums.target_scores(method, h, layer, limit, here)
+
+            limit, here = scoring.num_items - start, _among(targets, start)
+            layer, pull = jax.vjp(
+                lambda made, bias: scoring.layer(made.astype(how.dtype), bias, h),
+                made,
+                bias,
+            )
+            gradients, more = sums.gradients_of_part(
+                method, h, layer, limit, found, slopes
+            )
+            _, pull_target = jax.vjp(of_target, h, layer)
+            of_h, of_layer = pull_target(of_targets)
+            gradients = jax.tree.map(
+                lambda x, y: (x + y.astype(x.dtype)).astype(y.dtype),
+                gradients,
+                of_layer,
+            )
+            of_made, of_bias = pull(gradients)
+            return of_made, dh + more + of_h.astype(dh.dtype), of_bias
+
+        dh = jnp.zeros(h.shape, accumulator(h.dtype))
+        of_rows, of_learned, dh, of_bias = _pulled(
+            how, kernel, learned, fixed, use, dh, bias
+        )
+        return of_rows, of_learned, of_bias, _summed(how, dh).astype(h.dtype)
+
+    given = *residuals, *slopes
+    of_rows, of_learned, of_bias, dh = _on_each_device(
+        how, part, given, "iwiiwwwww", "iwiw"
+    )
+    return of_rows, of_learned, None, of_bias, dh, None
+
+
+softmax_sums.defvjp(_sums_forward, _sums_backward)
+
+
+def inverse_norm(vectors: Float[Array, "*batch width"]) -> Float[Array, "*batch"]:
+    """`1 / max(|v|, eps)` of each row. Below eps the gradient is 0, not NaN."""
+    wide = accumulator(vectors.dtype)
+    square = jnp.sum(jnp.square(vectors.astype(wide)), axis=-1)
+    return lax.rsqrt(jnp.maximum(square, _MIN_NORM**2))
+
+
+def _pulled(
+    how: How,
+    kernel: jax.Array,
+    learned: Learned,
+    fixed: Fixed,
+    use: Callable[..., tuple[jax.Array, Any, Any]],
+    carry: Any,
+    beside: Any,
+    before: jax.Array | None = None,
+):
+    """Gradients of what uses the vectors of all chunks, which are made again.
+
+    Args:
+      how: how vectors are made.
+      kernel: the rows of this device.
+      learned: see `Learned`.
+      fixed: see `Fixed`.
+      use: `use(start, made, carry, beside)` returns the slopes of a chunk's vectors, the new
+        carry, and what belongs to the chunk's items.
+      carry: of the first chunk.
+      beside: arrays with a row for each item, of which `use` gets the chunk's.
+      before: a gradient of the rows to which that of here is added, in place.
+
+    Returns:
+      The gradients of rows and of the parameters, the carry, and what belongs to the items.
+    """
+    operands = _with_operands(how, kernel, learned)
+    # Tags are left out of what is differentiated: sums of bfloat16 would lose too much.
+    alone = learned._replace(tag_kernel=None)
+    (own, beside), starts = _chunks_from(how, kernel, fixed, beside)
+
+    def chunk(state, part):
+        (sums, of_tags), carry, before = state
+        number, start, (rows, entries, tags, given), beside = part
+        made = _of_chunk(how, operands, rows, entries, tags, given)
+        _, pull = jax.vjp(
+            lambda learned, rows: _of_chunk(how, learned, rows, entries, None, given),
+            alone,
+            rows,
+        )
+        slopes, carry, more = use(start, made, carry, beside)
+        slopes = slopes.astype(made.dtype)
+        if tags is not None:
+            of_tags += _of_tags(how, tags, slopes, learned.tag_kernel)
+        of_learned, of_rows = pull(slopes)
+        sums = jax.tree.map(jnp.add, sums, of_learned)
+        of_rows = of_rows.astype(kernel.dtype)
+        if before is not None:
+            before, of_rows = before.at[number].add(of_rows), None
+        return ((sums, of_tags), carry, before), (of_rows, more)
+
+    zeros = jax.tree.map(jnp.zeros_like, (alone, learned.tag_kernel))
+    if before is not None:
+        before = before.reshape(own[0].shape)
+    numbers = jnp.arange(len(starts))
+    state, (of_rows, more) = lax.scan(
+        chunk, (zeros, carry, before), (numbers, starts, own, beside)
+    )
+    (of_learned, of_tags), carry, before = state
+    of_rows = of_rows if before is None else before
+    of_learned = _summed(how, of_learned._replace(tag_kernel=of_tags))
+    more = jax.tree.map(lambda x: x.reshape(-1), more)
+    return of_rows.reshape(kernel.shape), of_learned, carry, more
+
+
+def _chunks_from(how: How, kernel: jax.Array, fixed: Fixed, *more):
+    """`_chunks`, with further arrays by items, and the place among all items of each chunk."""
+    own = _chunks(kernel, fixed)
+    count, rows = own[0].shape[:2]
+    first = 0 if how.axes is None else lax.axis_index(how.axes) * len(kernel)
+    starts = first + jnp.arange(count, dtype=jnp.int32) * rows
+    if more:
+        more = jax.tree.map(lambda x: x.reshape(count, rows, *x.shape[1:]), more)
+        return (own, *more), starts
+    return own, starts
+
+
+def _places(ids: jax.Array, start: jax.Array, size: int):
+    """Where ids are in the chunk that begins at `start`, and whether they are there."""
+    here = ids - start
+    inside = (ids >= 0) & (here >= 0) & (here < size)
+    return jnp.where(inside, here, 0), inside
+
+
+def _among(ids: jax.Array, start: jax.Array) -> jax.Array:
+    """The places of ids from `start` on; -1 is no id."""
+    return jnp.where(ids < 0, -1, ids - start)
+
+
+def _summed(how: How, tree: Any) -> Any:
+    return tree if how.axes is None else lax.psum(tree, how.axes)
+
+
+def _on_each_device(how: How, part, arguments, given: str, made: str):
+    """`part(*arguments)`, on each device of a mesh with its items.
+
+    Each argument and each result has a letter: "i" is divided as items are, "w" is whole.
+    """
+    if how.axes is None:
+        return part(*arguments)
+    specs, out = (
+        tuple(P(how.axes) if letter == "i" else P() for letter in letters)
+        for letters in (given, made)
+    )
+    return call_on_each_device(
+        part, *arguments, in_specs=specs, out_specs=out if len(out) > 1 else out[0]
+    )

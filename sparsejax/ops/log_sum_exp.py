@@ -1,0 +1,154 @@
+"""The softmax's normaliser over items whose vectors come part by part, and are not stored.
+
+Two passes over the parts make it and its gradient, each with the chunks of `chunked_loss`::
+
+    first   lse_b = log sum_i exp(s_bi)                 `with_scores`, then `of_scores`
+    second  slope_bi = weight_b exp(s_bi - lse_b)       `gradients_of_part`
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float, Int
+
+from sparsejax.ops import item_chunks, softmax
+from sparsejax.ops.chunked_loss import (
+    Chunks,
+    Layer,
+    Method,
+    MosaicChunks,
+    XlaChunks,
+    layer_gradients,
+    with_mosaic,
+)
+from sparsejax.ops.implementations import xla_is_for_gpu
+from sparsejax.ops.targets import IGNORED, TargetColumns, as_targets
+
+
+def _by_mosaic(method: Method, h: jax.Array, layer: Layer) -> bool:
+    none = as_targets(jnp.full(len(h), IGNORED, jnp.int32), len(layer.kernel))
+    return with_mosaic(method, h, layer, none)
+
+
+def _chunks(method: Method, h, layer: Layer, limit, *, with_product: bool) -> Chunks:
+    labels = TargetColumns(jnp.full(len(h), -1, jnp.int32))  # the normaliser has none
+    if _by_mosaic(method, h, layer):
+        h = h.astype(jnp.bfloat16)
+        options = {"with_values": False, "with_product": with_product}
+        return MosaicChunks(h, labels, limit, **options)
+    for_gpu = xla_is_for_gpu(method.implementation)
+    return XlaChunks(h, labels, limit, for_gpu=for_gpu, precision=method.precision)
+
+
+def no_scores(
+    method: Method, h: Float[Array, "batch hidden"], layer: Layer
+) -> list[Float[Array, "parts padded"]]:
+    """The start of `with_scores`; of the layer the shapes and dtypes are read."""
+    return _chunks(method, h, layer, 0, with_product=False).no_scores()
+
+
+def with_scores(
+    method: Method,
+    h: Float[Array, "batch hidden"],
+    layer: Layer,
+    limit: jax.typing.ArrayLike,
+    known: list[Float[Array, "parts padded"]],
+) -> list[Float[Array, "parts padded"]]:
+    """`known`, with the scores of a part's items added.
+
+    Args:
+      method: how scores are computed.
+      h: hidden vectors.
+      layer: of the items of the part.
+      limit: items of the part from this one on are padding.
+      known: what the parts before have made.
+    """
+    chunks, items = (
+        _chunks(method, h, layer, limit, with_product=False),
+        len(layer.kernel),
+    )
+    size = chunks.size(items, method.chunk_scores)
+    return item_chunks.fold(
+        lambda start, size, known: chunks.normalise(start, size, layer, known),
+        known,
+        items,
+        chunks.size_to_normalise(items, size, layer),
+    )
+
+
+def of_scores(
+    known: list[Float[Array, "parts padded"]], batch: int, axes: Any
+) -> Float[Array, "batch"]:
+    """The logarithms of the sums, of the items of all devices along `axes`; None is one."""
+    largest, total = (x[:, :batch] for x in known[:2])
+    found = softmax.Normaliser.merge([largest, total, *[jnp.zeros_like(total)] * 2])
+    if axes is not None:
+        found = softmax.Normaliser.merge(lax.all_gather(tuple(found), axes))
+    return softmax.finite(found.largest) + jnp.log(found.total)
+
+
+def target_scores(
+    method: Method,
+    h: Float[Array, "batch hidden"],
+    layer: Layer,
+    limit: jax.typing.ArrayLike,
+    columns: Int[Array, "batch"],
+) -> Float[Array, "batch"]:
+    """The score of each row's column, as the products make it; 0 if it is in another part."""
+    if _by_mosaic(method, h, layer):
+        h = h.astype(jnp.bfloat16)
+    return softmax.target_scores(h, layer, TargetColumns(columns), limit)[1]
+
+
+def gradients_of_part(
+    method: Method,
+    h: Float[Array, "batch hidden"],
+    layer: Layer,
+    limit: jax.typing.ArrayLike,
+    log_sums: Float[Array, "batch"],
+    weights: Float[Array, "batch"],
+) -> tuple[Layer, Float[Array, "batch hidden"]]:
+    """The gradients of `sum_b weights_b lse_b` in a part's layer, and its share of that in `h`.
+
+    Args:
+      method: see `with_scores`.
+      h: see there.
+      layer: see there.
+      limit: see there.
+      log_sums: what `of_scores` returned, for all parts.
+      weights: of the rows. Where it is 0, a row has no part in the gradients.
+    """
+    chunks = _chunks(method, h, layer, limit, with_product=True)
+    items, dtype = len(layer.kernel), item_chunks.accumulator(h.dtype)
+    h = jnp.where((weights != 0)[:, None], chunks.h, 0)  # 0 * inf would be NaN
+    dot = functools.partial(item_chunks.dot, precision=method.precision)
+
+    def step(start, size, state):
+        gradients, dh = state
+        _, delta, product = chunks.slopes(
+            start, size, layer, _slopes, (weights, log_sums)
+        )
+        chunk = jax.tree.map(lambda x: item_chunks.slice_rows(x, start, size), layer)
+        made, more = layer_gradients(chunk, delta, delta, product, h, dot)
+
+        def write(array, rows):
+            return item_chunks.write_rows(array, rows, start)
+
+        return jax.tree.map(write, gradients, made), dh + more
+
+    zeros = jax.tree.map(lambda x: jnp.zeros(x.shape, dtype), layer)
+    size = chunks.size(items, method.chunk_scores)
+    return item_chunks.fold(
+        step, (zeros, jnp.zeros(h.shape, dtype)), items, min(size, items)
+    )
+
+
+def _slopes(scores, labels, listed, weights, log_sums):
+    """A function for `Chunks.slopes`: no values, and the slopes."""
+    del labels, listed
+    return None, weights * jnp.exp(scores - log_sums)
