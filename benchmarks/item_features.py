@@ -30,7 +30,7 @@ import statistics
 import sys
 import time
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
@@ -333,7 +333,7 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
         ends = np.arange(items + 1, dtype=np.int64) * _TAGS
         ones = np.ones(columns.size, np.float32)
         tags = scipy.sparse.csr_array((ones, columns.ravel(), ends), (items, _KINDS))
-    sizes = None
+    sizes, content = None, None
     if arguments.content != "none":
         sizes = sj.nn.ContentSizes.of(tags, vectors)
     config = sj.SASRecConfig(
@@ -346,7 +346,7 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     )
     model = sj.sequence.SASRec(config, items=items, content=sizes, rngs=nnx.Rngs(0))
     if sizes is not None:
-        content: Any = model.output.content
+        content = cast(Any, model.output.content)
         content.set_to(tags, vectors)
         content.set_entries(rng.integers(1, 50, items))
     held = sum(v[...].nbytes for _, v in nnx.to_flat_state(nnx.state(model, nnx.Param)))
@@ -359,7 +359,7 @@ def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     del tags, vectors
     results: list[dict] = []
     for form in arguments.forms or ("stored",):
-        if sizes is not None:
+        if content is not None:
             content.by_parts = form == "parts"
         result = {
             "content": arguments.content,

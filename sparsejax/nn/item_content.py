@@ -219,7 +219,7 @@ class ItemContent(nnx.Module):
         if self.given is not None:
             growth.add_rows(self.given, self.items, count, zeros=True)
         if self.tags is not None:
-            before = self._stored_tags()
+            before = self.stored_tags()
             before.resize((self.items + count, self.sizes.tags))
             entries = int(_block_entries(before).max())
             self.sizes = dataclasses.replace(self.sizes, entries=entries)
@@ -227,7 +227,8 @@ class ItemContent(nnx.Module):
                 _put(self.tags[name], value)
         self.items += count
 
-    def _stored_tags(self) -> scipy.sparse.csr_array:
+    def stored_tags(self) -> scipy.sparse.csr_array:
+        """The tags of the items, `[items, tags]`, each row divided by its norm."""
         assert self.tags is not None
         names = ("values", "indices", "indptr")
         blocks = [to_host(self.tags[name][...]) for name in names]

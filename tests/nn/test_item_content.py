@@ -358,7 +358,7 @@ def test_in_training_some_items_are_their_content_alone(monkeypatch, kind):
     where = "output" if kind == "histories" else "first"
 
     def loss(rate, training=True):
-        monkeypatch.setattr(content_vectors, "DROPPED", rate)
+        monkeypatch.setattr(item_content, "DROPPED", rate)
         (model.train if training else model.eval)()
         slopes = nnx.value_and_grad(lambda m: m.loss(*shown))(model)
         return float(slopes[0]), slopes[1][where]["kernel"][...]
@@ -379,7 +379,7 @@ def test_in_training_some_items_are_their_content_alone(monkeypatch, kind):
 
 @pytest.mark.parametrize("kind", ["tags", "vectors", "both"])
 def test_items_without_content_keep_their_rows(monkeypatch, kind):
-    monkeypatch.setattr(content_vectors, "DROPPED", 1.0)
+    monkeypatch.setattr(item_content, "DROPPED", 1.0)
     tags = some_tags(60) if kind != "vectors" else None
     vectors = np.eye(60, 5, dtype=np.float32) if kind != "tags" else None
     content = ItemContent(60, WIDTH, ContentSizes.of(tags, vectors), rngs=nnx.Rngs(0))
