@@ -147,8 +147,17 @@ class Keepable:
         without for an array on the default device that is not. Who calls the program
         meanwhile, in another thread, waits for it.
         """
-        if _folder is not None:
-            _folder.compile_ahead(self, self.signature.bind(*arguments, **named))
+        self.lower_ahead(*arguments, **named)()
+
+    def lower_ahead(self, *arguments: Any, **named: Any) -> Callable[[], object]:
+        """The first half of `compile_ahead`, and a call that is the second one.
+
+        The first half is Python, which one thread at a time runs: it goes first where it
+        is waited for. The second half is the compiler, for another thread.
+        """
+        if _folder is None:
+            return _nothing
+        return _folder.lower_ahead(self, self.signature.bind(*arguments, **named))
 
 
 class _Types(NamedTuple):
@@ -175,6 +184,9 @@ class _Folder:
     def __init__(self, path: pathlib.Path, since: float):
         self._path, self._since = path, since
         self._loaded: dict[tuple[Keepable, _Types], Callable[..., Any]] = {}
+        self._lowered: dict[
+            tuple[Keepable, _Types], tuple[pathlib.Path, jax.stages.Lowered]
+        ] = {}
         self._finding: dict[tuple[Keepable, _Types], threading.Lock] = {}
         self._writes = True
 
@@ -188,11 +200,17 @@ class _Folder:
             return program(*bound.args, **bound.kwargs)
         return program(*by_place, **by_name)
 
-    def compile_ahead(self, keepable: Keepable, bound: inspect.BoundArguments) -> None:
-        """Makes the program for some arguments ready."""
+    def lower_ahead(
+        self, keepable: Keepable, bound: inspect.BoundArguments
+    ) -> Callable[[], object]:
+        """Finds the program for some arguments, or lowers it; returns what compiles it."""
         types, _, _ = self._taken_apart(keepable, bound)
-        if types is not None:
-            self._ready(keepable, types, bound)
+        if types is None:
+            return _nothing
+        key = keepable, types
+        with self._finding.setdefault(key, threading.Lock()):
+            self._find(keepable, types, bound)
+        return functools.partial(self._ready, keepable, types, bound)
 
     def _ready(
         self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
@@ -202,9 +220,10 @@ class _Folder:
         if (program := self._loaded.get(key)) is not None:
             return program
         with self._finding.setdefault(key, threading.Lock()):
-            if (program := self._loaded.get(key)) is None:
-                program = self._loaded[key] = self._found(keepable, types, bound)
-        return program
+            self._find(keepable, types, bound)
+            if key in self._lowered:
+                self._loaded[key] = self._compiled(*self._lowered.pop(key))
+            return self._loaded[key]
 
     def _taken_apart(
         self, keepable: Keepable, bound: inspect.BoundArguments
@@ -235,20 +254,31 @@ class _Folder:
         )
         return types, by_place, by_name
 
-    def _found(
+    def _find(
         self, keepable: Keepable, types: _Types, bound: inspect.BoundArguments
-    ) -> Callable[..., Any]:
-        """The program that was kept, or one that is kept from now on."""
+    ) -> None:
+        """Loads the program that was kept, or lowers it."""
+        key = keepable, types
+        if key in self._loaded or key in self._lowered:
+            return
         name = _name(keepable, types, self._since)
         if name is None:
-            return keepable.program
+            self._loaded[key] = keepable.program
+            return
         path = self._path / f"{name}{_SUFFIX}"
         if (found := _read(path, types.tree)) is not None:
-            return found
+            self._loaded[key] = found
+            return
+        self._lowered[key] = path, keepable.program.lower(*bound.args, **bound.kwargs)
+
+    def _compiled(
+        self, path: pathlib.Path, lowered: jax.stages.Lowered
+    ) -> jax.stages.Compiled:
+        """A program that is kept from now on."""
         # JAX's own cache is not for one thread alone, so it is left on where others compile.
         on_cpu = jax.default_backend() == "cpu"
         with _without_cache() if on_cpu else contextlib.nullcontext():
-            compiled = keepable.program.lower(*bound.args, **bound.kwargs).compile()
+            compiled = lowered.compile()
         if self._writes:
             try:
                 _write(path, compiled)
@@ -259,6 +289,10 @@ class _Folder:
                     stacklevel=4,
                 )
         return compiled
+
+
+def _nothing() -> None:
+    """Does what is left to do where a program is not kept."""
 
 
 def as_shapes[Tree](tree: Tree) -> Tree:

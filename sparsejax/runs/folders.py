@@ -441,16 +441,18 @@ def restored_modules(
       directory: the folder of the run.
       run: its settings.
       known: see `load_run`.
-      ahead: compiles what the model will run. It is called in another thread, while the
-        checkpoint is read, where that is of use; with a model that has shapes in place of
-        arrays.
+      ahead: lowers what the model will run, and returns what compiles it. That is done in
+        another thread, while the checkpoint is read, where it is of use. It is called with a
+        model that has shapes in place of arrays.
     """
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
     model.eval()
     if kept_programs.may_compile_beside():
+        # Threads that run Python take its time from each other, so the program that is
+        # waited for longest is lowered first.
         if ahead is not None:
-            meanwhile(functools.partial(ahead, nnx.clone(model)))
+            meanwhile(ahead(nnx.clone(model)))
         compile_beside((model, optimizer), run)
     if checkpoints.restore((model, optimizer), best=True) is None:
         raise ValueError(

@@ -32,7 +32,7 @@ from sparsejax.runs.reading import (
 from sparsejax.runs.threads import meanwhile
 from sparsejax.sparse import CSR
 from sparsejax.verbs.evaluate import evaluate
-from sparsejax.verbs.recommend import compile_recommend, recommend
+from sparsejax.verbs.recommend import lower_recommend, recommend
 from sparsejax.verbs.vectors import user_vectors
 
 
@@ -112,9 +112,9 @@ class Interactions(Runs):
 
         reading = meanwhile(read)
 
-        def ahead(shapes: Any) -> None:
+        def ahead(shapes: Any) -> Callable[[], object]:
             data, how = reading()
-            compile_recommend(shapes, data, **how)
+            return lower_recommend(shapes, data, **how)
 
         model = run.model(ahead)
         data, how = reading()

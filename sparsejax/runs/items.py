@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+import functools
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar
 
 import numpy as np
@@ -161,10 +162,16 @@ class Items(interactions.Interactions):
                 return given, prepare(given)
 
             reading = meanwhile(read)
-            baseline = meanwhile(lambda: reading()[1].baseline)
-            model = run.model(lambda shapes: reading()[1].compile_ahead(shapes))
+            baseline = functools.cache(lambda: meanwhile(lambda: reading()[1].baseline))
+
+            def ahead(shapes: Any) -> Callable[[], object]:
+                compiling = reading()[1].lower_ahead(shapes)
+                baseline()  # begins now, as its programs are small
+                return compiling
+
+            model = run.model(ahead)
             given, prepared = reading()
-            baseline()
+            baseline()()
         else:
             data = meanwhile(lambda: _data_to_evaluate(measuring, run))
             model, given = run.model(), data()

@@ -24,8 +24,8 @@ from sparsejax.runs.options import (
     Training,
 )
 
-# Compiles what a model will run, which has shapes in place of arrays.
-Ahead = Callable[[Any], object]
+# Lowers what a model will run, which has shapes in place of arrays. Returns what compiles it.
+Ahead = Callable[[Any], Callable[[], object]]
 # Which columns of a table of interactions hold what.
 COLUMNS = (
     *("user", "item", "value", "time", "indicator"),

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import enum
-import itertools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
@@ -143,16 +142,19 @@ def recommend(
 
 @promoting()
 @using_auto_axes()
-def compile_recommend(model: Any, inputs: Any, k: int, **options: Any) -> None:
-    """Compiles the program that `recommend` runs, if programs are kept.
+def lower_recommend(
+    model: Any, inputs: Any, k: int, **options: Any
+) -> Callable[[], object]:
+    """Lowers the program that `recommend` runs; see `Keepable.lower_ahead`.
 
     Arguments are those of `recommend`, without an optimizer. The model may have shapes in
     place of arrays.
     """
     steps = _steps(model, inputs, k, **options)
     graphdef, state = nnx.split((steps.ranker, None))
-    for step in itertools.islice(steps.batches, 1):
-        recommended[False].compile_ahead(graphdef, state, *step)
+    for step in steps.batches:
+        return recommended[False].lower_ahead(graphdef, state, *step)
+    return lambda: None  # there are no rows
 
 
 class _Steps(NamedTuple):

@@ -108,6 +108,20 @@ def test_a_program_is_prepared_and_not_run(tmp_path, known, no_kept_programs):
     )
 
 
+def test_a_program_is_lowered_and_compiled_later(tmp_path, known, no_kept_programs):
+    program = Keepable(plus, static_argnames="how")
+    with kept_in(tmp_path, since=time.time()):
+        compiling = program.lower_ahead(*given())
+        assert TRACED and not files(tmp_path)
+        TRACED.clear()
+        compiling()
+        assert len(files(tmp_path)) == 1
+        compiling = Keepable(plus, static_argnames="how").lower_ahead(*given())
+        found = program(*given())
+        compiling()  # it was found, not lowered
+    assert not TRACED and same(found, jax.jit(plus)(*given()))
+
+
 @pytest.mark.parametrize("committed", [False, True])
 def test_shapes_stand_for_arrays(tmp_path, known, no_kept_programs, committed):
     program = Keepable(plus, static_argnames="how")

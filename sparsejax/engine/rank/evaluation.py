@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Literal
 
 import jax
@@ -227,17 +227,17 @@ class Evaluation:
 
     @promoting()
     @using_auto_axes()
-    def compile_ahead(self, model: Recommender) -> None:
-        """Compiles the program that `run` runs of a model, if programs are kept.
+    def lower_ahead(self, model: Recommender) -> Callable[[], object]:
+        """Lowers the program that `run` runs of a model; see `Keepable.lower_ahead`.
 
         The model may have shapes in place of arrays.
         """
         if self.tasks.candidates is not None:  # they have a program of their own
-            return
+            return lambda: None
         graphdef, state = nnx.split((model, None))
         tasks, mask = self._tasks_of(model)
         task, k = next(iter(tasks)), max(self.ks)
-        recommended[False].compile_ahead(
+        return recommended[False].lower_ahead(
             graphdef, state, task.shown, task.exclude, k, mask
         )
 
