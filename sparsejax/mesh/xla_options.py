@@ -37,6 +37,10 @@ OVERLAPPED = {
     "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
 }
 
+# The devices of a process copy rows to each other. Otherwise NCCL's programs do, which take
+# processors from the layers meanwhile.
+COPIED = {"xla_gpu_use_memcpy_local_p2p": True}
+
 # Programs traced within it are found again only within it, also those of `jax.jit`.
 _same_bits = jax.make_user_context(default_value=False)
 
@@ -61,7 +65,7 @@ def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
         return {}
     choices: list[dict[str, Any]] = [WITHOUT_TRITON, WITHOUT_TIMED_FUSIONS]
     if jax.device_count() > 1:
-        choices.append(OVERLAPPED)
+        choices += [OVERLAPPED, COPIED]
     elif loops_in_graphs:
         choices.append(LOOPS_IN_GRAPHS)
     every = {name: value for each in choices for name, value in each.items()}

@@ -39,4 +39,4 @@ def test_options_that_xla_refuses_are_left_out(monkeypatch):
 def test_several_devices_have_no_graphs_of_loops(monkeypatch):
     """What they exchange crosses while others work, with options that this XLA takes."""
     taken = options(monkeypatch, "gpu", devices=2, loops_in_graphs=True)
-    assert taken == WITHOUT | xla_options.OVERLAPPED
+    assert taken == WITHOUT | xla_options.OVERLAPPED | xla_options.COPIED
