@@ -128,15 +128,23 @@ def gather_matmul(
         )
         return y[:, :-padding]
 
-    def product(team, indices, indptr, w, missed, *data):
-        return _product(team, data, indices, indptr, w, missed, num_cols, dtype, config)
-
     # A thread stores no more than 16 bytes at once either.
     itemsize = max(w.dtype.itemsize, dtype.itemsize)
     team = team_of(w.shape[1], itemsize, config.threads, config.chunk)
-    return on_teams(
-        product, team, indices, indptr, w, missed, *([] if data is None else [data])
-    )
+    rows = [] if data is None else [data]
+    sizes = {"num_cols": num_cols, "dtype": dtype, "config": config}
+    return _traced_once(rows, indices, indptr, w, missed, team=team, **sizes)
+
+
+# Tracing a program takes longer than compiling it, and `value_and_grad` traces a loss twice.
+@functools.partial(
+    jax.jit, static_argnames=("team", "num_cols", "dtype", "config"), inline=True
+)
+def _traced_once(data, indices, indptr, w, missed, *, team, num_cols, dtype, config):
+    def product(team, indices, indptr, w, missed, *data):
+        return _product(team, data, indices, indptr, w, missed, num_cols, dtype, config)
+
+    return on_teams(product, team, indices, indptr, w, missed, *data)
 
 
 def _product(team, data, indices, indptr, w, missed, num_cols, dtype, config):
