@@ -44,6 +44,7 @@ def evict(
       now: the clock.
     """
     index, count = state.index, state.count
+    # Not `at[:, rows].set`: within a branch on several GPUs it ends XLA's compiler (0.12).
     gone = jnp.zeros_like(index.used)
     parts = len(gone)
     for first, tables in _alike(configs):
@@ -72,11 +73,13 @@ def evict(
             wanted = jnp.maximum(lacking, -(-size // _SHARE))
             wanted -= jnp.sum(expired, axis=1, dtype=jnp.int32)
             lowest = _lowest(words, can & ~expired, jnp.maximum(wanted, 0))
-        gone = gone.at[:, rows].set((expired | lowest).reshape(parts, -1))
+        mine = (expired | lowest).reshape(parts, -1)
+        gone = lax.dynamic_update_slice_in_dim(gone, mine, rows.start, 1)
         if config.evict == "lfu":
             mine = of_tables(count)
             halved = jnp.where((lacking > 0)[:, None], mine // 2, mine)
-            count = count.at[:, rows].set(halved.reshape(parts, -1))
+            halved = halved.reshape(parts, -1)
+            count = lax.dynamic_update_slice_in_dim(count, halved, rows.start, 1)
     freed = layout.per_table(gone.astype(jnp.int32))
     index = hash_index.remove(layout, index, gone)
     return counted(state._replace(index=index, count=count), EVICTED, freed)
