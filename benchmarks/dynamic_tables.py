@@ -4,13 +4,16 @@
     python benchmarks/dynamic_tables.py lookup
     python benchmarks/dynamic_tables.py new
     python benchmarks/dynamic_tables.py evict
+    python benchmarks/dynamic_tables.py step --devices 2
 
 `keys` looks for a million ids in a full table; `lookup` reads batches of 65,536 examples of 26 ids
 from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
-`evict` frees a 32nd of all parts of a table.
+`evict` frees a 32nd of all parts of a table; `step` trains on the batches of `lookup` and `new`, also
+on several devices, over which the rows are divided.
 """
 
 import argparse
+import contextlib
 import functools
 import json
 import time
@@ -25,6 +28,7 @@ import sparsejax as sj
 from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
 from sparsejax.embeddings.dynamic import eviction
 from sparsejax.embeddings.dynamic import state as states
+from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 
 BATCH, FEATURES = 65_536, 26
 
@@ -70,8 +74,21 @@ def ids_of(rng, names, size, width=None):
     return WideIds.of(names[rng.integers(0, len(names), shape)])
 
 
+@sj.jit
+def train(embeddings, optimizer, ids):
+    rows = embeddings.assign_rows(ids, optimizer)
+
+    def loss_fn(embeddings):
+        return jnp.mean(jnp.tanh(embeddings.concat(rows)))
+
+    loss, grads = optimizer.value_and_grad(loss_fn)(embeddings)
+    optimizer.update(embeddings, grads)
+    return loss
+
+
 def put(batch):
-    return jax.tree.map(jnp.asarray, batch)
+    batch = jax.tree.map(jnp.asarray, batch)
+    return put_on_mesh(batch) if mesh_is_set() else batch
 
 
 def filled(tables, features, names, chunk):
@@ -162,10 +179,10 @@ def lookup(rows, dim):
     return {"rows": rows, "dim": dim, **found}
 
 
-def new(rows, dim, steps=8):
+def new(rows, dim, steps=8, *, shares=(0.0, 0.01, 0.1), program=assign_and_read):
     rng, names, features, embeddings, optimizer = criteo(rows, dim)
     found = {}
-    for share in (0.0, 0.01, 0.1):
+    for share in shares:
         batches = []
         for _ in range(steps):
             ids = {}
@@ -175,11 +192,11 @@ def new(rows, dim, steps=8):
                 ids[name] = WideIds.of(some)
             batches.append(put(embeddings.pack(ids)))
         for _ in range(3):  # the first ones also make CUDA graphs
-            jax.block_until_ready(assign_and_read(embeddings, optimizer, batches[0]))
+            jax.block_until_ready(program(embeddings, optimizer, batches[0]))
         before = embeddings.stats()
         start, result = time.perf_counter(), None
         for batch in batches[1:]:
-            result = assign_and_read(embeddings, optimizer, batch)
+            result = program(embeddings, optimizer, batch)
         jax.block_until_ready(result)
         taken = (time.perf_counter() - start) / (steps - 1)
         after = embeddings.stats()
@@ -192,6 +209,14 @@ def new(rows, dim, steps=8):
     for each in found.values():
         each["ratio"] = each["seconds"] / first
     return {"rows": rows, "dim": dim, **found}
+
+
+def step(rows, dim, devices):
+    mesh = contextlib.nullcontext()
+    if devices > 1:
+        mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
+    with mesh:
+        return {"devices": devices, **new(rows, dim, shares=(0.0, 0.01), program=train)}
 
 
 def evict(rows):
@@ -231,7 +256,7 @@ def evict(rows):
     return {"rows": rows, "seconds": min(taken[1:])}
 
 
-PARTS = {"keys": keys, "lookup": lookup, "new": new, "evict": evict}
+PARTS = {"keys": keys, "lookup": lookup, "new": new, "evict": evict, "step": step}
 
 
 def main():
@@ -239,10 +264,13 @@ def main():
     parser.add_argument("part", choices=[*PARTS])
     parser.add_argument("--rows", type=int, help="of each table")
     parser.add_argument("--dim", type=int, default=128)
+    parser.add_argument("--devices", type=int, default=1, help="of `step`")
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     rows = args.rows or {"keys": 2**24, "evict": 50_000_000}.get(args.part, 2**20)
-    options = {"dim": args.dim} if args.part in ("lookup", "new") else {}
+    options = {"dim": args.dim} if args.part in ("lookup", "new", "step") else {}
+    if args.part == "step":
+        options["devices"] = args.devices
     result = PARTS[args.part](rows, **options)
     result = {"device": jax.devices()[0].device_kind, "part": args.part, **result}
     text = json.dumps(result, indent=2)

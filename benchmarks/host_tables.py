@@ -6,11 +6,16 @@
 `step` trains a table of so many gigabytes, of which the device has a share, on batches of 65,536
 examples of 26 ids, by their rank with a power law of 1.05. Before, rows of `--warm` batches come,
 so that the device is full and rows leave. With `--compare` also a table of so many gigabytes that
-is on the device. Batches are made and packed before. `copies` times copies between host and device.
+is on the device; with `--dynamic` both are dynamic tables. With `--touched` each page of the host's
+memory was written before, as after a long training. Batches are made and packed before. `digest`
+is of the losses. `copies` times copies between host and device, and within the host.
 """
 
 import argparse
 import concurrent.futures
+import contextlib
+import functools
+import hashlib
 import json
 import math
 import time
@@ -22,8 +27,8 @@ import numpy as np
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.embeddings import FeatureConfig, TableConfig
-from sparsejax.embeddings.host_buffers import Buffer, arrived, leaving
+from sparsejax.embeddings import DynamicTableConfig, FeatureConfig, TableConfig, WideIds
+from sparsejax.embeddings.host_buffers import Buffer, arrived, in_parts, leaving
 
 POWER = 1.05
 
@@ -41,11 +46,16 @@ class Sums(nnx.Module):
         return jnp.mean(jnp.tanh(self.embeddings.concat(ids)))
 
 
-@sj.jit
 def train(model, optimizer, ids):
+    if model.embeddings.indexes:
+        ids = model.embeddings.assign_rows(ids, optimizer)
     loss, grads = optimizer.value_and_grad(lambda model: model(ids))(model)
     optimizer.update(model, grads)
     return loss
+
+
+def compiled(args):
+    return functools.partial(sj.jit, deterministic=args.deterministic)(train)
 
 
 def ids_of(rng, rows, shape):
@@ -56,11 +66,17 @@ def ids_of(rng, rows, shape):
 
 
 def per_step(batches, step):
+    return timed(batches, step)[0]
+
+
+def timed(batches, step):
+    """Seconds of a step, and the digest of the losses."""
     start, losses = time.perf_counter(), []
     for ids in batches:
         losses.append(step(ids))
     jax.block_until_ready(losses)
-    return (time.perf_counter() - start) / len(losses)
+    seconds = (time.perf_counter() - start) / len(losses)
+    return seconds, hashlib.sha256(np.stack(losses).tobytes()).hexdigest()[:16]
 
 
 def measured(table, args, batches):
@@ -68,35 +84,55 @@ def measured(table, args, batches):
     model = Sums(table, args.features)
     optimizer = sj.Optimizer(model, sj.optimizers.get(args.rule, learning_rate=0.01))
     with concurrent.futures.ThreadPoolExecutor() as pool:
-        pack = lambda ids: model.embeddings.pack({"ids": ids})
+
+        def pack(ids):
+            if args.dynamic:  # numbers that say nothing of their order
+                ids = WideIds.of(ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+            return model.embeddings.pack({"ids": ids})
+
         packed = list(pool.map(pack, batches))
-    step = lambda ids: train(model, optimizer, ids)
+    program = compiled(args)
+    step = lambda ids: program(model, optimizer, ids)
     if not table.host:
-        timed = packed[-args.steps :]
-        per_step(timed[:3], step)
-        return {"ms": 1e3 * min(per_step(timed, step) for _ in range(2))}
+        last = packed[-args.steps :]
+        per_step(last[:3], step)
+        return {"ms": 1e3 * min(per_step(last, step) for _ in range(2))}
     (kernel,) = model.embeddings.kernels.values()
     ends = len(packed) - 2 * args.steps, len(packed) - args.steps
-    warm, first, timed = packed[: ends[0]], packed[ends[0] : ends[1]], packed[ends[1] :]
+    warm, first, last = packed[: ends[0]], packed[ends[0] : ends[1]], packed[ends[1] :]
     begin = time.perf_counter()
     for _ in model.embeddings.staged(warm, optimizer):
         pass
     jax.block_until_ready(kernel[...])
     before = 1e3 * (time.perf_counter() - begin) / max(1, len(warm))
+    if args.touched:
+        touch(kernel.get_metadata()["host"]._arrays.values())
     found = {"ms of a batch that came before": before}
     per_step(model.embeddings.staged(first, optimizer), step)  # compiles
     host = kernel.get_metadata()["host"]
     before = host.bytes_moved
-    seconds = per_step(model.embeddings.staged(timed, optimizer), step)
-    moved = (host.bytes_moved - before) / len(timed)
+    seconds, digest = timed(model.embeddings.staged(last, optimizer), step)
+    moved = (host.bytes_moved - before) / len(last)
     # The last batch again and again: all of its rows are there.
-    seen = model.embeddings.staged([timed[-1]] * 10, optimizer)
+    seen = model.embeddings.staged([last[-1]] * 10, optimizer)
     return found | {
         "ms": 1e3 * seconds,
+        "digest": digest,
         "MB a step": moved / 1e6,
         "GB/s": moved / 1e9 / seconds,
         "ms of a batch that was seen": 1e3 * per_step(seen, step),
     }
+
+
+def touch(arrays):
+    """Writes each page of some arrays, and changes nothing."""
+    for array in arrays:
+        numbers = array.reshape(-1)[:: 4096 // array.itemsize]
+
+        def write(part, numbers=numbers):
+            numbers[part] = numbers[part]
+
+        in_parts(len(numbers), write)
 
 
 def made(rows, count, args):
@@ -115,12 +151,18 @@ def step(args):
         "gigabytes": args.gigabytes,
         "share": args.share,
     }
-    table = TableConfig(rows, args.dim, host=True, device_rows=int(rows * args.share))
+    here = int(rows * args.share)
+    if args.dynamic:
+        table = DynamicTableConfig(here, args.dim, host_rows=rows)
+    else:
+        table = TableConfig(rows, args.dim, host=True, device_rows=here)
     found["host"] = measured(table, args, made(rows, args.warm + 2 * args.steps, args))
     print(found, flush=True)
     if args.compare:
         rows = int(args.compare * 1e9 / (4 * args.dim))
         table = TableConfig(rows, args.dim, placement="rows")
+        if args.dynamic:
+            table = DynamicTableConfig(rows, args.dim)
         found["device"] = {"gigabytes": args.compare}
         found["device"] |= measured(table, args, made(rows, args.steps, args))
         found["ratio"] = found["device"]["ms"] / found["host"]["ms"]
@@ -163,6 +205,7 @@ def copies(args):
         lambda: jax.block_until_ready(buffer.sent())
     )
     found["rows to host"] = size / seconds(lambda: arrived(leaving(rows)))
+    found |= moves(args.gigabytes)
     size = array.nbytes / 1e9
     if "pinned_host" in kinds:
         pinned = jax.sharding.SingleDeviceSharding(device, memory_kind="pinned_host")
@@ -180,6 +223,54 @@ def copies(args):
     return found
 
 
+def moves(gigabytes):
+    """GB a second of rows that threads gather from a table, put back, or both at once."""
+    count, dim = 98_304, 128
+    table = np.zeros((int(gigabytes * 1e9 / (4 * dim)), dim), np.float32)
+
+    def touch(part):
+        table[part] = 1
+
+    in_parts(len(table), touch)
+    rng = np.random.default_rng(0)
+    rounds = [rng.integers(0, len(table), (2, count)) for _ in range(12)]
+    come, leave = np.ones((2, count, dim), np.float32)
+
+    def gather(rows):
+        def work(part):
+            np.take(table, rows[part], axis=0, out=come[part], mode="clip")
+
+        in_parts(count, work)
+
+    def put(rows):
+        def work(part):
+            table[rows[part]] = leave[part]
+
+        in_parts(count, work)
+
+    def rate(*works):
+        """Of each round after two."""
+        with concurrent.futures.ThreadPoolExecutor(len(works)) as pool:
+
+            def once(rows):
+                list(pool.map(lambda work, some: work(some), works, rows))
+
+            for rows in rounds[:2]:
+                once(rows)
+            start = time.perf_counter()
+            for rows in rounds[2:]:
+                once(rows)
+        seconds = (time.perf_counter() - start) / (len(rounds) - 2)
+        return len(works) * come.nbytes / 1e9 / seconds
+
+    return {
+        "GB of the table in the host": gigabytes,
+        "rows gathered": rate(gather),
+        "rows put back": rate(put),
+        "both at once": rate(gather, put),
+    }
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("part", choices=("step", "copies"))
@@ -195,9 +286,19 @@ def main():
         "--compare", type=float, help="gigabytes of a table on the device"
     )
     parser.add_argument("--output", help="a JSON file")
+    parser.add_argument("--deterministic", action="store_true", help="the same bits")
+    parser.add_argument(
+        "--touched", action="store_true", help="each page of memory was written before"
+    )
+    parser.add_argument("--dynamic", action="store_true", help="dynamic tables")
+    parser.add_argument("--devices", type=int, default=1, help="of `step`")
     args = parser.parse_args()
-    found = {"device": jax.devices()[0].device_kind}
-    found |= {"step": step, "copies": copies}[args.part](args)
+    found = {"device": jax.devices()[0].device_kind, "devices": args.devices}
+    mesh = contextlib.nullcontext()
+    if args.devices > 1:
+        mesh = jax.set_mesh(sj.make_mesh(data=1, model=args.devices))
+    with mesh:
+        found |= {"step": step, "copies": copies}[args.part](args)
     print(json.dumps(found, indent=1))
     if args.output:
         with open(args.output, "w") as file:
