@@ -28,19 +28,22 @@ from sparsejax.embeddings.config import (
     Unknown,
     check_floating,
 )
-from sparsejax.embeddings.dynamic import admission, changes, files
+from sparsejax.embeddings.dynamic import admission, changes, files, vectors
 from sparsejax.embeddings.dynamic import state as dynamic
 from sparsejax.embeddings.dynamic.assignment import (
     Assign,
     Moment,
     Trained,
     assign,
+    begin,
     find,
+    numbers,
 )
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
-from sparsejax.embeddings.host_rows import Coming, HostRows, set_number
+from sparsejax.embeddings.host_rows import ROW, Coming, HostRows, set_number
+from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Distinct,
@@ -51,6 +54,7 @@ from sparsejax.embeddings.placement import (
     stack_tables,
 )
 from sparsejax.embeddings.plan import EmbeddingPlan
+from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -60,6 +64,7 @@ from sparsejax.mesh.layout import (
     to_host,
 )
 from sparsejax.ops import index_edits
+from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import Path, RowParam
@@ -317,7 +322,8 @@ class EmbeddingCollection(nnx.Module):
 
         Raises:
           ValueError: there are no dynamic tables; the batch has its rows already; the
-            optimizer does not train these tables.
+            optimizer does not train these tables; tables are in host memory, and `staged`
+            has not brought the rows, or there is a clock, which they do not have.
         """
         if not self.indexes:
             raise ValueError(
@@ -338,6 +344,27 @@ class EmbeddingCollection(nnx.Module):
             arrays = optimizer.rows_within(path, kernel)
             known = self.indexes[stack.name]
             how = Assign(stack, optimizer.rule_of(kernel), clock is None)
+            if stack.device_rows is not None:
+                if clock is not None:
+                    raise ValueError(
+                        f"{_tables_of(stack)} in host memory, whose rows come before the step: "
+                        "their clock is the number of steps, leave clock out"
+                    )
+                if batch.stage is None:
+                    raise ValueError(_not_staged(stack))
+                if stack.name not in batch.new:
+                    continue
+                trained = how.begin(
+                    Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
+                    jnp.asarray(stacks[stack.name].indices),
+                    batch.keys[stack.name],
+                    jnp.asarray(batch.new[stack.name]),
+                    Moment(self.seed[...], now, step),
+                )
+                kernel.set_value(trained.w)
+                for name, variable in arrays.items():
+                    variable.set_value(trained.arrays[name])
+                continue
             x = jax.tree.map(jnp.asarray, stacks[stack.name])
             keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
             state, trained, columns = assign(
@@ -374,6 +401,9 @@ class EmbeddingCollection(nnx.Module):
         `batches` before. Use a batch before you take the next one: later it may read NaN, as
         its rows may have left.
 
+        New ids of dynamic tables in host memory get their rows here, if there is an optimizer,
+        once the step of the batch before has begun.
+
         On a CPU losses have the same bits as those of tables that are on the devices, see
         docs/host_tables.md.
 
@@ -389,11 +419,12 @@ class EmbeddingCollection(nnx.Module):
         """
         if all(stack.device_rows is None for stack in self.stacks):
             raise ValueError(
-                "staged is for tables in host memory (TableConfig(host=True)), of which this "
+                "staged is for tables in host memory (host=True, or host_rows), of which this "
                 "collection has none; the model takes the ids themselves"
             )
 
         own = {tuple(within): self}
+        waits = any(map(_is_hosted, self.stacks))
 
         def look_up(batch: Batch) -> Any:
             found = 0
@@ -410,6 +441,8 @@ class EmbeddingCollection(nnx.Module):
                     raise ValueError(
                         "the rows of this batch are on the devices already"
                     )
+                if waits:  # new ids get rows when the steps before have begun
+                    return LookedUp(packed, {})
                 return look_up_rows(own, packed, optimizer)
 
             looked = jax.tree.map(look, batch, is_leaf=self._is_ids)
@@ -425,7 +458,19 @@ class EmbeddingCollection(nnx.Module):
             return isinstance(node, LookedUp)
 
         def bring(node: Any) -> Any:
-            return bring_rows(own, node, optimizer) if is_looked_up(node) else node
+            if not is_looked_up(node):
+                return node
+            if not waits:
+                return bring_rows(own, node, optimizer)
+            with interrupts.uninterrupted():  # no row is given that does not begin
+                batch = with_numbers(own, node.batch, optimizer)
+                try:
+                    looked = look_up_rows(own, batch, optimizer)
+                    found = bring_rows(own, looked, optimizer)
+                except NoRoomError:
+                    begin_on_host(own, batch, optimizer)
+                    raise
+                return begin_rows(own, found, optimizer)
 
         coming = map(look_up, batches)
         looked = next(coming, None)
@@ -532,10 +577,11 @@ class EmbeddingCollection(nnx.Module):
             )
         kernel = self.kernels[stack.name]
         if stack.device_rows is not None:
-            host = _host(kernel)
+            host = host_of(kernel)
             host.attach(kernel, None, None)
             ids = np.arange(expected[0], dtype=np.int32)
-            host.replace(stack.row_of(ids, pieces[0].place), np.asarray(array))
+            rows = stack.row_of(ids, pieces[0].place)
+            host.put(rows, {ROW: np.asarray(array)})
             return
         write = jit_sharded(_with_table, spec_of(stack), static=(0, 1), donate=(2,))
         inplace.overwrite(
@@ -595,12 +641,14 @@ class EmbeddingCollection(nnx.Module):
             used, keys = self._used_and_keys(stack)
             ids, rows = dynamic.rows_of(stack, pieces[0], used, keys)
             variables = self._columns(stack, optimizer, within)
-            arrays = {
+            arrays: dict[str, jax.Array | np.ndarray] = {
                 column: variable[...]
                 if column not in _BY_PARTS
                 else files.flat(variable[...])
                 for column, variable in variables.items()
             }
+            if stack.device_rows is not None:
+                arrays |= self._arrays_on_host(stack, optimizer, within)
             steps = None if optimizer is None else int(optimizer.step[...])
             files.save(path, ids, rows, arrays, steps)
             return
@@ -684,6 +732,11 @@ class EmbeddingCollection(nnx.Module):
             removed=None,
         )
         _set_state(known, _state(known)._replace(index=index))
+        if stack.device_rows is not None:
+            here = self._arrays_on_host(stack, optimizer, within)
+            values = {name.removeprefix(files.STATE): columns[name] for name in here}
+            host_of(self.kernels[stack.name]).put(rows, values)
+            variables = {name: variables[name] for name in _BY_PARTS}
         for column, variable in variables.items():
             write = functools.partial(
                 files.overwritten,
@@ -728,7 +781,7 @@ class EmbeddingCollection(nnx.Module):
         """
         if any(stack.device_rows is not None for stack in self.stacks):
             raise NotImplementedError(
-                "changes of tables in host memory (host=True) are not exported"
+                "changes of tables in host memory are not exported: save_table writes them"
             )
         return [
             Part(
@@ -791,6 +844,22 @@ class EmbeddingCollection(nnx.Module):
             found |= {files.STATE + name: array for name, array in arrays.items()}
         return found
 
+    def _arrays_on_host(
+        self, stack: Stack, optimizer: Optimizer | None, within: Sequence[Any]
+    ) -> dict[str, np.ndarray]:
+        """The arrays of rows in host memory, by their column of a file."""
+        kernel, state, rule = self.kernels[stack.name], None, None
+        if optimizer is not None:
+            state = optimizer.rows_within((*within, "kernels", stack.name), kernel)
+            rule = optimizer.rule_of(kernel)
+        host = host_of(kernel)
+        host.attach(kernel, state, rule)
+        arrays = host.arrays()
+        found = {"row": arrays[ROW]}
+        for name in state or ():
+            found[files.STATE + name] = arrays[name]
+        return found
+
     def _dynamic_table(self, name: str) -> tuple[Stack, StackedTable]:
         stack, pieces = self._table(name)
         if not stack.dynamic:
@@ -824,7 +893,7 @@ class EmbeddingCollection(nnx.Module):
         """A batch whose ids have the rows that they have now."""
         stacks = dict(batch.stacks)
         for stack in self.stacks:
-            if stack.dynamic and stack.name in stacks:
+            if _is_found_in_steps(stack) and stack.name in stacks:
                 x = jax.tree.map(jnp.asarray, stacks[stack.name])
                 keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
                 index = _index_of(self.indexes[stack.name])
@@ -837,11 +906,7 @@ class EmbeddingCollection(nnx.Module):
     def _current(self, stack: Stack, x: CSR, stage: Any) -> CSR:
         """The matrix of a stack in host memory, or NaN if its rows may have left."""
         if stage is None:
-            names = ", ".join(dict.fromkeys(table.name for table in stack.tables))
-            raise ValueError(
-                f"the tables {names} are in host memory, and a batch needs its rows on the "
-                "devices: take batches of `embeddings.staged(batches, optimizer)`"
-            )
+            raise ValueError(_not_staged(stack))
         columns = jnp.asarray(x.indices)
         columns = jnp.where(self.stage[...] == stage, columns, WRONG)
         return _with_columns(x, columns)
@@ -855,7 +920,7 @@ class EmbeddingCollection(nnx.Module):
     ) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack; see `look_up`."""
         batch = self._packed(ids)
-        if self.indexes and not batch.assigned:
+        if not batch.assigned and any(map(_is_found_in_steps, self.stacks)):
             if gradients.is_differentiating():
                 warnings.warn(
                     "a loss reads dynamic tables without assign_rows: new ids will not be "
@@ -891,6 +956,19 @@ class EmbeddingCollection(nnx.Module):
             with contextlib.suppress(errors.TraceContextError):
                 self.overflows[...] += sum(flag.astype(jnp.int32) for flag in crowded)
         return rows
+
+
+def _tables_of(stack: Stack) -> str:
+    """The tables of a stack, as a sentence begins."""
+    names = ", ".join(dict.fromkeys(table.name for table in stack.tables))
+    return f"the tables {names} are"
+
+
+def _not_staged(stack: Stack) -> str:
+    return (
+        f"{_tables_of(stack)} in host memory, and a batch needs its rows on the "
+        "devices: take batches of `embeddings.staged(batches, optimizer)`"
+    )
 
 
 def _wire(
@@ -935,6 +1013,126 @@ def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
     }
 
 
+def _is_hosted(stack: Stack) -> bool:
+    """Whether it has dynamic tables in host memory."""
+    return stack.dynamic and stack.device_rows is not None
+
+
+def _is_found_in_steps(stack: Stack) -> bool:
+    """Whether it has dynamic tables on the devices, whose rows a step finds."""
+    return stack.dynamic and stack.device_rows is None
+
+
+def _hosted(
+    collections: Mapping[Path, EmbeddingCollection], batch: FeatureBatch
+) -> Iterator[tuple[Path, EmbeddingCollection, Stack]]:
+    """The stacks of dynamic tables in host memory that a batch has ids of."""
+    for path, collection in collections.items():
+        for stack in collection.stacks:
+            if _is_hosted(stack) and stack.name in batch.stacks:
+                yield (*path, "kernels", stack.name), collection, stack
+
+
+def with_numbers(
+    collections: Mapping[Path, EmbeddingCollection],
+    batch: FeatureBatch,
+    optimizer: Optimizer | None,
+    *,
+    ahead: int = 0,
+) -> FeatureBatch:
+    """A batch whose ids of dynamic tables in host memory have the numbers of their rows.
+
+    New ones get a row. It is to begin by `begin_rows`, `begin_on_host`, or in a step by
+    `assign_rows`.
+
+    Args:
+      collections: by their paths in the model, or the ends of these.
+      batch: as `pack` made it.
+      optimizer: that trains the model on it; without it rows are only found.
+      ahead: how many steps come before that of the batch.
+    """
+    stacks, new = dict(batch.stacks), dict(batch.new)
+    for _, collection, stack in _hosted(collections, batch):
+        x, keys = stacks[stack.name], batch.keys[stack.name]
+        known = collection.indexes[stack.name]
+        if optimizer is None:
+            columns = _find(stack, _index_of(known), x, keys)
+        else:
+            how = Assign(stack, optimizer.rule_of(collection.kernels[stack.name]), True)
+            step = optimizer.step[...] + jnp.int32(ahead)
+            moment = Moment(collection.seed[...], step, step)
+
+            def program(known=known, how=how, x=x, keys=keys, moment=moment):
+                state, *found = numbers(how, _state(known), x, keys, moment)
+                arrays = _arrays_of(state)
+                return [arrays[name] for name in known], found
+
+            columns, new[stack.name] = inplace.overwrite(list(known.values()), program)
+        stacks[stack.name] = _with_columns(x, columns)
+    return dataclasses.replace(batch, stacks=stacks, new=new)
+
+
+def begin_rows(
+    collections: Mapping[Path, EmbeddingCollection],
+    batch: FeatureBatch,
+    optimizer: Optimizer | None,
+) -> FeatureBatch:
+    """A batch whose new rows, which are on the devices, have begun. Takes the same."""
+    if optimizer is None:
+        return batch
+    for path, collection, stack in _hosted(collections, batch):
+        kernel = collection.kernels[stack.name]
+        state = optimizer.rows_within(path, kernel)
+        how = Assign(stack, optimizer.rule_of(kernel), True)
+        step = optimizer.step[...]
+        moment = Moment(collection.seed[...], step, step)
+        x = batch.stacks[stack.name]
+
+        def program(
+            kernel=kernel, state=state, how=how, moment=moment, x=x, stack=stack
+        ):
+            before = {n: v.get_raw_value() for n, v in state.items()}
+            after = begin(
+                how,
+                Trained(kernel.get_raw_value(), before),
+                x.indices,
+                batch.keys[stack.name],
+                batch.new[stack.name],
+                moment,
+            )
+            return [after.w, *(after.arrays[name] for name in state)], None
+
+        inplace.overwrite([kernel, *state.values()], program)
+    return dataclasses.replace(batch, new={})
+
+
+def begin_on_host(
+    collections: Mapping[Path, EmbeddingCollection],
+    batch: FeatureBatch,
+    optimizer: Optimizer | None,
+    *,
+    ahead: int = 0,
+) -> None:
+    """Begins the new rows of a batch that did not come to the devices. See `with_numbers`."""
+    for _, collection, stack in _hosted(collections, batch):
+        if optimizer is None or stack.name not in batch.new:
+            continue
+        kernel = collection.kernels[stack.name]
+        new = np.flatnonzero(np.asarray(batch.new[stack.name]))
+        rows = np.asarray(batch.stacks[stack.name].indices)[new]
+        keys = [np.asarray(word)[new] for word in batch.keys[stack.name]]
+        rule, step = optimizer.rule_of(kernel), optimizer.step[...] + jnp.int32(ahead)
+        for start in range(0, len(rows), vectors.BLOCK):
+            some = slice(start, start + vectors.BLOCK)
+            here = TableKeys(*(np.resize(word[some], vectors.BLOCK) for word in keys))
+            w = vectors.drawn(stack, collection.seed[...], here)
+            values = {ROW: w, **first_state(rule, w, step)}
+            count = len(rows[some])
+            host_of(kernel).put(
+                rows[some], {n: to_host(array)[:count] for n, array in values.items()}
+            )
+
+
 class LookedUp(NamedTuple):
     """A batch whose rows were looked up, and which are now in use.
 
@@ -956,11 +1154,16 @@ def look_up_rows(
     hosts = _hosts(collections, optimizer)
     training = optimizer is not None
     rows = {
-        name: host.look(np.asarray(batch.stacks[name].indices), training=training)
+        name: host.look(_columns_of(batch.stacks[name]), training=training)
         for name, host in hosts.items()
         if name in batch.stacks  # else no feature reads it
     }
     return LookedUp(batch, rows)
+
+
+def _columns_of(x: CSR) -> jax.Array | np.ndarray:
+    """The columns of a matrix; those of dynamic tables are on the devices."""
+    return x.indices if isinstance(x.indices, jax.Array) else np.asarray(x.indices)
 
 
 def bring_rows(
@@ -1021,7 +1224,7 @@ def _hosts(
             if optimizer is not None:
                 state = optimizer.rows_within((*path, "kernels", stack.name), kernel)
                 rule = optimizer.rule_of(kernel)
-            host = found[stack.name] = _host(kernel)
+            host = found[stack.name] = host_of(kernel)
             host.attach(kernel, state, rule)
             if host.number is None:  # it may come from a checkpoint
                 host.number = collection.stage
@@ -1029,7 +1232,7 @@ def _hosts(
     return found
 
 
-def _host(kernel: RowParam) -> HostRows:
+def host_of(kernel: RowParam) -> HostRows:
     """The rows of a parameter that are in host memory."""
     return kernel.get_metadata()["host"]
 
@@ -1040,7 +1243,7 @@ def rows_in_order(
     """The rows of a static table, see `EmbeddingCollection.table_rows`."""
     if stack.device_rows is None:
         return table_files.table_rows(stack, pieces, kernel[...])
-    return _rows_of_host(stack, pieces[0], _host(kernel))
+    return _rows_of_host(stack, pieces[0], host_of(kernel))
 
 
 def _rows_of_host(
@@ -1051,6 +1254,15 @@ def _rows_of_host(
     for start in range(0, rows, count):
         ids = np.arange(start, min(start + count, rows), dtype=np.int32)
         yield host.read(stack.row_of(ids, table.place))
+
+
+def every_row(kernel: RowParam) -> Iterator[np.ndarray]:
+    """The rows of a stack of dynamic tables in host memory, as they lie."""
+    host = host_of(kernel)
+    rows, dim = host.stack.num_rows, host.stack.dim
+    array = host.arrays().get(ROW, np.zeros((rows, dim), host.stack.dtype))
+    count = max(1, table_files.BLOCK_NUMBERS // dim)
+    return (array[start : start + count] for start in range(0, rows, count))
 
 
 # Columns of a file that the index has.
@@ -1065,8 +1277,7 @@ def _index(stack: Stack) -> dict[str, IndexState]:
     """Which ids of a stack have rows: none."""
     by_parts = P("model")
     state = jit_sharded(dynamic.empty, by_parts, static=(0,))(stack)
-    arrays = {**state.index._asdict(), **state._asdict()}
-    del arrays["index"]
+    arrays = _arrays_of(state)
     metadata: dict[str, Any] = out_sharding(by_parts)
     return {name: IndexState(array, **metadata) for name, array in arrays.items()}
 
@@ -1081,10 +1292,18 @@ def _index_of(known: Mapping[str, nnx.Variable]) -> dynamic.Index:
     return dynamic.Index(*(known[name][...] for name in dynamic.Index._fields))
 
 
+def _arrays_of(state: dynamic.State) -> dict[str, jax.Array]:
+    found = {**state.index._asdict(), **state._asdict()}
+    del found["index"]
+    return found
+
+
 def _set_state(known: Mapping[str, nnx.Variable], state: dynamic.State) -> None:
-    for name, array in {**state.index._asdict(), **state._asdict()}.items():
-        if name != "index":
-            known[name].set_value(array)
+    for name, array in _arrays_of(state).items():
+        known[name].set_value(array)
+
+
+_find = jax.jit(find, static_argnums=0)
 
 
 def _overwrite(variable: nnx.Variable, write: Callable[[jax.Array], jax.Array]) -> None:

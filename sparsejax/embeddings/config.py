@@ -171,7 +171,8 @@ class DynamicTableConfig(TableConfig):
 
     Attributes:
       num_rows: how many ids have a row at most. It is rounded up to a multiple of 256, as
-        rows are dealt to 256 parts by a hash of the id.
+        rows are dealt to 256 parts by a hash of the id. With `host_rows` it is how many rows
+        the devices have, and becomes `device_rows`; `num_rows` is then that of all.
       dim: numbers in a row.
       init: see `TableConfig`. The row of an id depends on it, the seed, the table and the
         id alone.
@@ -181,19 +182,20 @@ class DynamicTableConfig(TableConfig):
       time_to_live: ids that were not seen for longer lose their row first. In units of the
         clock of `assign_rows`: steps, if it has none.
       admit: which new ids get a row; by default all.
+      host_rows: how many ids have a row at most, if the rows lie in the memory of the host;
+        the devices have `num_rows` of them at a time, at least as many as a batch has
+        different ids. See docs/host_tables.md.
+      host_path: with `host_rows`, see `TableConfig`.
     """
 
     _: dataclasses.KW_ONLY
     evict: Evict | None = "lru"
     time_to_live: int | None = None
     admit: Admit | None = None
+    host_rows: int | None = None
 
     def __post_init__(self) -> None:
-        if self.host or self.device_rows is not None or self.host_path is not None:
-            raise ValueError(
-                "host, device_rows and host_path are for a TableConfig: all rows of a dynamic table are "
-                "on the devices"
-            )
+        self._take_host_rows()
         super().__post_init__()
         if self.placement not in (None, "rows") or self.pieces != 2:
             raise ValueError(
@@ -209,6 +211,38 @@ class DynamicTableConfig(TableConfig):
         rows = math.ceil(self.num_rows / ROW_MULTIPLE) * ROW_MULTIPLE
         object.__setattr__(self, "num_rows", rows)
         object.__setattr__(self, "placement", "rows")
+        if self.host:
+            object.__setattr__(self, "host_rows", rows)
+
+    def _take_host_rows(self) -> None:
+        """Says in the words of `TableConfig` where the rows lie."""
+        rows, here = self.host_rows, self.num_rows
+        if rows is None:
+            if self.host or self.device_rows is not None or self.host_path is not None:
+                raise ValueError(
+                    "rows of a dynamic table are in host memory with host_rows, the number of "
+                    "all, beside that of the rows on the devices: DynamicTableConfig("
+                    f"{here}, {self.dim}, host_rows=...); host and device_rows are for a "
+                    "TableConfig"
+                )
+            return
+        if self.host and self.device_rows is not None and rows == here:
+            return  # a copy of one that was made
+        if self.host or self.device_rows is not None:
+            raise ValueError(
+                "host and device_rows are for a TableConfig: beside host_rows leave them out, "
+                "num_rows is how many rows the devices have"
+            )
+        _check_positive("num_rows", here)
+        _check_positive("host_rows", rows)
+        if rows < here:
+            raise ValueError(
+                f"host_rows={rows:,} is below the {here:,} rows that the devices have: it is "
+                "the number of all rows; leave it out, and all rows are on the devices"
+            )
+        object.__setattr__(self, "num_rows", rows)
+        object.__setattr__(self, "device_rows", here)
+        object.__setattr__(self, "host", True)
 
     @property
     def index_bytes(self) -> int:

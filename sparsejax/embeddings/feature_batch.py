@@ -66,6 +66,8 @@ class FeatureBatch:
         the columns are for. None if `EmbeddingCollection.staged` has not brought the rows.
       rows: for each stack of tables in host memory, the row of each entry of its matrix, whose
         columns then say where on the devices it is.
+      new: for each stack of dynamic tables in host memory whose new rows have not begun yet, which
+        entries' ids they are of, one for each row.
     """
 
     stacks: dict[str, CSR]
@@ -73,6 +75,7 @@ class FeatureBatch:
     assigned: bool = dataclasses.field(default=False, metadata={"static": True})
     stage: Array | None = None
     rows: dict[str, Array] = dataclasses.field(default_factory=dict)
+    new: dict[str, Array] = dataclasses.field(default_factory=dict)
 
 
 def pack(

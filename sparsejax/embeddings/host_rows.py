@@ -208,7 +208,7 @@ class HostRows:
             state[name] is self._state[name] for name in state
         )
 
-    def look(self, columns: np.ndarray, *, training: bool) -> Coming:
+    def look(self, columns: jax.Array | np.ndarray, *, training: bool) -> Coming:
         """Looks rows up, and does not wait. They are in use from now on.
 
         A thread gathers those that are missing on the devices.
@@ -219,8 +219,9 @@ class HostRows:
         """
         assert self._slots is not None
         with interrupts.uninterrupted():
-            flat = np.ascontiguousarray(columns, np.int32).reshape(-1)
-            looked = self._slots.look(flat, training=training)
+            if isinstance(columns, np.ndarray):
+                columns = np.ascontiguousarray(columns, np.int32)
+            looked = self._slots.look(columns.reshape(-1), training=training)
             mesh = jax.sharding.get_mesh() if mesh_is_set() else None
             gather = functools.partial(
                 self._gathered, self._slots, looked, self._arrays, self._leaving, mesh
@@ -245,18 +246,18 @@ class HostRows:
             looked = coming.looked
             if looked.number != self._slots.number:  # others came in between
                 concurrent.futures.wait([coming.gathered])
-                columns = np.asarray(looked.columns)
-                coming = self.look(columns, training=looked.training)
+                coming = self.look(looked.columns, training=looked.training)
                 looked = coming.looked
             try:
                 gathered = coming.gathered.result()
             except NoRoomError as error:
                 rows, slots = error.args
                 tables = dict.fromkeys(t.name for t in self.stack.tables)
+                what = "num_rows" if self.stack.dynamic else "device_rows"
                 raise NoRoomError(
                     f"a batch has ids of {rows:,} rows of the tables "
                     f"{', '.join(tables)}, but a device has room for {slots:,}: make "
-                    "device_rows larger, or batches smaller"
+                    f"{what} larger, or batches smaller"
                 ) from None
             if gathered is None:
                 return self._slots.find(looked.columns), looked.columns, False
@@ -323,12 +324,19 @@ class HostRows:
             found[some] = np.asarray(made)[: len(some)]
         return found
 
-    def replace(self, rows: np.ndarray, values: np.ndarray) -> None:
-        """Gives rows other numbers; their state stays."""
+    def put(self, rows: np.ndarray, values: Mapping[str, np.ndarray]) -> None:
+        """Gives rows other numbers, and state as far as `values` has it."""
         self.write_back()
-        self._arrays[ROW][rows] = values
-        self._changed(rows, _NUMBERS)
+        for name, array in values.items():
+            self._arrays[name][rows] = array
+        whole = values.keys() == self._arrays.keys()
+        self._changed(rows, _NUMBERS | (_STATE if whole else 0))
         self.forget_slots()
+
+    def arrays(self) -> Arrays:
+        """All rows as they are now, by name: do not change them. Zeros where there is no row."""
+        self.write_back()
+        return self._arrays
 
     def settle(
         self,
@@ -342,6 +350,8 @@ class HostRows:
             return
         if self._slots is not None:
             self._slots.expire()
+        # Rows of dynamic tables that no id had have nothing to be moved.
+        everywhere &= not self.stack.dynamic
         for rows in self._seen(everywhere=everywhere):
             padded = np.resize(rows, _BLOCK)  # one shape, one program
             given = _with_new(
@@ -576,8 +586,10 @@ def _completed(
     values: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
     """Rows of which the host may not know the numbers, or the state."""
-    has_numbers = (known & _NUMBERS > 0)[:, None]
-    w = jnp.where(has_numbers, values[ROW], _first_rows(stack, key, rows))
+    w = values[ROW]
+    if not stack.dynamic:  # else a row is not read before it has begun
+        has_numbers = (known & _NUMBERS > 0)[:, None]
+        w = jnp.where(has_numbers, w, _first_rows(stack, key, rows))
     found = {ROW: w}
     if rule is None:
         return found

@@ -28,6 +28,8 @@ _LEAST_MOVED = 256
 _RECENT = 8
 # Each look has a number of its own, so none is taken for that of other slots.
 _numbers = itertools.count(1)
+# Bytes of the index on the devices, of each row and of each slot.
+ROW_BYTES, SLOT_BYTES = 4, 9
 # How the index is divided, and a number for each device.
 _MINE = P("model")
 
@@ -122,7 +124,7 @@ class Slots:
         """Says that rows have changed in the host, which may have been sent already."""
         self.number = next(_numbers)
 
-    def look(self, columns: np.ndarray, *, training: bool) -> Looked:
+    def look(self, columns: jax.Array | np.ndarray, *, training: bool) -> Looked:
         """Looks rows up, which are in use from now on. Does not wait for the devices.
 
         Args:
@@ -134,8 +136,10 @@ class Slots:
         self.index, missing = _look(self.index, placed, training=training)
         return Looked(placed, self.number, training, missing, leaving(missing))
 
-    def _placed(self, columns: np.ndarray) -> jax.Array:
+    def _placed(self, columns: jax.Array | np.ndarray) -> jax.Array:
         """The columns, whole, on each device."""
+        if isinstance(columns, jax.Array):
+            return columns
         if mesh_is_set():
             lies = NamedSharding(jax.sharding.get_mesh(), P())
             return jax.device_put(columns, lies)

@@ -92,7 +92,7 @@ def look_up(
     if keys is not None:
         # Whatever factor a bag has, it is that of all its ids.
         make = functools.partial(_without_guests, stack, blank)
-        x, guests = call_with_auto_axes(make, x, keys, out_specs=P())
+        x, guests, order = call_with_auto_axes(make, x, keys, order, out_specs=P())
     rows = _rows(stack, kernel, x, wire, blank, is_made=keys is not None)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
@@ -139,9 +139,10 @@ def _made(stack: Stack, blank: int, x: CSR) -> CSR:
 
 
 def _without_guests(
-    stack: Stack, blank: int, x: CSR, keys: TableKeys
-) -> tuple[CSR, vectors.Guests]:
-    return vectors.apart(_made(stack, blank, x), keys)
+    stack: Stack, blank: int, x: CSR, keys: TableKeys, order: jax.Array | None
+) -> tuple[CSR, vectors.Guests, jax.Array | None]:
+    order = None if order is None else jnp.asarray(order)
+    return vectors.apart(_made(stack, blank, x), keys, order)
 
 
 def _rows(

@@ -27,6 +27,8 @@ class DynamicTables:
     evict: Evict | None = "lru"
     time_to_live: int | None = None
     admit: Admit | None = None
+    host_rows: int | None = None
+    host_path: str | None = None
 
     def __post_init__(self) -> None:
         self.table(1)
@@ -40,6 +42,8 @@ class DynamicTables:
             evict=self.evict,
             time_to_live=self.time_to_live,
             admit=self.admit,
+            host_rows=self.host_rows,
+            host_path=self.host_path,
         )
 
 

@@ -326,6 +326,8 @@ def stack_tables(
         divided = kind != "replicated"
         dynamic = isinstance(table, DynamicTableConfig)
         where = "dynamic" if dynamic else "host" if table.host else None
+        if dynamic and table.host:
+            where = "dynamic_host"
         kept = where, table.host_path
         key = (table.dim // len(pieces), table.dtype, divided, table.rule, kept)
         whole = (ALL_HANDS,) if kind == "rows" else pieces
@@ -367,7 +369,7 @@ def stack_tables(
         members = tuple(itertools.chain.from_iterable(stacked.values()))
         kind = (name, dim, dtype, divided, rule, num_rows)
         device_rows = None
-        if where == "host":
+        if where in ("host", "dynamic_host"):
             wanted = sum(table.config.device_rows or 0 for table in members)
             device_rows = min(padded_rows(wanted), num_rows)
         stacks.append(Stack(*kind, members, tuple(reading), device_rows))

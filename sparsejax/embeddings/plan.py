@@ -28,6 +28,7 @@ class PlannedTable:
       memory: bytes of its rows and their state, once; of a dynamic table with its index.
       entries: ids of a batch.
       sent: its part of the bytes that each device sends in a step.
+      host: bytes of `memory` that are in the memory of the host.
     """
 
     name: str
@@ -38,6 +39,7 @@ class PlannedTable:
     memory: int
     entries: float
     sent: int
+    host: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -191,9 +193,13 @@ class EmbeddingPlan:
 
     def __str__(self) -> str:
         tables = [["table", "rows", "dim", "placement", "memory", "ids", "sent", "why"]]
+        hosted = any(t.host for t in self.tables)
+        if hosted:
+            tables[0].insert(5, "in the host")
         for t in self.tables:
             memory, sent = readable_bytes(t.memory), readable_bytes(t.sent)
             row = [t.name, f"{t.num_rows:,}", str(t.dim), _kind(t.placement), memory]
+            row += [readable_bytes(t.host)] if hosted else []
             tables.append([*row, f"{t.entries:,.0f}", sent, t.why])
         devices = [["device", "tables", "state", "temporary", "memory", "ids", "sent"]]
         numbered = itertools.groupby(range(self.model), self.devices.__getitem__)

@@ -11,6 +11,7 @@ from jax.typing import ArrayLike
 
 from sparsejax.embeddings import search
 from sparsejax.embeddings.config import FeatureConfig, TableConfig
+from sparsejax.embeddings.host_slots import ROW_BYTES, SLOT_BYTES
 from sparsejax.embeddings.placement import Stack, stack_tables
 from sparsejax.embeddings.plan import EmbeddingPlan, PlannedDevice, PlannedTable
 from sparsejax.embeddings.search import Placed, Problem, sent_for
@@ -213,9 +214,11 @@ def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
     entries, work = np.zeros(problem.model), np.zeros(problem.model)
     of_table = dict.fromkeys(problem.tables, 0.0)
     for stack in stacks:
-        own = stack.num_rows // (problem.model if stack.divided else 1)
+        own = stack.kernel_rows // (problem.model if stack.divided else 1)
         row = stack.dim * stack.dtype.itemsize
         rows += own * row
+        if stack.device_rows is not None:  # which rows are there
+            rows += own * SLOT_BYTES + stack.num_rows // problem.model * ROW_BYTES
         for table in stack.tables:
             parts = problem.model if stack.divided else 1
             rows += table.config.num_rows * table.config.index_bytes // parts
@@ -272,7 +275,7 @@ def _temporary(problem: Problem, stack: Stack, ids: float, sent: exchange.Sent) 
     if not stack.divided and devices > 1 and not sent.ids:  # added up as a whole
         return 2 * stack.num_rows * row + bags // devices * row
     entries = math.ceil(ids * problem.batch)
-    own = stack.num_rows // (problem.model if stack.divided else 1)
+    own = stack.kernel_rows // (problem.model if stack.divided else 1)
     of_bags = bags // problem.data + bags  # of the devices along "model", and of all
     return (of_bags + min(entries, own)) * row + _ENTRY * entries
 
@@ -281,6 +284,7 @@ def _table(problem: Problem, name: str, placed: Placed, sent: float) -> PlannedT
     table = problem.tables[name]
     dim = table.dim // max(1, len(placed.parts))
     row = dim * np.dtype(table.dtype).itemsize + problem.state(table.rule, dim)
+    host = table.num_rows * row if table.host else 0
     row += table.index_bytes
     return PlannedTable(
         name=name,
@@ -291,6 +295,7 @@ def _table(problem: Problem, name: str, placed: Placed, sent: float) -> PlannedT
         memory=table.num_rows * row * max(1, len(placed.parts)),
         entries=problem.ids(name) * problem.batch,
         sent=round(sent),
+        host=host,
     )
 
 

@@ -7,13 +7,16 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.embeddings.collection import (
     EmbeddingCollection,
+    begin_on_host,
     bring_rows,
     collections_of,
     look_up_rows,
+    with_numbers,
 )
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.optimizers.gradients import Path
@@ -43,11 +46,6 @@ class Staged:
         stacks = [stack for node in found.values() for stack in node.stacks]
         if all(stack.device_rows is None for stack in stacks):
             return None
-        if any(stack.dynamic for stack in stacks):
-            raise NotImplementedError(
-                "this model has tables in host memory and dynamic ones: such models are "
-                "trained and read in loops of your own, by `embeddings.staged`"
-            )
         names = [stack.name for stack in stacks]
         if len(set(names)) < len(names):
             raise NotImplementedError(
@@ -66,22 +64,35 @@ class Staged:
         return FeatureBatch(stacks, keys)
 
     def brought(self, ids: Mapping[str, Ids]) -> FeatureBatch:
-        """A batch whose rows are on the devices now."""
-        return self._brought(self.packed(ids))
+        """A batch, which is only read, whose rows are on the devices now."""
+        packed = self.packed(ids)
+        return self._brought(with_numbers(self.collections, packed, None))
 
     def _brought(self, batch: FeatureBatch) -> FeatureBatch:
         looked = look_up_rows(self.collections, batch, self.optimizer)
         return bring_rows(self.collections, looked, self.optimizer)
 
+    def numbered(self, batches: Sequence[FeatureBatch]) -> list[FeatureBatch]:
+        """Batches of the next steps, which were packed, whose new ids have rows."""
+        return [
+            with_numbers(self.collections, batch, self.optimizer, ahead=step)
+            for step, batch in enumerate(batches)
+        ]
+
+    def begin_on_host(self, batches: Sequence[FeatureBatch]) -> None:
+        """Begins the new rows of batches of the next steps, which will not come."""
+        for step, batch in enumerate(batches):
+            begin_on_host(self.collections, batch, self.optimizer, ahead=step)
+
     def steps(self, batches: Sequence[FeatureBatch], room: int) -> FeatureBatch:
-        """Batches, which were packed, as one with an axis of `room` steps before the others.
+        """Batches with numbers as one, with an axis of `room` steps before the others.
 
         Steps behind the last one repeat it.
 
         Raises:
           NoRoomError: their rows do not fit together.
         """
-        whole = jax.tree.map(lambda *leaves: np.stack(leaves), *batches)
+        whole = jax.tree.map(_stacked, *batches)
         found = self._brought(whole)
         count = len(batches)
         number = np.minimum(np.arange(room), count - 1)
@@ -89,3 +100,9 @@ class Staged:
         return jax.tree.map(
             lambda leaf: leaf[number], dataclasses.replace(found, stage=stage)
         )
+
+
+def _stacked(*leaves: Any) -> Any:
+    """Arrays as one; those of the devices stay there."""
+    xp = jnp if isinstance(leaves[0], jax.Array) else np
+    return xp.stack(leaves)

@@ -254,7 +254,11 @@ def _settings_of(network: Any) -> dict[str, Any]:
             if name in settings and settings[name] in (None, "float32", "uniform"):
                 del settings[name]
         if "dynamic" in settings:
-            settings["dynamic"] = codec.document(settings["dynamic"])
+            dynamic = codec.document(settings["dynamic"])
+            del dynamic["host_path"]  # where files lie changes no bit
+            if dynamic["host_rows"] is None:  # as in runs of earlier releases
+                del dynamic["host_rows"]
+            settings["dynamic"] = dynamic
         return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}
     settings |= {"precision": network.precision or "default"}

@@ -1,6 +1,7 @@
 """Tables in host memory against the same tables on the devices, to the bit."""
 
 import contextlib
+import dataclasses
 import errno
 import mmap
 import os
@@ -9,13 +10,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pyarrow.parquet as pq
 import pytest
 from flax import nnx
 
 import sparsejax as sj
 from sparsejax.embeddings import (
+    Admit,
+    DynamicTableConfig,
     FeatureConfig,
     TableConfig,
+    WideIds,
     host_rows,
     host_slots,
     lookup,
@@ -377,8 +382,6 @@ def test_configurations():
             TableConfig(1000, 8, **options)
     with pytest.raises(NotImplementedError, match="cannot be bfloat16"):
         TableConfig(1000, 8, host=True, dtype=jnp.bfloat16)
-    with pytest.raises(ValueError, match="all rows of a dynamic table are on the dev"):
-        sj.embeddings.DynamicTableConfig(1000, 8, host=True)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
@@ -457,3 +460,175 @@ def take(table, asked, looked):
         )
     )
     table.index = program(table.index, looked.missing)
+
+
+# --- dynamic tables ---
+
+KEYS = np.random.default_rng(7).integers(0, 2**64, 4000, np.uint64)
+KEYS[:2] = 0, 2**64 - 1
+
+
+def dynamic_tables(*, hosted, **options):
+    def table(rows, **more):
+        if hosted:
+            return DynamicTableConfig(rows // 8, 3, host_rows=rows, **options, **more)
+        return DynamicTableConfig(rows, 3, **more)
+
+    return {
+        "user": table(1024, evict="lru"),
+        "item": table(768, evict="lfu", time_to_live=9, admit=Admit(count=2)),
+        "hour": TableConfig(24, 3),
+        "place": DynamicTableConfig(1024, 2),  # always on the devices
+    }
+
+
+class Keyed(nnx.Module):
+    def __init__(self, *, hosted, **options):
+        features = {
+            name: FeatureConfig(name, combiner="mean")
+            for name in ("user", "item", "hour", "place")
+        }
+        self.embeddings = sj.embeddings.EmbeddingCollection(
+            dynamic_tables(hosted=hosted, **options), features, rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, ids):
+        return jnp.tanh(self.embeddings.concat(ids))
+
+
+@sj.jit
+def train_keyed(model, optimizer, ids, target):
+    return train(model, optimizer, model.embeddings.assign_rows(ids, optimizer), target)
+
+
+def keyed(steps, seed=0):
+    """Users that come and go, and items that come back."""
+    rng = np.random.default_rng(seed)
+    for step in range(steps):
+        number = {
+            "user": 90 * step + rng.integers(0, 110, (BATCH, 2)),
+            "item": 30 * step + rng.integers(0, 40, (BATCH, 3)),
+            "place": rng.integers(-1, 50, BATCH),
+        }
+        ids: dict[str, Any] = {
+            name: WideIds.of(KEYS[some], mask=rng.random(some.shape) < 0.9)
+            for name, some in number.items()
+        }
+        ids["hour"] = rng.integers(0, 24, BATCH).astype(np.int32)
+        yield ids, rng.normal(size=(BATCH, 1)).astype(np.float32)
+
+
+def trained_keyed(model, optimizer, steps, seed=0):
+    batches = keyed(steps, seed)
+    if any(stack.device_rows for stack in model.embeddings.stacks):
+        batches = model.embeddings.staged(batches, optimizer)
+    else:
+        batches = ((model.embeddings.pack(ids), target) for ids, target in batches)
+    return [float(train_keyed(model, optimizer, *batch)) for batch in batches]
+
+
+def check_keyed(models, optimizers, folder):
+    """Both have the same ids and rows, and give the same answers."""
+    here, there = models
+    assert there.embeddings.stats() == here.embeddings.stats()
+    unseen = [(ids,) for ids, _ in keyed(3, seed=1)]
+    for (ids,), (rows,) in zip(unseen, there.embeddings.staged(unseen), strict=True):
+        np.testing.assert_array_equal(
+            answer(there, optimizers[1], rows),
+            answer(here, optimizers[0], here.embeddings.pack(ids)),
+        )
+    for name in "user", "item", "place":
+        files = []
+        for i, model in enumerate(models):
+            optimizers[i].flush(model)
+            path = folder / f"{name}{i}.parquet"
+            model.embeddings.save_table(name, path, optimizer=optimizers[i])
+            files.append(pq.read_table(path))
+        assert files[0].num_rows > 40
+        assert files[1].equals(files[0])
+
+
+@pytest.mark.parametrize("rule", ["adam", "rowwise_adagrad"])
+def test_bits_are_those_of_dynamic_tables_on_the_device(rule, tmp_path):
+    """An eighth of the rows is there; ids are new, evicted, let in late and come back."""
+    options = {"host_path": tmp_path} if rule == "adam" else {}
+    models = Keyed(hosted=False), Keyed(hosted=True, **options)
+    optimizers = [sj.Optimizer(model, RULES[rule]) for model in models]
+    pair = list(zip(models, optimizers, strict=True))
+    losses = [trained_keyed(*each, 25) for each in pair]
+    assert losses[1] == losses[0]
+    stats = models[1].embeddings.stats()
+    assert min(stats[name].evicted for name in ("user", "item")) > 5
+    check_keyed(models, optimizers, tmp_path)
+    # Tables of files, into the model that is trained and into a new one.
+    for i, (model, optimizer) in enumerate(pair):
+        model.embeddings.load_table("user", tmp_path / "user0.parquet", optimizer)
+        losses[i] = trained_keyed(model, optimizer, 5, seed=2)
+    assert losses[1] == losses[0]
+
+
+def test_bits_are_those_of_divided_dynamic_tables():
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        models = Keyed(hosted=False), Keyed(hosted=True)
+        optimizers = [sj.Optimizer(model, RULES["adam"]) for model in models]
+        losses = [trained_keyed(*p, 12) for p in zip(models, optimizers, strict=True)]
+    assert losses[1] == losses[0]
+    assert models[1].embeddings.stats() == models[0].embeddings.stats()
+
+
+def test_new_rows_begin_although_a_batch_does_not_fit():
+    """Its ids have rows from then on, and these are theirs."""
+    ids, _ = next(keyed(1))
+    many: dict[str, Any] = {n: np.full((300, 2), -1, np.int32) for n in ids} | {
+        "hour": np.full(300, -1, np.int32)
+    }
+    many["user"] = WideIds.of(KEYS[:600].reshape(300, 2))
+    few: dict[str, Any] = {n: x[:8] for n, x in many.items() if n != "user"} | {
+        "user": WideIds.of(KEYS[:16].reshape(8, 2))
+    }
+    here, there = Keyed(hosted=False), Keyed(hosted=True)
+    optimizer = sj.Optimizer(there, RULES["adam"])
+    with pytest.raises(
+        ValueError,
+        match="of the tables user, item, but a device has r.*make num_rows larger",
+    ):
+        next(there.embeddings.staged([many], optimizer))
+    assert there.embeddings.stats()["user"].rows > 500
+    (rows,) = there.embeddings.staged([few])
+    np.testing.assert_array_equal(there(rows), here(few))
+
+
+def test_errors_of_dynamic_tables():
+    model = Keyed(hosted=True)
+    optimizer = sj.Optimizer(model, RULES["sgd"])
+    batch = next(keyed(1))
+    packed = model.embeddings.pack(batch[0])
+    with pytest.raises(
+        ValueError, match="user, item are in host memory, and a batch nee"
+    ):
+        train_keyed(model, optimizer, packed, batch[1])
+    with pytest.raises(
+        ValueError, match="user, item are in host memory, and a batch nee"
+    ):
+        model(packed)
+    (rows,) = model.embeddings.staged([packed], optimizer)
+    with pytest.raises(ValueError, match="number of steps, leave clock out"):
+        model.embeddings.assign_rows(rows, optimizer, clock=3)
+    with pytest.raises(NotImplementedError, match="save_table writes them"):
+        model.embeddings.export_changes("changes", optimizer)
+
+
+def test_configurations_of_dynamic_tables():
+    config = DynamicTableConfig(1000, 8, host_rows=5000, host_path="folder")
+    assert (config.num_rows, config.device_rows, config.host) == (5120, 1000, True)
+    assert dataclasses.replace(config, dim=4).host_rows == 5120
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"host_rows": 999}, "host_rows=999 is below the 1,000 rows that the devices"),
+        ({"host_rows": 0}, "host_rows must be at least 1"),
+        ({"host": True}, r"DynamicTableConfig\(1000, 8, host_rows=...\)"),
+        ({"host_path": "folder"}, r"DynamicTableConfig\(1000, 8, host_rows=...\)"),
+        ({"host_rows": 5000, "device_rows": 9}, "beside host_rows leave them out"),
+    ]
+    for options, message in wrong:
+        with pytest.raises(ValueError, match=message):
+            DynamicTableConfig(1000, 8, **options)

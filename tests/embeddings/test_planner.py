@@ -252,3 +252,23 @@ def test_a_plan_of_other_tables():
 def test_bad_input(options, message):
     with pytest.raises(ValueError, match=message):
         plan_of(**options)
+
+
+def test_rows_in_host_memory_are_not_on_the_devices():
+    def planned(table):
+        rule = sj.optimizers.sgd(0.1)
+        return sj.embeddings.plan_embeddings(
+            {"user": table}, {"user": "user"}, batch_size=64, model=1, rule=rule
+        )
+
+    dynamic = sj.embeddings.DynamicTableConfig
+    here = planned(dynamic(1024, 8))
+    there = planned(dynamic(256, 8, host_rows=1024))
+    index = 31 * 1024
+    assert here.devices[0].tables == 32 * 1024 + index
+    # Some of the rows, and which these are.
+    assert there.devices[0].tables == (32 + 9) * 256 + 4 * 1024 + index
+    assert [plan.tables[0].host for plan in (here, there)] == [0, 32 * 1024]
+    assert here.tables[0].memory == there.tables[0].memory
+    assert "in the host" in str(there) and "in the host" not in str(here)
+    assert sj.embeddings.EmbeddingPlan.from_json(there.to_json()) == there

@@ -1,6 +1,7 @@
 """Click models with dynamic tables: data with ids of 64 bits, `fit`, runs and the command."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -154,6 +155,53 @@ def test_a_killed_fit_goes_on_to_the_bit(clicks, tmp_path):
     with pytest.raises(KilledError):
         fit("killed", after_epoch=kill, checkpoint_seconds=0.0)
     assert_same(fit("killed", resume=True), expected)
+
+
+@pytest.fixture(scope="module")
+def many() -> sj.ClickDataset:
+    """Clicks of more users than the devices have rows."""
+    made = columns(640)
+    users = np.arange(640) * 3 + np.random.default_rng(1).integers(0, 90, 640)
+    made["user"] = users.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    return sj.read_clicks(pa.table(made), SCHEMA)
+
+
+def test_rows_in_host_memory_have_the_bits_of_the_device(many, tmp_path):
+    """Also after a kill, in answers, and in a predictor."""
+    here, there = (
+        WideDeepConfig(
+            dim=4,
+            hidden=(8,),
+            dynamic=DynamicTables(num_rows=rows, evict="lru", host_rows=host_rows),
+        )
+        for rows, host_rows in ((1024, None), (128, 1024))
+    )
+    batches: dict[str, Any] = {"batch_size": 64, "num_epochs": 2}
+
+    def fit(config, folder=None, **options):
+        model, optimizer = new(many, config)
+        folder = None if folder is None else tmp_path / folder
+        options |= {"checkpoint_dir": folder, "checkpoint_seconds": 0.0}
+        history = sj.fit(model, optimizer, many, **batches, **options)
+        return model, optimizer, [epoch["loss"] for epoch in history]
+
+    def kill(epoch):
+        raise KeyError(epoch)
+
+    on_device, _, losses = fit(here)
+    with pytest.raises(KeyError):
+        fit(there, "killed", after_epoch=kill)
+    hosted, _, found = fit(there, "killed", resume=True)
+    assert found == losses
+    stats = [model.embeddings.stats() for model in (hosted, on_device)]
+    assert stats[0] == stats[1]
+    assert stats[0]["user"].evicted > 0
+    models = hosted, on_device
+    answers = [sj.predict(model, many, batch_size=64) for model in models]
+    np.testing.assert_array_equal(answers[0], answers[1])
+    sj.export_predictor(hosted, tmp_path / "clicks.predictor", names=many)
+    predictor = sj.load_predictor(tmp_path / "clicks.predictor")
+    np.testing.assert_allclose(predictor.predict(many), answers[0], rtol=1e-5)
 
 
 def test_a_fit_goes_on_on_another_mesh(clicks, tmp_path):

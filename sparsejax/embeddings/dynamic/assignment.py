@@ -132,6 +132,92 @@ class Assign:
         first_part: int | jax.Array,
     ) -> tuple[State, Trained, Int[Array, "ids"]]:
         """The same for some parts; rows are numbered from their first one on."""
+        state, found, new = self._given(state, keys, wanted, moment, first_part)
+        return state, self._begun(trained, new, moment), found
+
+    def numbers(
+        self, state: State, x: CSR, keys: TableKeys, moment: Moment
+    ) -> tuple[State, Int[Array, "ids"], Bool[Array, "ids"]]:
+        """Gives ids rows that are in host memory, and have to come before they `begin`.
+
+        Returns:
+          The state, the column of each id, and which ids got their row now, each once.
+        """
+        wanted = _wanted(x)
+        if x.nse == 0:
+            return state, jnp.asarray(x.indices), wanted
+        if not mesh_is_set():
+            state, rows, new = self._given(state, keys, wanted, moment, 0)
+            return state, _columns(x, rows), new
+
+        def part(state, keys, wanted, moment):
+            first = lax.axis_index("model") * len(state.last)
+            state, rows, new = self._given(state, keys, wanted, moment, first)
+            new = lax.pmax(new.astype(jnp.int32), "model") > 0
+            return state, _over_devices(self.stack, rows, first), new
+
+        by_parts = P("model")
+        state, rows, new = call_on_each_device(
+            part,
+            state,
+            keys,
+            wanted,
+            moment,
+            in_specs=(by_parts, P(), P(), P()),
+            out_specs=(by_parts, P(), P()),
+        )
+        return state, _columns(x, rows), new
+
+    def begin(
+        self,
+        trained: Trained,
+        slots: Int[Array, "ids"],
+        keys: TableKeys,
+        new: Bool[Array, "ids"],
+        moment: Moment,
+    ) -> Trained:
+        """Gives rows that have come from host memory their first vector and state.
+
+        Args:
+          trained: what the devices have.
+          slots: where the row of each id is there.
+          keys: of the ids.
+          new: of which ids the rows begin; of one for each row.
+          moment: of the step.
+        """
+
+        def part(trained, slots, keys, new, moment):
+            size, ids = len(trained.w), len(slots)
+            if mesh_is_set():
+                slots = slots - lax.axis_index("model") * size
+            mine = new & (slots >= 0) & (slots < size)
+            at = jnp.where(mine, jnp.cumsum(mine, dtype=jnp.int32) - 1, ids)
+            count = jnp.sum(mine, dtype=jnp.int32)
+            rows, *words = (_put(ids, at, each) for each in (slots, *keys))
+            return self._begun(trained, _New(rows, TableKeys(*words), count), moment)
+
+        if not mesh_is_set():
+            return part(trained, slots, keys, new, moment)
+        return call_on_each_device(
+            part,
+            trained,
+            slots,
+            keys,
+            new,
+            moment,
+            in_specs=(P("model"), P(), P(), P(), P()),
+            out_specs=P("model"),
+        )
+
+    def _given(
+        self,
+        state: State,
+        keys: TableKeys,
+        wanted: Bool[Array, "ids"],
+        moment: Moment,
+        first_part: int | jax.Array,
+    ) -> tuple[State, Int[Array, "ids"], Any]:
+        """The row of each id of some parts; and the new ones, see `_insert`."""
         layout, parts = layout_of(self.stack), len(state.last)
         found = hash_index.find(layout, state.index, keys, wanted, first_part)
         part = hash_index.part_of(keys) - first_part
@@ -149,8 +235,9 @@ class Assign:
             programs = [functools.partial(insert, few, first_part) for few in sizes]
             limits = 0, *sizes[:-1]
             tier = sum((count > few).astype(jnp.int32) for few in limits)
-            state, found, new = lax.switch(tier, [_nothing_new, *programs], *operands)
-        return state, self._begun(trained, new, moment), found
+            none = self._nothing_new
+            state, found, new = lax.switch(tier, [none, *programs], *operands)
+        return state, found, new
 
     def _insert(
         self,
@@ -161,8 +248,13 @@ class Assign:
         missing: Bool[Array, "ids"],
         found: Int[Array, "ids"],
         moment: Moment,
-    ) -> tuple[State, Int[Array, "ids"], _New]:
-        """Rows for up to `size` ids that have none."""
+    ) -> tuple[State, Int[Array, "ids"], Any]:
+        """Rows for up to `size` ids that have none.
+
+        Returns:
+          The state; the row of each id; and the new rows, `_New`. If rows are in host memory,
+          `[ids]` bool instead: which ids got them, one for each row.
+        """
         stack, layout = self.stack, layout_of(self.stack)
         configs, ids = configs_of(stack), len(found)
         place = jnp.cumsum(missing, dtype=jnp.int32) - 1
@@ -214,14 +306,18 @@ class Assign:
             .at[of.place]
             .set(rows[of.start], unique_indices=True)
         )
-        back = of_few[jnp.clip(place, 0, size - 1)]
+        at = jnp.clip(place, 0, size - 1)
+        back = jnp.where(missing, of_few[at], found)
+        if self.stack.device_rows is not None:
+            firsts = jnp.zeros(size, bool).at[of.place].set(got, unique_indices=True)
+            return state, back, missing & firsts[at]
         at = jnp.where(got, jnp.cumsum(got, dtype=jnp.int32) - 1, ids)
         made = _New(
             _put(ids, at, rows),
             TableKeys(*(_put(ids, at, word) for word in of.keys)),
             jnp.sum(got, dtype=jnp.int32),
         )
-        return state, jnp.where(missing, back, found), made
+        return state, back, made
 
     def _begun(self, trained: Trained, new: _New, moment: Moment) -> Trained:
         """New rows with their first vector, and the state of an optimizer that begins."""
@@ -253,8 +349,42 @@ class Assign:
             lambda state: state[0] < new.count, begin, (jnp.int32(0), trained)
         )[1]
 
+    def _nothing_new(
+        self, state: State, keys: TableKeys, missing: Any, found: Any, _: Any
+    ) -> tuple[State, Int[Array, "ids"], Any]:
+        """Returns what `_insert` does where all ids have rows."""
+        if self.stack.device_rows is not None:
+            return state, found, jnp.zeros_like(missing)
+        none = jnp.zeros_like(found)
+        return (
+            state,
+            found,
+            _New(none, jax.tree.map(jnp.zeros_like, keys), jnp.int32(0)),
+        )
+
 
 assign = jax.jit(lambda how, *operands: how(*operands), static_argnums=0)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def numbers(
+    how: Assign, state: State, x: CSR, keys: TableKeys, moment: Moment
+) -> tuple[State, Int[Array, "ids"], Bool[Array, "ids"]]:
+    """See `Assign.numbers`."""
+    return how.numbers(state, x, keys, moment)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
+def begin(
+    how: Assign,
+    trained: Trained,
+    slots: Int[Array, "ids"],
+    keys: TableKeys,
+    new: Bool[Array, "ids"],
+    moment: Moment,
+) -> Trained:
+    """See `Assign.begin`."""
+    return how.begin(trained, slots, keys, new, moment)
 
 
 def written(
@@ -321,14 +451,6 @@ def _over_devices(
     """The rows that any device has found, among those of all."""
     first = first_part * layout_of(stack).rows
     return lax.pmax(jnp.where(rows >= 0, rows + first, -1), "model")
-
-
-def _nothing_new(
-    state: State, keys: TableKeys, _: Any, found: Int[Array, "ids"], __: Any
-) -> tuple[State, Int[Array, "ids"], _New]:
-    """Returns what `Assign._insert` does where all ids have rows."""
-    none = jnp.zeros_like(found)
-    return state, found, _New(none, jax.tree.map(jnp.zeros_like, keys), jnp.int32(0))
 
 
 def _seen(state: State, found: Int[Array, "ids"], now: jax.Array) -> State:

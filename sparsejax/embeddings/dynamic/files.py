@@ -52,7 +52,7 @@ def save(
     path: str | os.PathLike[str],
     ids: np.ndarray,
     rows: np.ndarray,
-    arrays: Mapping[str, jax.Array],
+    arrays: Mapping[str, jax.Array | np.ndarray],
     steps: int | None,
 ) -> None:
     """Writes rows of arrays, one for each id; see `EmbeddingCollection.save_table`.
@@ -61,7 +61,7 @@ def save(
       path: of the file.
       ids: ascending.
       rows: where the numbers of each id are in the arrays.
-      arrays: by the name of the column.
+      arrays: by the name of the column; on the devices or the host.
       steps: see `Rows`.
     """
     path = pathlib.Path(path)
@@ -89,11 +89,14 @@ def _flat(array: jax.Array) -> jax.Array:
 
 
 def _pieces(
-    ids: np.ndarray, rows: np.ndarray, arrays: Mapping[str, jax.Array]
+    ids: np.ndarray, rows: np.ndarray, arrays: Mapping[str, jax.Array | np.ndarray]
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    for part, found in gathered(rows, list(arrays.values())):
+    there = {n: a for n, a in arrays.items() if isinstance(a, jax.Array)}
+    for part, found in gathered(rows, list(there.values())):
         count = part.stop - part.start
-        yield ids[part], [np.asarray(each)[:count] for each in found]
+        of = {n: np.asarray(a)[:count] for n, a in zip(there, found, strict=True)}
+        of |= {n: np.asarray(arrays[n][rows[part]]) for n in arrays if n not in there}
+        yield ids[part], [of[name] for name in arrays]
 
 
 def gathered(

@@ -47,8 +47,10 @@ def drawn(stack: Stack, seed: jax.Array, keys: TableKeys) -> Float[Array, "keys 
     return drawn_rows(stack, random, keys.table)
 
 
-def apart(x: CSR, keys: TableKeys) -> tuple[CSR, Guests]:
-    """The entries of a matrix whose ids have rows, and the others."""
+def apart(
+    x: CSR, keys: TableKeys, order: jax.Array | None = None
+) -> tuple[CSR, Guests, jax.Array | None]:
+    """The entries of a matrix whose ids have rows, the others, and an order of the first."""
     ends, size = jnp.asarray(x.indptr), x.nse
     place = jnp.arange(size, dtype=jnp.int32)
     used = place < jnp.minimum(ends[-1], size)
@@ -56,7 +58,7 @@ def apart(x: CSR, keys: TableKeys) -> tuple[CSR, Guests]:
     kept = used & ~without
 
     weight = jnp.ones(size, jnp.float32) if x.data is None else jnp.asarray(x.data)
-    entries = x.data, jnp.asarray(x.indices), ends
+    entries = x.data, jnp.asarray(x.indices), ends, order
 
     def moved(mask, values):
         at = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size + place)
@@ -71,7 +73,8 @@ def apart(x: CSR, keys: TableKeys) -> tuple[CSR, Guests]:
         # A row that lacks ids still says so.
         indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
         data = None if x.data is None else moved(kept, jnp.asarray(x.data))
-        return (data, moved(kept, entries[1]), indptr), guests
+        after = None if order is None else moved(kept, order)
+        return (data, moved(kept, entries[1]), indptr, after), guests
 
     def none():
         zeros = jax.tree.map(jnp.zeros_like, (keys, x.indices, weight))
@@ -80,8 +83,9 @@ def apart(x: CSR, keys: TableKeys) -> tuple[CSR, Guests]:
     count = jnp.sum(without, dtype=jnp.int32)
     # As a rule all ids have rows, and nothing has to move.
     leaves, (ids, bag, weight) = lax.cond(count > 0, some, none)
+    *leaves, order = leaves
     found = CSR.tree_unflatten(x.num_cols, (*leaves, None))
-    return found, Guests(ids, bag, weight, count)
+    return found, Guests(ids, bag, weight, count), order
 
 
 def with_guests(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,12 +18,24 @@ _NUMBERS = "found", "waiting", "refused", "inserted", "evicted"
 _RATES = "found", "inserted", "refused", "evicted"
 
 
-def assigned(model: Any, optimizer: Optimizer, ids: Mapping[str, Any]) -> FeatureBatch:
+def assigned(
+    model: Any, optimizer: Optimizer, ids: Mapping[str, Any] | FeatureBatch
+) -> FeatureBatch:
     """The ids of a batch for all collections of a model; new ones get a row.
+
+    Those of a `FeatureBatch`, in which rows of tables in host memory have come, are packed.
 
     Raises:
       ValueError: two collections have stacks of one name.
     """
+    if isinstance(ids, FeatureBatch):
+        stacks = dict(ids.stacks)
+        for path, node in collections_of(model).items():
+            if node.indexes:
+                found = node.assign_rows(ids, optimizer, within=path)
+                names = stacks.keys() & node.indexes.keys()
+                stacks |= {name: found.stacks[name] for name in names}
+        return dataclasses.replace(ids, stacks=stacks, new={}, assigned=True)
     stacks, keys = {}, {}
     for path, node in collections_of(model).items():
         batch = node.pack({name: ids[name] for name in node.names})

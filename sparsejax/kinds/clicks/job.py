@@ -116,6 +116,8 @@ class ClickTask:
         if not self.keys:
             return x
         dense, ids = x
+        if isinstance(ids, FeatureBatch):
+            return dense, assigned(model, optimizer, ids)
         there = {n: dataclasses.replace(ids[n], present=exists) for n in self.keys}
         return dense, assigned(model, optimizer, ids | there)
 
@@ -154,6 +156,7 @@ class ClickStaging:
         steps = range(first, first + count)
         room = sizes.capacities
         batches = [self._packed(data, every[i], local[i], room) for i in steps]
+        batches = self._staged.numbered(batches)
         start, size = 0, self._fits or count
         while start < count:
             size = min(size, count - start)
@@ -161,6 +164,7 @@ class ClickStaging:
                 found = self._staged.steps(batches[start : start + size], sizes.steps)
             except NoRoomError:
                 if size == 1:
+                    self._staged.begin_on_host(batches[start:])
                     raise
                 self._fits = size = -(-size // 2)
                 continue
@@ -176,14 +180,22 @@ class ClickStaging:
     ) -> FeatureBatch:
         """The ids of a step, whose lists have room for those of any step."""
         _, _, single, *lists = data.matrices
-        ids = np.concatenate(
-            [part[mine] for part, mine in zip(np.asarray(single), local, strict=True)]
-        )
+
+        def selected(matrix):
+            parts = zip(np.asarray(matrix), local, strict=True)
+            return np.concatenate([part[mine] for part, mine in parts])
+
+        ids = selected(single)
         found: dict[str, Any] = {
             name: ids[:, i] for i, name in enumerate(self._task.single)
         }
+        if self._task.keys:
+            *lists, words = lists
+            words, there = selected(words), every.reshape(-1) >= 0
+            for i, name in enumerate(self._task.keys):
+                found[name] = WideIds(words[:, i, 0], words[:, i, 1], there)
         for name, matrix, room in zip(
-            self._task.lists, lists, capacities[3:], strict=True
+            self._task.lists, lists, capacities[3 : 3 + len(lists)], strict=True
         ):
             x = host_rows(jax.tree.map(np.asarray, matrix), every.reshape(-1))
             more = (0, room - x.nse)

@@ -18,6 +18,7 @@ from sparsejax.embeddings.collection import (
     EmbeddingCollection,
     IndexState,
     collections_of,
+    every_row,
     rows_in_order,
 )
 from sparsejax.embeddings.config import Unknown
@@ -251,7 +252,8 @@ def _portable(
             known = collection.indexes[stack.name]
             arrays = {each: known[each][...] for each in Index._fields}
             indexes[name] = {n: IndexState(array) for n, array in arrays.items()}
-            pieces = functools.partial(to_host_in_pieces, before[stack.name][...])
+            pieces = functools.partial(_rows_of_dynamic, stack, before[stack.name])
+            stack = dataclasses.replace(stack, device_rows=None)
         else:
             pieces = functools.partial(rows, stack)
         stack = dataclasses.replace(stack, name=name)
@@ -267,6 +269,12 @@ def _portable(
     collection.kernels, collection.indexes = nnx.data(kernels), nnx.data(indexes)
     collection.unknown = unknown
     return found
+
+
+def _rows_of_dynamic(stack: Stack, kernel: RowParam) -> Iterator[np.ndarray]:
+    if stack.device_rows is None:
+        return to_host_in_pieces(kernel[...])
+    return every_row(kernel)
 
 
 def _arrays(

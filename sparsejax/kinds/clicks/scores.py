@@ -370,7 +370,8 @@ def _batches(
         if ids.dtype != np.uint64:
             return filled(ids, -1) if on_host else put(ids, -1)
         words, there = WideIds.of(ids), np.ones(len(ids), bool)
-        return WideIds(put(words.low), put(words.high), put(there))
+        place = filled if on_host else put
+        return WideIds(place(words.low), place(words.high), place(there))
 
     for start in starts:
         part = clicks.rows(slice(start, start + size))
