@@ -289,18 +289,21 @@ async def _infer(
     if headers.get(b"content-encoding", b"identity") != b"identity":
         raise RefusedError(415, "a request must not be compressed")
     body = await _body(scope, receive, service)
+    if (header := headers.get(_HEADER)) is not None:
+        header = header.decode("latin-1")
     limits = service.settings.limits
-    if (header := headers.get(_HEADER)) is None:
-        # JSON is read with Python's lock, so another thread would be of no use.
-        asked = protocol.read(body, None, limits, missing=form.takes_missing)
-    else:
-        read = functools.partial(protocol.read, missing=form.takes_missing)
-        told_size = header.decode("latin-1")
-        asked = await service.called(len(body), read, body, told_size, limits)
-    outputs, rows, version = await service.predict(
-        model, number, asked, seconds=seconds
+    read = functools.partial(
+        protocol.read, body, header, limits, missing=form.takes_missing
     )
-    content, json_bytes = protocol.write(asked, version.model, version.name, outputs)
+    (content, json_bytes), rows = await service.predict(
+        model,
+        number,
+        read,
+        protocol.write,
+        # JSON is read with Python's lock, so another thread would be of no use.
+        size=0 if header is None else len(body),
+        seconds=seconds,
+    )
     told = [(b"content-length", b"%d" % len(content))]
     if json_bytes is None:
         told.append((b"content-type", _JSON))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, NoReturn
@@ -198,13 +199,14 @@ class _Answers:
             in_hand = True
             model, number = request.model_name, request.model_version or None
             service.version(model, number)  # before the tensors are read
-            size = sum(map(len, request.raw_input_contents))
-            asked = await service.called(size, read, request, service.settings.limits)
-            seconds = context.time_remaining()
-            outputs, rows, version = await service.predict(
-                model, number, asked, seconds=seconds
+            answer, rows = await service.predict(
+                model,
+                number,
+                functools.partial(read, request, service.settings.limits),
+                write,
+                size=sum(map(len, request.raw_input_contents)),
+                seconds=context.time_remaining(),
             )
-            answer = write(asked, version.model, version.name, outputs)
         except RefusedError as error:
             refused = error
         except Exception as error:  # noqa: BLE001 - a bug, which the log has

@@ -5,11 +5,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import os
 import time
 from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, TypeVar
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
@@ -34,11 +35,12 @@ from sparsejax.serving.questions import Form, Lists, Question, Similar, form_of
 
 NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
 SIMILAR = "similar"  # the name of the second model
+Written = TypeVar("Written")  # what a protocol writes
 # The device is given up after so many batches in a row that it could not run.
 _FAILURES = 3
-# A request of so many bytes, or rows of so many names and numbers, are read in another thread.
-# That takes .1 ms or more, and for most of it NumPy leaves Python to other requests.
-_MANY, _READERS = 4096, 4
+# Work on so many bytes or names runs in one of so many other threads. It takes .1 ms or more,
+# and for most of it NumPy and Arrow leave Python to other requests.
+_MANY, _OTHERS = 4096, 4
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -112,14 +114,6 @@ class Version:
                 other.close()
 
 
-class Answered(NamedTuple):
-    """An answer: the outputs that were wanted, its number of rows, and the version."""
-
-    outputs: list[Tensor]
-    rows: int
-    version: Version
-
-
 class Service:
     """Answers requests for one model, whatever the protocol.
 
@@ -152,7 +146,7 @@ class Service:
         if settings.changes is not None:
             self.changing = Changing(settings.changes, self.metrics)
         self._in_hand = 0
-        self._readers = ThreadPoolExecutor(_READERS, thread_name_prefix="rows")
+        self._others = ThreadPoolExecutor(_OTHERS, thread_name_prefix="large requests")
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
@@ -275,7 +269,7 @@ class Service:
         self.draining = True
         for version in self._versions:
             version.close()
-        self._readers.shutdown()
+        self._others.shutdown()
         self.metrics.close()
 
     @property
@@ -357,26 +351,32 @@ class Service:
         self,
         model: str,
         number: str | None,
-        asked: Asked,
+        read: Callable[[], Asked],
+        write: Callable[[Asked, str, str, list[Tensor]], Written],
         *,
+        size: int = 0,
         seconds: float | None = None,
-    ) -> Answered:
-        """The outputs that a request wants. Cancelled, it costs no device time any more.
+    ) -> tuple[Written, int]:
+        """An answer as a protocol writes it, and its number of rows.
+
+        Cancelled, it costs no device time any more.
 
         Args:
           model: that is asked.
           number: of the version, or None for the one that serves.
-          asked: the request.
+          read: gives the request.
+          write: makes the answer of the request, the model's name, the version's, and outputs.
+          size: bytes of the request that are read by NumPy.
           seconds: after which the client has no more use for an answer.
 
         Raises:
           RefusedError: the request cannot be answered.
         """
-        deadline = time.monotonic() + self._seconds(asked, seconds)
         loop, late = asyncio.get_running_loop(), None
+        begun = time.monotonic()
         try:
-            queued = await self._queued(model, number, asked, deadline)
-            version, question, future = queued
+            queued = await self._queued(model, number, read, size, begun, seconds)
+            version, asked, question, future, deadline = queued
             late = loop.call_later(deadline - time.monotonic(), _expire, future)
             answer = await future
         except TooLargeError as error:
@@ -396,42 +396,40 @@ class Service:
         finally:
             if late is not None:
                 late.cancel()
-        found = wanted(asked, version.form.tensors(question, answer))
-        return Answered(found, question.num_rows, version)
 
-    async def called(
-        self, size: int, function: Callable[..., Any], *arguments: Any
-    ) -> Any:
-        """The result of a function that reads a request; in another thread if it is large.
+        def written() -> Written:
+            found = wanted(asked, version.form.tensors(question, answer))
+            return write(asked, version.model, version.name, found)
 
-        Args:
-          size: names, numbers or bytes that it reads.
-          function: that reads it.
-          arguments: of the function.
-        """
+        rows = question.num_rows
+        return await self._called(rows * question.k, written), rows
+
+    async def _called(self, size: int, function: Callable[[], Any]) -> Any:
+        """The result of a function; in another thread if it has to do with so many values."""
         if size < _MANY:
-            return function(*arguments)
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._readers, function, *arguments)
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._others, function)
 
     async def _queued(
-        self, model: str, number: str | None, asked: Asked, deadline: float
-    ) -> tuple[Version, Question, asyncio.Future[Answer]]:
-        """Who answers a request that was put into a queue, its rows, and the answer to come."""
+        self,
+        model: str,
+        number: str | None,
+        read: Callable[[], Asked],
+        size: int,
+        begun: float,
+        seconds: float | None,
+    ) -> tuple[Version, Asked, Question, asyncio.Future[Answer], float]:
+        """Who answers a request that was put into a queue, and what it asks.
+
+        Returns:
+          The version, the request, its rows, the answer to come, and the deadline.
+        """
         loop = asyncio.get_running_loop()
         while True:
             version = self.version(model, number)
-            if asked.outputs is not None:
-                known = [output.name for output in version.form.outputs]
-                if unknown := [name for name in asked.outputs if name not in known]:
-                    raise RefusedError(
-                        422,
-                        f"unknown output {unknown[0]!r:.80}; this model has "
-                        f"{', '.join(known)}",
-                    )
-            size = sum(len(each.data) for each in asked.tensors.values())
-            limits = self.settings.limits
-            question = await self.called(size, version.form.question, asked, limits)
+            made = functools.partial(self._question, version, read)
+            asked, question = await self._called(size, made)
+            deadline = begun + self._seconds(asked, seconds)
             batcher = version.of_candidates if question.only else version.batcher
             assert batcher is not None  # else such a request was refused
             future: asyncio.Future[Answer] = loop.create_future()
@@ -444,7 +442,21 @@ class Service:
                 continue
             if question.unknown is not None:
                 self.metrics.unknown(int(question.unknown.sum()))
-            return version, question, future
+            return version, asked, question, future, deadline
+
+    def _question(
+        self, version: Version, read: Callable[[], Asked]
+    ) -> tuple[Asked, Question]:
+        """A request, and its rows."""
+        asked = read()
+        if asked.outputs is not None:
+            known = [output.name for output in version.form.outputs]
+            if unknown := [name for name in asked.outputs if name not in known]:
+                raise RefusedError(
+                    422,
+                    f"unknown output {unknown[0]!r:.80}; this model has {', '.join(known)}",
+                )
+        return asked, version.form.question(asked, self.settings.limits)
 
     def _seconds(self, asked: Asked, seconds: float | None) -> float:
         """The time for a request: the least of what it says itself and the service allows."""
