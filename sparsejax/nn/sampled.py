@@ -253,10 +253,16 @@ def sampled_cross_entropy(
     flat = jnp.where((given == 0)[:, None], 0, h.reshape(rows, hidden))
     flat = flat.astype(vectors.dtype)
     mine = jnp.sum(flat.astype(dtype) * vectors[:rows].astype(dtype), axis=1)
-    others = jnp.matmul(flat, vectors[rows:].T, preferred_element_type=dtype)
+    drawn_vectors, factors = vectors[rows:], None
     if scale is not None:
         factors = scale(vectors).astype(dtype)
-        mine, others = mine * factors[:rows], others * factors[None, rows:]
+        mine = mine * factors[:rows]
+        if vectors.dtype == dtype:
+            # Fewer numbers than the scores; lower precision would round them once more.
+            drawn_vectors, factors = drawn_vectors * factors[rows:, None], None
+    others = jnp.matmul(flat, drawn_vectors.T, preferred_element_type=dtype)
+    if factors is not None:
+        others = others * factors[None, rows:]
     if bias is not None:
         # -1 would be the last item, whose bias may be -inf.
         of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(dtype)
@@ -269,8 +275,13 @@ def sampled_cross_entropy(
         stands_for = jnp.where(used, -jnp.log(drawn) - log_q.astype(dtype), 0)
     if loss == "softmax":
         others = jnp.where(counted, others + stands_for[None], -jnp.inf)
-        scores = jnp.concatenate([mine[:, None], others], axis=1)
-        each = jax.nn.logsumexp(scores, axis=1) - mine
+        # Joined with `mine` they would be written once more.
+        top = jax.lax.stop_gradient(
+            jnp.maximum(mine, jnp.max(others, axis=1, initial=-jnp.inf))
+        )
+        top = jnp.where(jnp.isfinite(top), top, 0)
+        sums = jnp.exp(mine - top) + jnp.sum(jnp.exp(others - top[:, None]), axis=1)
+        each = jnp.log(sums) + top - mine
     else:
         of_others = jax.nn.softplus(others) * jnp.exp(stands_for)[None]
         each = jax.nn.softplus(-mine) + jnp.sum(jnp.where(counted, of_others, 0), 1)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 
@@ -69,5 +70,6 @@ class Block(Attention):
             q, k, v, activation="softmax", implementation=self.implementation
         )
         x = x + self.dropout1(self.mixed(y.reshape(x.shape)), tokens)
-        y = self.down(nnx.gelu(self.up(self.norm2(x))))
+        # Its derivative reads what `up` wrote, instead of writing more.
+        y = self.down(jax.checkpoint(nnx.gelu)(self.up(self.norm2(x))))
         return x + self.dropout2(y, tokens)
