@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 WITHOUT_TRITON = {"xla_gpu_enable_triton_gemm": False}
 
 # Fusions are compiled in one way. Otherwise XLA compiles many of them in a second way, too,
-# to time both: a fifth of the time that it took for the programs of a command.
+# to time both: a fifth of the time that it took for the programs of a command. See `is_timed`.
 WITHOUT_TIMED_FUSIONS = {"xla_gpu_experimental_enable_fusion_autotuner": False}
 
 # Operations that XLA puts into CUDA graphs by default, and loops. A list replaces
@@ -53,17 +53,32 @@ def same_bits_are_wanted() -> bool:
     return _same_bits.value
 
 
+def is_timed(modules: Iterable[object]) -> bool:
+    """Whether XLA shall time fusions of a training step of these modules: of click models.
+
+    A step of theirs is many short fusions. With 4,096 examples they are 4 % faster then, and
+    steps of other models are not (benchmarks/README.md).
+    """
+    return any(getattr(type(module), "kind", None) == "clicks" for module in modules)
+
+
 @functools.cache
-def gpu_options(*, loops_in_graphs: bool = False) -> Mapping[str, Any]:
+def gpu_options(
+    *, loops_in_graphs: bool = False, timed_fusions: bool = False
+) -> Mapping[str, Any]:
     """Options for a program's compiler, as far as XLA takes them; none without a GPU.
 
     Args:
       loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out where
         there are several devices: such graphs were not tried with their collectives.
+      timed_fusions: fusions are compiled in two ways, to time them. Not on several devices,
+        where it was not tried.
     """
     if jax.default_backend() != "gpu":
         return {}
-    choices: list[dict[str, Any]] = [WITHOUT_TRITON, WITHOUT_TIMED_FUSIONS]
+    choices: list[dict[str, Any]] = [WITHOUT_TRITON]
+    if not timed_fusions or jax.device_count() > 1:
+        choices.append(WITHOUT_TIMED_FUSIONS)
     if jax.device_count() > 1:
         choices += [OVERLAPPED, COPIED]
     elif loops_in_graphs:
@@ -94,6 +109,7 @@ class Programs(dict[bool, Keepable]):
       inside_others: the other form may be called inside other programs. There it has the
         options of those.
       loops_in_graphs: see `gpu_options`.
+      timed_fusions: see `gpu_options`.
       options: of `jax.jit`.
     """
 
@@ -103,17 +119,29 @@ class Programs(dict[bool, Keepable]):
         *,
         inside_others: bool = False,
         loops_in_graphs: bool = False,
+        timed_fusions: bool = False,
         **options: Any,
     ):
         super().__init__()
         self._f = f
         self._inside_others = inside_others
-        self._loops_in_graphs = loops_in_graphs
+        self._for_gpus = {
+            "loops_in_graphs": loops_in_graphs,
+            "timed_fusions": timed_fusions,
+        }
         self._options = options
+
+    @functools.cached_property
+    def timed(self) -> Programs:
+        """The same programs, with timed fusions."""
+        how = {**self._for_gpus, "timed_fusions": True}
+        return Programs(
+            self._f, inside_others=self._inside_others, **how, **self._options
+        )
 
     def __missing__(self, deterministic: bool) -> Keepable:
         # Made when it is first asked for: the options ask which devices there are.
-        f, chosen = self._f, dict(gpu_options(loops_in_graphs=self._loops_in_graphs))
+        f, chosen = self._f, dict(gpu_options(**self._for_gpus))
         if deterministic:
             f = _with_same_bits(f)
             chosen |= DETERMINISTIC

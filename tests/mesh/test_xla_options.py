@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 import pytest
+from flax import nnx
 
+import sparsejax as sj
+from sparsejax.engine.train import dispatch
 from sparsejax.mesh import xla_options
 
 WITHOUT = xla_options.WITHOUT_TRITON | xla_options.WITHOUT_TIMED_FUSIONS
@@ -29,6 +33,30 @@ def test_the_installed_xla_takes_them(monkeypatch, loops):
     assert ("xla_gpu_enable_command_buffer" in taken) == loops
 
 
+def test_steps_of_clicks_have_timed_fusions(monkeypatch):
+    asked, real = [], xla_options.gpu_options
+
+    def noted(**how):
+        asked.append(how["timed_fusions"])
+        return real(**how)
+
+    class Scale(nnx.Module):
+        def __init__(self):
+            self.value = nnx.Variable(jnp.ones(2))
+
+    class Clicks(Scale):
+        kind = "clicks"
+
+    monkeypatch.setattr(xla_options, "gpu_options", noted)
+    for model in Scale(), Clicks():
+        sj.jit(lambda model: 2 * model.value[...])(model)
+    assert asked == [False, True]
+    dispatch.run_steps.timed[True]
+    assert asked.pop() and "clicks" == sj.embeddings.DLRM.kind
+    monkeypatch.undo()
+    assert options(monkeypatch, "gpu", timed_fusions=True) == xla_options.WITHOUT_TRITON
+
+
 def test_options_that_xla_refuses_are_left_out(monkeypatch):
     names = {"xla_gpu_enable_command_buffer": "FUSION,OTHER"}
     monkeypatch.setattr(xla_options, "LOOPS_IN_GRAPHS", names)
@@ -38,5 +66,7 @@ def test_options_that_xla_refuses_are_left_out(monkeypatch):
 
 def test_several_devices_have_no_graphs_of_loops(monkeypatch):
     """What they exchange crosses while others work, with options that this XLA takes."""
-    taken = options(monkeypatch, "gpu", devices=2, loops_in_graphs=True)
+    taken = options(
+        monkeypatch, "gpu", devices=2, loops_in_graphs=True, timed_fusions=True
+    )
     assert taken == WITHOUT | xla_options.OVERLAPPED | xla_options.COPIED

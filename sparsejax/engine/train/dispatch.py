@@ -50,7 +50,7 @@ from sparsejax.mesh.layout import (
     put_on_mesh,
     with_shardings,
 )
-from sparsejax.mesh.xla_options import Programs
+from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
@@ -320,7 +320,8 @@ class Program[Model: nnx.Module | Trainable]:
         _check_divided(model)
         check_hashable(self._flat.graphdef, model)
         self._how = How(self._flat.graphdef, self._flat.layout, fused)
-        self._run_steps = run_steps[deterministic]
+        steps = run_steps.timed if is_timed(self.modules) else run_steps
+        self._run_steps = steps[deterministic]
         self._stagings: dict[TrainingTask, Staging | None] = {}
 
     def launch(self, dispatch: Dispatch) -> jax.Array:

@@ -20,7 +20,7 @@ import jax
 from flax import nnx
 
 from sparsejax.mesh.layout import with_shardings
-from sparsejax.mesh.xla_options import Programs
+from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
 
 # Modules that a step remembers. One that is called with more of them splits again.
@@ -311,7 +311,8 @@ class _Step:
         if before is not None and before.is_alive(modules):
             _check_same_variables(self._f, before, modules)
         if how not in self._programs:
-            self._programs[how] = _compiled(self._f, how, self._deterministic)
+            timed = is_timed(modules)
+            self._programs[how] = _compiled(self._f, how, self._deterministic, timed)
         while len(self._split) >= _REMEMBERED:
             del self._split[next(iter(self._split))]
         # A weak reference to this step: modules must not keep it, nor it them.
@@ -376,7 +377,7 @@ class _Split:
 
 
 def _compiled(
-    f: Callable[..., Any], how: _How, deterministic: bool
+    f: Callable[..., Any], how: _How, deterministic: bool, timed: bool
 ) -> jax.stages.Wrapped:
     """The program of a function: of arrays, and donating those of the modules."""
 
@@ -402,7 +403,9 @@ def _compiled(
         return with_shardings(after, how.layout), result
 
     program.__name__ = _name(f)  # a profile shows it
-    programs = Programs(program, loops_in_graphs=True, donate_argnums=(0, 1))
+    programs = Programs(
+        program, loops_in_graphs=True, timed_fusions=timed, donate_argnums=(0, 1)
+    )
     return programs[deterministic].program
 
 
