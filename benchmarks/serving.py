@@ -25,6 +25,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -49,8 +50,9 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import RESULTS, command, origin, table, write_section
 
-_HIDDEN, _LENGTH, _MOST, _K, _CONNECTIONS = 256, 30, 100, 20, 64
+_HIDDEN, _LENGTH, _MOST, K, _CONNECTIONS = 256, 30, 100, 20, 64
 _CALLS, _ROWS_OF_CALL = 16, 256  # of gRPC
+_PATH = "/v2/models/model/infer"
 
 
 class Case(NamedTuple):
@@ -73,7 +75,7 @@ class Case(NamedTuple):
     clients: int
 
 
-_CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
+CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
 _GPU = Case(1_000_000, "bfloat16", (1, 8, 64, 256, 1024), (200, 1000), 8.0, 4)
 _LARGE = Case(10_000_000, "bfloat16", (1, 64, 1024), (), 0.0, 0)
 _HUGE = Case(100_000_000, "bfloat16", (64,), (), 0.0, 0)
@@ -99,9 +101,9 @@ def _run(asking: Coroutine[Any, Any, Any]) -> Any:
 def _measure(part: str) -> Iterator[dict]:
     import jax
 
-    usual = _CPU if jax.default_backend() == "cpu" else _GPU
+    usual = CPU if jax.default_backend() == "cpu" else _GPU
     case = {"usual": usual, "large": _LARGE, "huge": _HUGE}[part]
-    if usual is _CPU and case is not _CPU:
+    if usual is CPU and case is not CPU:
         return
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     for result in _of_case(part, case):
@@ -114,12 +116,15 @@ def _of_case(part: str, case: Case) -> Iterator[dict]:
     import sparsejax as sj
 
     if part == "huge":
-        yield from _engine(part, case, lambda: _on_device(case))
+        began = time.perf_counter()
+        predictor = _on_device(case)
+        yield from _engine(part, case, lambda: predictor, began)
+        yield from _engine(part, case, lambda: _with_int8(predictor))
         return
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder) / "model.predictor"
         began = time.perf_counter()
-        _export(path, case)
+        export(path, case)
         seconds = {"exported": time.perf_counter() - began}
         jax.clear_caches()
         for result in _engine(
@@ -144,7 +149,7 @@ def _model(case: Case, temperature: float | None) -> Any:
     return sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
 
 
-def _export(path: pathlib.Path, case: Case) -> None:
+def export(path: pathlib.Path, case: Case) -> None:
     import sparsejax as sj
 
     model = _model(case, 0.1)
@@ -162,7 +167,7 @@ def _on_device(case: Case) -> Any:
     from sparsejax.kinds.kind import kind_of_model
     from sparsejax.predictors.files import model_of
     from sparsejax.predictors.predictor import Predictor
-    from sparsejax.predictors.runtime import Programs, sizes_of_programs
+    from sparsejax.predictors.runtime import Programs
     from sparsejax.predictors.signature import PLATFORMS, Array, Signature
     from sparsejax.predictors.stablehlo import program
 
@@ -191,7 +196,7 @@ def _on_device(case: Case) -> Any:
         kind=kind.name,
         **portable.stated,
         weights=tuple(Array.of(weight, None) for weight in weights),
-        rows=sizes_of_programs(max(case.rows)),
+        rows=(max(case.rows),),
         platforms=PLATFORMS,
         calling_convention=jax.config.jax_export_calling_convention_version,
         jax=jax.__version__,
@@ -201,7 +206,20 @@ def _on_device(case: Case) -> Any:
     return Predictor(signature=signature, model=model_of(signature, {})(runtime))
 
 
-def _numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
+def _with_int8(predictor: Any) -> Any:
+    """The same predictor, which reads its items in int8 first."""
+    from sparsejax.predictors.files import model_of
+    from sparsejax.predictors.predictor import Predictor
+    from sparsejax.predictors.runtime import Programs
+
+    layer = dataclasses.replace(predictor.signature.layer, int8=True)
+    signature = dataclasses.replace(predictor.signature, layer=layer)
+    code = predictor.model.programs.code
+    runtime = Programs.of(signature, code, predictor.weights)
+    return Predictor(signature=signature, model=model_of(signature, {})(runtime))
+
+
+def numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
     """Rows of distinct items, the popular ones more often."""
     rng = np.random.default_rng(seed)
     weights = np.cumsum(1 / np.arange(1, case.items + 1))
@@ -210,23 +228,28 @@ def _numbers(count: int, case: Case, seed: int = 0) -> list[list[int]]:
     return [[*dict.fromkeys(row)][:_LENGTH] for row in rows]
 
 
-def _histories(count: int, case: Case, seed: int = 0) -> list[list[str]]:
-    return [[f"item {i}" for i in row] for row in _numbers(count, case, seed)]
+def histories(count: int, case: Case, seed: int = 0) -> list[list[str]]:
+    return [[f"item {i}" for i in row] for row in numbers(count, case, seed)]
 
 
-def _engine(part: str, case: Case, load: Callable[[], Any]) -> Iterator[dict]:
+def _engine(
+    part: str, case: Case, load: Callable[[], Any], began: float | None = None
+) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
 
     import sparsejax as sj
     from sparsejax.mesh.xla_options import DETERMINISTIC
-    from sparsejax.serving.engine import Engine
+    from sparsejax.serving.engine import Engine, Shape
 
-    began = time.perf_counter()
+    began = time.perf_counter() if began is None else began
     predictor = load()
     jax.block_until_ready(predictor.weights)
     loaded = time.perf_counter() - began
-    engine = Engine(predictor)
+    room = predictor.model.room
+    # Of many items one program, which takes longest.
+    alone = [Shape(rows, room(rows, 1)) for rows in case.rows] if not case.rates else ()
+    engine = Engine(predictor, alone)
     seconds = {"loaded": loaded, "ready": time.perf_counter() - began}
     # A sum over all rows would copy a kernel whose rows XLA has to fill up. To time programs and
     # choose one, XLA would copy it, too.
@@ -237,7 +260,7 @@ def _engine(part: str, case: Case, load: Callable[[], Any]) -> Iterator[dict]:
     kernel = max(predictor.weights, key=lambda weight: weight.size)
     read = _queued(lambda: total(kernel)) * 1e3
     for rows in case.rows:
-        lists = [sorted(row) for row in _numbers(rows, case)]
+        lists = [sorted(row) for row in numbers(rows, case)]
         indptr = np.cumsum([0, *map(len, lists)])
         x = sj.CSR(
             None, np.concatenate(lists).astype(np.int32), indptr, num_cols=case.items
@@ -254,13 +277,46 @@ def _engine(part: str, case: Case, load: Callable[[], Any]) -> Iterator[dict]:
                 engine.run(shape, engine.packed(shape, [each]))
             times.append(time.perf_counter() - began)
         found = {"part": part, "rows": rows, "batches": len(pieces), "read": read}
+        if predictor.signature.layer.int8:
+            found["int8"] = True
         if len(calls) == 1 and jax.default_backend() != "cpu":
             ((shape, each),) = calls
             packed = jax.device_put(engine.packed(shape, [each]))
             found["device"] = (
                 _queued(lambda s=shape, p=packed: engine.started(s, p)) * 1e3
             )
-        yield found | seconds | _milliseconds(times)
+        yield found | seconds | milliseconds(times)
+    if part == "huge":
+        yield {"part": "arrivals", **_arrivals(engine, case)} | seconds
+
+
+def _arrivals(engine: Any, case: Case) -> dict:
+    """Latencies of rows that arrive by chance at a batcher, without HTTP and names."""
+    import sparsejax as sj
+    from sparsejax.serving.batcher import Batcher
+
+    rate, seconds = 200, 8.0
+    rows = []
+    for row in numbers(200, case, seed=1):
+        ids = np.array(sorted(row), np.int32)
+        rows.append(sj.CSR(None, ids, np.array([0, len(ids)]), num_cols=case.items))
+    batcher = Batcher(engine)
+    rng, times, futures = np.random.default_rng(2), [], []
+    arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
+    began = time.perf_counter()
+    for arrival, row in zip(arrivals, itertools.cycle(rows), strict=False):
+        due = began + arrival
+        time.sleep(max(0.0, due - time.perf_counter()))
+        future = batcher.submit([row, row])
+        future.add_done_callback(
+            lambda _, due=due: times.append(time.perf_counter() - due)
+        )
+        futures.append(future)
+    for future in futures:
+        future.result()
+    batcher.close()
+    int8 = {"int8": True} if engine.predictor.signature.layer.int8 else {}
+    return {"rate": rate} | int8 | milliseconds(times)
 
 
 def _queued(call: Callable[[], object]) -> float:
@@ -276,7 +332,7 @@ def _queued(call: Callable[[], object]) -> float:
     return best
 
 
-def _milliseconds(seconds: list[float]) -> dict[str, float]:
+def milliseconds(seconds: list[float]) -> dict[str, float]:
     return {
         name: float(np.percentile(seconds, share)) * 1e3
         for name, share in (("p50", 50), ("p99", 99))
@@ -334,22 +390,22 @@ def _service(
 
 
 async def _loads(port: int, case: Case) -> list[dict]:
-    bodies = [_body(history) for history in _histories(200, case, seed=1)]
-    await _at_rate(port, bodies, 20, 2.0)  # the client's own first requests
+    bodies = [_body(history) for history in histories(200, case, seed=1)]
+    await at_rate(port, bodies, 20, 2.0)  # the client's own first requests
     found = []
     for rate in case.rates:
         before = _sums(port)
-        times, failed = await _at_rate(port, bodies, rate, case.seconds)
+        times, failed = await at_rate(port, bodies, rate, case.seconds)
         one = {"part": "rest", "rate": rate, "failed": failed}
-        found.append(one | _milliseconds(times) | _spent(before, _sums(port)))
+        found.append(one | milliseconds(times) | _spent(before, _sums(port)))
     before = _sums(port)
     if case.clients == 1:
-        times, failed = await _at_once(port, bodies, case.seconds)
+        times, failed = await at_once(port, bodies, case.seconds)
     else:
         times, failed = await _of_clients(port, case)
     done = len(times) / case.seconds
     one = {"part": "most", "rate": done, "failed": failed}
-    return [*found, one | _milliseconds(times) | _spent(before, _sums(port))]
+    return [*found, one | milliseconds(times) | _spent(before, _sums(port))]
 
 
 def _sums(port: int) -> dict[str, float]:
@@ -385,15 +441,15 @@ def _is_ready(port: int) -> bool:
 
 def _body(history: list[str]) -> bytes:
     items = {"name": "items", "datatype": "BYTES", "shape": [len(history)]}
-    document = {"inputs": [items | {"data": history}], "parameters": {"k": _K}}
+    document = {"inputs": [items | {"data": history}], "parameters": {"k": K}}
     return json.dumps(document).encode()
 
 
 class _Connection:
-    """One connection that stays open."""
+    """One connection that stays open, for requests to one path."""
 
-    def __init__(self, port: int):
-        self._port = port
+    def __init__(self, port: int, path: str):
+        self._port, self._path = port, path
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: bytes) -> bool:
@@ -402,7 +458,7 @@ class _Connection:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         head = (
-            "POST /v2/models/model/infer HTTP/1.1\r\nhost: localhost\r\n"
+            f"POST {self._path} HTTP/1.1\r\nhost: localhost\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -418,14 +474,14 @@ class _Connection:
             await self._streams[1].wait_closed()
 
 
-async def _at_rate(
-    port: int, bodies: list[bytes], rate: float, seconds: float
+async def at_rate(
+    port: int, bodies: list[bytes], rate: float, seconds: float, path: str = _PATH
 ) -> tuple[list[float], int]:
     """Latencies of requests that arrive by chance, and how many were no success."""
     rng = np.random.default_rng(2)
     arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
     free: asyncio.Queue[_Connection] = asyncio.Queue()
-    connections = [_Connection(port) for _ in range(_CONNECTIONS)]
+    connections = [_Connection(port, path) for _ in range(_CONNECTIONS)]
     for connection in connections:
         free.put_nowait(connection)
     times: list[float] = []
@@ -450,7 +506,7 @@ async def _at_rate(
 
 
 async def _of_clients(port: int, case: Case) -> tuple[list[float], int]:
-    """`_at_once` from several processes, whose connections are as many together."""
+    """`at_once` from several processes, whose connections are as many together."""
     words = [sys.executable, __file__, "client", str(port), str(case.clients)]
     clients = [
         await asyncio.create_subprocess_exec(
@@ -463,9 +519,9 @@ async def _of_clients(port: int, case: Case) -> tuple[list[float], int]:
 
 
 async def _client(port: int, clients: int, number: int) -> None:
-    bodies = [_body(history) for history in _histories(200, _GPU, seed=number)]
+    bodies = [_body(history) for history in histories(200, _GPU, seed=number)]
     connections = _CONNECTIONS // clients
-    print(json.dumps(await _at_once(port, bodies, _GPU.seconds, connections)))
+    print(json.dumps(await at_once(port, bodies, _GPU.seconds, connections)))
 
 
 async def _calls(port: int, case: Case) -> dict:
@@ -474,11 +530,11 @@ async def _calls(port: int, case: Case) -> dict:
     from open_inference.grpc import protocol as messages
 
     def request(seed: int) -> bytes:
-        rows = _histories(_ROWS_OF_CALL, case, seed)
+        rows = histories(_ROWS_OF_CALL, case, seed)
         names = [name.encode() for row in rows for name in row]
         lengths = np.array([len(row) for row in rows], np.int32)
         made = messages.ModelInferRequest(model_name="model")
-        made.parameters["k"].int64_param = _K
+        made.parameters["k"].int64_param = K
         made.inputs.add(name="items", datatype="BYTES", shape=[len(names)])
         made.inputs.add(name="lengths", datatype="INT32", shape=[len(rows)])
         prefixed = (len(name).to_bytes(4, "little") + name for name in names)
@@ -506,11 +562,15 @@ async def _calls(port: int, case: Case) -> dict:
         seconds = time.perf_counter() - began
     rate = len(times) / seconds
     found = {"part": "grpc", "rate": rate, "rows": rate * _ROWS_OF_CALL}
-    return found | {"failed": failed} | _milliseconds(times)
+    return found | {"failed": failed} | milliseconds(times)
 
 
-async def _at_once(
-    port: int, bodies: list[bytes], seconds: float, connections: int = _CONNECTIONS
+async def at_once(
+    port: int,
+    bodies: list[bytes],
+    seconds: float,
+    connections: int = _CONNECTIONS,
+    path: str = _PATH,
 ) -> tuple[list[float], int]:
     """Latencies where each connection asks again as soon as it has an answer."""
     times: list[float] = []
@@ -518,7 +578,7 @@ async def _at_once(
 
     async def ask_on() -> None:
         nonlocal failed
-        connection = _Connection(port)
+        connection = _Connection(port, path)
         while (began := time.perf_counter()) < end:
             failed += not await connection.ask(next(next_body))
             times.append(time.perf_counter() - began)
@@ -550,7 +610,7 @@ def _tables(report: dict) -> list[str]:
             f"{r['read']:.2f}" if "read" in r else "",
             f"{r['ready']:.1f}",
         ]
-        for r in ({"items": _CPU.items} | each for each in results)
+        for r in ({"items": CPU.items} | each for each in results)
         if r["part"] in ("engine", "large", "huge")
     ]
     names = {"most": " (as many as go)", "grpc": " (gRPC, as many as go)"}

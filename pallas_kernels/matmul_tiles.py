@@ -1,7 +1,7 @@
 """Tiles of a matrix product in registers, operands copied ahead: Mosaic GPU, Hopper.
 
 Each SM has one program, which works on one tile after the other. The summed dimension is
-cut into steps of 64. One warpgroup copies operands to shared memory, some steps ahead. It
+cut into steps of 128 bytes: 64 numbers of bfloat16, or 128 of int8. One warpgroup copies operands to shared memory, some steps ahead. It
 goes on copying while the other warpgroups work on finished sums. Each of the others has a
 part of the tile.
 """
@@ -19,10 +19,11 @@ from jax.experimental import pallas as pl
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import rem
 
-STEP = 64  # elements of the summed dimension in a step: 128 bytes of bfloat16
+_BYTES = 128  # of a step, in each row
+STEP = 64  # elements of the summed dimension in a step: so many bytes of bfloat16
 ROWS = 64  # rows of a warpgroup, as `wgmma` needs
 
-_STAGES = 4  # steps that are copied ahead
+STAGES = 4  # steps that are copied ahead
 # Registers of a thread that computes and of one that copies, by the number of warpgroups
 # that compute. The warpgroups only exchange registers. At first all threads have the same
 # number: 512 (those of an SM, for 128 threads) divided by the number of all warpgroups,
@@ -42,7 +43,7 @@ def matmul_tiles(
     warpgroups: int,
     constants: Sequence = (),
     scratch: Sequence = (),
-    stages: int = _STAGES,
+    stages: int = STAGES,
     movers: Sequence[Callable] = (),
 ) -> None:
     """The body of a GPU program that `call` runs.
@@ -55,8 +56,8 @@ def matmul_tiles(
       factors: maps a step's number, its blocks, the constants and a warpgroup's number to the
         two operands of `wgmma`, for each `[64, columns]` part of the tile that the
         warpgroup has.
-      finish: called with the tile, the warpgroup, a function that makes the float32 sums
-        of each part, and `scratch`. Data that it loads before it calls the function has
+      finish: called with the tile, the warpgroup, a function that makes the sums of each
+        part (float32, of int8 int32), and `scratch`. Data that it loads before it calls the function has
         arrived when the sums are complete.
       columns: number of columns of each part.
       steps: number of steps of a tile.
@@ -70,6 +71,8 @@ def matmul_tiles(
     """
     stages = min(stages, steps)
     registers, of_loader = _REGISTERS[warpgroups]
+    is_integer = jnp.issubdtype(operands[0][0].dtype, jnp.integer)
+    sums = jnp.int32 if is_integer else jnp.float32
     warpgroup = lax.axis_index("warpgroup")
 
     def each_tile(function):
@@ -140,7 +143,7 @@ def matmul_tiles(
 
                         return [part[...] for part in sums]
 
-                    parts = [plgpu.ACC((ROWS, size)) for size in columns]
+                    parts = [plgpu.ACC((ROWS, size), sums) for size in columns]
                     return pl.run_scoped(multiply, *parts)
 
                 finish(tile, warpgroup, make, *scratch_smem)
@@ -151,7 +154,9 @@ def matmul_tiles(
     pl.run_scoped(
         scope,
         [
-            plgpu.SMEM((stages, *extent), matrix.dtype, transforms=transforms())
+            plgpu.SMEM(
+                (stages, *extent), matrix.dtype, transforms=transforms(matrix.dtype)
+            )
             for matrix, extent, _ in operands
         ],
         [plgpu.SMEM(x.shape, x.dtype, transforms=transforms()) for x in constants],
@@ -198,9 +203,16 @@ def numbers(*scalars: jax.typing.ArrayLike) -> list[jax.Array]:
     return [jnp.reshape(jnp.asarray(x, jnp.int32), 1) for x in scalars]
 
 
-def transforms() -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
-    """How operands and results of 64 two-byte columns lie in shared memory."""
-    return plgpu.TilingTransform((8, STEP)), plgpu.SwizzleTransform(2 * STEP)
+def step_of(dtype: jax.typing.DTypeLike) -> int:
+    """Elements of the summed dimension in a step."""
+    return _BYTES // jnp.dtype(dtype).itemsize
+
+
+def transforms(
+    dtype: jax.typing.DTypeLike = jnp.bfloat16,
+) -> tuple[plgpu.TilingTransform, plgpu.SwizzleTransform]:
+    """How operands and results of 128 bytes in a row lie in shared memory."""
+    return plgpu.TilingTransform((8, step_of(dtype))), plgpu.SwizzleTransform(_BYTES)
 
 
 def store(target, values: jax.Array) -> None:

@@ -416,20 +416,27 @@ class ItemLayer:
         count = len(self.arrays())
         return refs[:count], *refs[count:]
 
+    def load(self, refs, item, columns: int) -> list:
+        """The numbers of some items, for `applied`."""
+        return [tiles.column_vector(ref, item, columns) for ref in refs]
+
     def apply(self, refs, products, item):
-        refs = list(refs)
-        columns = products.shape[1]
+        return self.applied(self.load(refs, item, products.shape[1]), products)
+
+    def applied(self, loaded, products):
+        """The scores of `[64, columns]` products, with what `load` gave for these columns."""
+        spread = [tiles.down_rows(x) for x in loaded]
         if self.scale is not None:
-            products = products * tiles.spread_columns(refs.pop(0), item, columns)
+            products = products * spread.pop(0)
         if self.bias is not None:
-            products = products + tiles.spread_columns(refs.pop(0), item, columns)
+            products = products + spread.pop(0)
         return products
 
-    def denied(self, refs, item, columns: int) -> list:
+    def denied(self, loaded) -> list:
         """A list of `[64, columns]`, whether the bias is -inf; empty without a bias."""
         if self.bias is None:
             return []
-        return [tiles.spread_columns(refs[-1], item, columns) == -jnp.inf]
+        return [tiles.down_rows(loaded[-1]) == -jnp.inf]
 
 
 def _log1p(x):

@@ -4,9 +4,9 @@
 
     scores[b, i] = h[b] . kernel[i]        h [batch, hidden], kernel [items, hidden]
 
-Four warpgroups share a tile of 128 rows and 256 items; each has 64 rows and 128 items
-(`matmul_tiles`). When its scores are complete, an `epilogue` turns them into something
-smaller.
+Four warpgroups share a tile of 128 rows and 256 items, or of 64 rows and 512 items; each has
+64 rows and 128 items (`matmul_tiles`). When its scores are complete, an `epilogue` turns them
+into something smaller.
 """
 
 from __future__ import annotations
@@ -20,22 +20,62 @@ from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import ROWS, STEP, call, matmul_tiles, numbers
+from pallas_kernels.matmul_tiles import (
+    ROWS,
+    STAGES,
+    call,
+    matmul_tiles,
+    numbers,
+    step_of,
+)
 
 TILE_ROWS = 128  # rows of a program's tile
 TILE_ITEMS = 256  # items of a program's tile
 WARPGROUPS = 4  # two by two
 COLUMNS = TILE_ITEMS // 2  # items of a warpgroup
+WIDE_ITEMS = WARPGROUPS * COLUMNS  # items of a program's tile of 64 rows
+_WIDE_STAGES = 3  # steps of such tiles that shared memory has room for
 # This many tiles of items are worked on side by side: they and `h` stay in the cache.
 _WIDTH = 8
 
 
-def unsupported(hidden: int, items: int, dtype: jnp.dtype) -> str | None:
-    """The fault of such operands, as the end of a sentence; None if there is none."""
-    if dtype != jnp.bfloat16:
-        return f"takes bfloat16 operands, not {dtype}"
-    if hidden % STEP or not hidden:
-        return f"takes hidden sizes that are multiples of {STEP}, not {hidden}"
+def rounded_items(size: int) -> int:
+    """A number of items rounded up to whole tiles; if it is no small one, to wide tiles."""
+    tile = TILE_ITEMS if size <= TILE_ITEMS else WIDE_ITEMS
+    return -(-size // tile) * tile
+
+
+def rows_for(batch: int, items: int) -> int:
+    """Rows that a batch is filled up to: 64 for few, whose tiles then have 512 items.
+
+    Args:
+      batch: its rows.
+      items: number of items in each call, of which wide tiles need a multiple of 512.
+    """
+    if batch <= ROWS and items % WIDE_ITEMS == 0:
+        return ROWS
+    return -(-batch // TILE_ROWS) * TILE_ROWS
+
+
+def unsupported(
+    hidden: int,
+    items: int,
+    dtype: jax.typing.DTypeLike,
+    wanted: jax.typing.DTypeLike = jnp.bfloat16,
+) -> str | None:
+    """The fault of such operands, as the end of a sentence; None if there is none.
+
+    Args:
+      hidden: numbers of a row.
+      items: rows of the kernel.
+      dtype: of both operands.
+      wanted: what it must be.
+    """
+    if dtype != wanted:
+        return f"takes {jnp.dtype(wanted)} operands, not {dtype}"
+    step = step_of(wanted)
+    if hidden % step or not hidden:
+        return f"takes hidden sizes that are multiples of {step}, not {hidden}"
     if items % TILE_ITEMS or not items:
         return f"takes kernels of a multiple of {TILE_ITEMS} rows, not {items:,}"
     return None
@@ -57,24 +97,28 @@ def score_tiles(
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
     `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    references, and a function `make` that makes the float32 scores `[64, COLUMNS]`. The
+    references, and a function `make` that makes the scores `[64, COLUMNS]`, float32, or
+    int32 of int8 operands. The
     first of them is that of `row` and item `start + column`. Data that the epilogue loads
     before it calls `make` has arrived when the scores are complete.
 
     Args:
       name: the name that a profiler shows.
       epilogue: see above.
-      h: the number of rows is a multiple of 128.
+      h: the number of rows is a multiple of 128, or 64 as `rows_for` says.
       kernel: see `unsupported`.
       scalars: int32, handed to the epilogue.
       inputs: arrays in global memory, or references to arrays that the epilogue changes.
       out_type: what the epilogue writes.
       start: first item.
       size: number of items, a multiple of 256.
-      scratch: shared memory of the epilogue.
+      scratch: shared memory of the epilogue; not for 64 rows, whose tiles leave no room.
     """
     batch, hidden = h.shape
-    down, across = batch // TILE_ROWS, size // TILE_ITEMS
+    is_wide = batch == ROWS
+    rows, items = (ROWS, WIDE_ITEMS) if is_wide else (TILE_ROWS, TILE_ITEMS)
+    down, across = batch // rows, size // items
+    step = step_of(h.dtype)
     operands = numbers(start, *scalars)
 
     def body(*refs):
@@ -84,17 +128,22 @@ def score_tiles(
 
         def tile_of(i):
             m, n = plgpu.planar_snake(i, (down, across), 0, _WIDTH)
-            return m * TILE_ROWS, n * TILE_ITEMS
+            return m * rows, n * items
+
+        def part_of(warpgroup):
+            across = warpgroup if is_wide else div(warpgroup, 2)
+            down = 0 if is_wide else rem(warpgroup, 2)
+            return down * ROWS, across * COLUMNS
 
         def factors(k, h_smem, kernel_smem, warpgroup):
             del k
-            i, j = rem(warpgroup, 2) * ROWS, div(warpgroup, 2) * COLUMNS
-            items = kernel_smem.at[pl.ds(j, COLUMNS)]
-            return [(h_smem.at[pl.ds(i, ROWS)], items.transpose((1, 0)))]
+            i, j = part_of(warpgroup)
+            mine = kernel_smem.at[pl.ds(j, COLUMNS)]
+            return [(h_smem.at[pl.ds(i, ROWS)], mine.transpose((1, 0)))]
 
         def finish(tile, warpgroup, make, scratch_smem=None):
-            row = tile[0] + rem(warpgroup, 2) * ROWS
-            column = tile[1] + div(warpgroup, 2) * COLUMNS
+            i, j = part_of(warpgroup)
+            row, column = tile[0] + i, tile[1] + j
             epilogue(
                 lambda: make()[0], row, column, warpgroup, mine, *refs, scratch_smem
             )
@@ -103,19 +152,20 @@ def score_tiles(
             down * across,
             tile_of,
             [
-                (h_gmem, (TILE_ROWS, STEP), lambda tile, k: (tile[0], k * STEP)),
+                (h_gmem, (rows, step), lambda tile, k: (tile[0], k * step)),
                 (
                     kernel_gmem,
-                    (TILE_ITEMS, STEP),
-                    lambda tile, k: (first + tile[1], k * STEP),
+                    (items, step),
+                    lambda tile, k: (first + tile[1], k * step),
                 ),
             ],
             factors,
             finish,
             columns=[COLUMNS],
-            steps=hidden // STEP,
+            steps=hidden // step,
             warpgroups=WARPGROUPS,
             scratch=[] if scratch is None else [scratch],
+            stages=_WIDE_STAGES if is_wide else STAGES,
         )
 
     return call(name, body, out_type, WARPGROUPS, *operands, h, kernel, *inputs)
@@ -132,11 +182,20 @@ def spread_rows(vector: jax.Array, columns: int) -> jax.Array:
     return lax.broadcast_in_dim(vector, (ROWS, columns), (0,))
 
 
+def column_vector(ref, column, columns: int) -> jax.Array:
+    """`[columns]` elements from `column` on, for `down_rows`."""
+    layout = plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.load(ref.at[pl.ds(column, columns)], layout=layout, optimized=False)
+
+
+def down_rows(vector: jax.Array) -> jax.Array:
+    """`[64, columns]` with a `column_vector` in each row."""
+    return lax.broadcast_in_dim(vector, (ROWS, *vector.shape), (1,))
+
+
 def spread_columns(ref, column, columns: int) -> jax.Array:
     """`[64, columns]` with elements `column ...` of a vector in each row."""
-    layout = plgpu.Layout.WGMMA.reduce(0)
-    vector = plgpu.load(ref.at[pl.ds(column, columns)], layout=layout, optimized=False)
-    return lax.broadcast_in_dim(vector, (ROWS, columns), (1,))
+    return down_rows(column_vector(ref, column, columns))
 
 
 def column_numbers(columns: int) -> jax.Array:

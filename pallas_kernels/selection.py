@@ -24,6 +24,9 @@ _PIECE = 64 * _LANES  # numbers that a warpgroup keeps in registers
 _LEAST, _LARGEST = -(2**31), 2**31 - 1
 _INFINITY = 0x7F800000  # as bits
 _WORDS = 8  # words whose bits are counted together
+# More numbers of a row are put into groups of neighbours, so that each pass over what is left
+# stays in registers.
+_MANY, _GROUP = 2 * _PIECE, 32
 
 
 def best_places(
@@ -38,6 +41,11 @@ def best_places(
     if count <= k:
         every = jnp.arange(count, dtype=jnp.int32)[None]
         return jnp.broadcast_to(every, (batch, count))
+    if count > max(_MANY, 2 * _GROUP * k):
+        missing = (0, 0), (0, -count % _GROUP)
+        padded = jnp.pad(numbers, missing, constant_values=-jnp.inf)
+        maxima = jnp.max(padded.reshape(batch, -1, _GROUP), axis=2)
+        return best_places_inside(maxima, padded, k)
     least = parting(numbers, k)[:, None, None]
     extra = -count % (32 * _WORDS)
     keys = jnp.pad(numbers, ((0, 0), (0, extra)), constant_values=-jnp.inf)

@@ -17,13 +17,14 @@ from jaxtyping import Array, Bool, Float, Int
 from pallas_kernels import mosaic as plgpu
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.integers import div, rem
-from pallas_kernels.matmul_tiles import ROWS, STEP, store, transforms
+from pallas_kernels.matmul_tiles import ROWS, STEP, num_programs, store, transforms
 from pallas_kernels.output_loss import ItemLayer, listed, load_words, word_and_bit
 from pallas_kernels.selection import members, pick
 
 GROUP = 16
 BLOCK = tiles.COLUMNS  # a warpgroup makes the maximum of this many items
 _GROUPS = BLOCK // GROUP
+_AHEAD = range(0, 2 * GROUP, GROUP)  # groups whose scales and biases are loaded ahead
 _STORE = 32  # columns that are written at once: 128 bytes
 
 
@@ -38,19 +39,21 @@ def maxima(
     size: int,
     limit: jax.typing.ArrayLike,
     with_scores: bool,
+    margins: tuple[Float[Array, "batch"], Float[Array, "batch"]] | None = None,
 ) -> list[Float[Array, "batch _"]]:
     """Maxima of the scores of items `start .. start + size - 1`: of each 16, of each 128.
 
     ::
 
         score_bi = (h_b . kernel_i) scale_i + bias_i
+        score_bi = (h_b . kernel_i + margin_b) unit_b scale_i + bias_i       with int8
 
     A score is -inf where the bias is -inf, where `words` has a bit, and where there is no
     item. A maximum of NaN and other numbers is NaN.
 
     Args:
-      h: bfloat16; the number of rows is a multiple of 128.
-      kernel: bfloat16, see `score_tiles.unsupported`.
+      h: bfloat16 or int8; the number of rows is a multiple of 128.
+      kernel: the same, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
       words: bits of the items to leave out, see `output_loss.label_words`; or None.
@@ -58,24 +61,33 @@ def maxima(
       size: number of items, a multiple of 256.
       limit: from this row of the kernel on there are no items.
       with_scores: whether to return all scores in place of the maxima of each 128.
+      margins: of int8 the margin and the unit of each row, float32.
     """
     batch = h.shape[0]
+    of_rows = [] if margins is None else list(margins)
     layer = ItemLayer(bias, scale)
 
     def epilogue(make, row, column, warpgroup, scalars, inputs, outputs, smem):
         first, end = scalars
+        rows_refs, inputs = inputs[: len(of_rows)], inputs[len(of_rows) :]
         layer_refs, *words_refs = layer.split(inputs)
         maxima_gmem, more_gmem = outputs
         words = [load_words(ref, row, column) for ref in words_refs]
+        rows = [tiles.row_vector(ref, row) for ref in rows_refs]
+        ahead = [layer.load(layer_refs, first + column + c, GROUP) for c in _AHEAD]
         products = make()
 
-        def group(c, products, words, masked):
-            item = first + column + c
-            scores = layer.apply(layer_refs, products[:, c : c + GROUP], item)
-            denied = layer.denied(layer_refs, item, GROUP)
+        def group(c, products, words, masked, loaded):
+            scores = products[:, c : c + GROUP]
+            if rows:
+                margin, unit = (tiles.spread_rows(x, GROUP) for x in rows)
+                scores = (scores.astype(jnp.float32) + margin) * unit
+            scores = layer.applied(loaded, scores)
+            denied = layer.denied(loaded)
             denied += [listed(x, c, GROUP) for x in words]
             if masked:
-                denied.append(tiles.column_numbers(GROUP) >= end - item)
+                inside = end - (first + column + c)
+                denied.append(tiles.column_numbers(GROUP) >= inside)
             for x in denied:
                 scores = jnp.where(x, -jnp.inf, scores)
             return scores
@@ -86,10 +98,16 @@ def maxima(
                 operands = lax.optimization_barrier(operands)
             places = tiles.column_numbers(_GROUPS)
             largest = places.astype(jnp.float32)
+            # The numbers of some groups are loaded while those before them are worked on.
+            coming = [*ahead]
             for c in range(0, BLOCK, _STORE):
                 pieces = []
                 for i in range(c, c + _STORE, GROUP):
-                    scores = group(i, operands[0], operands[1], masked)
+                    if (later := i + len(_AHEAD) * GROUP) < BLOCK:
+                        item = first + column + later
+                        coming.append(layer.load(layer_refs, item, GROUP))
+                    made, bits = operands
+                    scores = group(i, made, bits, masked, coming.pop(0))
                     pieces.append(scores)
                     here = tiles.spread_rows(jnp.max(scores, axis=1), _GROUPS)
                     largest = jnp.where(places == i // GROUP, here, largest)
@@ -125,7 +143,7 @@ def maxima(
         h,
         kernel,
         (start, limit),
-        [*layer.arrays(), *([] if words is None else [words])],
+        [*of_rows, *layer.arrays(), *([] if words is None else [words])],
         [
             jax.ShapeDtypeStruct((batch, count), jnp.float32)
             for count in (size // GROUP, more)
@@ -149,8 +167,8 @@ def scores_of_groups(
 ) -> Float[Array, "batch scores"]:
     """All scores of the given groups; `maxima` gives only the largest of each group.
 
-    A program has one row. It multiplies 64 items by eight rows of `h`, as `wgmma` needs,
-    and uses the scores of one of them. The others take no time: shared memory is read as
+    A program has one row, or with few rows a part of its groups. It multiplies 64 items by
+    eight rows of `h`, as `wgmma` needs, and uses the scores of one of them. The others take no time: shared memory is read as
     fast as items arrive.
 
     Args:
@@ -159,24 +177,26 @@ def scores_of_groups(
     """
     hidden, (batch, wanted) = h.shape[1], groups.shape
     across = ROWS // GROUP
-    groups = jnp.pad(groups, ((0, 0), (0, -wanted % across)))
+    parts = max(1, min(2 * num_programs() // batch, pl.cdiv(wanted, across)))
+    groups = jnp.pad(groups, ((0, 0), (0, -wanted % (across * parts))))
     count = groups.shape[1]
     places = members(groups, GROUP)
     items = start + places
     beside = [None if x is None else x[items] for x in (scale, bias)]
     width = next(n for n in (4 * STEP, 2 * STEP, STEP) if hidden % n == 0)
     steps = hidden // width
-    total = count // across * steps
+    of_part = count // across // parts  # times 64 items
+    total = of_part * steps
     stages = min(3, total)
 
     def scores_of_groups_body(groups_gmem, h_gmem, kernel_gmem, *refs):
         *layer_refs, out_gmem = refs
-        row = lax.axis_index("row")
+        row, before = lax.axis_index("row"), lax.axis_index("part") * of_part
         others = pl.multiple_of(div(row, 8) * 8, 8)
 
         def scope(items_smem, h_smem, full):
             def copy(i):
-                slot, tile = rem(i, stages), div(i, steps)
+                slot, tile = rem(i, stages), before + div(i, steps)
                 at = pl.ds(rem(i, steps) * width, width)
                 plgpu.copy_gmem_to_smem(
                     h_gmem.at[pl.ds(others, 8), at], h_smem.at[slot], full.at[slot]
@@ -194,7 +214,7 @@ def scores_of_groups(
             def _(i):
                 copy(i)
 
-            @pl.loop(0, count // across)
+            @pl.loop(0, of_part)
             def _(tile):
                 def multiply(sums):
                     @pl.loop(0, steps)
@@ -215,7 +235,7 @@ def scores_of_groups(
                 products = pl.run_scoped(multiply, plgpu.ACC((ROWS, 8)))
                 mine = tiles.column_numbers(8) == row - others
                 scores = jnp.max(jnp.where(mine, products, -jnp.inf), axis=1)
-                at = pl.ds(tile * ROWS, ROWS)
+                at = pl.ds((before + tile) * ROWS, ROWS)
                 layer = [
                     plgpu.load(
                         ref.at[row, at],
@@ -241,8 +261,8 @@ def scores_of_groups(
     scores = plgpu.kernel(
         scores_of_groups_body,
         out_type=jax.ShapeDtypeStruct((batch, count * GROUP), jnp.float32),
-        grid=(batch,),
-        grid_names=("row",),
+        grid=(batch, parts),
+        grid_names=("row", "part"),
         compiler_params=plgpu.CompilerParams(
             approx_math=True,  # as for `maxima`: the bits must be the same
             lowering_semantics=plgpu.LoweringSemantics.Lane,

@@ -118,7 +118,9 @@ def export(command: flags.Export) -> None:
         item_features=opened.item_features(),
         batch_size=command.batch_size,
         unknown_ids=command.unknown_ids,
-        **used(commands.kind, "export_predictor", {"k": command.k}),
+        **used(
+            commands.kind, "export_predictor", {"k": command.k, "int8": command.int8}
+        ),
     )
     print(f"the predictor is in {command.out}", file=sys.stderr)
     if command.compile:

@@ -636,6 +636,8 @@ class Export(OfKinds):
       batch_size: Largest number of rows that the predictor scores at a time.
       unknown_ids: For dynamic tables, what an id without a row reads: init is the vector that it
         would begin with.
+      int8: On a Hopper GPU items are also held in int8, which is read first: the answers are the
+        same, and come sooner where there are many items.
       compile: Also compile its programs for the device here, up to 256 items a row, and keep
         them for the processes that load it.
       correcting: How the probabilities of a click model are corrected.
@@ -649,6 +651,7 @@ class Export(OfKinds):
     unknown_ids: Annotated[
         Literal["init", "zeros"] | None, _value("{init,zeros}", "init")
     ] = None
+    int8: bool = False
     compile: bool = False
     correcting: Correcting = Correcting()
     compilation: Compilation = Compilation()

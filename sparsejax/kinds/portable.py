@@ -104,7 +104,11 @@ def _class_with(kind: type, method: str) -> type:
 
 
 def _stated_layer(
-    layer: SparseOutput, dtype: jnp.dtype, weights: Sequence[jax.Array]
+    layer: SparseOutput,
+    dtype: jnp.dtype,
+    weights: Sequence[jax.Array],
+    *,
+    int8: bool,
 ) -> OutputLayer:
     """A folded layer, whose arrays are among the weights."""
 
@@ -122,6 +126,7 @@ def _stated_layer(
         bias=place(layer.bias),
         scale=place(layer.folded_scale),
         precision=layer.precision,
+        int8=int8,
     )
 
 
@@ -158,7 +163,12 @@ def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any
 
 
 def portable_ranker(
-    model: Any, names: Any, *, k: int, item_features: ItemFeatures | None = None
+    model: Any,
+    names: Any,
+    *,
+    k: int,
+    item_features: ItemFeatures | None = None,
+    int8: bool = False,
 ) -> Portable:
     """A `Recommender` that recommends up to `k` items.
 
@@ -167,7 +177,14 @@ def portable_ranker(
       names: of its items, or a data set whose features they are, or None.
       k: most items for a row.
       item_features: content of the items, so that others can be added.
+      int8: see `export_predictor`.
     """
+    ends = _ends_in_its_layer(model)
+    if int8 and not ends:
+        raise ValueError(
+            "int8 is for models that rank by their output layer, and "
+            f"{type(model).__name__} has a top_k of its own: leave it out"
+        )
     features = features_of(model)
     vocabularies: dict[str, list[str]] = {}
     kernels: list[Any] = []
@@ -209,12 +226,12 @@ def portable_ranker(
     def stored(arrays):
         return [Stored(array, to_host_in_pieces(array)) for array in arrays]
 
-    ends = _ends_in_its_layer(model)
     if ends:
         *given, _ = stated["inputs"]
         with without_mesh():
             like = jax.eval_shape(queries, weights, inputs_like(given, 1))
-        stated["layer"] = _stated_layer(model.output, like[0].dtype, weights)
+        dtype = like[0].dtype
+        stated["layer"] = _stated_layer(model.output, dtype, weights, int8=int8)
         stated["new_items"] = stated_content
     return Portable(
         stated=stated,

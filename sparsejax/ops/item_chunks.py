@@ -370,9 +370,11 @@ def rounded_items(num_items: int, rows: int) -> int:
     return num_items if rounded % _ROUNDED else rounded
 
 
-def pad_rows(array: Shaped[Array, "batch *rest"]) -> Shaped[Array, "padded *rest"]:
-    """The array with rows of zeros up to a multiple that the GPU programs take."""
-    extra = -len(array) % TILE_ROWS
+def pad_rows(
+    array: Shaped[Array, "batch *rest"], rows: int | None = None
+) -> Shaped[Array, "padded *rest"]:
+    """The array with rows of zeros, up to a multiple that all GPU programs take, or to `rows`."""
+    extra = -len(array) % TILE_ROWS if rows is None else rows - len(array)
     return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
 

@@ -299,14 +299,16 @@ def _best(
         larger = item_chunks.chunk_size(batch, here, larger)
         again = larger > tuning.written * k * h.shape[1]
         size = larger if again else size
-        size = -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
+        size = tiles.rounded_items(size)
     first_item = shard.first_item(rows)
     excluded = None
     if exclude is not None:
         excluded, broken = item_chunks.entries_of(exclude, shard, rows)
 
     def step_with_mosaic(start, size, best):
-        padded = item_chunks.pad_rows(h)
+        # With few rows, half of the scores of the usual tiles would be padding.
+        rows = tiles.rows_for(batch, size) if again else None
+        padded = item_chunks.pad_rows(h, rows)
         operands = (
             padded,
             kernel,
@@ -329,8 +331,8 @@ def _best(
             scores = pick(more, groups, kernels.GROUP)
         places = members(groups, kernels.GROUP)
         found = best_places(scores, k)
-        places, scores = pick(places, found), _one_of_each(pick(scores, found))
-        return _join(best, (places + first_item + start, scores), k)
+        places, scores = pick(places, found), one_of_each(pick(scores, found))
+        return join(best, (places + first_item + start, scores), k)
 
     def step(start, size, best):
         scores = item_chunks.scores(
@@ -339,7 +341,7 @@ def _best(
         if excluded is not None:
             place = excluded.places(start, (batch, size))
             scores = scores.at[place].set(-jnp.inf, mode="drop", unique_indices=True)
-        scores = _one_of_each(scores)
+        scores = one_of_each(scores)
         if bias is not None:
             denied = item_chunks.slice_rows(bias, start, size) == -jnp.inf
             scores = jnp.where(denied[None], -jnp.inf, scores)
@@ -349,7 +351,7 @@ def _best(
         places = jnp.broadcast_to(places, scores.shape)
         if size > tuning.direct * k:  # else joining sorts them anyway
             places, scores = select(scores, k, tuning)
-        return _join(best, (places + first_item + start, scores), k)
+        return join(best, (places + first_item + start, scores), k)
 
     # With one chunk the start fills only what is missing, so that no more is sorted.
     width = k if size < here else max(0, k - size)
@@ -365,19 +367,19 @@ def _best(
             for x in (ids, scores)
         )
         ids, scores = (x.reshape(len(x), -1) for x in (ids, scores))
-        ids, scores = _join((ids[:, :0], scores[:, :0]), (ids, scores), k)
+        ids, scores = join((ids[:, :0], scores[:, :0]), (ids, scores), k)
     ids = jnp.where(scores == -jnp.inf, -1, ids)
     return ids, jnp.where(broken[:, None], jnp.nan, scores)
 
 
-def _one_of_each(scores):
+def one_of_each(scores):
     """The scores with one kind of NaN and of zero: `lax.top_k` compares bits."""
     scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
     # Not the constant 0, which would have no derivative.
     return jnp.where(scores == 0, scores - lax.stop_gradient(scores), scores)
 
 
-def _join(best, more, k: int):
+def join(best, more, k: int):
     """The k best of two lists (ids, scores), if `more` has the higher ids in a tie."""
     ids, scores = (
         jnp.concatenate(pair, axis=1) for pair in zip(best, more, strict=True)
@@ -386,7 +388,7 @@ def _join(best, more, k: int):
     return jnp.take_along_axis(ids, places, axis=1), scores
 
 
-def _largest(grouped: jax.Array) -> jax.Array:
+def largest_of(grouped: jax.Array) -> jax.Array:
     """Maxima over the last axis; NaN if any element is NaN."""
     largest = jnp.max(grouped, axis=2)
     if jax.default_backend() != "cpu":
@@ -413,7 +415,7 @@ def select(
     group = tuning.group if size >= tuning.many * k else tuning.small_group
     split = size // group * group
     grouped = scores[:, :split].reshape(batch, -1, group)
-    chosen, _ = select(_largest(grouped), k, tuning)
+    chosen, _ = select(largest_of(grouped), k, tuning)
     # In order of place, because `lax.top_k` breaks ties by it.
     chosen = jnp.sort(chosen, axis=1)
     inside = jnp.take_along_axis(grouped, chosen[:, :, None], axis=1)

@@ -348,12 +348,13 @@ class Predictor:
           OSError: the file cannot be written.
         """
         kernels = () if self.content is None else self.content.kernels
+        own = self.weights[: len(self.signature.weights)]
         saving.save_predictor(
             path,
             self.signature,
             {name: some.tolist() for name, some in self.names_in_file.items()},
             programs=sorted(self.model.programs.code.items()),
-            weights=[saving.in_one_piece(each) for each in (*self.weights, *kernels)],
+            weights=[saving.in_one_piece(each) for each in (*own, *kernels)],
             answer=StoredAnswer.of(self.model),
         )
 

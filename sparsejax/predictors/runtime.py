@@ -17,6 +17,8 @@ from jax import export, lax
 from sparsejax.mesh.layout import for_one_device, without_mesh
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import gpu_options
+from sparsejax.ops import coarse_top_k
+from sparsejax.ops.coarse_top_k import CoarseItems
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.precision import Precision
 from sparsejax.ops.top_k import top_k
@@ -29,6 +31,8 @@ _ROWS_STEP = 8
 # Larger rooms for entries are 4, 16, 64, ... times as large. An entry of room costs some
 # nanoseconds.
 _ROOM_STEP = 4
+# Ids and scores. What programs give beside them is for `serving.engine`.
+_OUTPUTS = 2
 
 
 def sizes_of_programs(largest: int) -> tuple[int, ...]:
@@ -84,8 +88,11 @@ class Programs:
       code: what they are made of.
       only: the same programs, whose last input is the only items that are ranked, not those
         that are not; None if the output layer is part of the programs.
-      denies: whether the last weight is for `deny`.
+      denies: whether the last weight is for `deny`. Before it come the items in int8, where
+        they are read first, see `coarse_items`.
       signature: of the predictor; None if they do not stand for its file.
+      tells_of_passes: whether the outputs end with a number that is not 0 if the items in int8
+        did not prove the answer.
     """
 
     inputs: tuple[Array, ...]
@@ -95,6 +102,7 @@ class Programs:
     only: Programs | None = None
     denies: bool = False
     signature: Signature | None = None
+    tells_of_passes: bool = False
 
     @classmethod
     def of(
@@ -106,7 +114,11 @@ class Programs:
         denies: bool = False,
     ) -> Programs:
         """Puts weights on the device; with `denies` one more, by which `deny` works."""
+        own = len(signature.weights)
         on_device = jax.device_put(list(weights))
+        # Other programs of these weights may have made these: then they are taken over.
+        on_device[own:] = coarse_items(signature, on_device)
+        coarse = len(on_device) > own
         if denies:
             assert signature.layer is not None  # else there is nothing to deny
             # The kernel may have more rows than there are items.
@@ -116,7 +128,7 @@ class Programs:
         def made(best: _Best, only: Programs | None) -> Programs:
             compiled = _by_rows(signature, programs, best, denies)
             facts = (signature.inputs, compiled, on_device, programs, only, denies)
-            return cls(*facts, signature)
+            return cls(*facts, signature, coarse and best is _best_of_all)
 
         only = None if signature.layer is None else made(_best_of_some, None)
         return made(_best_of_all, only)
@@ -195,7 +207,7 @@ class Programs:
         """
         arguments = self.arguments(size, given, room)
         with without_mesh():  # programs are for one device
-            return self.by_rows[size](self.weights, arguments)
+            return self.by_rows[size](self.weights, arguments)[:_OUTPUTS]
 
     def arguments(self, size: int, given: Sequence[Rows], room: int) -> list[Any]:
         """The second argument of a program, on the host; see `run`."""
@@ -290,6 +302,27 @@ def _by_rows(
     }
 
 
+def coarse_items(signature: Signature, weights: Sequence[jax.Array]) -> list[jax.Array]:
+    """The arrays of `CoarseItems` that programs take behind the weights; or none.
+
+    Args:
+      signature: of the predictor.
+      weights: on the device. Arrays behind those of the signature are these already.
+    """
+    layer, own = signature.layer, len(signature.weights)
+    if layer is None or not layer.int8:
+        return []
+    kernel, dtype = weights[layer.kernel], jnp.dtype(layer.dtype)
+    with for_one_device():
+        if not coarse_top_k.is_of_use(kernel.shape, dtype):
+            return []
+    count = len(CoarseItems._fields)
+    if len(weights) >= own + count:
+        return list(weights[own : own + count])
+    scale = None if layer.scale is None else weights[layer.scale]
+    return list(CoarseItems.of(kernel.astype(dtype), scale))
+
+
 def _denied(rows: int, items: np.ndarray) -> jax.Array:
     """A bias that denies items: -inf for these, 0 for others, whose scores keep their bits."""
     bias = np.zeros(rows, np.float32)
@@ -298,25 +331,30 @@ def _denied(rows: int, items: np.ndarray) -> jax.Array:
 
 
 class _Layer(NamedTuple):
-    """The arrays of an output layer, see `sparsejax.top_k`."""
+    """The arrays of an output layer, see `sparsejax.top_k` and `coarse_top_k`."""
 
     kernel: jax.Array
     bias: jax.Array | None
     scale: jax.Array | None
     precision: Precision
+    coarse: CoarseItems | None
 
 
 # Ids and scores of the `k` best items, by rows' vectors, the layer, a matrix of items, and k.
-_Best = Callable[[jax.Array, _Layer, CSR, int], tuple[jax.Array, jax.Array]]
+# With items in int8 also whether all others were read.
+_Best = Callable[[jax.Array, _Layer, CSR, int], tuple[jax.Array, ...]]
 
 
 def _best_of_all(
     h: jax.Array, layer: _Layer, exclude: CSR, k: int
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, ...]:
     """The best of the items that a matrix does not have."""
-    options = {"scale": layer.scale, "precision": layer.precision}
+    options: dict[str, Any] = {"scale": layer.scale, "precision": layer.precision}
+    best: Callable[..., tuple[jax.Array, ...]] = top_k
+    if layer.coarse is not None:
+        best = functools.partial(coarse_top_k.coarse_top_k, coarse=layer.coarse)
     with for_one_device():
-        return top_k(h, layer.kernel, layer.bias, k, exclude=exclude, **options)
+        return best(h, layer.kernel, layer.bias, k, exclude=exclude, **options)
 
 
 @promoting()
@@ -352,7 +390,7 @@ def _whole(
     if stated is None:
         return program.call
     num_items, (k,) = signature.inputs[-1].shape[-1], signature.outputs[0].shape
-    taken = len(signature.program_weights)
+    taken, own = len(signature.program_weights), len(signature.weights)
 
     def ranked(weights: list[jax.Array], inputs: list[Any]) -> list[jax.Array]:
         *shown, items = inputs
@@ -362,6 +400,7 @@ def _whole(
         )
         if bias is not None:
             bias = bias.astype(accumulator(bias.dtype))
+        more = weights[own : len(weights) - denies]
         if denies:
             denied = weights[-1].astype(accumulator(h.dtype))
             bias = denied if bias is None else bias + denied.astype(bias.dtype)
@@ -370,10 +409,12 @@ def _whole(
             bias=bias,
             scale=scale,
             precision=stated.precision,
+            coarse=CoarseItems(*more) if more else None,
         )
-        found = best(h, layer, CSR(None, *items, num_cols=num_items), k)
-        pairs = zip(found, signature.outputs, strict=True)
-        return [array.astype(output.dtype) for array, output in pairs]
+        ids, scores, *whole = best(h, layer, CSR(None, *items, num_cols=num_items), k)
+        pairs = zip((ids, scores), signature.outputs, strict=True)
+        found = [array.astype(output.dtype) for array, output in pairs]
+        return found + [each.astype(jnp.int32) for each in whole]
 
     return ranked
 

@@ -96,6 +96,7 @@ class OutputLayer:
       bias: the same of what is added to scores; None if nothing is.
       scale: the same of the factors of scores; None if there are none.
       precision: of the products, see `sparsejax.top_k`.
+      int8: whether GPUs that can also hold the items in int8, and read these first.
     """
 
     dtype: Literal["bfloat16", "float16", "float32", "float64"]
@@ -103,6 +104,7 @@ class OutputLayer:
     bias: int | None = None
     scale: int | None = None
     precision: Precision = None
+    int8: bool = False
 
     def check(self, weights: Sequence[Array], num_items: int) -> None:
         """Raises ValueError unless these weights have such arrays."""

@@ -87,7 +87,7 @@ class Clicks(Runs):
             *("users", "k", "keep_seen", "exclude", "exclude_items", "only_items"),
             *("format", *COLUMNS),
         ),
-        "export": ("k",),
+        "export": ("k", "int8"),
         "report": ("inputs", "k", "format", "titles", *COLUMNS, *COUNTING),
     }
 

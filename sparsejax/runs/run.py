@@ -516,6 +516,7 @@ class Run:
         k: int | None = None,
         table_dtype: TableDtype | None = None,
         unknown_ids: Unknown | None = None,
+        int8: bool = False,
         batch_size: int = 512,
         calibrate: Any = None,
         method: Literal["platt", "isotonic"] | None = None,
@@ -529,6 +530,7 @@ class Run:
           path: the file.
           k: of items, the most that are recommended to a row; 10 by default.
           table_dtype: of clicks, see `export_predictor`; so is `unknown_ids`.
+          int8: of items and histories, see `export_predictor`.
           batch_size: most rows that are scored at a time.
           calibrate: of clicks, examples by which the probabilities are corrected, see
             `calibrate`; so are `method` and `negatives_kept`.
@@ -545,7 +547,11 @@ class Run:
             batch_size=batch_size,
             table_dtype=table_dtype,
             unknown_ids=unknown_ids,
-            **used(self._runs.kind, "export_predictor", {"k": 10 if k is None else k}),
+            **used(
+                self._runs.kind,
+                "export_predictor",
+                {"k": 10 if k is None else k, "int8": int8},
+            ),
         )
 
     def _measuring(

@@ -34,6 +34,10 @@ _MOST_ROWS, _LONG_ROW = 64, 1024
 _ALIKE, _ALIKE_ON_GPU = {"cpu": 1}, 128
 
 
+# An event of JAX's monitoring: the items in int8 did not prove the answer of a batch.
+WHOLE_PASS = "/sparsejax/whole_pass"
+
+
 class TooLargeError(ValueError):
     """A row has more entries than any shape has room for."""
 
@@ -160,6 +164,7 @@ class Engine:
                 jax.ShapeDtypeStruct((shape.rows, *each.shape), each.dtype)
                 for each in predictor.signature.outputs
             ]
+            + [jax.ShapeDtypeStruct((), np.int32)] * self._programs.tells_of_passes
             for shape in self.shapes
         }
         for shape in self.shapes:
@@ -257,8 +262,10 @@ class Engine:
 
     def run(self, shape: Shape, packed: Any) -> list[np.ndarray]:
         """The outputs for a batch that was packed. Waits for them."""
-        found = jax.device_get(self.started(shape, packed))
-        return apart(found, self._outputs[shape])
+        found = apart(jax.device_get(self.started(shape, packed)), self._outputs[shape])
+        if self._programs.tells_of_passes and found.pop():
+            jax.monitoring.record_event(WHOLE_PASS)
+        return found
 
 
 def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:

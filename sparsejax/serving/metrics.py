@@ -7,6 +7,7 @@ import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
 from sparsejax.serving.batcher import Batch
+from sparsejax.serving.engine import WHOLE_PASS
 
 CONTENT_TYPE = prometheus_client.CONTENT_TYPE_LATEST
 _SECONDS = [n * 10.0**e for e in range(-4, 1) for n in (1, 2.5, 5)] + [10.0]
@@ -44,6 +45,11 @@ class Metrics:
         self._compilations = Counter(
             "sparsejax_compilations", "Programs compiled", registry=registry
         )
+        self._whole_passes = Counter(
+            "sparsejax_whole_passes",
+            "Batches whose answer the items in int8 did not prove",
+            registry=registry,
+        )
         self._reloads = Counter(
             "sparsejax_reloads",
             "Versions that were loaded, or could not be",
@@ -68,14 +74,20 @@ class Metrics:
             registry=registry,
         )
         jax.monitoring.register_event_duration_secs_listener(self._compiled)
+        jax.monitoring.register_event_listener(self._happened)
 
     def close(self) -> None:
-        """Counts no further compilations."""
+        """Counts no further compilations and passes."""
         jax.monitoring.unregister_event_duration_listener(self._compiled)
+        jax.monitoring.unregister_event_listener(self._happened)
 
     def _compiled(self, event: str, duration_secs: float, **_: str | int) -> None:
         if event == _COMPILED:
             self._compilations.inc()
+
+    def _happened(self, event: str, **_: str | int) -> None:
+        if event == WHOLE_PASS:
+            self._whole_passes.inc()
 
     def request(self, protocol: str, code: int, seconds: float) -> None:
         """Counts a request that was answered, or refused."""

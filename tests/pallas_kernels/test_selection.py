@@ -31,9 +31,13 @@ def test_parting(run_program, count):
         assert ((keys >= got[:, None]).sum(1) >= k).all()
 
 
-@pytest.mark.parametrize("k", [1, 31, 100])
-@pytest.mark.parametrize("count", [33, 300])
-def test_places_of_the_best(run_program, count, k):
+# The last one is put into groups of neighbours first.
+@pytest.mark.parametrize(
+    ("count", "k", "many"),
+    [(count, k, 2**14) for count in (33, 300) for k in (1, 31, 100)] + [(300, 1, 100)],
+)
+def test_places_of_the_best(run_program, monkeypatch, count, k, many):
+    monkeypatch.setattr(selection, "_MANY", many)
     rng = np.random.default_rng(6)
     special = [-np.inf, 0.0, -0.0, np.inf, np.nan]
     numbers = np.stack(

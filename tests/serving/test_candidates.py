@@ -35,7 +35,7 @@ def test_some_items_are_ranked(dtype, with_others):
     bias_of, scale_of = (
         None if each is None else jnp.asarray(each) for each in (bias, scale)
     )
-    layer = _Layer(kernel, bias_of, scale_of, None)
+    layer = _Layer(kernel, bias_of, scale_of, None, None)
     only = CSR(None, jnp.asarray(ids), jnp.asarray(indptr), num_cols=40)
     found, scores = map(np.asarray, _best_of_some(h, layer, only, 6))
     exact: np.ndarray = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64).T

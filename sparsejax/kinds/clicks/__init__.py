@@ -24,7 +24,7 @@ class Clicks(Kind):
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "build": ("item_features",),
         "fit": ("k",),
-        "export_predictor": ("k", "item_features"),
+        "export_predictor": ("k", "item_features", "int8"),
         "evaluate": (
             "heldout",
             "k",
