@@ -1,13 +1,17 @@
 """The command `serve`: its start, wrong flags, and its end by a signal, which loses nothing."""
 
+import contextlib
 import json
 import pathlib
+import resource
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 
 import grpc
 import pytest
@@ -77,6 +81,59 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         process.kill()
         process.wait()
         lines.close()
+
+
+@contextlib.contextmanager
+def _serving(file: pathlib.Path) -> Iterator[tuple[subprocess.Popen, Client]]:
+    """Within it a process serves a file: the process, and who asks it."""
+    words = ["-m", "sparsejax", "serve", str(file), "--name", "films"]
+    words += ["--port", "0", "--shapes", "1x256"]
+    process = subprocess.Popen(
+        [sys.executable, *words], stderr=subprocess.PIPE, text=True
+    )
+    lines = process.stderr
+    assert lines is not None
+    try:
+        found = next(json.loads(line) for line in lines if '"ready"' in line)
+        # What it says is read, or it would wait for room in the pipe.
+        reading = threading.Thread(target=lambda: [*lines])
+        reading.start()
+        yield process, Client(found["port"])
+        process.kill()
+        reading.join()
+    finally:
+        process.kill()
+        process.wait()
+        lines.close()
+
+
+def test_ten_thousand_idle_connections_and_a_kill(file):
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    needed = 11_000  # in this process and in that of the service
+    if hard != resource.RLIM_INFINITY and hard < needed:
+        pytest.skip(f"a process may have {hard:,} files here, of {needed:,}")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, needed), hard))
+    asked = tensor("items", "BYTES", ["tea"])
+    try:
+        with _serving(file) as (process, client), contextlib.ExitStack() as stack:
+            status, answer = client.infer(asked)
+            assert status == 200
+            idle = [
+                stack.enter_context(
+                    socket.create_connection(("127.0.0.1", client.port))
+                )
+                for _ in range(10_000)
+            ]
+            assert client.infer(asked)[0] == 200
+            for connection in idle:  # no request has come in time
+                connection.settimeout(60)
+                assert connection.recv(1) == b""
+            process.send_signal(signal.SIGKILL)
+            assert process.wait(60) == -signal.SIGKILL
+        with _serving(file) as (_, client):
+            assert client.infer(asked)[1] == answer
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 
 
 def _until_ready(client: Client, path: str) -> None:
