@@ -132,17 +132,8 @@ def _quality(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
         parts: Any = before, test, train, validation
         if name == "autoencoder":
             parts = tuple(part.to_sparse() for part in parts)
-        shown, wanted, known, chosen = parts
-        found = sj.evaluate(
-            model, shown, wanted, k=K, exclude=shown, popularity=known, by="entries"
-        )
-        other = sj.evaluate(model, known, chosen, k=K, exclude=known, popularity=None)
         result: dict[str, Any] = {"model": name, "form": form, "seed": seed}
-        for metric in ("recall", "ndcg"):
-            value = round(other[f"{metric}@{K}"], 5)
-            result[f"validation {metric}@{K}"] = value
-        kept = (f"recall@{K}", f"ndcg@{K}", f"share@{K}", f"coverage@{K}", "entries[")
-        result |= {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
+        result |= _measured(model, parts)
         result["fit_seconds"] = round(fitted, 1)
         result["seconds"] = round(time.perf_counter() - start, 1)
         if tagged:
@@ -150,6 +141,25 @@ def _quality(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
             result["half"] = round(float(jnp.exp(half)), 3)
         results.append(result)
         yield {"results": results}, result
+        if tagged and name != "autoencoder":
+            ranked = sj.sequence.WithNeighbours(model)
+            result = {"model": name, "form": "tags and neighbours", "seed": seed}
+            results.append(result | _measured(ranked, parts))
+            yield {"results": results}, results[-1]
+
+
+def _measured(model: Any, parts: tuple) -> dict[str, float]:
+    """Figures of the last items by their entries, and of the last but one in all."""
+    shown, wanted, known, chosen = parts
+    found = sj.evaluate(
+        model, shown, wanted, k=K, exclude=shown, popularity=known, by="entries"
+    )
+    other = sj.evaluate(model, known, chosen, k=K, exclude=known, popularity=None)
+    result: dict[str, float] = {}
+    for metric in ("recall", "ndcg"):
+        result[f"validation {metric}@{K}"] = round(other[f"{metric}@{K}"], 5)
+    kept = (f"recall@{K}", f"ndcg@{K}", f"share@{K}", f"coverage@{K}", "entries[")
+    return result | {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
 
 
 def _cold(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:

@@ -6,4 +6,5 @@ from .config import SequenceConfig as SequenceConfig
 from .gru import GRU as GRU
 from .hstu import HSTU as HSTU
 from .model import SequenceModel as SequenceModel
+from .neighbours import WithNeighbours as WithNeighbours
 from .sasrec import SASRec as SASRec
