@@ -60,7 +60,7 @@ class WithNeighbours(SequenceModel):
         *,
         weight: float = 2.0,
         recent: int = 3,
-        popularity: float = 0.3,
+        popularity: float = 0.2,
     ):
         if not isinstance(model, SequenceModel):
             raise TypeError(

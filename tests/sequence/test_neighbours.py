@@ -100,9 +100,8 @@ def test_it_is_measured_and_exported_as_other_models(given, tmp_path):
     assert measured["recall@10"] == pytest.approx(np.mean(hits))
     path = tmp_path / "shop.predictor"
     sj.export_predictor(ranked, path, names=train, k=5)
-    rows = [[str(i) for i in row if i >= 0] for row in train.padded(4)]
-    found = sj.load_predictor(path).recommend(rows, k=5)
-    assert np.array_equal(np.asarray(found.ids), lists[:, :5])
+    found = sj.load_predictor(path).recommend(train, k=5, exclude=train)
+    assert np.array_equal(found.ids, lists[:, :5])
 
 
 def test_wrong_arguments(given):
