@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
@@ -20,7 +22,7 @@ _MOST, _PROJECTED = 1024, 512
 
 
 class WithNeighbours(SequenceModel):
-    """A trained model with content, which also looks for items that are like the last ones.
+    """A trained model with content, and scores of items that are like the last ones.
 
     ::
 
@@ -49,7 +51,7 @@ class WithNeighbours(SequenceModel):
       popularity: weight of the logarithm; 0 leaves it out.
 
     Raises:
-      TypeError: it is no model of histories, or a number is none.
+      TypeError: `model` is another model, or `weight` or `popularity` no number.
       ValueError: the model has no content, or a number is negative.
       NotImplementedError: a mesh is set.
     """
@@ -118,11 +120,11 @@ class WithNeighbours(SequenceModel):
 
 
 def _directions(content: ItemContent) -> Float[Array, "rows numbers"]:
-    """What is known of each item, as a vector of length 1; or zeros."""
-    parts = []
+    """Tags and vectors of each item as one vector of length 1; or zeros."""
+    parts: list[Any] = []
     if content.tags is not None:
         tags = content.stored_tags().astype(np.float32)
-        often = np.bincount(tags.indices, minlength=tags.shape[1])
+        often = np.bincount(tags.indices, minlength=content.sizes.tags)
         rare = np.log(content.items / np.maximum(often, 1)).astype(np.float32)
         parts.append(
             unit_rows(scipy.sparse.csr_array(tags @ scipy.sparse.diags_array(rare)))

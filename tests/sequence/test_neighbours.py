@@ -63,8 +63,10 @@ def wanted(model, given, weight, recent, popularity):
 def test_scores(given, temperature):
     model = some_model(given, temperature=temperature)
     for options in ((2.0, 3, 0.3), (0.7, 1, 0.0)):
-        names = ("weight", "recent", "popularity")
-        ranked = WithNeighbours(model, **dict(zip(names, options, strict=True)))
+        weight, recent, popularity = options
+        ranked = WithNeighbours(
+            model, weight=weight, recent=recent, popularity=popularity
+        )
         want = wanted(model, given, *options)
         ids, scores = ranked.top_k(HISTORIES, ITEMS)
         np.testing.assert_allclose(scores, -np.sort(-want, axis=1), atol=2e-5)
@@ -106,7 +108,8 @@ def test_it_is_measured_and_exported_as_other_models(given, tmp_path):
 
 def test_wrong_arguments(given):
     model = some_model(given)
-    for options in ({"weight": -1}, {"popularity": -0.1}, {"recent": 0}):
+    wrong: list[dict[str, Any]] = [{"weight": -1}, {"popularity": -0.1}, {"recent": 0}]
+    for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
             WithNeighbours(model, **options)
     config = sj.SASRecConfig(max_length=4, width=8, heads=1)
