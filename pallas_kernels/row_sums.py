@@ -21,18 +21,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
 from pallas_kernels import mosaic as plgpu
-from pallas_kernels.integers import div
+from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import store as store_registers
 from pallas_kernels.teams import Team, team_for
 
 _THREADS = 128  # of a warpgroup: rows are cut into multiples of it
 _FEWEST = 8  # entries of a program
+_STRIDE = 2**15  # of programs: its square is an int32
 _WAYS = 8  # each step of a search splits the rows into this many parts
 # Columns of a program that adds the pieces of cut rows. On ml20m, 512 columns with 8 pieces
 # at once take 6.6 us; 256 columns with 16 pieces take 10 us.
@@ -51,12 +54,16 @@ class Config:
         cache.
       threads: threads that work on a weight row: a warpgroup's 128, or a power of 2 up to
         32, which take whole rows.
+      period: entries after which those of the same table come again, if they do. Programs
+        then begin with the first tables of all rows, so that popular rows of few tables
+        have to fit in the L2 cache at once. 0 is for programs in the order of the entries.
     """
 
     entries: int
     unroll: int
     chunk: int
     threads: int = _THREADS
+    period: int = 0
 
 
 def entries_for(nse: int, programs: int, most: int = 64) -> int:
@@ -127,6 +134,22 @@ def compiler_params() -> plgpu.CompilerParams:
     )
 
 
+def _by_period(place: jax.Array, programs: int, config: Config) -> jax.Array:
+    """The program that takes a place in the order in which they run."""
+    if not config.period:
+        return place
+    # So many programs have a whole number of periods. Each begins elsewhere in its period.
+    common = math.gcd(config.period, config.entries)
+    stride = config.period // common
+    turns = programs // stride
+    if turns < 2 or stride > _STRIDE:
+        return place
+    number = rem(place, turns) * stride
+    after = pow(config.entries // common, -1, stride) if stride > 1 else 0
+    found = number + rem(div(place, turns) * after, stride)
+    return jnp.where(place < turns * stride, found, place)
+
+
 def sum_body(
     entries_gmem,
     indptr_gmem,
@@ -167,7 +190,7 @@ def sum_body(
     programs = cut_rows_gmem.shape[1]
     t, unroll = config.entries, config.unroll
     single = nse < 2 * num_rows  # most rows may have a single entry
-    p, c = team.number(), lax.axis_index("chunk")
+    p, c = _by_period(team.number(), programs, config), lax.axis_index("chunk")
     columns = columns_of(w_gmem.shape[1], team.width)
     count = jnp.minimum(indptr_gmem[num_rows], nse)
     begin = p * t

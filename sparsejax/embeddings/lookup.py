@@ -30,11 +30,14 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.mesh.per_device import own_block
 from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops.gather_sum import in_turns
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.optimizers import gradients
 from sparsejax.sparse import CSR, Transposed
+
+_LONG = 64  # ids of an example
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,8 +99,9 @@ def look_up(
     rows = _rows(stack, kernel, x, wire, blank, is_made=keys is not None)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
-    y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     bags = stack.bags + blank
+    with in_turns(_period(stack, rows, rows.num_rows // bags)):
+        y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     shape = (rows.num_rows // bags, bags, stack.dim)
 
     def shaped(y, guests, seed):
@@ -107,6 +111,18 @@ def look_up(
 
     y = call_with_auto_axes(shaped, y, guests, seed, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
+
+
+def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
+    """After how many entries those of the same table come again; see `in_turns`.
+
+    0 if that is not known, or if examples are short. Of 26 ids, in the order of tables a
+    lookup takes 2 to 5 % longer on an H200; of 214 ids it takes 2 to 11 % less.
+    """
+    if len(stack.features) < 2 or not isinstance(rows.nse, int) or not examples:
+        return 0
+    period, more = divmod(rows.nse, examples)
+    return 0 if more or period < _LONG else period
 
 
 def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:

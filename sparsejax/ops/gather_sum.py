@@ -5,6 +5,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import dataclasses
 import functools
 
 import jax
@@ -38,6 +40,19 @@ from sparsejax.sparse import CSR
 # fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
 _UNROLL = 8
 
+# After how many entries those of the same table come again; 0 if that is not known.
+# Programs traced within it are found again only within it.
+_period = jax.make_user_context(default_value=0)
+
+
+def in_turns(period: int) -> contextlib.AbstractContextManager[object]:
+    """Lookups within: entries of the same table come again after so many.
+
+    The GPU program then reads one table after the other for all examples, so that popular
+    rows stay in its caches.
+    """
+    return _period(period)
+
 
 def gather_sum(
     x: LookupRows,
@@ -65,8 +80,15 @@ def gather_sum(
         def part(x, w):
             # Rows that cross are not rounded before they are added.
             read = w.dtype if x.crosses else dtype
+
+            def of_kernel(block, wire):
+                if not x.crosses:
+                    return summed(block, w, dtype)
+                with in_turns(0):  # an owner has the ids in their order
+                    return summed(block, w, narrower(read, wire))
+
             return own_block(x).sums(
-                lambda block, wire: summed(block, w, narrower(read, wire)),
+                of_kernel,
                 lambda block, rows, _: summed(block, rows),
                 dtype,
             )
@@ -107,7 +129,13 @@ def _sum_on_device(
     if implementation == "mosaic_gpu":
         indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
         data = None if x.data is None else jnp.asarray(x.data)
-        return mosaic.gather_matmul(data, indices, indptr, w, x.num_cols, dtype=dtype)
+        config = None
+        if period := _period.value:
+            config = mosaic.default_config(w.shape[1], w.dtype.itemsize)
+            config = dataclasses.replace(config, period=period)
+        return mosaic.gather_matmul(
+            data, indices, indptr, w, x.num_cols, dtype=dtype, config=config
+        )
     if implementation is None and _cusparse_is_fastest(x, w):
         implementation = "cusparse"
     if implementation == "cusparse" and _cusparse_fits(x, w):

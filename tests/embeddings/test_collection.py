@@ -564,6 +564,33 @@ def lowered_step(count):
     return {name: text.count(f'"stablehlo.{name}"') for name in (*here, *between)}
 
 
+@pytest.mark.parametrize(("mesh", "wanted"), [(None, [64]), ((1, 2), [0, 0, 64])])
+def test_a_lookup_knows_when_a_table_comes_again(monkeypatch, mesh, wanted):
+    """Not of rows that an owner sends, nor of one table or short examples."""
+    found, mosaic = [], sj.ops.gather_sum.mosaic
+
+    def noted(data, indices, indptr, w, num_cols, *, config, **options):
+        found.append(0 if config is None else config.period)
+        return jnp.zeros((len(indptr) - 1, w.shape[1]))
+
+    monkeypatch.setattr(mosaic, "gather_matmul", noted)
+    for lengths, expected in (
+        ({"a": 60, "b": 4}, wanted),
+        ({"a": 59, "b": 4}, [0] * len(wanted)),
+        ({"a": 64}, [0] * len(wanted)),
+    ):
+        with mesh_or_none(mesh):
+            tables = {
+                n: sj.embeddings.TableConfig(90, 8, placement="rows") for n in lengths
+            }
+            collection = collection_of(tables, {n: n for n in lengths})
+            collection.implementation = "mosaic_gpu"
+            ids = {n: jnp.zeros((8, count), jnp.int32) for n, count in lengths.items()}
+            found.clear()
+            jax.eval_shape(collection, ids)
+        assert sorted(found) == expected
+
+
 @pytest.mark.parametrize("zipf", [None, 1.2])
 def test_no_constant_grows_with_the_batch(zipf):
     """XLA would compute what is made of it when it compiles: half a minute on two GPUs."""

@@ -81,6 +81,7 @@ def oracle(data, indices, indptr, w):
         (200, jnp.bfloat16, False, SMALL),
         (333, np.float32, True, SMALL),
         (24, np.float32, True, narrow(2)),
+        (16, np.float32, True, dataclasses.replace(narrow(4), period=12)),
         (8, jnp.bfloat16, False, narrow(1)),
         *[
             pytest.param(hidden, np.float32, True, narrow(n), marks=pytest.mark.gpu)
