@@ -536,8 +536,9 @@ class Optimizer(nnx.Pytree):
         key = rule, accumulator(trained.w.dtype)
         if made is None or key not in made.tables:
             return None
-        place = self.step[...] - made.first
-        return jax.tree.map(lambda each: each[place], made.tables[key])
+        return jax.tree.map(
+            functools.partial(_of_step, self.step[...] - made.first), made.tables[key]
+        )
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
         """Within it, `model` reads its rows up to date; nothing is written.
@@ -922,6 +923,18 @@ def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
         numbers,
         cpu=functools.partial(jax.lax.map, table),
         default=jax.vmap(table),
+    )
+
+
+def _of_step(place: jax.Array, tables: jax.Array) -> jax.Array:
+    """The table of a step."""
+    # For a GPU, a condition that always holds, which XLA cannot know: it would make a copy of
+    # a part of the tables, outside of the graph of the step and on a stream of its own.
+    return jax.lax.platform_dependent(
+        place,
+        tables,
+        cpu=lambda place, tables: tables[place],
+        default=lambda place, tables: jnp.where(place >= 0, tables[place], 0),
     )
 
 
