@@ -33,6 +33,9 @@ from sparsejax.ops.targets import Labels, TargetColumns, Targets
 # Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
 CPU_CHUNK_SCORES = 2**20
+# Up to this many scores a CPU keeps all of a softmax between its two passes, .13 GB in float32:
+# to write and read them takes a fifth of the time of the product that makes them.
+_KEPT_SCORES = 2**25
 # On a GPU a chunk has to be large enough for its products to be fast. A score takes about
 # ten bytes with XLA, and two with the Mosaic programs.
 GPU_CHUNK_SCORES = 2**25
@@ -219,12 +222,20 @@ def loss_and_updates[Carry](
     zeros = jnp.zeros(num_rows, dtype)
     dh = None if update is None else jnp.zeros(h.shape, dtype)
     if isinstance(rule, losses.SoftmaxCrossEntropy):
+        start_of = chunks.no_scores()
+        keeping, may_keep = None, update is not None and method.chunk_scores is None
+        if may_keep and isinstance(chunks, XlaChunks) and chunks.can_keep(num_items):
+            keeping = chunks
+            start_of.append(lax.empty((num_rows, num_items), dtype))
         found = item_chunks.fold(
             lambda start, size, known: chunks.normalise(start, size, whole, known),
-            chunks.no_scores(),
+            start_of,
             num_items,
             chunks.size_to_normalise(num_items, size, whole),
         )
+        if keeping is not None:
+            chunks = keeping = dataclasses.replace(keeping, kept=found.pop())
+            found[2:] = [x[None] for x in keeping.label_sums()]
         found = [x[:, :num_rows] for x in found]
         if isinstance(entries, TargetColumns):
             parts = found[0].shape[0]
@@ -438,33 +449,53 @@ class XlaChunks(Chunks):
     Attributes:
       for_gpu: whether it is in the form for GPUs.
       precision: of the products of float32 operands.
+      kept: all scores, if `normalise` has kept them: it fills an array after the sums.
     """
 
     for_gpu: bool = dataclasses.field(kw_only=True)
     precision: Word = dataclasses.field(kw_only=True)
+    kept: Float[Array, "batch items"] | None = None
 
     def size(self, num_items, chunk_scores):
         if chunk_scores is None:
             chunk_scores = GPU_CHUNK_SCORES if self.for_gpu else CPU_CHUNK_SCORES
         return item_chunks.chunk_size(len(self.h), num_items, chunk_scores)
 
+    def can_keep(self, num_items: int) -> bool:
+        """Whether all scores are few enough to be kept, and more than a chunk.
+
+        XLA makes a single chunk once for both passes.
+        """
+        scores = len(self.h) * num_items
+        several = self.size(num_items, None) < num_items
+        return not self.for_gpu and several and scores <= _KEPT_SCORES
+
     def scores(self, start, size, layer: Layer):
-        """Scores, labels, a mask of where there is a label, and one of the items."""
-        scores = item_chunks.scores(
-            self.h, *layer, start, size, precision=self.precision
-        )
-        shape = len(self.h), size
-        listed = self.entries.dense(True, start, shape)
+        """The scores of a chunk."""
+        return item_chunks.scores(self.h, *layer, start, size, precision=self.precision)
+
+    def labels(self, start, scores):
+        """The labels of a chunk, and a mask of where there is one."""
+        listed = self.entries.dense(True, start, scores.shape)
         labels = jnp.ones_like(scores)
         if self.entries.data is not None:
             data = self.entries.data.astype(scores.dtype)
-            labels = self.entries.dense(data, start, shape)
-        inside = start + jnp.arange(size, dtype=jnp.int32) < self.limit
-        return scores, labels, listed, inside[None]
+            labels = self.entries.dense(data, start, scores.shape)
+        return labels, listed
+
+    def inside(self, start, size):
+        """A mask of what are items."""
+        return (start + jnp.arange(size, dtype=jnp.int32) < self.limit)[None]
 
     def slopes(self, start, size, layer, function, vectors):
-        *operands, inside = self.scores(start, size, layer)
         columns = [vector[:, None] for vector in vectors]
+        inside = self.inside(start, size)
+        if self.kept is not None:
+            slopes = self._slopes_of_kept(start, size, function, columns)
+            slopes = jnp.where(inside & (columns[0] != 0), slopes, 0)
+            return None, slopes.astype(self.h.dtype), None
+        scores = self.scores(start, size, layer)
+        operands = scores, *self.labels(start, scores)
         values, slopes = function(*operands, *columns)
         slopes = jnp.where(inside & (columns[0] != 0), slopes, 0).astype(self.h.dtype)
         if values is not None and self.for_gpu:
@@ -475,17 +506,58 @@ class XlaChunks(Chunks):
             values = jnp.sum(jnp.where(inside, values, 0), axis=1)
         return values, slopes, None
 
+    def _slopes_of_kept(self, start, size, function, columns):
+        """Slopes as if nothing had a label, then those of the entries over them."""
+        assert self.kept is not None
+        scores = lax.dynamic_slice_in_dim(self.kept, start, size, 1)
+        none = jnp.zeros((), scores.dtype), jnp.zeros((), bool)
+        _, slopes = function(scores, *none, *columns)
+        entries, _, score, labels = self._kept_entries()
+        row, place = entries.places(start, (len(self.h), size))
+        given = [column[row, 0] for column in columns]
+        _, of_entries = function(score, labels, jnp.ones((), bool), *given)
+        return slopes.at[row, place].set(of_entries, mode="drop", unique_indices=True)
+
+    def _kept_entries(self):
+        """The entries, which of them are of the device's items, scores, and labels."""
+        assert self.kept is not None
+        entries, dtype = self.entries, self.kept.dtype
+        if isinstance(entries, TargetColumns):
+            rows = jnp.arange(len(self.h), dtype=jnp.int32)
+            entries = item_chunks.Entries(rows, entries.columns, None)
+        here = (entries.rows >= 0) & (entries.columns >= 0)
+        here &= entries.columns < self.kept.shape[1]
+        at = (jnp.where(here, x, 0) for x in (entries.rows, entries.columns))
+        score = self.kept[*at]
+        labels = jnp.ones_like(score)
+        if entries.data is not None:
+            labels = entries.data.astype(dtype)
+        return entries, here, score, labels
+
+    def label_sums(self) -> list[Float[Array, "batch"]]:
+        """Of kept scores, the sums of labels, and of labels times scores."""
+        entries, here, score, labels = self._kept_entries()
+        rows = jnp.where(here, entries.rows, len(self.h))
+        labels = jnp.where(here, labels, 0)
+        zeros = jnp.zeros(len(self.h), score.dtype)
+        found = losses.times_labels(score, labels)
+        return [zeros.at[rows].add(x, mode="drop") for x in (labels, found)]
+
     def no_scores(self):
         zeros = jnp.zeros((1, len(self.h)), item_chunks.accumulator(self.h.dtype))
         return [zeros - jnp.inf, zeros, zeros, zeros]
 
     def normalise(self, start, size, layer, known):
-        scores, labels, listed, inside = self.scores(start, size, layer)
-        scores = jnp.where(inside, scores, -jnp.inf)
+        scores = self.scores(start, size, layer)
+        known, kept = known[:4], known[4:]
+        if kept:
+            kept = [lax.dynamic_update_slice_in_dim(kept[0], scores, start, 1)]
+        scores = jnp.where(self.inside(start, size), scores, -jnp.inf)
         largest = jnp.max(scores, axis=1)
         total = jnp.sum(jnp.exp(scores - softmax.finite(largest)[:, None]), axis=1)
         of_labels = [jnp.zeros_like(total)] * 2
-        if not isinstance(self.entries, TargetColumns):
+        if not kept and not isinstance(self.entries, TargetColumns):
+            labels, listed = self.labels(start, scores)
             found = losses.times_labels(scores, labels)
             of_labels = [
                 jnp.sum(jnp.where(listed, x, 0), axis=1) for x in (labels, found)
@@ -494,7 +566,7 @@ class XlaChunks(Chunks):
         parts = (
             jnp.concatenate([old, x[None]]) for old, x in zip(known, new, strict=True)
         )
-        return [x[None] for x in softmax.Normaliser.merge(parts)]
+        return [x[None] for x in softmax.Normaliser.merge(parts)] + kept
 
 
 @final
