@@ -104,9 +104,9 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Prints the seconds of each command in both trees, and the ratio; 1 if one is slower."""
+    """Measures the commands of both trees in turns, see `_verdict`."""
     here = _HERE.parent
-    seconds: dict[tuple[str, str], dict[pathlib.Path, list[float]]] = {}
+    seconds: dict[str, tuple[list[float], list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
         base = pathlib.Path(folder, "base")
         git = ["git", "-C", str(here), "worktree"]
@@ -115,20 +115,28 @@ def _compare(arguments: argparse.Namespace) -> int:
         try:
             train, test = arguments.files or _bundled(pathlib.Path(folder))
             for _ in range(arguments.turns):
-                for tree in (base, here):
+                for number, tree in enumerate((base, here)):
                     for r in _commands(tree, train, test, epochs=arguments.epochs):
-                        trees = seconds.setdefault((r["command"], r["cache"]), {})
-                        trees.setdefault(tree, []).append(r["seconds"])
+                        name = f"{r['command']} {r['cache']}"
+                        seconds.setdefault(name, ([], []))[number].append(r["seconds"])
         finally:
             subprocess.run([*git, "remove", "--force", str(base)], check=True)
+    return _verdict(seconds)
+
+
+def _verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
+    """Prints the seconds of each command in both trees, and the ratio; 1 if one is slower.
+
+    Args:
+      seconds: by command those of its turns, in BASE and here.
+    """
     status = 0
     print(f"{'':<16}{'base':>8}{'here':>8}{'ratio':>8}")
-    for (command, cache), trees in seconds.items():
-        before, after = min(trees[base]), min(trees[here])
+    for name, trees in seconds.items():
+        before, after = map(min, trees)
         ratio = after / before
         slower = "  slower" if ratio > _SLOWER else ""
         status |= bool(slower)
-        name = f"{command} {cache}"
         print(f"{name:<16}{before:>8.2f}{after:>8.2f}{ratio:>8.2f}{slower}")
     return status
 
