@@ -415,15 +415,15 @@ def _write_table(reports: dict) -> None:
     groups = ("0", "1-4", "5-9", "10-19", "20+")
     names = [f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups)]
     names.append(f"share@{K}[0]")
-    body = [
-        [model, form, len(rows), *(_mean(rows, name) for name in names)]
-        for (model, form), rows in _by(reports["quality"], "model", "form")
-    ]
     columns = ["model", "vectors by", "seeds", f"R@{K}", f"nDCG@{K}"]
     columns += [f"R@{K}, {g} entries" for g in groups]
     columns.append("share of lists, 0 entries")
-    lines = [origin(reports["quality"]), "", *table(columns, body)]
-    write_section("item features", lines)
+    for section, report in (("item features", "quality"), ("nearest content",) * 2):
+        body = [
+            [model, form, len(rows), *(_mean(rows, name) for name in names)]
+            for (model, form), rows in _by(reports[report], "model", "form")
+        ]
+        write_section(section, [origin(reports[report]), "", *table(columns, body)])
 
     report = reports["cold"]
     scores = [f"recall@{COLD_K} among {among}" for among in ("all", "cold")]
@@ -459,22 +459,24 @@ def _write_table(reports: dict) -> None:
     columns += ["cold items among all", "among cold items"]
     write_section("words", [origin(report), "", *table(columns, body)])
 
-    body = [
-        [
-            row["content"],
-            f"{row['items']:,}",
-            row["width"],
-            row["milliseconds"],
-            row.get("median_milliseconds", "-"),
-            f"{row['content_bytes'] / 1e9:.2f}",
-            f"{row['peak_bytes'] / 1e9:.2f}",
-        ]
-        for row in reports["step"]["results"]
-    ]
-    columns = ["content", "items", "width", "step, ms", "median, ms"]
+    columns = ["content", "form", "items", "width", "step, ms", "median, ms"]
     columns += ["content, GB", "peak, GB"]
-    lines = [origin(reports["step"]), "", *table(columns, body)]
-    write_section("item features step", lines)
+    for report in ("step", "step of ten million"):
+        body = [
+            [
+                row["content"],
+                row.get("form", "stored"),
+                f"{row['items']:,}",
+                row["width"],
+                row["milliseconds"],
+                row.get("median_milliseconds", "-"),
+                f"{row['content_bytes'] / 1e9:.2f}",
+                f"{row['peak_bytes'] / 1e9:.2f}",
+            ]
+            for row in reports[report]["results"]
+        ]
+        lines = [origin(reports[report]), "", *table(columns, body)]
+        write_section(f"item features {report}", lines)
 
 
 def _by(report: dict, *names: str) -> list[tuple[tuple, list[dict]]]:
