@@ -527,53 +527,56 @@ def trained_keyed(model, optimizer, steps, seed=0):
     return [float(train_keyed(model, optimizer, *batch)) for batch in batches]
 
 
-def check_keyed(models, optimizers, folder):
-    """Both have the same ids and rows, and give the same answers."""
-    here, there = models
-    assert there.embeddings.stats() == here.embeddings.stats()
-    unseen = [(ids,) for ids, _ in keyed(3, seed=1)]
-    for (ids,), (rows,) in zip(unseen, there.embeddings.staged(unseen), strict=True):
-        np.testing.assert_array_equal(
-            answer(there, optimizers[1], rows),
-            answer(here, optimizers[0], here.embeddings.pack(ids)),
-        )
+def keyed_pair(rule, **options):
+    models = Keyed(hosted=False), Keyed(hosted=True, **options)
+    return [(model, sj.Optimizer(model, RULES[rule])) for model in models]
+
+
+def check_files(pair, folder):
+    """Both have the same ids, rows and state."""
     for name in "user", "item", "place":
         files = []
-        for i, model in enumerate(models):
-            optimizers[i].flush(model)
+        for i, (model, optimizer) in enumerate(pair):
+            optimizer.flush(model)
             path = folder / f"{name}{i}.parquet"
-            model.embeddings.save_table(name, path, optimizer=optimizers[i])
+            model.embeddings.save_table(name, path, optimizer=optimizer)
             files.append(pq.read_table(path))
         assert files[0].num_rows > 40
         assert files[1].equals(files[0])
 
 
-@pytest.mark.parametrize("rule", ["adam", "rowwise_adagrad"])
-def test_bits_are_those_of_dynamic_tables_on_the_device(rule, tmp_path):
+def test_bits_are_those_of_dynamic_tables_on_the_device(tmp_path):
     """An eighth of the rows is there; ids are new, evicted, let in late and come back."""
-    options = {"host_path": tmp_path} if rule == "adam" else {}
-    models = Keyed(hosted=False), Keyed(hosted=True, **options)
-    optimizers = [sj.Optimizer(model, RULES[rule]) for model in models]
-    pair = list(zip(models, optimizers, strict=True))
+    pair = keyed_pair("adam", host_path=tmp_path)
     losses = [trained_keyed(*each, 25) for each in pair]
     assert losses[1] == losses[0]
-    stats = models[1].embeddings.stats()
-    assert min(stats[name].evicted for name in ("user", "item")) > 5
-    check_keyed(models, optimizers, tmp_path)
-    # Tables of files, into the model that is trained and into a new one.
+    stats = [model.embeddings.stats() for model, _ in pair]
+    assert stats[1] == stats[0]
+    assert min(stats[0][name].evicted for name in ("user", "item")) > 5
+    check_files(pair, tmp_path)
+
+
+def test_dynamic_tables_are_read_and_loaded(tmp_path):
+    pair = keyed_pair("rowwise_adagrad")
+    losses = [trained_keyed(*each, 15) for each in pair]
+    (here, its_own), (there, other) = pair
+    unseen = [(ids,) for ids, _ in keyed(3, seed=1)]
+    for (ids,), (rows,) in zip(unseen, there.embeddings.staged(unseen), strict=True):
+        np.testing.assert_array_equal(
+            answer(there, other, rows), answer(here, its_own, here.embeddings.pack(ids))
+        )
+    check_files(pair, tmp_path)
     for i, (model, optimizer) in enumerate(pair):
         model.embeddings.load_table("user", tmp_path / "user0.parquet", optimizer)
-        losses[i] = trained_keyed(model, optimizer, 5, seed=2)
+        losses[i] += trained_keyed(model, optimizer, 5, seed=2)
     assert losses[1] == losses[0]
 
 
 def test_bits_are_those_of_divided_dynamic_tables():
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
-        models = Keyed(hosted=False), Keyed(hosted=True)
-        optimizers = [sj.Optimizer(model, RULES["adam"]) for model in models]
-        losses = [trained_keyed(*p, 12) for p in zip(models, optimizers, strict=True)]
+        pair = keyed_pair("adam")
+        losses = [trained_keyed(*each, 12) for each in pair]
     assert losses[1] == losses[0]
-    assert models[1].embeddings.stats() == models[0].embeddings.stats()
 
 
 def test_new_rows_begin_although_a_batch_does_not_fit():

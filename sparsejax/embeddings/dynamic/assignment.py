@@ -186,10 +186,9 @@ class Assign:
           moment: of the step.
         """
 
-        def part(trained, slots, keys, new, moment):
+        def part(device, trained, slots, keys, new, moment):
             size, ids = len(trained.w), len(slots)
-            if mesh_is_set():
-                slots = slots - lax.axis_index("model") * size
+            slots = slots - device * size
             mine = new & (slots >= 0) & (slots < size)
             at = jnp.where(mine, jnp.cumsum(mine, dtype=jnp.int32) - 1, ids)
             count = jnp.sum(mine, dtype=jnp.int32)
@@ -197,9 +196,13 @@ class Assign:
             return self._begun(trained, _New(rows, TableKeys(*words), count), moment)
 
         if not mesh_is_set():
-            return part(trained, slots, keys, new, moment)
+            return part(0, trained, slots, keys, new, moment)
+
+        def part_of_device(*arguments: Any) -> Trained:
+            return part(lax.axis_index("model"), *arguments)
+
         return call_on_each_device(
-            part,
+            part_of_device,
             trained,
             slots,
             keys,
