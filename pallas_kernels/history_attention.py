@@ -18,14 +18,19 @@ more; the others then need no largest score, and are the same for both activatio
 The bias by distance is the same for all tiles that are as far apart, so that it comes as a
 tile from a table. The bias by time is found by comparing differences of times with the
 buckets' thresholds; a tile needs only those between its least and its largest difference.
+The biases are the same for all heads: two heads of a tile are worked on together, as far as
+registers suffice, and the slopes of both are added before the gradients of the biases are
+made from them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -49,6 +54,7 @@ from pallas_kernels.score_tiles import row_vector, spread_columns, spread_rows
 TILE = 128  # entries of a program's tile
 DIM = 64  # of a head
 _WARPGROUPS = TILE // ROWS
+_WARPS = 4  # of a warpgroup
 _CELL_BITS = 21  # of a float32 that tell numbers within a quarter of an octave apart
 _FIRST_CELL = 127 << 2  # of 1.0
 # Elements between rows whose diagonals are summed: 64 zeros, and 64 numbers. With 8 more,
@@ -186,22 +192,23 @@ def attend(
     softmax = activation == "softmax"
     norms = _norms(q, k, step, spans, config) if softmax else None
 
-    def work(scores, rows_smem, columns, sums, refs, carry):
+    def work(scores, rows_smem, columns, sums, bias, carry):
         (q_smem,), (k_smem, v_smem) = rows_smem, columns
         (y,) = sums
 
         def products(raw):
             plgpu.wgmma(raw, q_smem, k_smem.transpose((1, 0)))
-            return scores.bias(), *_arrived(raw)
+            return scores.bias(bias), *_arrived(raw)
 
         bias, raw = pl.run_scoped(products, plgpu.ACC((ROWS, config.columns)))
+        scores.arrived()
         if softmax:
             weights = scores.softmax(raw, bias)
         else:
             half = scores.half(raw, bias)
             weights = half + half * jnp.tanh(half)
         scores.multiply(y, scores.masked(weights).astype(q.dtype), v_smem)
-        return carry
+        return carry, bias, None
 
     def finish(sums, carry, row, outputs, head):
         wrong_gmem, out = outputs
@@ -222,6 +229,7 @@ def attend(
         by_head=[norms] if norms is not None else [],
         extra=[wrong],
         config=config,
+        together=2,
     )
     return y, norms
 
@@ -234,20 +242,21 @@ def _norms(q, k, step: _Scores, spans: Spans, config: Config):
         least, zero = (jnp.full(ROWS, x, jnp.float32) for x in (_LEAST, 0.0))
         return tuple(plgpu.layout_cast(x, layout) for x in (least, zero))
 
-    def work(scores, rows_smem, columns, sums, refs, carry):
+    def work(scores, rows_smem, columns, sums, bias, carry):
         (q_smem,), (k_smem,) = rows_smem, columns
         largest, total = carry
 
         def products(raw):
             plgpu.wgmma(raw, q_smem, k_smem.transpose((1, 0)))
-            return scores.bias(), *_arrived(raw)
+            return scores.bias(bias), *_arrived(raw)
 
         bias, raw = pl.run_scoped(products, plgpu.ACC((ROWS, config.columns)))
+        scores.arrived()
         mine = scores.masked(_LOG2E * scores.whole(raw, bias), -jnp.inf)
         top = jnp.maximum(largest, jnp.max(mine, axis=1))
         weights = jnp.exp2(mine - spread_rows(top, config.columns))
         total = total * jnp.exp2(largest - top) + jnp.sum(weights, axis=1)
-        return top, total
+        return (top, total), bias, None
 
     def finish(sums, carry, row, outputs, head):
         (norms_gmem,) = outputs
@@ -321,7 +330,7 @@ def slopes(
         slope = 0.5 + 0.5 * (t + half * (1.0 - t * t))
         return pulled * slope, half + half * t
 
-    def work_on_queries(scores, rows_smem, columns, sums, refs, carry):
+    def work_on_queries(scores, rows_smem, columns, sums, bias, carry):
         (q_smem, dy_smem), (k_smem, v_smem) = rows_smem, columns
         (dq,) = sums
         size = plgpu.ACC((ROWS, of_queries.columns))
@@ -329,14 +338,13 @@ def slopes(
         def products(raw, pulled):
             plgpu.wgmma(raw, q_smem, k_smem.transpose((1, 0)))
             plgpu.wgmma(pulled, dy_smem, v_smem.transpose((1, 0)))
-            return scores.bias(), *_arrived(raw, pulled)
+            return scores.bias(bias), *_arrived(raw, pulled)
 
         bias, raw, pulled = pl.run_scoped(products, size, size)
+        scores.arrived()
         ds = scores.masked(inverse * pull(scores, raw, bias, pulled)[0])
         scores.multiply(dq, ds.astype(q.dtype), k_smem)
-        if refs is not None:
-            scores.add_to_biases(ds, refs)
-        return carry
+        return carry, bias, ds
 
     def finish_queries(sums, carry, row, outputs, head):
         (dq,) = sums
@@ -357,9 +365,10 @@ def slopes(
         extra=[],
         config=of_queries,
         with_biases=biased,
+        together=2,
     )
 
-    def work_on_keys(scores, rows_smem, columns, sums, refs, carry):
+    def work_on_keys(scores, rows_smem, columns, sums, bias, carry):
         (k_smem, v_smem), (q_smem, dy_smem) = rows_smem, columns
         dk, dv = sums
         size = plgpu.ACC((ROWS, of_keys.columns))
@@ -367,13 +376,14 @@ def slopes(
         def products(raw, pulled):
             plgpu.wgmma(raw, k_smem, q_smem.transpose((1, 0)))
             plgpu.wgmma(pulled, v_smem, dy_smem.transpose((1, 0)))
-            return scores.bias(), *_arrived(raw, pulled)
+            return scores.bias(bias), *_arrived(raw, pulled)
 
         bias, raw, pulled = pl.run_scoped(products, size, size)
+        scores.arrived()
         ds, weights = map(scores.masked, pull(scores, raw, bias, pulled))
         scores.multiply(dv, weights.astype(q.dtype), dy_smem)
         scores.multiply(dk, ds.astype(q.dtype), q_smem, 1)
-        return carry
+        return carry, bias, None
 
     def finish_keys(sums, carry, row, outputs, head):
         dk, dv = sums
@@ -404,7 +414,8 @@ def slopes(
         # Distances of 64 n - 1 and less are those of the tile before.
         dplace = dplace.at[:-ROWS].add(earlier[1:].reshape(-1))
     if time_bias is not None:
-        dtime = jnp.sum(of_biases.pop(0), axis=(0, 1, 3))
+        sums = jnp.sum(of_biases.pop(0), axis=(0, 1)).reshape(-1, _WARPS)
+        dtime = jnp.sum(sums, axis=1)[: len(time_bias)]
     return dq, dk, dv, dplace, dtime
 
 
@@ -443,6 +454,8 @@ class _Scores:
         self.edges: Any = None
         self.of_cells: Any = None
         self.buckets = 0 if time_bias is None else len(time_bias)
+        # One for each warp, rounded up.
+        self.sums_of_buckets = -(-self.buckets * _WARPS // TILE) * TILE
         self.arrays, self.names, self.tiles = [], [], 0
         if place_bias is not None:
             table = _tiles_of_places(place_bias, of_queries)
@@ -464,13 +477,20 @@ class _Scores:
         self.edges, self.of_cells = mine.get("edges"), mine.get("of_cells")
         return refs[len(self.names) :]
 
-    def at(self, row, column, head, of_rows, by_head, of_heads) -> None:
-        self.row, self.column, self.head = row, column, head
-        self.by_head, self.of_heads = by_head, of_heads
+    def at(self, row, column, of_rows) -> None:
+        self.row, self.column = row, column
         self.low, self.high, self.all_low, self.all_high, *of_times = of_rows
         self.longest, self.gap, self.own = of_times
         last = column + self.columns - 1
         self.full = (column >= self.all_low) & (last <= self.all_high)
+
+    def of_head(self, head, by_head, of_heads, arrived) -> None:
+        """Sets the head.
+
+        `arrived` is called when all products that were started before have ended.
+        """
+        self.head, self.by_head, self.of_heads = head, by_head, of_heads
+        self.arrived = arrived
 
     def multiply(self, sums, weights, columns_smem, n=0) -> None:
         """Starts the n-th product of a tile."""
@@ -513,8 +533,11 @@ class _Scores:
 
         return lax.cond(self.full, lambda: values, lambda: mask(values))
 
-    def bias(self):
-        """`[64, columns]`, or None."""
+    def bias(self, known):
+        """`[64, columns]`, or None. The biases of all heads are the same."""
+        return self._bias() if known is None else known
+
+    def _bias(self):
         parts = []
         if self.table is not None:
             for c in range(0, self.columns, ROWS):
@@ -621,20 +644,31 @@ class _Scores:
     def _add_to_buckets(self, ds, sums) -> None:
         """A bucket's part is the difference of two sums over what is longer ago."""
         since, (first, second, last) = self.since(), self.range_of_buckets()
-        layout = plgpu.Layout.WGMMA.reduce(1)
+        interpreted = self.scratch is not None
+
+        def total(values):
+            if interpreted:
+                return jnp.sum(values, axis=1)
+            from pallas_kernels import lanes
+
+            return lanes.sum_of_thread(values, plgpu.Layout.WGMMA)
 
         def add(b, values):
-            mine = sums.at[b]
-            store(mine, plgpu.load(mine, layout=layout, optimized=False) + values)
+            mine = sums.at[pl.ds(b * _WARPS, _WARPS)]
+            if interpreted:
+                mine[...] += jnp.sum(values.reshape(_WARPS, -1), axis=1)
+                return
+            from pallas_kernels import lanes
+
+            lanes.add_sums_of_warps(mine, values)
 
         def later(b, carry):
             bucket, before = carry
-            rest = jnp.sum(jnp.where(since >= self.thresholds[b], ds, 0.0), axis=1)
+            rest = total(jnp.where(since >= self.thresholds[b], ds, 0.0))
             add(bucket, before - rest)
             return b, rest
 
-        carry = first, jnp.sum(ds, axis=1)
-        add(*lax.fori_loop(second, last + 1, later, carry))
+        add(*lax.fori_loop(second, last + 1, later, (first, total(ds))))
 
 
 def _tiles_of_places(bias: Float[Array, "places"], of_queries: bool):
@@ -675,6 +709,7 @@ def _run(
     extra,
     config: Config,
     with_biases: bool = False,
+    together: int = 1,
     start: Callable[[], tuple] = tuple,
 ):
     """Runs a program, see the text of this file.
@@ -683,8 +718,9 @@ def _run(
       name: the name that a profiler shows.
       scores: of such tiles.
       spans: which columns count for a row.
-      work: called for a tile: (scores, blocks of rows, blocks of columns, sums, references
-        for the biases' gradients, carry). It returns the carry for the next tile.
+      work: called for a tile and a head: (scores, blocks of rows, blocks of columns, sums,
+        the biases or None, carry). It returns the carry for the next tile, the biases for
+        the next head, and the slopes of the scores.
       finish: called with the sums and the carry after a row's last tile.
       rows: `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
       columns: the same, of which tiles come one after the other.
@@ -695,6 +731,8 @@ def _run(
       extra: vectors for `finish`.
       config: how the work is cut.
       with_biases: whether the gradients of the biases are made.
+      together: heads whose sums a program has at once, at most, where there are biases:
+        those of a tile are found once for them.
       start: makes the carry before a row's first tile.
     """
     tokens, heads, dim = rows[0].shape
@@ -708,8 +746,10 @@ def _run(
     tails = [_tail(x, tail, spans.inside) for x in (*rows, *columns)]
     # A program has all heads of a tile after each other, if that leaves work for all.
     tiles = tokens // TILE
-    group = heads if tiles >= 2 * num_programs() else 1
-    units = tiles * heads // group
+    together = math.gcd(heads, together) if scores.arrays else 1
+    parts = heads // together
+    group = parts if tiles >= 2 * num_programs() else 1
+    units = tiles * parts // group
     programs = num_programs()
     # With the sums for biases there is no room for the next rows.
     row_slots = 1 if with_biases else 2
@@ -735,7 +775,7 @@ def _run(
         shape = programs, _WARPGROUPS, scores.tiles, TILE
         outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
     if of_times:
-        shape = programs, _WARPGROUPS, scores.buckets, ROWS
+        shape = programs, _WARPGROUPS, scores.sums_of_buckets
         outs.append(jax.ShapeDtypeStruct(shape, jnp.float32))
 
     def body(*refs):
@@ -760,9 +800,10 @@ def _run(
         tail = tail_gmem[0]
 
         def each_item(function):
-            """Calls `function(row, head, first, count, done, i, ranges)` for each item.
+            """Calls `function(row, part, first, count, done, i, ranges)` for each item.
 
-            `done` is the number of tiles before, and `ranges` are those of warpgroups.
+            `part` is a number of heads that are worked on together, `done` is the number
+            of tiles before, and `ranges` are those of warpgroups.
             """
             # Work is in the order of its size. Forth and back, each program has its share.
             whole, more = divmod(units, programs)
@@ -774,15 +815,15 @@ def _run(
                 turn = div(i, group)
                 number = turn * programs + jnp.where(rem(turn, 2) == 0, program, back)
                 if group == 1:
-                    number, head = div(number, heads), rem(number, heads)
+                    number, part = div(number, parts), rem(number, parts)
                 else:
-                    head = rem(i, group)
+                    part = rem(i, group)
                 pair = [number * _WARPGROUPS + w for w in range(_WARPGROUPS)]
                 ranges = [(starts[b], stops[b]) for b in pair]
                 first = functools.reduce(jnp.minimum, [a for a, _ in ranges])
                 stop = functools.reduce(jnp.maximum, [b for _, b in ranges])
                 tile = order[number]
-                function(tile * TILE, head, first, stop - first, done, i, ranges)
+                function(tile * TILE, part, first, stop - first, done, i, ranges)
                 return done + stop - first
 
             lax.fori_loop(jnp.int32(0), count, item, jnp.int32(0))
@@ -799,7 +840,7 @@ def _run(
                 def _():
                     plgpu.copy_gmem_to_smem(tail_gmem.at[:, head], smem, barrier)
 
-            def of_item(row, head, first, count, done, i, ranges):
+            def of_item(row, part, first, count, done, i, ranges):
                 place = rem(i, row_slots)
 
                 @pl.when(i >= row_slots)
@@ -809,21 +850,23 @@ def _run(
                 for gmem, rest, smem in zip(
                     rows_gmem, rows_tail, rows_smem, strict=True
                 ):
-                    for w in range(_WARPGROUPS):
+                    for w, h in itertools.product(range(_WARPGROUPS), range(together)):
                         copy(
                             gmem,
                             rest,
                             row + w * ROWS,
-                            head,
-                            smem.at[place, w],
+                            part * together + h,
+                            smem.at[place, w, h],
                             rows_full.at[place],
                         )
 
-                @pl.loop(0, count)
-                def _(j):
-                    slot = rem(done + j, stages)
+                @pl.loop(0, count * together)
+                def _(n):
+                    j, head = div(n, together), part * together + rem(n, together)
+                    n = done * together + n
+                    slot = rem(n, stages)
 
-                    @pl.when(done + j >= stages)
+                    @pl.when(n >= stages)
                     def _():
                         plgpu.barrier_wait(free.at[slot])
 
@@ -832,8 +875,8 @@ def _run(
                     ):
                         for c in range(0, size, ROWS):
                             column = (first + j) * size + c
-                            part = smem.at[slot, pl.ds(c, ROWS)]
-                            copy(gmem, rest, column, head, part, full.at[slot])
+                            block = smem.at[slot, pl.ds(c, ROWS)]
+                            copy(gmem, rest, column, head, block, full.at[slot])
 
             each_item(of_item)
 
@@ -855,7 +898,7 @@ def _run(
                     *(None if x is None else x.at[warpgroup] for x in biases)
                 )
 
-            def of_item(row, head, first, count, done, i, ranges):
+            def of_item(row, part, first, count, done, i, ranges):
                 own = [
                     jnp.where(warpgroup == 0, a, b)
                     for a, b in zip(*ranges, strict=True)
@@ -869,54 +912,84 @@ def _run(
                 else:
                     of_rows += [longest[block], gaps[block]]  # pyrefly: ignore
                     of_rows += [row_vector(scores.times, row)]
+                all_heads = [part * together + h for h in range(together)]
                 of_heads = [
-                    row_vector(ref.at[head], row) for ref in by_head_gmem if of_queries
+                    [
+                        row_vector(ref.at[head], row)
+                        for ref in by_head_gmem
+                        if of_queries
+                    ]
+                    for head in all_heads
                 ]
                 place = rem(i, row_slots)
-                mine = [smem.at[place, warpgroup] for smem in rows_smem]
+                mine = [
+                    [smem.at[place, warpgroup, h] for smem in rows_smem]
+                    for h in range(together)
+                ]
                 plgpu.barrier_wait(rows_full.at[place])
 
-                def multiply(*sums):
-                    def skip(start, stop):
-                        @pl.loop(start, stop)
-                        def _(j):
-                            slot = rem(done + j, stages)
-                            plgpu.barrier_wait(full.at[slot])
-                            plgpu.barrier_arrive(free.at[slot])
+                def multiply(*made):
+                    of_each = [made[h * sums : (h + 1) * sums] for h in range(together)]
+
+                    def slot(j, h=0):
+                        return rem((done + j) * together + h, stages)
+
+                    def leave(slot):
+                        plgpu.barrier_arrive(free.at[slot])
+
+                    def skip(begin, end):
+                        @pl.loop(begin * together, end * together)
+                        def _(n):
+                            here = rem(done * together + n, stages)
+                            plgpu.barrier_wait(full.at[here])
+                            leave(here)
 
                     begin, end = own[0] - first, own[1] - first
                     skip(0, begin)
 
-                    def tile(j, carry):
-                        slot = rem(done + j, stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        column = (first + j) * size
-                        scores.at(row, column, head, of_rows, by_head_gmem, of_heads)
-                        here = [smem.at[slot] for smem in columns_smem]
-                        carry = work(scores, mine, here, sums, refs, carry)
+                    def tile(j, carries):
+                        carries = list(carries)
+                        scores.at(row, (first + j) * size, of_rows)
+                        bias = total = None
+                        for h, head in enumerate(all_heads):
+                            here = slot(j, h)
+                            plgpu.barrier_wait(full.at[here])
+                            # The tile of the head before may be overwritten.
+                            arrived = partial(leave, slot(j, h - 1)) if h else tuple
+                            scores.of_head(head, by_head_gmem, of_heads[h], arrived)
+                            columns = [smem.at[here] for smem in columns_smem]
+                            carries[h], bias, slopes = work(
+                                scores, mine[h], columns, of_each[h], bias, carries[h]
+                            )
+                            total = slopes if total is None else total + slopes
+                        if refs is not None:
+                            scores.add_to_biases(total, refs)
                         plgpu.wgmma_wait(0)
-                        plgpu.barrier_arrive(free.at[slot])
-                        return carry
+                        leave(slot(j, together - 1))
+                        return tuple(carries)
 
-                    carry = lax.fori_loop(begin, end, tile, start())
+                    carries = tuple(start() for _ in all_heads)
+                    carries = lax.fori_loop(begin, end, tile, carries)
                     skip(end, count)
-                    return _arrived(*sums), carry
+                    return _arrived(*made), carries
 
-                made = [plgpu.ACC((ROWS, dim))] * sums
-                found, carry = pl.run_scoped(multiply, *made) if made else multiply()
+                made = [plgpu.ACC((ROWS, dim))] * (sums * together)
+                found, carries = pl.run_scoped(multiply, *made) if made else multiply()
                 plgpu.barrier_arrive(rows_free.at[place])
+                for h, head in enumerate(all_heads):
 
-                def out(n, values):
-                    target = out_smem.at[warpgroup, n]
-                    target[...] = values.astype(dtype)
-                    plgpu.commit_smem()
-                    result = outs_gmem[n].at[pl.ds(row, ROWS), head]
-                    plgpu.copy_smem_to_gmem(target, result)
+                    def out(n, values, head=head):
+                        target = out_smem.at[warpgroup, n]
+                        target[...] = values.astype(dtype)
+                        plgpu.commit_smem()
+                        result = outs_gmem[n].at[pl.ds(row, ROWS), head]
+                        plgpu.copy_smem_to_gmem(target, result)
 
-                # Earlier copies must have read what was there.
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                out = out if sums else outs_gmem[0]
-                finish(found, carry, row, [*extra_gmem, out], head)
+                    # Earlier copies must have read what was there.
+                    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    mine = found[h * sums : (h + 1) * sums]
+                    target = out if sums else outs_gmem[0]
+                    finish(mine, carries[h], row, [*extra_gmem, target], head)
 
             each_item(of_item)
             if with_biases:
@@ -941,12 +1014,14 @@ def _run(
                         store(skewed.at[n, pl.ds(at, TILE)], zeros)
 
             if of_times:
-                layout = plgpu.Layout.WGMMA.reduce(1)
-                zeros = plgpu.layout_cast(jnp.zeros(ROWS, jnp.float32), layout)
+                layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
+                zeros = plgpu.layout_cast(jnp.zeros(TILE, jnp.float32), layout)
 
-                @pl.loop(0, scores.buckets)
-                def _(b):
-                    store(sums.at[b], zeros)
+                @pl.loop(0, scores.sums_of_buckets // TILE)
+                def _(n):
+                    store(sums.at[pl.ds(n * TILE, TILE)], zeros)
+
+            plgpu.commit_smem()  # others add to them
 
             return skewed, places, sums
 
@@ -972,12 +1047,12 @@ def _run(
         f32 = jnp.float32
         pl.run_scoped(
             scope,
-            [smem(row_slots, _WARPGROUPS, ROWS)] * len(rows),
+            [smem(row_slots, _WARPGROUPS, together, ROWS)] * len(rows),
             [smem(stages, size)] * len(columns),
             smem(_WARPGROUPS, sums, ROWS) if sums else None,
             [
                 plgpu.SMEM((_WARPGROUPS, ROWS + 1, _PITCH), f32) if of_places else None,
-                plgpu.SMEM((_WARPGROUPS, scores.buckets, ROWS), f32)
+                plgpu.SMEM((_WARPGROUPS, scores.sums_of_buckets), f32)
                 if of_times
                 else None,
             ],
@@ -986,7 +1061,9 @@ def _run(
             )
             if config.interpretable
             else None,
-            plgpu.Barrier(num_arrivals=len(rows) * _WARPGROUPS, num_barriers=row_slots),
+            plgpu.Barrier(
+                num_arrivals=len(rows) * _WARPGROUPS * together, num_barriers=row_slots
+            ),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=row_slots),
             plgpu.Barrier(
                 num_arrivals=len(columns) * (size // ROWS), num_barriers=stages

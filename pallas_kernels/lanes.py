@@ -8,7 +8,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu.utils import WARP_SIZE
+from jax.experimental.mosaic.gpu.utils import WARP_SIZE, WARPGROUP_SIZE
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, memref, nvvm, vector
@@ -111,6 +111,62 @@ def look_up(table, index: jax.Array, layout) -> jax.Array:
         )
 
     return read(table, index)
+
+
+def sum_of_thread(values: jax.Array, layout) -> jax.Array:
+    """`[128]` sums over the elements that each thread of a warpgroup has."""
+    strided = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
+    found = plgpu.ShapeDtypeStruct((WARPGROUP_SIZE,), values.dtype, layout=strided)
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=found)
+    def total(_, values):
+        total = functools.reduce(arith.addf, values.registers.flat)
+        (count,) = total.type.shape
+        total = functools.reduce(arith.addf, [_element(total, i) for i in range(count)])
+        kind = ir.VectorType.get((1,), total.type)
+        registers = values.registers.reshape(-1)[:1].copy()
+        registers[0] = vector.from_elements(kind, [total])
+        return mgpu.FragmentedArray(
+            _registers=registers,
+            _layout=mgpu.WGStridedFragLayout((WARPGROUP_SIZE,), vec_size=1),
+            _is_signed=None,
+        )
+
+    return total(values)
+
+
+def add_sums_of_warps(target, values: jax.Array) -> None:
+    """Adds the sums of the 4 warps of a warpgroup to 4 numbers in shared memory.
+
+    Args:
+      values: `[128]`, one of each thread.
+    """
+    strided = plgpu.Layout.WG_STRIDED((WARPGROUP_SIZE,), vec_size=1)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), strided))
+    def add(_, target, values):
+        (total,) = values.registers.flat
+        total = _element(total, 0)
+        everybody, last = _constant(-1), _constant(WARP_SIZE - 1)
+        for bit in range(5):
+            bits = arith.bitcast(last.type, total)
+            distance = _constant(1 << bit)
+            bits = nvvm.shfl_sync(everybody, bits, distance, last, nvvm.ShflKind.bfly)
+            total = arith.addf(total, arith.bitcast(total.type, bits))
+        thread = mgpu.thread_idx()
+        warp = arith.andi(arith.shrui(thread, _constant(5)), _constant(3))
+        at = [arith.index_cast(ir.IndexType.get(), warp)]
+        first = arith.cmpi(
+            arith.CmpIPredicate.eq, arith.andi(thread, last), _constant(0)
+        )
+        with mgpu.when(first):
+            memref.store(arith.addf(memref.load(target, at), total), target, at)
+
+    add(target, values)
+
+
+def _element(register: ir.Value, i: int) -> ir.Value:
+    return vector.extract(register, dynamic_position=[], static_position=[i])
 
 
 def _constant(value: int) -> ir.Value:

@@ -83,7 +83,7 @@ def close(actual, want, error=1e-2):
     ],
 )
 def test_forward(run_program, activation, columns, of_places, of_times):
-    q, k, v, dy, starts, times, place, time, least = make()
+    q, k, v, dy, starts, times, place, time, least = make(heads=1 + of_places)
     place = place if of_places else None
     timed = (times, time, least) if of_times else (None, None, None)
     starts = starts.at[:1].set(-1)  # the first history is wrong
@@ -112,16 +112,16 @@ def test_forward(run_program, activation, columns, of_places, of_times):
 
 
 @pytest.mark.parametrize(
-    ("activation", "of_places", "of_times"),
+    ("activation", "of_places", "of_times", "heads"),
     [
-        ("silu", False, False),
-        ("silu", True, True),
-        ("softmax", False, False),
-        ("softmax", True, True),
+        ("silu", False, False, 1),
+        ("silu", True, True, 2),  # together where there are biases
+        ("softmax", True, False, 2),
+        ("softmax", False, True, 3),  # one by one
     ],
 )
-def test_backward(run_program, activation, of_places, of_times):
-    q, k, v, dy, starts, times, place, time, least = make()
+def test_backward(run_program, activation, of_places, of_times, heads):
+    q, k, v, dy, starts, times, place, time, least = make(heads=heads)
     place = place if of_places else None
     timed = (times, time, least) if of_times else (None, None, None)
 
