@@ -535,7 +535,7 @@ class XlaChunks(Chunks):
         return entries, here, score, labels
 
     def label_sums(self) -> list[Float[Array, "batch"]]:
-        """Of kept scores, the sums of labels, and of labels times scores."""
+        """Sums of labels, and of labels times kept scores."""
         entries, here, score, labels = self._kept_entries()
         rows = jnp.where(here, entries.rows, len(self.h))
         labels = jnp.where(here, labels, 0)
