@@ -1,7 +1,8 @@
 """Dynamic batches: what waits while the device works is the next batch.
 
 Requests are served first in, first out. While the device is idle nothing waits. While it
-works, the next batch fills; a batch that is full is packed on the host meanwhile.
+works, the next batch fills; a batch that is full is packed on the host meanwhile. A device
+that queues work is free as soon as a batch is started on it.
 
 A batch stays in one thread: it is taken, packed, run and answered there. Each hand-over to
 another thread would cost tens of microseconds, and more where Python is busy.
@@ -300,6 +301,14 @@ class Batcher:
             self._count(piece, -1)
         return late, (taken[:count], size, shape)
 
+    def _free(self) -> None:
+        """Lets the next batch go to the device."""
+        with self._changed:
+            self._working = False
+            self._idle.notify()  # whoever has packed it
+            if self.engine.queues and self._may_pack():  # while this thread waits
+                self._changed.notify()
+
     def _serve(self, pieces: list[_Piece], size: Size, shape: Shape) -> None:
         """Packs a batch, runs it when the device is free, and answers its requests."""
         taken = time.monotonic()
@@ -319,16 +328,19 @@ class Batcher:
         if error is not None:
             _settle([(piece.request.future, error) for piece in pieces])
             return
-        begun, outputs = time.monotonic(), []
+        begun, outputs, is_free = time.monotonic(), [], False
         try:
-            outputs = self.engine.run(shape, arguments)
+            found = self.engine.started(shape, arguments)
+            if self.engine.queues:
+                self._free()
+                is_free = True
+            outputs = self.engine.fetched(shape, found)
         except Exception as found:  # noqa: BLE001 - JAX raises many kinds
             reason = (str(found).splitlines() or [type(found).__name__])[0]
             error = DeviceError(f"the device failed: {reason}")
         device = time.monotonic() - begun
-        with self._changed:
-            self._working = False
-            self._idle.notify()  # whoever has packed the next batch
+        if not is_free:
+            self._free()
         self._failures.tell(failed=error is not None)
         if error is None:
             _settle(_divided(pieces, outputs))

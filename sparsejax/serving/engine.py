@@ -120,6 +120,8 @@ class Engine:
     Attributes:
       predictor: whose programs they are.
       shapes: that they are compiled for, small ones first.
+      queues: whether a batch may be started before the one before it is done. On a GPU half of
+        its time is the host's, which starts its kernels.
     """
 
     def __init__(
@@ -143,6 +145,7 @@ class Engine:
             gives another answer than its file has for an example.
         """
         self.predictor = predictor
+        self.queues = jax.default_backend() != "cpu"
         self._alike = _ALIKE.get(jax.default_backend(), _ALIKE_ON_GPU)
         self._programs = predictor.model.programs
         self.shapes = shapes_of(predictor, shapes)
@@ -260,12 +263,16 @@ class Engine:
         """The outputs for a batch that was packed, as one array. Does not wait for them."""
         return self._compiled[shape](packed)
 
-    def run(self, shape: Shape, packed: Any) -> list[np.ndarray]:
-        """The outputs for a batch that was packed. Waits for them."""
-        found = apart(jax.device_get(self.started(shape, packed)), self._outputs[shape])
+    def fetched(self, shape: Shape, outputs: Any) -> list[np.ndarray]:
+        """The outputs that `started` gave, on the host. Waits for them."""
+        found = apart(jax.device_get(outputs), self._outputs[shape])
         if self._programs.tells_of_passes and found.pop():
             jax.monitoring.record_event(WHOLE_PASS)
         return found
+
+    def run(self, shape: Shape, packed: Any) -> list[np.ndarray]:
+        """The outputs for a batch that was packed. Waits for them."""
+        return self.fetched(shape, self.started(shape, packed))
 
 
 def _rows(given: Rows, bags: int, start: int, end: int) -> Rows:

@@ -524,7 +524,7 @@ def test_a_device_that_is_lost_ends_the_life_of_a_service(client, service, monke
         raise RuntimeError("device lost")
 
     with monkeypatch.context() as patch:
-        patch.setattr(version.batcher.engine, "run", lost)
+        patch.setattr(version.batcher.engine, "started", lost)
         for n in range(3):
             assert client.get("/v2/health/live")[0] == 200
             status, error = client.infer(ITEMS)

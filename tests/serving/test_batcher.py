@@ -26,8 +26,8 @@ DENSE = Array(name="x", dtype="float32", shape=(1,))
 class Doubling(Engine):
     """Doubles numbers when the gate is open, and knows what batches it was given."""
 
-    def __init__(self, *shapes: int, alike: int = 1):
-        self._alike = alike
+    def __init__(self, *shapes: int, alike: int = 1, queues: bool = False):
+        self._alike, self.queues = alike, queues
         self.shapes = tuple(Shape(rows, 1) for rows in shapes)
         self._programs = types.SimpleNamespace(inputs=(DENSE,))
         self.batches: list[list[float]] = []
@@ -39,13 +39,16 @@ class Doubling(Engine):
         self.packed_batches += 1
         return [np.concatenate([part[0] for part in parts])]
 
-    def run(self, shape, packed):
+    def started(self, shape, packed):
         self.batches.append(packed[0][:, 0].tolist())
         self.begun.release()
+        return packed
+
+    def fetched(self, shape, outputs):
         assert self.gate.wait(60)
         if self.fails:
             raise RuntimeError("out of memory")
-        return [2 * packed[0]]
+        return [2 * outputs[0]]
 
 
 def given(*numbers: float) -> list[np.ndarray]:
@@ -82,6 +85,21 @@ def test_the_next_batch_fills_while_the_device_works(engine):
     engine.gate.set()
     assert [numbers(f) for f in (first, *others)] == [[2], [4], [6], [8]]
     assert engine.batches == [[1], [2, 3, 4]]
+    service.close()
+
+
+def test_a_gpu_is_given_the_next_batch_before_it_is_done():
+    engine = Doubling(1, 4, queues=True)
+    service = Batcher(engine)
+    futures = []
+    for n in (1, 2):
+        futures.append(service.submit(given(n)))
+        begun(engine)
+    futures += [service.submit(given(n)) for n in (3, 4)]  # no more than two
+    assert not engine.begun.acquire(timeout=0.05)
+    engine.gate.set()
+    assert [numbers(f) for f in futures] == [[2], [4], [6], [8]]
+    assert engine.batches[:2] == [[1], [2]] and len(engine.batches) <= 4
     service.close()
 
 

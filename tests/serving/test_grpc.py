@@ -198,7 +198,7 @@ def test_bugs_and_lost_devices(stub, service, monkeypatch, capfd):
         "oops" not in str(caught.value.details()) and "oops" in capfd.readouterr().err
     )
     with monkeypatch.context() as patch:
-        patch.setattr(version.batcher.engine, "run", broken)
+        patch.setattr(version.batcher.engine, "started", broken)
         with pytest.raises(grpc.RpcError) as caught:
             stub.ModelInfer(asked(ITEMS))
     assert caught.value.code() is grpc.StatusCode.UNAVAILABLE
