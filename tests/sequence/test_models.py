@@ -14,6 +14,7 @@ from memory import temporary_bytes
 import sparsejax as sj
 from sparsejax.mesh.layout import dealt
 from sparsejax.ops import implementations
+from sparsejax.sequence.tokens import Dropout, Tokens
 
 ITEMS = 11
 HISTORIES = jnp.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1], [-1, -1, -1, -1, -1]])
@@ -246,6 +247,25 @@ def test_dropout_does_not_depend_on_room_or_mesh(name):
     np.testing.assert_allclose(on_mesh, [first, second], rtol=1e-5)
     # Each part of a mesh has its share of the room.
     assert np.isnan(loss(16, sj.make_mesh(data=4, model=2))).all()
+
+
+@pytest.mark.parametrize("rate", [0.3, 0.999, 1e-7])
+def test_dropout_keeps_numbers_as_they_are_on_average(rate):
+    tokens = Tokens.spread(jnp.zeros((400, 100), jnp.int32))
+    ones = jnp.ones((40_000, 7))
+
+    def dropped(x):
+        return Dropout(rate, rngs=nnx.Rngs(0))(x, tokens)
+
+    found, pull = jax.vjp(dropped, ones)
+    keep = round((1 - rate) * 2**16) / 2**16  # what 16 bits can tell apart
+    kept = np.asarray(found) > 0
+    np.testing.assert_allclose(found, np.where(kept, 1 / keep, 0), rtol=1e-6)
+    np.testing.assert_allclose(pull(ones)[0], found)
+    # Neither a number nor a pair of them, from one word or two, is kept more often.
+    for many, wanted in [(kept, keep), (kept[:, 1:] & kept[:, :-1], keep**2)]:
+        off = 5 * np.sqrt(wanted * (1 - wanted) / len(many))
+        np.testing.assert_allclose(many.mean(axis=0), wanted, atol=off)
 
 
 def test_parts_of_a_mesh_have_as_many_places():
