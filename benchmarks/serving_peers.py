@@ -24,6 +24,7 @@ import os
 import pathlib
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -181,10 +182,11 @@ def _running(server: str, words: Sequence[str], more: dict[str, str]) -> Iterato
         yield process.pid
     finally:
         process.terminate()
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(20)
-        except subprocess.TimeoutExpired:
-            process.kill()
+        with contextlib.suppress(ProcessLookupError):  # and those that it has left
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def _path(server: str) -> str:

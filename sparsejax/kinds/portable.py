@@ -25,6 +25,7 @@ from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.nn.models import FeedForward
+from sparsejax.ops import coarse_top_k
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.ranking import ITEMS, unflattened
@@ -231,6 +232,9 @@ def portable_ranker(
         with without_mesh():
             like = jax.eval_shape(queries, weights, inputs_like(given, 1))
         dtype = like[0].dtype
+        why = coarse_top_k.unsupported(model.output.kernel.shape, dtype)
+        if int8 and why:
+            raise ValueError(f"int8 {why}: leave it out")
         stated["layer"] = _stated_layer(model.output, dtype, weights, int8=int8)
         stated["new_items"] = stated_content
     return Portable(

@@ -64,7 +64,7 @@ class CoarseItems(NamedTuple):
     def of(
         cls, kernel: Float[Array, "items hidden"], scale: Float[Array, "items"] | None
     ) -> CoarseItems:
-        """The items of a layer, see `top_k`. Their number is a multiple of 128."""
+        """The items of a layer, see `top_k`."""
         return _rounded(kernel, scale)
 
 
@@ -143,10 +143,11 @@ def is_of_use(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
       shape: of the kernel.
       dtype: of the layer.
     """
-    return custom_call_can_run(HOPPER) and not _unsupported(shape, dtype)
+    return custom_call_can_run(HOPPER) and not unsupported(shape, dtype)
 
 
-def _unsupported(shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
+def unsupported(shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
+    """The fault of a layer, as the end of a sentence; None if there is none. See `is_of_use`."""
     items, hidden = shape
     return tiles.unsupported(hidden, items, dtype) or tiles.unsupported(
         hidden, items, jnp.int8, jnp.int8
@@ -171,7 +172,7 @@ def coarse_top_k(
     It is for one device. The arguments are those of `top_k`; `coarse` are the kernel's rows.
     """
     check_implementation(implementation)
-    why = _unsupported(kernel.shape, h.dtype)
+    why = unsupported(kernel.shape, h.dtype)
     if implementation is None:
         can_run = custom_call_can_run(HOPPER) and not why
         implementation = "mosaic_gpu" if can_run else "xla"

@@ -245,14 +245,14 @@ class Programs:
 
 
 def in_one_array(arrays: Any) -> Any:
-    """Arrays one after the other, as int32 `[words]`; or they themselves, see `apart`.
+    """Arrays one after the other, as int32 `[words]`; or a list of them, see `apart`.
 
     Args:
       arrays: a tree of arrays of NumPy or JAX.
     """
     leaves = jax.tree.leaves(arrays)
     if not _are_words(leaves):
-        return arrays
+        return leaves
     if all(isinstance(each, np.ndarray) for each in leaves):
         return np.concatenate([each.ravel().view(np.int32) for each in leaves])
     words = (lax.bitcast_convert_type(each, jnp.int32) for each in leaves)
@@ -263,12 +263,12 @@ def apart(given: Any, likes: Sequence[Any]) -> list[Any]:
     """The arrays in what `in_one_array` gave; for NumPy they are views of it.
 
     Args:
-      given: what it gave. Arrays stay as they were unless each element of all of them has
-        four bytes.
+      given: what it gave: a list of the arrays, unless each element of all of them has four
+        bytes.
       likes: arrays of the same dtypes and shapes.
     """
     if not _are_words(likes):
-        return jax.tree.leaves(given)
+        return given
     found, start = [], 0
     for like in likes:
         end = start + math.prod(like.shape)

@@ -96,9 +96,10 @@ def export_predictor(
         stay as they are.
       unknown_ids: for a click model with dynamic tables, what an id without a row reads: "init",
         the default, is the vector that it would begin with, as in the model; or "zeros".
-      int8: for a large model of items or histories in bfloat16, a Hopper GPU holds the items' vectors
-        in int8, too, for half as much memory again. It reads these first, and finds the same
-        items with the same scores. Other devices do as without it.
+      int8: for a model of items or histories with many items, a Hopper GPU holds the items'
+        vectors in int8, too, for half as much memory again. It reads these first, and finds
+        the same items with the same scores. Other devices do as without it. The model must
+        rank in bfloat16, by vectors of a multiple of 128 numbers.
       batch_size: most rows that the predictor scores at a time.
 
     Raises:
@@ -107,7 +108,8 @@ def export_predictor(
       OtherProcessError: process 0 could not write the file; the message says why.
       ValueError: the number of names is not that of the items. `path` cannot be a file.
         `item_features` is given of a model without content, or is other content.
-        This kind of model has no use for an argument.
+        This kind of model has no use for an argument, or its output layer has none for
+        `int8`.
         The model does something that a predictor may not do, for example a callback into
         Python. For clicks: `names` do not fit the tables, or a table that is to become
         smaller has a number that is not finite.

@@ -3,6 +3,7 @@
 import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
@@ -23,6 +24,7 @@ def paths(symbolic_sizes, tmp_path_factory):
     config = sj.NetworkConfig.autoencoder((128,), temperature=0.1)
     model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
     found = folder / "plain.predictor", folder / "int8.predictor"
+    model.output.dtype = jnp.dtype(jnp.bfloat16)
     for path in found:
         int8 = path.name.startswith("int8")
         sj.export_predictor(model, path, k=K, names=NAMES, batch_size=8, int8=int8)
@@ -87,11 +89,25 @@ def test_passes_over_all_items_are_counted(paths, of_use):
 
 def test_the_gpu_reads_int8(paths, monkeypatch):
     monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
-    monkeypatch.setattr(coarse_top_k, "_unsupported", lambda shape, dtype: None)
     jax.clear_caches()
     predictor = sj.load_predictor(paths[1])
     assert predictor.weights[-3].dtype == np.int8
     jax.clear_caches()
+
+
+@pytest.mark.parametrize(
+    ("width", "dtype", "why"),
+    [
+        (128, "float32", "int8 takes bfloat16 operands, not float32: leave it out"),
+        (64, "bfloat16", "int8 takes hidden sizes .* of 128, not 64: leave it out"),
+    ],
+)
+def test_models_that_have_no_use_for_it(width, dtype, why):
+    config = sj.NetworkConfig.autoencoder((width,))
+    model = sj.FeedForward(config, inputs=9, outputs=9, rngs=nnx.Rngs(0))
+    model.output.dtype = jnp.dtype(dtype)
+    with pytest.raises(ValueError, match=why):
+        sj.export_predictor(model, "unused", int8=True)
 
 
 def test_models_without_a_layer_of_items():

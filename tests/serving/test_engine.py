@@ -2,12 +2,14 @@
 
 from typing import cast
 
+import jax
 import numpy as np
 import pytest
 import scipy.special
 from served import NAMES
 
 import sparsejax as sj
+from sparsejax.predictors.runtime import apart, in_one_array
 from sparsejax.serving.engine import Engine, Shape, TooLargeError, shapes_of
 
 SHAPE = Shape(4, 256)
@@ -181,3 +183,20 @@ def test_as_many_candidates_as_the_largest_shape_has_room_for(predictor):
     assert Engine(
         predictor, shapes[:3], programs=predictor.model.programs.only
     ).shapes == (*shapes[:2],)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_arrays_in_one_and_apart(dtype):
+    """Also where not all have four bytes. What was compiled takes one form of them."""
+    tree = [
+        (np.arange(3, dtype=np.int32), np.array([0, 3], np.int32)),
+        np.array([[0.5, -0.0, np.nan]], dtype),
+    ]
+    likes = jax.tree.leaves(tree)
+    both = in_one_array(tree), jax.jit(in_one_array)(tree)
+    for made in both:
+        assert jax.tree.structure(made) == jax.tree.structure(in_one_array(likes))
+        for given in (made, jax.device_get(made)):
+            for found, like in zip(apart(given, likes), likes, strict=True):
+                assert found.dtype == like.dtype
+                np.testing.assert_array_equal(found, like)
