@@ -299,7 +299,7 @@ def _best(
         larger = item_chunks.chunk_size(batch, here, larger)
         again = larger > tuning.written * k * h.shape[1]
         size = larger if again else size
-        size = tiles.rounded_items(size)
+        size = min(here, tiles.rounded_items(size))
     first_item = shard.first_item(rows)
     excluded = None
     if exclude is not None:
