@@ -1,9 +1,9 @@
 """Tiles of a matrix product in registers, operands copied ahead: Mosaic GPU, Hopper.
 
 Each SM has one program, which works on one tile after the other. The summed dimension is
-cut into steps of 128 bytes: 64 numbers of bfloat16, or 128 of int8. One warpgroup copies operands to shared memory, some steps ahead. It
-goes on copying while the other warpgroups work on finished sums. Each of the others has a
-part of the tile.
+cut into steps of 128 bytes: 64 numbers of bfloat16, or 128 of int8. One warpgroup copies
+operands to shared memory, some steps ahead. It goes on copying while the other warpgroups
+work on finished sums. Each of the others has a part of the tile.
 """
 
 from __future__ import annotations
@@ -57,8 +57,8 @@ def matmul_tiles(
         two operands of `wgmma`, for each `[64, columns]` part of the tile that the
         warpgroup has.
       finish: called with the tile, the warpgroup, a function that makes the sums of each
-        part (float32, of int8 int32), and `scratch`. Data that it loads before it calls the function has
-        arrived when the sums are complete.
+        part (float32, of int8 int32), and `scratch`. Data that it loads before it calls the
+        function has arrived when the sums are complete.
       columns: number of columns of each part.
       steps: number of steps of a tile.
       warpgroups: number of warpgroups that compute, 2 or 4.

@@ -97,10 +97,9 @@ def score_tiles(
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
     `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    references, and a function `make` that makes the scores `[64, COLUMNS]`, float32, or
-    int32 of int8 operands. The
-    first of them is that of `row` and item `start + column`. Data that the epilogue loads
-    before it calls `make` has arrived when the scores are complete.
+    references, and a function `make` that makes the scores `[64, COLUMNS]`: float32, or int32
+    of int8 operands. The first of them is that of `row` and item `start + column`. Data that
+    the epilogue loads before it calls `make` has arrived when the scores are complete.
 
     Args:
       name: the name that a profiler shows.
@@ -111,7 +110,7 @@ def score_tiles(
       inputs: arrays in global memory, or references to arrays that the epilogue changes.
       out_type: what the epilogue writes.
       start: first item.
-      size: number of items, a multiple of 256.
+      size: number of items, a multiple of 256; for 64 rows, of 512.
       scratch: shared memory of the epilogue; not for 64 rows, whose tiles leave no room.
     """
     batch, hidden = h.shape

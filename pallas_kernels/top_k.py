@@ -52,7 +52,7 @@ def maxima(
     item. A maximum of NaN and other numbers is NaN.
 
     Args:
-      h: bfloat16 or int8; the number of rows is a multiple of 128.
+      h: bfloat16 or int8; the number of rows is that of `score_tiles.rows_for`.
       kernel: the same, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
@@ -60,7 +60,8 @@ def maxima(
       start: first item.
       size: number of items, a multiple of 256.
       limit: from this row of the kernel on there are no items.
-      with_scores: whether to return all scores in place of the maxima of each 128.
+      with_scores: whether to return all scores in place of the maxima of each 128. Then the
+        number of rows is a multiple of 128.
       margins: of int8 the margin and the unit of each row, float32.
     """
     batch = h.shape[0]
@@ -168,8 +169,8 @@ def scores_of_groups(
     """All scores of the given groups; `maxima` gives only the largest of each group.
 
     A program has one row, or with few rows a part of its groups. It multiplies 64 items by
-    eight rows of `h`, as `wgmma` needs, and uses the scores of one of them. The others take no time: shared memory is read as
-    fast as items arrive.
+    eight rows of `h`, as `wgmma` needs, and uses the scores of one of them. The others take no
+    time: shared memory is read as fast as items arrive.
 
     Args:
       groups: numbers of groups, counted from item `start`. The other arguments are those

@@ -96,7 +96,7 @@ class OutputLayer:
       bias: the same of what is added to scores; None if nothing is.
       scale: the same of the factors of scores; None if there are none.
       precision: of the products, see `sparsejax.top_k`.
-      int8: whether GPUs that can also hold the items in int8, and read these first.
+      int8: whether a GPU that can do so also holds the items in int8, and reads these first.
     """
 
     dtype: Literal["bfloat16", "float16", "float32", "float64"]

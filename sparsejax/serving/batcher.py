@@ -70,7 +70,7 @@ class Batch:
       entries: of the sparse input that has most.
       waited: seconds in the queue, of each part of a request.
       packing: seconds on the host.
-      device: seconds on the device, with copies.
+      device: seconds on the device, with copies. On a GPU it may wait there for the batch before.
     """
 
     shape: Shape
@@ -306,7 +306,9 @@ class Batcher:
         with self._changed:
             self._working = False
             self._idle.notify()  # whoever has packed it
-            if self.engine.queues and self._may_pack():  # while this thread waits
+            # While this thread waits for its batch, the other one packs the next, or waits
+            # for company no longer than it should.
+            if self.engine.queues and self._queue and not self._ahead:
                 self._changed.notify()
 
     def _serve(self, pieces: list[_Piece], size: Size, shape: Shape) -> None:

@@ -32,8 +32,6 @@ from sparsejax.sparse import CSR, host_rows
 _MOST_ROWS, _LONG_ROW = 64, 1024
 # Programs of up to so many rows take as long as that of one row. On a CPU each row costs.
 _ALIKE, _ALIKE_ON_GPU = {"cpu": 1}, 128
-
-
 # An event of JAX's monitoring: the items in int8 did not prove the answer of a batch.
 WHOLE_PASS = "/sparsejax/whole_pass"
 

@@ -429,6 +429,20 @@ def head(length: int) -> bytes:
     )
 
 
+def test_a_head_comes_with_its_body_or_alone(port):
+    body = json.dumps({"inputs": [ITEMS]}).encode()
+    asking = head(len(body)).replace(b"host: x", b"host: x\r\nexpect: 100-continue")
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        connection.sendall(b"HEAD /v2 HTTP/1.1\r\nhost: x\r\n\r\n")
+        found = connection.recv(2**16)
+        assert found.startswith(b"HTTP/1.1 200") and found.endswith(b"\r\n\r\n")
+        connection.sendall(asking)
+        assert connection.recv(2**16) == b"HTTP/1.1 100 Continue\r\n\r\n"
+        connection.sendall(body)
+        found = connection.recv(2**16)
+        assert found.startswith(b"HTTP/1.1 200") and found.endswith(b"}")
+
+
 def test_slow_senders_are_not_waited_for(port):
     answer = raw(port, head(100) + b"{")
     assert answer.startswith(b"HTTP/1.1 408") and b"within 0.5 seconds" in answer

@@ -103,6 +103,24 @@ def test_a_gpu_is_given_the_next_batch_before_it_is_done():
     service.close()
 
 
+def test_company_is_not_waited_for_longer_where_a_batch_is_on_a_gpu():
+    class Asking(Doubling):
+        def started(self, shape, packed):
+            if not self.batches:  # the next row comes before the device is free again
+                futures.append(service.submit(given(2)))
+                time.sleep(0.05)  # the other thread has seen it, and waits
+            return super().started(shape, packed)
+
+    engine = Asking(1, 4, queues=True)
+    service = Batcher(engine, max_wait=0.2)
+    futures = [service.submit(given(1))]
+    begun(engine)
+    begun(engine)  # while the first one is on the device
+    engine.gate.set()
+    assert [numbers(f) for f in futures] == [[2], [4]]
+    service.close()
+
+
 def test_first_in_first_out(engine):
     service = Batcher(engine)
     futures = [service.submit(given(1))]
