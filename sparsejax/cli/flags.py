@@ -357,7 +357,9 @@ class Train(OfKinds):
         float | None, _value("FLOAT", "0, of adamw .0001, of histories .1")
     ] = None
     warmup_epochs: float = 0.0
-    decay: Literal["cosine", "none"] = "cosine"
+    decay: Annotated[
+        Literal["cosine", "none"] | None, _value("{cosine,none}", "cosine")
+    ] = None
     batch_size: Annotated[
         int | None, _value("INT", "512, of histories 256, of clicks 4096")
     ] = None

@@ -50,11 +50,6 @@ def training_of(command: flags.Train) -> Training:
     config, suited = config_of(command)
     commands = commands_of(config)
     commands.check(command)
-    if command.follow and "decay" in command.given and command.decay != "none":
-        raise ValueError(
-            f"decay={command.decay} is of no use with follow=True, which has no last epoch: "
-            "leave it out"
-        )
     return Training(
         data=command.data,
         config=config,

@@ -65,11 +65,17 @@ def check(training: Training, directory: pathlib.Path) -> None:
             f"follow=True needs a folder in which files appear, got {name_of(training.data)}"
         )
     path = os.fspath(training.data)
+    if path.startswith("file:"):
+        path = Place.of(path).inner
     if not is_address(path) and os.path.exists(path) and not os.path.isdir(path):
         raise ValueError(
             f"{path}: follow=True needs a folder in which files appear, but this is a file"
         )
     seconds = training.export_seconds
+    if training.decay == "cosine":
+        raise ValueError(
+            "decay=cosine is of no use with follow=True, which has no last epoch: leave it out"
+        )
     if seconds is not None and training.changes is None:
         raise ValueError("export_seconds=... goes with changes=..., the folder of them")
     if seconds is not None and not seconds >= 0:
@@ -166,19 +172,26 @@ class _Changes:
     ):
         folder.parent.mkdir(parents=True, exist_ok=True)
         self._model, self._optimizer, self._folder = model, optimizer, folder
-        self._say, self._last = say, None
+        self._say, self._last, self._failed = say, None, False
 
     _last: Export | None
 
     def __call__(self) -> None:
         """Begins the next export, once the one before has ended."""
         self.settle()
+        self._failed = False
         self._last = export_changes(self._model, self._folder, self._optimizer)
 
-    def settle(self) -> bool:
+    def has_failed(self) -> bool:
+        """Whether the last export has ended and was not written. Says so once."""
+        if self._last is not None and self._last.done():
+            self.settle()
+        return self._failed
+
+    def settle(self) -> None:
         """Waits for the last export; says so if it was not written, as on a full disk.
 
-        Returns whether it was written. If not, the next one has what is lacking.
+        The next one then has what is lacking.
         """
         last, self._last = self._last, None
         try:
@@ -186,12 +199,12 @@ class _Changes:
                 last.result()
         except OSError as error:
             self._say(f"{self._folder}: {error}; the next changes have what is lacking")
-            return False
-        return True
+            self._failed = True
 
     def end(self) -> None:
         """Waits for the last export, and tries once more if it was not written."""
-        if not self.settle():
+        self.settle()
+        if self._failed:
             self()
             self.settle()
 

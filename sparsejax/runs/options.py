@@ -79,7 +79,7 @@ class Training:
     learning_rate: float | None = None
     weight_decay: float | None = None
     warmup_epochs: float = 0.0
-    decay: Literal["cosine", "none"] = "cosine"
+    decay: Literal["cosine", "none"] | None = None
     batch_size: int | None = None
     chunk_rows: int | None = None
     fused: bool = False

@@ -104,7 +104,7 @@ class Run:
         learning_rate: float | None = None,
         weight_decay: float | None = None,
         warmup_epochs: float = 0.0,
-        decay: Literal["cosine", "none"] = "cosine",
+        decay: Literal["cosine", "none"] | None = None,
         batch_size: int | None = None,
         num_epochs: int | None = None,
         chunk_rows: int | None = None,
@@ -154,7 +154,8 @@ class Run:
           learning_rate: the highest learning rate; .002 by default.
           weight_decay: of `adamw`, `sgd`, `momentum` and `nesterov`.
           warmup_epochs: epochs over which the learning rate rises.
-          decay: "cosine" lets the learning rate fall to 0 at the last epoch.
+          decay: "cosine", the default, lets the learning rate fall to 0 at the last epoch;
+            "none" keeps it, as `follow` does.
           batch_size: rows a step; 512 by default, of histories 256, of clicks 4096.
           num_epochs: passes over the data; by default as `sparsejax.training.recipe` has it.
           chunk_rows: read a Parquet file while training, so many rows at a time.

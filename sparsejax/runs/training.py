@@ -196,7 +196,7 @@ def rule_of(
         options["weight_decay"] = training.weight_decay
     peak = LEARNING_RATE if peak is None else peak
     optimizers.get(name, learning_rate=peak, **options)  # checks them
-    decays = training.decay == "cosine"
+    decays = training.decay in (None, "cosine")
     is_number = 0 <= training.warmup_epochs < math.inf
     warmup = round(training.warmup_epochs * steps) if is_number else 0
     if not is_number or (decays and warmup and warmup >= epochs * steps):

@@ -5,6 +5,7 @@ import json
 import pathlib
 import subprocess
 import sys
+import time
 from typing import Any
 
 import jax
@@ -15,10 +16,11 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.cli import printing
 from sparsejax.cli.main import main
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.sets.click_schema import VocabularyColumn
-from sparsejax.engine.train.following import Feed, Followed, _Following
+from sparsejax.engine.train.following import Feed, Followed, _Exports, _Following
 from sparsejax.mesh import interrupts
 from sparsejax.runs import following
 
@@ -51,8 +53,8 @@ def write(folder, name, rows, seed):
     (folder / ".new").rename(folder / name)
 
 
-def follow(place, *, until, log=None, **options):
-    """Trains until so many steps are done, at least, and a file ends."""
+def ended_at(until, log=None):
+    """A `log=` that ends a training when a file ends, and so many steps are done, at least."""
 
     def told(step, entry):
         if log is not None:
@@ -60,13 +62,19 @@ def follow(place, *, until, log=None, **options):
         if step >= until:
             interrupts.note()
 
+    return told
+
+
+def follow(place, *, until, log=None, **options):
+    """Trains until so many steps are done, at least, and a file ends."""
+
     return sj.Run.train(
         place / "clicks",
         place / "run",
         **WIDE_DEEP,
         follow=True,
         resume=True,
-        log=told,
+        log=ended_at(until, log),
         **options,
     )
 
@@ -133,6 +141,35 @@ def test_each_file_is_trained_on_once_also_after_interrupts(tmp_path, monkeypatc
         )
 
 
+def test_a_store_is_followed_on_a_mesh_after_another_run(tmp_path, monkeypatch, capsys):
+    write(tmp_path / "clicks", "1.parquet", 640, 0)
+    first = follow(tmp_path, until=10)
+    later = tmp_path / "later"
+    for seed, (name, rows) in enumerate([("a/1.parquet", 300), ("b.parquet", 2200)], 1):
+        write(later, name, rows, seed)
+    here: dict[str, Any] = {"follow": True, "batch_size": BATCH}
+    first.train_more(later, tmp_path / "here", log=ended_at(5 + 35), **here)
+    monkeypatch.setattr(printing, "print_file", ended_at(5 + 35))
+    monkeypatch.setattr(following, "_LOOK_SECONDS_OF_STORE", 0.1)
+    changes = tmp_path / "changes"
+    argv = f"train file://{later} --from {tmp_path / 'run'} --run {tmp_path / 'there'}"
+    argv += f" --follow --changes {changes} --mesh data=2,model=4 --batch-size {BATCH}"
+    assert main(argv.split()) == 0, capsys.readouterr().err
+    runs = sj.Run.load(tmp_path / "there"), first
+    assert [entry["step"] for entry in runs[0].history] == [5, 40]
+    losses = [[entry["loss"] for entry in run.history] for run in runs]
+    np.testing.assert_allclose(*losses, rtol=1e-4)
+    ids = [run.model.embeddings.ids("user") for run in runs]
+    np.testing.assert_array_equal(*ids)
+    taken, _ = runs[0].settings.build(runs[0].known)
+    sj.apply_changes(taken, changes)
+    found = [
+        tables_of(each, tmp_path / f"{each is taken}")
+        for each in (taken, runs[0].model)
+    ]
+    assert found[0] == found[1]
+
+
 @pytest.mark.parametrize(
     ("options", "error", "message"),
     [
@@ -140,6 +177,7 @@ def test_each_file_is_trained_on_once_also_after_interrupts(tmp_path, monkeypatc
         ({"num_epochs": 2}, ValueError, "num_epochs=... is of no use with follow=True"),
         ({"validation": 0.1}, ValueError, "validation=... is of no use"),
         ({"chunk_rows": 100}, ValueError, "chunk_rows=... is of no use"),
+        ({"decay": "cosine"}, ValueError, "decay=cosine is of no use with follow=True"),
         ({"schema": None}, ValueError, "follow=True needs schema"),
         ({"export_seconds": 5}, ValueError, "goes with changes"),
         ({"export_seconds": -1, "changes": "c"}, ValueError, "must not be negative"),
@@ -163,6 +201,13 @@ def test_wrong_arguments(options, error, message, tmp_path, monkeypatch):
     assert not any(tmp_path.rglob("*"))
 
 
+def test_an_address_of_a_folder_here_is_a_folder_here(tmp_path):
+    options: dict[str, Any] = {"schema": SCHEMA, "dynamic": 512, "follow": True}
+    with pytest.raises(ValueError, match="run is written while all files below"):
+        sj.Run.train(f"file://{tmp_path}", tmp_path / "run", **options)
+    assert not any(tmp_path.iterdir())
+
+
 def test_a_file_that_was_emptied_skips_no_rows_of_the_next():
     progress = Followed({}, examples=64, file="a")
     feed = Feed(names=lambda: ["a", "b"], read=lambda name: None, seconds=1)
@@ -170,15 +215,6 @@ def test_a_file_that_was_emptied_skips_no_rows_of_the_next():
     following = _Following(nothing, progress, nothing, feed, BATCH, None)
     with pytest.raises(ValueError, match="a has 0 rows, but 64 of it were trained on"):
         following.run()
-
-
-def test_a_rate_that_falls_is_refused(tmp_path, capsys):
-    argv = [
-        *("train", str(tmp_path), "--run", str(tmp_path / "run"), "--model", "dlrm"),
-        *("--label", "click", "--categories", "user", "--dynamic", "512", "--follow"),
-    ]
-    assert main([*argv, "--decay", "cosine"]) == 1
-    assert "--decay cosine is of no use with --follow" in capsys.readouterr().err
 
 
 def test_categories_must_be_known_beforehand(tmp_path):
@@ -207,6 +243,36 @@ def test_an_export_that_failed_is_tried_again_at_the_end(tmp_path, monkeypatch):
     changes()
     changes.end()
     assert not exports and len(said) == 1 and "the disk is full" in said[0]
+
+
+def test_an_export_that_failed_is_told_of_and_tried_again_while_no_files_come(
+    tmp_path, monkeypatch
+):
+    ends: list[Any] = [concurrent.futures.Future() for _ in range(3)]
+    begun, said = iter(ends), []
+    monkeypatch.setattr(following, "export_changes", lambda *_: next(begun))
+    nothing: Any = None
+    changes = following._Changes(nothing, nothing, tmp_path / "changes", said.append)
+    now, clock = [0.0], _Exports(changes, 60, 7)
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+
+    def look(at):
+        now[0] = at
+        clock.do(7, if_due=True)
+        return len(said), ends.index(changes._last) if changes._last else None
+
+    assert look(0) == (0, 0)
+    assert look(100) == (0, 0)  # it is still written
+    now[0] = 100
+    ends[0].set_exception(OSError("the disk is full"))
+    assert look(101) == (1, 1)
+    ends[1].set_exception(OSError("the disk is full"))
+    assert look(102) == look(160) == (2, None)
+    assert look(161) == (2, 2)
+    ends[2].set_result(None)
+    assert look(500) == look(900) == (2, None)
+    changes.end()
+    assert len(said) == 2
 
 
 def test_a_damaged_file_ends_it_and_loses_nothing(tmp_path):

@@ -137,6 +137,10 @@ class Export:
         except Exception as error:  # noqa: BLE001 - raised by `result`
             self._future.set_exception(error)
 
+    def done(self) -> bool:
+        """Whether it has ended, written or not."""
+        return self._future.done()
+
     def result(self) -> Changes:
         """Waits for the end, and says what was written.
 

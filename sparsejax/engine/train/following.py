@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import jax
 import numpy as np
@@ -67,6 +67,17 @@ class Feed:
     seconds: float
 
 
+class Exports(Protocol):
+    """Exports of what was trained, one after the other."""
+
+    def __call__(self) -> None:
+        """Begins the next one."""
+
+    def has_failed(self) -> bool:
+        """Whether the last one has ended and was not written."""
+        ...
+
+
 def follow(
     model: Any,
     optimizer: Optimizer,
@@ -76,7 +87,7 @@ def follow(
     deterministic: bool,
     checkpoints: Checkpoints,
     checkpoint_seconds: float,
-    export: Callable[[], None] | None,
+    export: Exports | None,
     export_seconds: float,
     log: Callable[[int, Mapping[str, float]], None] | None,
 ) -> None:
@@ -94,7 +105,8 @@ def follow(
       checkpoints: to go on from, and to write. There is one before the first file is read.
       checkpoint_seconds: from one checkpoint to the next.
       export: called when `export_seconds` have passed since the last call, if there were steps
-        since then; first before the first file is read, and once more at the end.
+        since then or it has failed; first before the first file is read, and once more at the
+        end.
       export_seconds: between two exports.
       log: called after each file with the number of steps and the file's history entry.
 
@@ -127,20 +139,24 @@ def follow(
 
 
 class _Exports:
-    """Calls of a function that are some seconds apart."""
+    """Exports that are some seconds apart."""
 
-    def __init__(self, call: Callable[[], None] | None, seconds: float, step: int):
+    def __init__(self, call: Exports | None, seconds: float, step: int):
         self._call, self._seconds = call, seconds
         self._last, self._step = -float("inf"), step - 1
 
-    def due(self, step: int) -> bool:
-        """Whether it is time for one, and there is something new."""
-        waited = time.monotonic() - self._last
-        return self._call is not None and step > self._step and waited >= self._seconds
+    def do(self, step: int, *, if_due: bool = False) -> None:
+        """Exports what is new, and what the last one has not written.
 
-    def do(self, step: int) -> None:
-        """Exports what is new."""
-        if self._call is not None and step > self._step:
+        Args:
+          step: how many were done.
+          if_due: do it only if it is time to.
+        """
+        if self._call is None:
+            return
+        is_new = self._call.has_failed() or step > self._step
+        waited = time.monotonic() - self._last
+        if is_new and (waited >= self._seconds or not if_due):
             self._last, self._step = time.monotonic(), step
             self._call()
 
@@ -319,5 +335,4 @@ class _Following:
         """Saves and exports, if it is time to."""
         if self.saver.is_due():
             self._save()
-        if self.exports.due(self.progress.step):
-            self.exports.do(self.progress.step)
+        self.exports.do(self.progress.step, if_due=True)
