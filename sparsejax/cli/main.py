@@ -44,8 +44,23 @@ _OPTIONS = {"items": flags.Network, "histories": flags.Histories}
 
 
 def run() -> NoReturn:
-    """Carries out the command of this process, and ends the process."""
-    end(main())
+    """Carries out the command of this process, and ends the process.
+
+    What runs the command within itself, as a profiler does, goes on after it.
+    """
+    status = main()
+    if _is_whole_process():
+        end(status)
+    sys.exit(status)
+
+
+def _is_whole_process() -> bool:
+    """Whether only the script of a command, or `python -m sparsejax`, has called `run`."""
+    names, frame = [], sys._getframe(2)
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names in (["<module>"], ["<module>", "_run_code", "_run_module_as_main"])
 
 
 def end(status: int) -> NoReturn:
@@ -58,7 +73,8 @@ def end(status: int) -> NoReturn:
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):  # nobody reads it any more
-            stream.flush()
+            if stream is not None:  # None: it was closed before the command began
+                stream.flush()
     os._exit(status)
 
 

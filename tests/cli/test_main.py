@@ -227,8 +227,9 @@ def test_a_reader_that_stops_is_no_error():
 
 def test_the_end_of_a_process_leaves_nothing_undone():
     program = """
-import atexit, threading, time
+import atexit, sys, threading, time
 from sparsejax.cli.main import end
+sys.stderr = None  # it was closed
 atexit.register(print, "third")
 threading.Thread(target=lambda: (time.sleep(0.2), print("second"))).start()
 print("first")
@@ -237,6 +238,27 @@ end(3)
     command = [sys.executable, "-c", program]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert (done.returncode, done.stdout) == (3, "first\nsecond\nthird\n"), done.stderr
+
+
+def test_what_runs_a_command_within_itself_goes_on(tmp_path):
+    """A command alone ends its process at once; a profiler still writes its file."""
+    noted = "import os\nend = os._exit\nos._exit = lambda n: (os.write(1, b'at once'), end(n))"
+    (tmp_path / "sitecustomize.py").write_text(noted)
+    path = os.pathsep.join([str(tmp_path), *filter(None, sys.path)])
+
+    def said(*words: str) -> str:
+        done = subprocess.run(
+            [sys.executable, *words, "-m", "sparsejax", "--version"],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": path},
+            check=True,
+        )
+        return done.stdout
+
+    assert said().endswith("at once")
+    assert said("-m", "cProfile", "-o", str(tmp_path / "found")).endswith("0\n")
+    assert (tmp_path / "found").stat().st_size
 
 
 def test_prepare_without_its_package_is_one_line(tmp_path, monkeypatch, capsys):
