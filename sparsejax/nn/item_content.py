@@ -335,7 +335,12 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
     # Not by attributes, which cannot be set within another trace.
     made = copy.copy(model)
     unseen = output.content.unseen()
+    first = getattr(model, "first", None)
     if output.content.by_parts and not deterministic:
+        if first is not None:
+            raise ValueError(
+                "by_parts is for models of histories, and this is a network: leave it False"
+            )
         content = output.content.of_step()
         vars(made)["output"] = output.finished(output.kernel, unseen, content)
         return made
@@ -343,7 +348,6 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
     vectors = output.vectors(deterministic=deterministic)
     kernel = nnx.Param(vectors, **metadata)
     vars(made)["output"] = output.finished(kernel, unseen)
-    first = getattr(model, "first", None)
     if first is not None and first.kernel is output.kernel:
         tied = copy.copy(first)
         vars(tied)["kernel"] = kernel

@@ -232,9 +232,8 @@ class SparseOutput(nnx.Module):
         if self.content is not None and self.content.by_parts:
             kernel = gradients.whole(self.kernel)
             made, kernel = self.content.rows_at(kernel, ids, self.dtype)
-            if (
-                self.unseen is not None
-            ):  # of one call: the gradient is added up in place
+            if self.unseen is not None:
+                # This layer is for one call, and the gradients are added in place.
                 kernel = nnx.Param(kernel, **self.kernel.get_metadata())
                 vars(self)["kernel"] = kernel
             return made

@@ -52,7 +52,7 @@ class WithNeighbours(SequenceModel):
 
     Raises:
       TypeError: `model` is another model, or `weight` or `popularity` no number.
-      ValueError: the model has no content, or a number is negative.
+      ValueError: the model has no content, or a number is negative or not finite.
       NotImplementedError: a mesh is set.
     """
 
@@ -74,8 +74,8 @@ class WithNeighbours(SequenceModel):
             )
         for name, value in (("weight", weight), ("popularity", popularity)):
             check_number(name, value)
-            if value < 0:
-                raise ValueError(f"{name} must not be negative, got {value}")
+            if not 0 <= value < float("inf"):
+                raise ValueError(f"{name} must be finite and not negative, got {value}")
         if isinstance(recent, bool) or not isinstance(recent, int) or recent < 1:
             raise ValueError(f"recent must be an integer and 1 or more, got {recent!r}")
         if mesh_is_set():

@@ -89,10 +89,10 @@ class Plan(Footprint):
       sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
       linear: what it takes to compute the linear part of the network, before training,
         on the first device.
-      by_parts: whether vectors of items with content are made part by part, and not stored,
-        as `fit` does where they do not fit otherwise.
       temporary: the most of these eight that exists at once: before training, while
         sorting, in the output layer, or in the input layer.
+      by_parts: whether vectors of items with content are made part by part, and not stored,
+        as `fit` does where they do not fit otherwise.
       over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
       over_model: the same along "model".
       memory: memory of a device; None if it is not known.

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from flax import nnx
 from jax.sharding import AxisType
 from kernels import kernel_can_run
@@ -184,6 +185,20 @@ def test_models_of_histories(monkeypatch, mesh_shape):
     near(parts[0], np.asarray(stored[0]), jnp.float32, 64)
     for path, value in stored[1].items():
         near(parts[1][path][...], np.asarray(value[...]), jnp.float32, 1000)
+
+
+def test_networks_have_no_such_form():
+    tags = some_tags()
+    content = ContentSizes.of(tags, None)
+    config = sj.NetworkConfig.autoencoder((WIDTH,))
+    model: Any = sj.FeedForward(
+        config, inputs=ITEMS, outputs=ITEMS, content=content, rngs=nnx.Rngs(0)
+    )
+    model.output.content.set_to(tags, None)
+    model.output.content.by_parts = True
+    rows = sj.CSR.from_scipy(scipy.sparse.csr_array(np.eye(2, ITEMS)))
+    with pytest.raises(ValueError, match="by_parts is for models of histories"):
+        model.loss(rows, rows)
 
 
 def test_no_array_of_all_vectors():

@@ -109,6 +109,7 @@ def test_it_is_measured_and_exported_as_other_models(given, tmp_path):
 def test_wrong_arguments(given):
     model = some_model(given)
     wrong: list[dict[str, Any]] = [{"weight": -1}, {"popularity": -0.1}, {"recent": 0}]
+    wrong += [{"weight": np.inf}, {"popularity": np.nan}]
     for options in wrong:
         with pytest.raises(ValueError, match=next(iter(options))):
             WithNeighbours(model, **options)
