@@ -77,7 +77,8 @@ def _rounded(kernel: jax.Array, scale: jax.Array | None) -> CoarseItems:
         x = item_chunks.slice_rows(kernel, i * rows, rows).astype(jnp.float32)
         unit, values = _in_int8(x)
         lost = jnp.linalg.norm(x / unit - values, axis=1)
-        factor = unit[:, 0]
+        # The scores of a vector of zeros are 0: a bound above that would hide other items.
+        factor = jnp.where(jnp.any(x != 0, axis=1), unit[:, 0], 0)
         if scale is not None:
             of_scores = item_chunks.slice_rows(scale, i * rows, rows)
             of_scores = of_scores.astype(jnp.float32)

@@ -103,6 +103,18 @@ def test_where_all_items_are_candidates_or_run_out(k):
     assert not whole
 
 
+def test_many_items_of_zeros_are_no_reason_to_read_all():
+    h, kernel, bias, scale, seen, _ = operands(with_all=False)
+    kernel = kernel.at[100:].set(0)
+    scores = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)[:ITEMS].T
+    scores[matrices.oracle(seen) != 0] = -np.inf
+    ids, got, whole = found(h, kernel, bias, scale, seen, implementation="xla")
+    want_ids, want = full_sort(scores, K)
+    np.testing.assert_array_equal(ids, want_ids)
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    assert not whole
+
+
 @pytest.mark.parametrize("bad", ["ties", "nan", "outside"])
 def test_what_is_not_proved_is_answered_by_all_items(bad):
     h, kernel, bias, scale, seen, scores = operands(with_all=False)
