@@ -109,7 +109,7 @@ class Programs(dict[bool, Keepable]):
       inside_others: the other form may be called inside other programs. There it has the
         options of those.
       loops_in_graphs: see `gpu_options`.
-      timed_fusions: see `gpu_options`.
+      timed_fusions: see `gpu_options`; the deterministic form has none.
       options: of `jax.jit`.
     """
 
@@ -141,7 +141,10 @@ class Programs(dict[bool, Keepable]):
 
     def __missing__(self, deterministic: bool) -> Keepable:
         # Made when it is first asked for: the options ask which devices there are.
-        f, chosen = self._f, dict(gpu_options(**self._for_gpus))
+        how = dict(self._for_gpus)
+        if deterministic:  # times differ from one process to the next
+            how["timed_fusions"] = False
+        f, chosen = self._f, dict(gpu_options(**how))
         if deterministic:
             f = _with_same_bits(f)
             chosen |= DETERMINISTIC

@@ -51,8 +51,11 @@ def test_steps_of_clicks_have_timed_fusions(monkeypatch):
     for model in Scale(), Clicks():
         sj.jit(lambda model: 2 * model.value[...])(model)
     assert asked == [False, True]
-    dispatch.run_steps.timed[True]
-    assert asked.pop() and "clicks" == sj.embeddings.DLRM.kind
+    sj.jit(lambda model: 3 * model.value[...], deterministic=True)(Clicks())
+    steps = dispatch.run_steps.timed
+    steps.clear()
+    assert steps[False] is not steps[True] and "clicks" == sj.embeddings.DLRM.kind
+    assert asked[2:] == [False, True, False]
     monkeypatch.undo()
     assert options(monkeypatch, "gpu", timed_fusions=True) == xla_options.WITHOUT_TRITON
 
