@@ -43,7 +43,6 @@ from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import ROW, Coming, HostRows, set_number
-from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.lookup import Wire, look_up
 from sparsejax.embeddings.placement import (
     Distinct,
@@ -467,10 +466,10 @@ class EmbeddingCollection(nnx.Module):
                 try:
                     looked = look_up_rows(own, batch, optimizer)
                     found = bring_rows(own, looked, optimizer)
-                except NoRoomError:
+                    return begin_rows(own, found, optimizer)
+                except Exception:
                     begin_on_host(own, batch, optimizer)
                     raise
-                return begin_rows(own, found, optimizer)
 
         coming = map(look_up, batches)
         looked = next(coming, None)
@@ -632,7 +631,8 @@ class EmbeddingCollection(nnx.Module):
           OSError: the file cannot be written.
           OtherProcessError: process 0 could not write the file; the message says why.
           ValueError: there is no such table, `path` has another ending or cannot be a file,
-            there are more names than rows, or an argument is for tables of the other kind.
+            there are more names than rows, an argument is for tables of the other kind, or
+            rows in host memory have the state of another optimizer.
         """
         stack, pieces = self._table(name)
         if stack.dynamic:
@@ -648,7 +648,7 @@ class EmbeddingCollection(nnx.Module):
                 for column, variable in variables.items()
             }
             if stack.device_rows is not None:
-                arrays |= self._arrays_on_host(stack, optimizer, within)
+                arrays |= self._arrays_on_host(stack, optimizer, within, reading=True)
             steps = None if optimizer is None else int(optimizer.step[...])
             files.save(path, ids, rows, arrays, steps)
             return
@@ -719,6 +719,10 @@ class EmbeddingCollection(nnx.Module):
                     f"done {int(step):,}: set `optimizer.step[...]`, or load a file without "
                     "state"
                 )
+        values = {}
+        if stack.device_rows is not None:
+            for column in self._arrays_on_host(stack, optimizer, within):
+                values[column.removeprefix(files.STATE)] = columns[column]
         known = self.indexes[stack.name]
         here = dynamic.rows_of(stack, table, *self._used_and_keys(stack))
         index, rows = index_edits.changed(
@@ -733,8 +737,6 @@ class EmbeddingCollection(nnx.Module):
         )
         _set_state(known, _state(known)._replace(index=index))
         if stack.device_rows is not None:
-            here = self._arrays_on_host(stack, optimizer, within)
-            values = {name.removeprefix(files.STATE): columns[name] for name in here}
             host_of(self.kernels[stack.name]).put(rows, values)
             variables = {name: variables[name] for name in _BY_PARTS}
         for column, variable in variables.items():
@@ -845,7 +847,12 @@ class EmbeddingCollection(nnx.Module):
         return found
 
     def _arrays_on_host(
-        self, stack: Stack, optimizer: Optimizer | None, within: Sequence[Any]
+        self,
+        stack: Stack,
+        optimizer: Optimizer | None,
+        within: Sequence[Any],
+        *,
+        reading: bool = False,
     ) -> dict[str, np.ndarray]:
         """The arrays of rows in host memory, by their column of a file."""
         kernel, state, rule = self.kernels[stack.name], None, None
@@ -853,7 +860,7 @@ class EmbeddingCollection(nnx.Module):
             state = optimizer.rows_within((*within, "kernels", stack.name), kernel)
             rule = optimizer.rule_of(kernel)
         host = host_of(kernel)
-        host.attach(kernel, state, rule)
+        host.attach(kernel, state, rule, reading=reading)
         arrays = host.arrays()
         found = {"row": arrays[ROW]}
         for name in state or ():

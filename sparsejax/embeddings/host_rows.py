@@ -197,7 +197,7 @@ class HostRows:
 
     def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
         """Raises ValueError if the rows have the state of another optimizer."""
-        if self._state and not self._is_state(state):
+        if self._rule is not None and not self._is_state(state):
             raise ValueError(
                 "the rows in host memory have the state of another optimizer, which trains "
                 "this model: give that one; or none, after its flush(model)"
@@ -350,8 +350,6 @@ class HostRows:
             return
         if self._slots is not None:
             self._slots.expire()
-        # Rows of dynamic tables that no id had have nothing to be moved.
-        everywhere &= not self.stack.dynamic
         for rows in self._seen(everywhere=everywhere):
             padded = np.resize(rows, _BLOCK)  # one shape, one program
             given = _with_new(
@@ -402,11 +400,16 @@ class HostRows:
         self._pieces.note(rows)
 
     def _seen(self, *, everywhere: bool) -> Iterator[np.ndarray]:
-        """The rows with state, or all of them, some at a time."""
+        """The rows with state, or all of them, some at a time.
+
+        Those of dynamic tables that no id had are left out: nothing is there to be moved.
+        """
+        flags = _NUMBERS | _STATE if everywhere else _STATE
+        everywhere &= not self.stack.dynamic
         for start in range(0, len(self._known), 64 * _BLOCK):
             known = self._known[start : start + 64 * _BLOCK]
             rows = (
-                np.arange(len(known)) if everywhere else np.flatnonzero(known & _STATE)
+                np.arange(len(known)) if everywhere else np.flatnonzero(known & flags)
             )
             for first in range(0, len(rows), _BLOCK):
                 yield start + rows[first : first + _BLOCK]

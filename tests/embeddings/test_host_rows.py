@@ -483,13 +483,11 @@ def dynamic_tables(*, hosted, **options):
 
 
 class Keyed(nnx.Module):
-    def __init__(self, *, hosted, **options):
-        features = {
-            name: FeatureConfig(name, combiner="mean")
-            for name in ("user", "item", "hour", "place")
-        }
+    def __init__(self, *, hosted, names=("user", "item", "hour", "place"), **options):
+        tables = dynamic_tables(hosted=hosted, **options)
+        features = {name: FeatureConfig(name, combiner="mean") for name in names}
         self.embeddings = sj.embeddings.EmbeddingCollection(
-            dynamic_tables(hosted=hosted, **options), features, rngs=nnx.Rngs(0)
+            {name: tables[name] for name in names}, features, rngs=nnx.Rngs(0)
         )
 
     def __call__(self, ids):
@@ -519,7 +517,8 @@ def keyed(steps, seed=0):
 
 
 def trained_keyed(model, optimizer, steps, seed=0):
-    batches = keyed(steps, seed)
+    names = model.embeddings.names
+    batches = (({n: ids[n] for n in names}, y) for ids, y in keyed(steps, seed))
     if any(stack.device_rows for stack in model.embeddings.stacks):
         batches = model.embeddings.staged(batches, optimizer)
     else:
@@ -532,9 +531,9 @@ def keyed_pair(rule, **options):
     return [(model, sj.Optimizer(model, RULES[rule])) for model in models]
 
 
-def check_files(pair, folder):
+def check_files(pair, folder, names=("user", "item", "place")):
     """Both have the same ids, rows and state."""
-    for name in "user", "item", "place":
+    for name in names:
         files = []
         for i, (model, optimizer) in enumerate(pair):
             optimizer.flush(model)
@@ -554,6 +553,16 @@ def test_bits_are_those_of_dynamic_tables_on_the_device(tmp_path):
     assert stats[1] == stats[0]
     assert min(stats[0][name].evicted for name in ("user", "item")) > 5
     check_files(pair, tmp_path)
+
+
+def test_bits_are_those_of_a_dynamic_table_on_the_device(tmp_path):
+    models = [Keyed(hosted=hosted, names=["user"]) for hosted in (False, True)]
+    rule = RULES["rowwise_adagrad"]
+    pair = [(model, sj.Optimizer(model, rule)) for model in models]
+    losses = [trained_keyed(*each, steps=16) for each in pair]
+    assert losses[1] == losses[0]
+    assert models[1].embeddings.stats()["user"].evicted > 0
+    check_files(pair, tmp_path, ["user"])
 
 
 def test_dynamic_tables_are_read_and_loaded(tmp_path):
@@ -579,16 +588,18 @@ def test_bits_are_those_of_divided_dynamic_tables():
     assert losses[1] == losses[0]
 
 
-def test_new_rows_begin_although_a_batch_does_not_fit():
+def test_new_rows_begin_although_a_batch_does_not_come(monkeypatch):
     """Its ids have rows from then on, and these are theirs."""
     ids, _ = next(keyed(1))
     many: dict[str, Any] = {n: np.full((300, 2), -1, np.int32) for n in ids} | {
         "hour": np.full(300, -1, np.int32)
     }
     many["user"] = WideIds.of(KEYS[:600].reshape(300, 2))
-    few: dict[str, Any] = {n: x[:8] for n, x in many.items() if n != "user"} | {
-        "user": WideIds.of(KEYS[:16].reshape(8, 2))
-    }
+
+    def few(keys) -> dict[str, Any]:
+        user = WideIds.of(keys.reshape(8, 2))
+        return {n: user if n == "user" else x[:8] for n, x in many.items()}
+
     here, there = Keyed(hosted=False), Keyed(hosted=True)
     optimizer = sj.Optimizer(there, RULES["adam"])
     with pytest.raises(
@@ -596,9 +607,19 @@ def test_new_rows_begin_although_a_batch_does_not_fit():
         match="of the tables user, item, but a device has r.*make num_rows larger",
     ):
         next(there.embeddings.staged([many], optimizer))
-    assert there.embeddings.stats()["user"].rows > 500
-    (rows,) = there.embeddings.staged([few])
-    np.testing.assert_array_equal(there(rows), here(few))
+    assert (before := there.embeddings.stats()["user"].rows) > 500
+
+    def full(*_):
+        raise MemoryError
+
+    with monkeypatch.context() as patched:
+        patched.setattr(host_rows.HostRows, "bring", full)
+        with pytest.raises(MemoryError):
+            next(there.embeddings.staged([few(KEYS[600:616])], optimizer))
+    assert there.embeddings.stats()["user"].rows > before + 8
+    some = [few(KEYS[:16]), few(KEYS[600:616])]
+    for ids, rows in zip(some, there.embeddings.staged(some), strict=True):
+        np.testing.assert_array_equal(there(rows), here(ids))
 
 
 def test_errors_of_dynamic_tables():

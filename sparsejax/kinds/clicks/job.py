@@ -162,8 +162,8 @@ class ClickStaging:
             size = min(size, count - start)
             try:
                 found = self._staged.steps(batches[start : start + size], sizes.steps)
-            except NoRoomError:
-                if size == 1:
+            except Exception as error:
+                if size == 1 or not isinstance(error, NoRoomError):
                     self._staged.begin_on_host(batches[start:])
                     raise
                 self._fits = size = -(-size // 2)
