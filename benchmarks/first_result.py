@@ -104,7 +104,7 @@ def _run(arguments: argparse.Namespace) -> None:
 
 
 def _compare(arguments: argparse.Namespace) -> int:
-    """Measures the commands of both trees in turns, see `_verdict`."""
+    """Measures the commands of both trees in turns, see `verdict`."""
     here = _HERE.parent
     seconds: dict[str, tuple[list[float], list[float]]] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -121,10 +121,10 @@ def _compare(arguments: argparse.Namespace) -> int:
                         seconds.setdefault(name, ([], []))[number].append(r["seconds"])
         finally:
             subprocess.run([*git, "remove", "--force", str(base)], check=True)
-    return _verdict(seconds)
+    return verdict(seconds)
 
 
-def _verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
+def verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
     """Prints the seconds of each command in both trees, and the ratio; 1 if one is slower.
 
     Args:
@@ -215,7 +215,7 @@ def _process(tree: str, words: list[str]) -> None:
         status = entry.main(words)
     programs = sum(part == "compiling" for _, _, part in spans)
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    found = {"parts": _exclusive(spans), "programs": programs, "versions": versions}
+    found = {"parts": exclusive(spans), "programs": programs, "versions": versions}
     emit(found)
     # A commit before has no end of its own.
     getattr(entry, "end", sys.exit)(status)
@@ -247,7 +247,7 @@ def _noted_imports(spans: list[tuple[float, float, str]]) -> Iterator[None]:
         builtins.__import__ = ordinary
 
 
-def _exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
+def exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
     """Seconds of each part. A moment in several of them counts for the latest part only.
 
     A function is traced inside others, and GPU programs are traced while they are lowered.

@@ -25,12 +25,12 @@ def test_a_second_more_is_told(first_result, capsys):
         "train cold": ([6.9, 7.1, 9.0], [8.2, 8.0, 7.9]),
         "predict warm": ([2.2, 2.1, 2.3], [2.2, 5.0, 2.3]),  # one turn was disturbed
     }
-    assert first_result._verdict(seconds) == 1
+    assert first_result.verdict(seconds) == 1
     train, predict = capsys.readouterr().out.splitlines()[1:]
     assert train.split() == ["train", "cold", "6.90", "7.90", "1.14", "slower"]
     assert predict.split() == ["predict", "warm", "2.10", "2.20", "1.05"]
     del seconds["train cold"]
-    assert first_result._verdict(seconds) == 0
+    assert first_result.verdict(seconds) == 0
 
 
 def test_parts_are_those_of_the_clock(first_result):
@@ -41,5 +41,5 @@ def test_parts_are_those_of_the_clock(first_result):
         (3.0, 5.0, "imports"),
         (6.0, 7.0, "imports"),
     ]
-    found = first_result._exclusive(spans)
+    found = first_result.exclusive(spans)
     assert found == {"tracing": 1.0, "lowering": 0.0, "compiling": 2.0, "imports": 3.0}

@@ -18,7 +18,7 @@ from sparsejax.sequence.model import Ids, SequenceModel, Times
 from sparsejax.sparse import unit_rows
 
 # Content of more numbers is projected to so many, at random.
-_MOST, _PROJECTED = 1024, 512
+MOST_NUMBERS, _PROJECTED = 1024, 512
 
 
 class WithNeighbours(SequenceModel):
@@ -134,7 +134,7 @@ def _directions(content: ItemContent) -> Float[Array, "rows numbers"]:
         norms = np.linalg.norm(given, axis=1, keepdims=True)
         parts.append(given / np.maximum(norms, 1e-6))
     width = sum(part.shape[1] for part in parts)
-    if width > _MOST:
+    if width > MOST_NUMBERS:
         rng = np.random.default_rng(0)
         draws = [
             rng.standard_normal((p.shape[1], _PROJECTED), np.float32) for p in parts

@@ -75,7 +75,7 @@ def test_scores(given, temperature):
 
 
 def test_wide_content_is_projected(given, monkeypatch):
-    monkeypatch.setattr(neighbours, "_MOST", 8)
+    monkeypatch.setattr(neighbours, "MOST_NUMBERS", 8)
     ranked = WithNeighbours(some_model(given), popularity=0)
     want = wanted(some_model(given), given, 2.0, 3, 0.0)
     every = jnp.tile(jnp.arange(ITEMS)[None], (len(HISTORIES), 1))
