@@ -565,6 +565,19 @@ def test_bits_are_those_of_a_dynamic_table_on_the_device(tmp_path):
     check_files(pair, tmp_path, ["user"])
 
 
+def test_dynamic_rows_go_on_with_another_optimizer(tmp_path):
+    """Rows that no batch has had since then decay, too. The first one's state is gone."""
+    models = [Keyed(hosted=hosted, names=["user"]) for hosted in (False, True)]
+    pairs = [[(m, sj.Optimizer(m, RULES[r])) for m in models] for r in ("sgd", "adamw")]
+    losses = [trained_keyed(*each, steps=8) for each in pairs[0]]
+    assert losses[1] == losses[0]
+    with pytest.raises(ValueError, match="have the state of another optimizer"):
+        check_files(pairs[1], tmp_path, ["user"])
+    losses = [trained_keyed(*each, steps=3) for each in pairs[1]]
+    assert losses[1] == losses[0]
+    check_files(pairs[1], tmp_path, ["user"])
+
+
 def test_dynamic_tables_are_read_and_loaded(tmp_path):
     pair = keyed_pair("rowwise_adagrad")
     losses = [trained_keyed(*each, 15) for each in pair]
