@@ -323,11 +323,18 @@ class EmbeddingCollection(nnx.Module):
           ValueError: there are no dynamic tables; the batch has its rows already; the
             optimizer does not train these tables; tables are in host memory, and `staged`
             has not brought the rows, or there is a clock, which they do not have.
+          NotImplementedError: there are several processes, on CPUs.
         """
         if not self.indexes:
             raise ValueError(
                 "assign_rows is for dynamic tables (DynamicTableConfig), of which this "
                 "collection has none; the model takes the ids themselves"
+            )
+        if jax.process_count() > 1 and jax.default_backend() == "cpu":
+            # One was seen in an all-gather while the other was in an all-reduce.
+            raise NotImplementedError(
+                f"dynamic tables train in one process on CPUs, not in {jax.process_count()}, "
+                "which would wait for each other without end: start one process"
             )
         batch = self._packed(ids)
         if batch.assigned:
