@@ -58,7 +58,8 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
         before = asked(client)
         for export in range(3):
             if export == 1:  # at a wrong place
-                shutil.copytree(folder / "00000000", folder / "00000002")
+                shutil.copytree(folder / "00000000", tmp_path / "copy")
+                (tmp_path / "copy").rename(folder / "00000002")  # whole at once
                 wait(client, refused, 1)
                 assert number(client)[taken] == 0 and asked(client) == before
                 shutil.rmtree(folder / "00000002")
