@@ -138,7 +138,7 @@ def test_sasrec(monkeypatch, capsys):
     monkeypatch.setattr(module, "USERS", 500)
     monkeypatch.setattr(module, "ITEMS", 100)
     reached = module.main(num_epochs=8)
-    assert reached["recall"] > 3 * reached["popularity"]
+    assert reached["recall"] > 2.5 * reached["popularity"]
     assert "of popularity" in capsys.readouterr().out
 
 
