@@ -464,11 +464,13 @@ class XlaChunks(Chunks):
     def can_keep(self, num_items: int) -> bool:
         """Whether all scores are few enough to be kept, and more than a chunk.
 
-        XLA makes a single chunk once for both passes.
+        XLA makes a single chunk once for both passes. On a mesh each device would keep as
+        many.
         """
         scores = len(self.h) * num_items
         several = self.size(num_items, None) < num_items
-        return not self.for_gpu and several and scores <= _KEPT_SCORES
+        few = scores <= _KEPT_SCORES and jax.sharding.get_abstract_mesh().empty
+        return not self.for_gpu and several and few
 
     def scores(self, start, size, layer: Layer):
         """The scores of a chunk."""
