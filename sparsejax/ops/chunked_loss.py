@@ -235,12 +235,13 @@ def loss_and_updates[Carry](
         )
         if keeping is not None:
             chunks = keeping = dataclasses.replace(keeping, kept=found.pop())
-            found[2:] = [x[None] for x in keeping.label_sums()]
         found = [x[:, :num_rows] for x in found]
         if isinstance(entries, TargetColumns):
             parts = found[0].shape[0]
             of_targets = softmax.target_scores(h, whole, entries, limit)
             found[2:] = [jnp.pad(x[None], ((0, parts - 1), (0, 0))) for x in of_targets]
+        elif keeping is not None:
+            found[2:] = [x[None] for x in keeping.label_sums()]
         found, means = softmax.Normaliser.merge(found), None
         if rule.label_smoothing:
             means = softmax.mean_scores(h, whole, limit, shard)
