@@ -1047,6 +1047,15 @@ def _hosted(
                 yield (*path, "kernels", stack.name), collection, stack
 
 
+def _assigning(
+    collection: EmbeddingCollection, stack: Stack, optimizer: Optimizer, ahead: int = 0
+) -> tuple[Assign, Moment]:
+    """How ids of dynamic tables in host memory get rows, some steps ahead, and when."""
+    step = optimizer.step[...] + jnp.int32(ahead)
+    how = Assign(stack, optimizer.rule_of(collection.kernels[stack.name]), True)
+    return how, Moment(collection.seed[...], step, step)
+
+
 def with_numbers(
     collections: Mapping[Path, EmbeddingCollection],
     batch: FeatureBatch,
@@ -1072,9 +1081,7 @@ def with_numbers(
         if optimizer is None:
             columns = _find(stack, _index_of(known), x, keys)
         else:
-            how = Assign(stack, optimizer.rule_of(collection.kernels[stack.name]), True)
-            step = optimizer.step[...] + jnp.int32(ahead)
-            moment = Moment(collection.seed[...], step, step)
+            how, moment = _assigning(collection, stack, optimizer, ahead)
 
             def program(known=known, how=how, x=x, keys=keys, moment=moment):
                 state, *found = numbers(how, _state(known), x, keys, moment)
@@ -1097,9 +1104,7 @@ def begin_rows(
     for path, collection, stack in _hosted(collections, batch):
         kernel = collection.kernels[stack.name]
         state = optimizer.rows_within(path, kernel)
-        how = Assign(stack, optimizer.rule_of(kernel), True)
-        step = optimizer.step[...]
-        moment = Moment(collection.seed[...], step, step)
+        how, moment = _assigning(collection, stack, optimizer)
         x = batch.stacks[stack.name]
 
         def program(

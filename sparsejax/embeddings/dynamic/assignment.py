@@ -367,27 +367,8 @@ class Assign:
 
 
 assign = jax.jit(lambda how, *operands: how(*operands), static_argnums=0)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def numbers(
-    how: Assign, state: State, x: CSR, keys: TableKeys, moment: Moment
-) -> tuple[State, Int[Array, "ids"], Bool[Array, "ids"]]:
-    """See `Assign.numbers`."""
-    return how.numbers(state, x, keys, moment)
-
-
-@functools.partial(jax.jit, static_argnums=0, donate_argnums=1)
-def begin(
-    how: Assign,
-    trained: Trained,
-    slots: Int[Array, "ids"],
-    keys: TableKeys,
-    new: Bool[Array, "ids"],
-    moment: Moment,
-) -> Trained:
-    """See `Assign.begin`."""
-    return how.begin(trained, slots, keys, new, moment)
+numbers = jax.jit(Assign.numbers, static_argnums=0, donate_argnums=1)
+begin = jax.jit(Assign.begin, static_argnums=0, donate_argnums=1)
 
 
 def written(
