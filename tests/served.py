@@ -2,8 +2,12 @@
 
 import asyncio
 import contextlib
+import ctypes
+import gc
 import http.client
 import json
+import pathlib
+import re
 import socket
 import struct
 import threading
@@ -11,9 +15,11 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
+import grpc
 import uvicorn
 
 from sparsejax.serving.connections import configured
+from sparsejax.serving.grpc import server as grpc_server
 from sparsejax.serving.service import Service
 
 NAMES = [*(f"item {n}" for n in range(8)), "jalapeño"]  # of the items
@@ -42,6 +48,43 @@ def listening(
         finally:
             server.should_exit = True
             thread.join()
+
+
+@contextlib.contextmanager
+def over_grpc(service: Service) -> Iterator[grpc.Channel]:
+    """Within it a service answers over gRPC, in a thread: a channel to it."""
+    loop, started = asyncio.new_event_loop(), threading.Event()
+    stop, ports = asyncio.Event(), list[int]()
+
+    async def serve() -> None:
+        server = grpc_server(service)
+        ports.append(server.add_insecure_port("127.0.0.1:0"))
+        await server.start()
+        started.set()
+        await stop.wait()
+        await server.stop(0)
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert started.wait(60)
+    try:
+        with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+            yield channel
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join()
+        loop.close()
+
+
+def resident() -> int:
+    """Bytes of memory that this process has now, without what it has freed."""
+    gc.collect()
+    # What is free goes back to the system, or it would depend on what was before.
+    ctypes.CDLL(None).malloc_trim(0)
+    status = pathlib.Path("/proc/self/status").read_text()
+    found = re.search(r"^VmRSS:\s*(\d+) kB", status, re.MULTILINE)
+    assert found
+    return 1024 * int(found[1])
 
 
 class Client:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import re
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -120,12 +121,9 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
             f"knows {oldest} to {newest}: export it again, or use a newer JAX"
         )
 
-    def nothing(*_: Any) -> list[jax.Array]:
-        shapes = [((rows, *o.shape), o.like.dtype) for o in signature.program_outputs]
-        return [jnp.zeros(*each) for each in shapes]
-
-    with without_mesh():
-        like = _exported(signature, rows, _jitted(signature, nothing))
+    # Of the same arguments, whatever else differs; that part may have no hash, either.
+    bare = dataclasses.replace(signature, stacks=(), schema=None, new_items=None)
+    like = _like(bare, rows)
     expected = _checked_type(like.mlir_module_serialized)
     found = _checked_type(code)
     if found != expected:
@@ -133,6 +131,22 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
     return dataclasses.replace(
         like, mlir_module_serialized=code, calling_convention_version=convention
     )
+
+
+@functools.lru_cache(maxsize=64)
+def _like(signature: Signature, rows: int) -> export.Exported:
+    """A program of a signature that computes nothing.
+
+    It is kept, as a service loads many versions: JAX's caches hold each function that was traced
+    for any number of entries, .6 MB each time.
+    """
+
+    def nothing(*_: Any) -> list[jax.Array]:
+        shapes = [((rows, *o.shape), o.like.dtype) for o in signature.program_outputs]
+        return [jnp.zeros(*each) for each in shapes]
+
+    with without_mesh():
+        return _exported(signature, rows, _jitted(signature, nothing))
 
 
 def _jitted(signature: Signature, function: Callable[..., Any]) -> Any:

@@ -22,7 +22,7 @@ import uvloop
 from sparsejax.serving import app
 from sparsejax.serving import grpc as over_grpc
 from sparsejax.serving.connections import configured
-from sparsejax.serving.logs import log
+from sparsejax.serving.logs import log, write_waiting
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import Versions
 
@@ -86,7 +86,10 @@ def run(
       ValueError: the file is no predictor, or it cannot be asked by names.
     """
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
-        runner.run(_serve(path, name, settings, address, grace, watch))
+        try:
+            runner.run(_serve(path, name, settings, address, grace, watch))
+        finally:
+            write_waiting()  # no moment comes any more in which the loop would do so
 
 
 async def _serve(

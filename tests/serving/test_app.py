@@ -10,9 +10,11 @@ import time
 
 import numpy as np
 import pytest
+import uvicorn
 from served import Client, binary, listening, prefixed, tensor
 
 import sparsejax as sj
+from sparsejax.serving import logs, server
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.protocol import Limits
 from sparsejax.serving.service import Service, Settings
@@ -393,6 +395,19 @@ def test_request_ids_and_traces_are_logged_but_no_items(client, capfd):
     assert "item" not in text
 
 
+def test_an_exception_loses_no_lines(monkeypatch, capfd):
+    async def fail(_, sockets):
+        sockets[0].close()
+        logs.request("http", "last-1", "", code=200, rows=1, seconds=0.1)
+        raise RuntimeError("no more")
+
+    monkeypatch.setattr(uvicorn.Server, "serve", fail)
+    monkeypatch.setattr(Service, "load", lambda *_: None)
+    with pytest.raises(RuntimeError, match="no more"):
+        server.run("none", "films", Settings(), server.Address(port=0))
+    assert '"request_id":"last-1"' in capfd.readouterr().err
+
+
 def test_metrics(client):
     def number(name: str) -> float:
         text = client.ask("GET", "/metrics")[2].decode()
@@ -475,7 +490,9 @@ def test_large_bodies_are_not_read(port):
 def test_broken_http(client, port):
     answer = raw(port, b"\x16\x03\x01 not HTTP\r\n\r\n")
     assert answer.startswith(b"HTTP/1.1 400") and answer.endswith(b'of HTTP/1.1"}')
-    for sent in (b"", b"POST", head(5) + b"ab"):  # and then the client leaves
+    whole = json.dumps({"inputs": [ITEMS]}).encode()
+    # And then the client leaves, or says that it sends no more.
+    for sent in (b"", b"POST", head(5) + b"ab", head(len(whole)) + whole):
         socket.create_connection(("127.0.0.1", port)).close()
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(sent)

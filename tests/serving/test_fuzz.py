@@ -7,11 +7,10 @@ import json
 import random
 from typing import Any
 
+import grpc
+import pytest
 from open_inference.grpc import protocol as messages
-from served import binary, prefixed, tensor
-
-from sparsejax.serving import grpc as over_grpc
-from sparsejax.serving.protocol import Limits, RefusedError
+from served import binary, over_grpc, prefixed, resident, tensor
 
 NASTY = [
     *(
@@ -109,47 +108,83 @@ def damaged(chance: random.Random) -> tuple[bytes, dict[str, str]]:
     return body, headers
 
 
-def test_requests_over_http(client, service):
-    chance, statuses = random.Random(0), []
-    path = "/v2/models/films/infer"
+def ask_over_http(connection, chance: random.Random) -> int:
+    """The status of the answer to a damaged request."""
+    body, headers = damaged(chance)
+    connection.request("POST", "/v2/models/films/infer", body, headers)
+    answer = connection.getresponse()
+    found = answer.read()
+    assert answer.status in (200, 400, 422), (body, headers, found)
+    if answer.status != 200:
+        assert json.loads(found).keys() == {"error"}
+    return answer.status
+
+
+ITEMS = {
+    "name": "items",
+    "datatype": "BYTES",
+    "shape": [1],
+    "contents": {"bytes_contents": [b"item 1"]},
+}
+
+
+def message(chance: random.Random) -> bytes:
+    """A message of gRPC, in which something may be wrong."""
+    if chance.random() < 0.2:
+        made = messages.ModelInferRequest(model_name="films", inputs=[ITEMS])
+        return made.SerializeToString()
+    names = [chance.choice([b"item 1", b"", b"\xff"]) for _ in range(2)]
+    inputs = [
+        {
+            "name": chance.choice(["items", "items", "lengths", ""]),
+            "datatype": chance.choice(["BYTES", "BYTES", "INT32", "FP64", "BOOL", "?"]),
+            "shape": [chance.choice([2, 2, 0, -1, 2**62])]
+            * chance.choice([1, 1, 0, 3]),
+            "contents": chance.choice(
+                [{"bytes_contents": names}, {"int_contents": [1, 2]}, {}]
+            ),
+        }
+        for _ in range(chance.randrange(3))
+    ]
+    raw = [chance.randbytes(chance.randrange(12)) for _ in range(chance.randrange(3))]
+    made = messages.ModelInferRequest(
+        model_name="films", inputs=inputs, raw_input_contents=raw
+    ).SerializeToString()
+    if chance.random() < 0.2:
+        at = chance.randrange(len(made))
+        made = made[:at] + chance.randbytes(chance.randrange(4)) + made[at + 1 :]
+    return made
+
+
+def ask_over_grpc(infer, chance: random.Random) -> grpc.StatusCode:
+    """The status of the answer to a message that may be damaged."""
+    sent = message(chance)
+    try:
+        infer(sent)
+    except grpc.RpcError as error:
+        code = error.code()
+        known = grpc.StatusCode.INVALID_ARGUMENT, grpc.StatusCode.NOT_FOUND
+        assert code in known, (sent, error)
+        return code
+    return grpc.StatusCode.OK
+
+
+@pytest.mark.parametrize("count", [150, 150_000])
+def test_requests_over_both_ports(client, service, count):
+    """The many ones take some ten minutes."""
+    chance, statuses = random.Random(count), set()
     connection = http.client.HTTPConnection("127.0.0.1", client.port, timeout=60)
-    with contextlib.closing(connection):
-        for _ in range(150):
-            body, headers = damaged(chance)
-            connection.request("POST", path, body, headers)
-            answer = connection.getresponse()
-            found = answer.read()
-            statuses.append(answer.status)
-            assert answer.status in (200, 400, 422), (body, headers, found)
-            if answer.status != 200:
-                assert json.loads(found).keys() == {"error"}
-    assert {200, 400, 422} == {*statuses}
-    assert service.in_hand == 0 and service.version("films", None).batcher.waiting == 0
-
-
-def test_messages_of_grpc():
-    chance, refused, read = random.Random(0), 0, 0
-    for _ in range(500):
-        names = [chance.choice([b"item 1", b"", b"\xff"]) for _ in range(2)]
-        inputs = [
-            {
-                "name": chance.choice(["items", "lengths", ""]),
-                "datatype": chance.choice(["BYTES", "INT32", "FP64", "BOOL", "?"]),
-                "shape": [chance.choice([2, 0, -1, 2**62])] * chance.randrange(4),
-                "contents": chance.choice(
-                    [{"bytes_contents": names}, {"int_contents": [1, 2]}, {}]
-                ),
+    before = 0
+    with contextlib.closing(connection), over_grpc(service) as channel:
+        infer = channel.unary_unary("/inference.GRPCInferenceService/ModelInfer")
+        for number in range(count):
+            if number == count // 3:  # by now all is there that is kept
+                before = resident()
+            statuses |= {
+                ask_over_http(connection, chance),
+                ask_over_grpc(infer, chance),
             }
-            for _ in range(chance.randrange(3))
-        ]
-        raw = [
-            chance.randbytes(chance.randrange(12)) for _ in range(chance.randrange(3))
-        ]
-        message = messages.ModelInferRequest(inputs=inputs, raw_input_contents=raw)
-        try:
-            over_grpc.read(message, Limits())
-            read += 1
-        except RefusedError as error:
-            assert error.status in (400, 422)
-            refused += 1
-    assert refused and read
+    assert {200, 400, 422} < statuses
+    assert {grpc.StatusCode.OK, grpc.StatusCode.INVALID_ARGUMENT} < statuses
+    assert service.in_hand == 0 and service.version("films", None).batcher.waiting == 0
+    assert resident() < before + 2**24  # two requests of 80 bytes each would be as much

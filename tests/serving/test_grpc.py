@@ -1,7 +1,5 @@
 """The protocol over gRPC has the answers of HTTP."""
 
-import asyncio
-import threading
 from collections.abc import Iterator
 
 import grpc
@@ -9,34 +7,15 @@ import numpy as np
 import pytest
 from open_inference.grpc import protocol as messages
 from open_inference.grpc import service as stubs
-from served import prefixed, tensor
-
-from sparsejax.serving import grpc as over_grpc
+from served import over_grpc, prefixed, tensor
 
 ROWS = ["item 3", "unheard", "jalapeño", "item 1"]
 
 
 @pytest.fixture(scope="module")
 def channel(service) -> Iterator[grpc.Channel]:
-    loop, started, ports = asyncio.new_event_loop(), threading.Event(), []
-
-    async def serve() -> None:
-        server = over_grpc.server(service)
-        ports.append(server.add_insecure_port("127.0.0.1:0"))
-        await server.start()
-        started.set()
-        await stop.wait()
-        await server.stop(0)
-
-    stop = asyncio.Event()
-    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
-    thread.start()
-    assert started.wait(60)
-    with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
+    with over_grpc(service) as channel:
         yield channel
-    loop.call_soon_threadsafe(stop.set)
-    thread.join()
-    loop.close()
 
 
 @pytest.fixture(scope="module")
