@@ -413,7 +413,7 @@ def test_wrong_calls(history, tmp_path):
 
 
 def test_numbers_that_are_not_finite_are_not_exported(tmp_path):
-    training = Training(tables={"user": TABLES["user"]})
+    training = Training(sj.optimizers.sgd(0.1), {"user": TABLES["user"]})
     training.go_on()
     told = training.export(tmp_path / "changes")
     kernel = training.model.embeddings.kernels
@@ -447,7 +447,7 @@ def test_layers_that_are_not_finite(tmp_path, monkeypatch):
 
 
 def test_a_full_disk_leaves_the_changes_before(tmp_path, monkeypatch):
-    training = Training(tables={"user": TABLES["user"]})
+    training = Training(sj.optimizers.sgd(0.1), {"user": TABLES["user"]})
     training.go_on()
     training.export(tmp_path / "changes")
     training.go_on()

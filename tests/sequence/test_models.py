@@ -236,8 +236,8 @@ def test_dropout_does_not_depend_on_room_or_mesh(name):
             model = sj.sequence.build_sequence_model(
                 CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0)
             )
-            found = nnx.jit(lambda model: model.loss(*given, max_targets=room))(model)
-            return float(found), float(model.loss(*given, max_targets=room))
+            loss = nnx.jit(lambda model: model.loss(*given, max_targets=room))
+            return float(loss(model)), float(loss(model))
 
     given = [jnp.tile(x, (4, 1)) for x in (HISTORIES, TIMES)]
     first, second = loss(20)
@@ -276,8 +276,12 @@ def test_parts_of_a_mesh_have_as_many_places():
     def loss():
         config = dataclasses.replace(CONFIGS["sasrec"], dropout=0.0)
         model = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+        loss = nnx.jit(
+            lambda model, places: model.loss(shown, max_targets=places),
+            static_argnums=1,
+        )
         # Places for which a part has no room make it NaN.
-        return [float(model.loss(shown, max_targets=n)) for n in (room + 8, room - 9)]
+        return [float(loss(model, places)) for places in (room + 8, room - 9)]
 
     one, too_few = loss()
     assert np.isnan(too_few)
