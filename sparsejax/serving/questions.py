@@ -167,7 +167,10 @@ class _Ranked:
             scores = np.where(is_item, scores, _NO_SCORE).ravel()
             ids = ids.ravel()
         else:
-            scores, ids = scores[is_item], ids[is_item]
+            if is_item.all():  # as mostly; that takes a tenth of the time
+                scores, ids = scores.ravel(), ids.ravel()
+            else:
+                scores, ids = scores[is_item], ids[is_item]
             shape = scores.shape
         assert question.unknown is not None
         unknown = question.unknown.astype(np.int32)

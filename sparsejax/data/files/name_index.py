@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import overload
+from typing import Any, overload
 
 import numpy as np
 import pyarrow as pa
@@ -15,7 +15,8 @@ _LENGTH_BITS = 31
 _NO_LENGTH = (1 << _LENGTH_BITS) - 1
 # Bits of a word that belong to a name which ends after so many bytes of it.
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
-_Levels = list[tuple[np.ndarray, np.ndarray]]
+_Levels = list[tuple[np.ndarray | slice, np.ndarray]]
+_ALL = slice(None)
 _FACTOR, _MORE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
 
 
@@ -101,7 +102,7 @@ class NameIndex:
         first = np.cumsum(counts) - counts
         self._words = np.zeros(int(counts.sum()) + 1, np.uint64)
         for level, (places, words) in enumerate(levels):
-            self._words[first[places] + level] = words
+            self._words[first[:-1][places] + level] = words
         # One number for both, since each look at a large array waits for memory.
         self._first_and_length = (first << _LENGTH_BITS) | lengths
         bits = len(names).bit_length()
@@ -147,12 +148,10 @@ class NameIndex:
         same = (both & _NO_LENGTH) == lengths
         first = both >> _LENGTH_BITS
         for level, (places, words) in enumerate(levels):
-            if len(places) == len(lengths):
-                # The name in the table may have no such word, if its length differs.
-                same &= self._words.take(first + level, mode="clip") == words
-            else:
-                at = first[places] + level
-                same[places] &= self._words.take(at, mode="clip") == words
+            # The name in the table may have no such word, if its length differs.
+            same[places] &= (
+                self._words.take(first[places] + level, mode="clip") == words
+            )
         found[~same] = -1
         if self._others:
             for place in np.flatnonzero(found < 0).tolist():
@@ -177,16 +176,19 @@ def _levels(data: bytes, starts: np.ndarray, lengths: np.ndarray) -> _Levels:
     """The first word of each name, then the second one of those that have one, and so on.
 
     Returns:
-      For each level the places of the names, and their words.
+      For each level the places of the names, and their words. Of all names the places are a
+      slice, which NumPy takes much faster.
     """
     data += bytes(_WORD)  # a word may end behind the last byte
     every = np.ndarray(len(data) - _WORD + 1, "<u8", data, strides=(1,))
-    places, begins, left = np.arange(len(lengths)), starts, lengths
+    places: Any = _ALL
+    begins, left = starts, lengths
     levels: _Levels = []
     while True:
         if not (are := left > 0).all():
-            places, begins, left = places[are], begins[are], left[are]
-        if not len(places):
+            places = np.flatnonzero(are) if places is _ALL else places[are]
+            begins, left = begins[are], left[are]
+        if not len(left):
             return levels
         levels.append((places, every[begins] & _MASKS[np.minimum(left, _WORD)]))
         begins, left = begins + _WORD, left - _WORD
