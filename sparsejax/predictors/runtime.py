@@ -228,7 +228,7 @@ class Programs:
             inputs = jax.tree.unflatten(tree, apart(given, likes))
             return in_one_array(program(weights, inputs))
 
-        options = dict(gpu_options()) or None
+        options = dict(gpu_options(loops_in_graphs=True)) or None
         one_array = jax.jit(whole, compiler_options=options)
         with without_mesh():
             made = one_array.lower(self.weights, in_one_array(likes)).compile()
