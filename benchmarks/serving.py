@@ -82,8 +82,8 @@ _HUGE = Case(100_000_000, "bfloat16", (64,), (), 0.0, 0)
 
 
 def main() -> None:
-    if sys.argv[1:2] == ["client"]:  # one of several processes
-        _run(_client(*map(int, sys.argv[2:])))
+    if sys.argv[1:2] == ["client"]:
+        _run(_client(**json.loads(sys.argv[2])))
         return
     parts = "usual", "large", "huge"
     command(__doc__, __file__, {part: {} for part in parts}, _measure, _write_table)
@@ -344,7 +344,11 @@ def _of_service(path: pathlib.Path, case: Case) -> Iterator[dict]:
         for result in _run(_loads(ports["port"], case)):
             yield result | {"ready": ready}
         before = _sums(ports["port"])
-        found = _run(_calls(ports["grpc_port"], case)) | {"ready": ready}
+        called = _of_clients(ports["grpc_port"], case, case.clients, grpc=True)
+        times, failed = _run(called)
+        rate = len(times) / case.seconds
+        found = {"part": "grpc", "rate": rate, "rows": rate * _ROWS_OF_CALL}
+        found |= {"failed": failed, "ready": ready} | milliseconds(times)
         yield found | _spent(before, _sums(ports["port"]))
     with tempfile.TemporaryDirectory() as empty:
         kept = {"JAX_COMPILATION_CACHE_DIR": empty}
@@ -390,19 +394,14 @@ def _service(
 
 
 async def _loads(port: int, case: Case) -> list[dict]:
-    bodies = [_body(history) for history in histories(200, case, seed=1)]
-    await at_rate(port, bodies, 20, 2.0)  # the client's own first requests
     found = []
     for rate in case.rates:
         before = _sums(port)
-        times, failed = await at_rate(port, bodies, rate, case.seconds)
+        times, failed = await _of_clients(port, case, 1, rate=rate)
         one = {"part": "rest", "rate": rate, "failed": failed}
         found.append(one | milliseconds(times) | _spent(before, _sums(port)))
     before = _sums(port)
-    if case.clients == 1:
-        times, failed = await at_once(port, bodies, case.seconds)
-    else:
-        times, failed = await _of_clients(port, case)
+    times, failed = await _of_clients(port, case, case.clients)
     done = len(times) / case.seconds
     one = {"part": "most", "rate": done, "failed": failed}
     return [*found, one | milliseconds(times) | _spent(before, _sums(port))]
@@ -505,26 +504,59 @@ async def at_rate(
     return times, failed
 
 
-async def _of_clients(port: int, case: Case) -> tuple[list[float], int]:
-    """`at_once` from several processes, whose connections are as many together."""
-    words = [sys.executable, __file__, "client", str(port), str(case.clients)]
+async def _of_clients(
+    port: int, case: Case, count: int, **how: Any
+) -> tuple[list[float], int]:
+    """Latencies of requests that other processes send, and how many were no success.
+
+    In this one Python's collector of garbage looks through all objects of JAX, which took
+    153 ms on one host, and no answer is read meanwhile.
+
+    Args:
+      port: of the service.
+      case: what is asked.
+      count: of processes, which share the connections.
+      how: see `_client`.
+    """
+    facts = {"port": port, "items": case.items, "seconds": case.seconds, **how}
     clients = [
         await asyncio.create_subprocess_exec(
-            *words, str(number), stdout=asyncio.subprocess.PIPE
+            *(sys.executable, __file__, "client"),
+            json.dumps(facts | {"count": count, "seed": seed}),
+            stdout=asyncio.subprocess.PIPE,
         )
-        for number in range(case.clients)
+        for seed in range(1, count + 1)
     ]
     said = [json.loads((await client.communicate())[0]) for client in clients]
     return [time for times, _ in said for time in times], sum(n for _, n in said)
 
 
-async def _client(port: int, clients: int, number: int) -> None:
-    bodies = [_body(history) for history in histories(200, _GPU, seed=number)]
-    connections = _CONNECTIONS // clients
-    print(json.dumps(await at_once(port, bodies, _GPU.seconds, connections)))
+async def _client(
+    port: int,
+    items: int,
+    seconds: float,
+    count: int,
+    seed: int,
+    rate: float | None = None,
+    grpc: bool = False,
+) -> None:
+    """Prints `at_rate`, or without a rate `at_once`; or `_calls`."""
+    case = CPU._replace(items=items)
+    if grpc:
+        found = await _calls(port, case, seconds, _CALLS // count)
+    else:
+        bodies = [_body(history) for history in histories(200, case, seed)]
+        await at_rate(port, bodies, 20, 1.0)  # its own first requests
+        if rate is None:
+            found = await at_once(port, bodies, seconds, _CONNECTIONS // count)
+        else:
+            found = await at_rate(port, bodies, rate, seconds)
+    print(json.dumps(found))
 
 
-async def _calls(port: int, case: Case) -> dict:
+async def _calls(
+    port: int, case: Case, seconds: float, count: int
+) -> tuple[list[float], int]:
     """Calls of gRPC that come one after the other, some at a time."""
     import grpc
     from open_inference.grpc import protocol as messages
@@ -551,18 +583,15 @@ async def _calls(port: int, case: Case) -> dict:
 
         async def ask_on(number: int) -> None:
             nonlocal failed
-            while (sent := time.perf_counter()) < began + case.seconds:
+            while (sent := time.perf_counter()) < began + seconds:
                 try:
                     await ask(requests[number % len(requests)])
                 except grpc.RpcError:
                     failed += 1
                 times.append(time.perf_counter() - sent)
 
-        await asyncio.gather(*map(ask_on, range(_CALLS)))
-        seconds = time.perf_counter() - began
-    rate = len(times) / seconds
-    found = {"part": "grpc", "rate": rate, "rows": rate * _ROWS_OF_CALL}
-    return found | {"failed": failed} | milliseconds(times)
+        await asyncio.gather(*map(ask_on, range(count)))
+    return times, failed
 
 
 async def at_once(
