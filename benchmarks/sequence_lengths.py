@@ -3,8 +3,9 @@
     python benchmarks/sequence_lengths.py run [--commit NAME]    on a GPU
     python benchmarks/sequence_lengths.py table                  anywhere
 
-Each process measures one model at one length. A first `run` compiles; its caches serve the
-next one, if JAX_COMPILATION_CACHE_DIR is set.
+The parts "wide" have the shape of MLPerf's recommendation benchmark, all places filled, with
+and without the biases of places and times. Each process measures one model at one length. A
+first `run` compiles; its caches serve the next one, if JAX_COMPILATION_CACHE_DIR is set.
 """
 
 from __future__ import annotations
@@ -25,6 +26,9 @@ from timing import time_kernels, time_torch
 SHAPES = {50: 1024, 200: 256, 512: 128, 1024: 64, 4096: 16, 16384: 1}
 ITEMS, WIDTH, HEADS, BLOCKS, NEGATIVES = 200_000, 256, 4, 2, 1024
 _DROPOUT, _TEMPERATURE, _BUCKETS = 0.4, 0.1, 128
+# Of the parts "wide".
+_WIDE = {"width": 512, "heads": 8, "blocks": 3}
+_WIDE_LENGTH = 4096
 _STEPS = 10
 _FORMS = "bfloat16", "float32", "torch"
 
@@ -38,6 +42,7 @@ def main() -> None:
         # Padded scores of 4,096 places squared are too many for torch.
         if not (form == "torch" and length > 1024)
     }
+    parts |= {f"wide-{biases}": {} for biases in ("both", "none")}
     command(__doc__, __file__, parts, _measure, _write_table)
 
 
@@ -56,6 +61,9 @@ def histories(length: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _measure(part: str) -> Iterator[dict]:
+    if part.startswith("wide-"):
+        yield _wide(part.removeprefix("wide-"))
+        return
     model, form, length = part.split("-")
     items, times = histories(int(length))
     targets = int((items[:, 1:] >= 0).sum())
@@ -75,26 +83,80 @@ def _measure(part: str) -> Iterator[dict]:
 
 
 def _ours(model: str, dtype: str, items, times, targets: int) -> dict:
-    import jax
-    import jax.numpy as jnp
     from flax import nnx
 
     import sparsejax as sj
 
-    config = {"hstu": sj.HSTUConfig, "sasrec": sj.SASRecConfig}[model](
-        max_length=items.shape[1] - 1,
-        width=WIDTH,
-        heads=HEADS,
-        blocks=BLOCKS,
+    config = _config(model, dtype, items.shape[1] - 1)
+    made = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+    found = _steps(made, items, times if model == "hstu" else None, targets)
+    return found | {"recommend": round(_recommend(made, config.max_length), 1)}
+
+
+def _config(
+    model: str, dtype: str, length: int, width=WIDTH, heads=HEADS, blocks=BLOCKS
+):
+    import sparsejax as sj
+
+    return {"hstu": sj.HSTUConfig, "sasrec": sj.SASRecConfig}[model](
+        max_length=length,
         dropout=_DROPOUT,
         temperature=_TEMPERATURE,
         negatives=NEGATIVES,
         dtype=dtype,
+        width=width,
+        heads=heads,
+        blocks=blocks,
     )
-    made = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+
+
+def _wide(biases: str) -> dict:
+    """Counts the products of the layers and of attention, of pairs that count."""
+    from flax import nnx
+
+    import sparsejax as sj
+    from sparsejax.sequence.tokens import Tokens
+
+    class WithoutBiases(Tokens):
+        def attend(self, q, k, v, *, place_bias=None, time_bias=None, **rule):
+            return super().attend(q, k, v, **rule)
+
+    class Unbiased(sj.sequence.HSTU):
+        def _of_tokens(self, tokens):
+            return super()._of_tokens(WithoutBiases(*tokens))
+
+    rng, shape = np.random.default_rng(0), (SHAPES[_WIDE_LENGTH], _WIDE_LENGTH + 1)
+    items = rng.integers(0, ITEMS, shape).astype(np.int32)
+    times = np.cumsum(rng.exponential(3e4, shape), axis=1).astype(np.float32)
+    config = _config("hstu", "bfloat16", _WIDE_LENGTH, **_WIDE)
+    kind = {"both": sj.sequence.HSTU, "none": Unbiased}[biases]
+    tokens, width = shape[0] * _WIDE_LENGTH, config.width
+    of_layers = 3 * 5 * 2 * width**2
+    of_attention = 7 * 2 * width * (_WIDE_LENGTH + 1) / 2
+    made = kind(config, items=ITEMS, rngs=nnx.Rngs(0))
+    found = _steps(made, items, times, tokens)
+    done = tokens * config.blocks * (of_layers + of_attention)
+    return {
+        "model": f"wide, {biases}",
+        "implementation": "bfloat16",
+        "length": _WIDE_LENGTH,
+        "targets": tokens,
+        "tokens_per_second": round(1e6 * tokens / found["call"]),
+        "tflops": round(done / found["call"] / 1e6, 1),
+        **found,
+    }
+
+
+def _steps(made, items, times, targets: int) -> dict:
+    """Times of a training step."""
+    import jax
+    import jax.numpy as jnp
+
+    import sparsejax as sj
+
     made.train()
     optimizer = sj.Optimizer(made, sj.optimizers.adam(1e-3))
-    given = jnp.asarray(items), jnp.asarray(times) if model == "hstu" else None
+    given = jnp.asarray(items), None if times is None else jnp.asarray(times)
     room = -(-targets // 1024) * 1024
 
     @sj.jit
@@ -128,7 +190,6 @@ def _ours(model: str, dtype: str, items, times, targets: int) -> dict:
         "kernel": round(sum(kernels.values()), 1),
         "first_seconds": round(first, 1),
         "peak_bytes": stats.get("peak_bytes_in_use"),
-        "recommend": round(_recommend(made, items.shape[1] - 1), 1),
         "kernels": {name[:60]: round(each, 1) for name, each in largest},
         "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
     }
@@ -269,9 +330,11 @@ def _torch(model: str, _form: str, items, times, targets: int) -> dict:
 
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
+    wide = [row for row in report["results"] if "tflops" in row]
     found = {
         (row["model"], row["length"], row["implementation"]): row
         for row in report["results"]
+        if "tflops" not in row
     }
     body = []
     for model, length in dict.fromkeys(key[:2] for key in found):
@@ -288,7 +351,12 @@ def _write_table(report: dict) -> None:
     for form in _FORMS:
         columns += [f"{form}: ms", "M tokens/s", "GiB"]
     columns.append("bfloat16: recommend, ms")
-    write_section("sequence_lengths", [origin(report), "", *table(columns, body)])
+    lines = [origin(report), "", *table(columns, body)]
+    if wide:
+        columns = ["3 layers, width 512, 8 heads", "ms", "M tokens/s", "GiB", "TFLOP/s"]
+        body = [[row["model"], *_cells(row), f"{row['tflops']:.0f}"] for row in wide]
+        lines += ["", *table(columns, body)]
+    write_section("sequence_lengths", lines)
 
 
 def _cells(row: dict) -> list[str]:
