@@ -18,6 +18,8 @@ more; the others then need no largest score, and are the same for both activatio
 The bias by distance is the same for all tiles that are as far apart, so that it comes as a
 tile from a table. The bias by time is found by comparing differences of times with the
 buckets' thresholds; a tile needs only those between its least and its largest difference.
+For its gradient, each thread adds slopes to a sum of its own for each of the tile's buckets,
+and two threads then sum up those of a bucket; for few buckets the tile is read once each.
 The biases are the same for all heads: two heads of a tile are worked on together, as far as
 registers suffice, and the slopes of both are added before the gradients of the biases are
 made from them.
@@ -60,6 +62,8 @@ _FIRST_CELL = 127 << 2  # of 1.0
 # Elements between rows whose diagonals are summed: 64 zeros, and 64 numbers. With 8 more,
 # a warp that writes 8 rows meets all banks of memory alike.
 _PITCH = TILE + 8
+_SLOTS = 64  # sums of buckets that a thread has, in the memory of these rows
+_FEW = 4  # buckets for which a tile is read once each
 _RATIO = 0.301  # see `sparsejax.ops.history_attention`
 _LOG2E = math.log2(math.e)
 _LEAST = -3e38  # below any score, and finite, so that differences of two are numbers
@@ -454,8 +458,9 @@ class _Scores:
         self.edges: Any = None
         self.of_cells: Any = None
         self.buckets = 0 if time_bias is None else len(time_bias)
-        # One for each warp, rounded up.
-        self.sums_of_buckets = -(-self.buckets * _WARPS // TILE) * TILE
+        # One for each warp, and what `add_sums_of_slots` may write to, rounded up.
+        sums = (self.buckets + _SLOTS) * _WARPS
+        self.sums_of_buckets = -(-sums // TILE) * TILE
         self.arrays, self.names, self.tiles = [], [], 0
         if place_bias is not None:
             table = _tiles_of_places(place_bias, of_queries)
@@ -465,6 +470,7 @@ class _Scores:
         if time_bias is not None:
             cells = _cells(time_bias, thresholds)
             self.cells = len(cells[0])
+            thresholds = jnp.append(thresholds, jnp.inf)  # of none
             self.arrays += [times, time_bias, thresholds, *cells]
             self.names += ["times", "time_bias", "thresholds", "edges", "of_cells"]
 
@@ -619,8 +625,18 @@ class _Scores:
         if self.table is not None:
             for c in range(0, self.columns, ROWS):
                 self._add_to_places(ds[:, c : c + ROWS], c, skewed, places)
-        if self.time_bias is not None:
-            self._add_to_buckets(ds, sums)
+        if self.time_bias is None:
+            return
+        first, second, last = self.range_of_buckets()
+        if self.scratch is not None:
+            self._add_to_buckets(ds, sums, first, second, last)
+            return
+        apart = last - second
+        lax.cond(
+            (apart >= _FEW) & (apart < _SLOTS - 1),
+            lambda: self._add_to_slots(ds, skewed, sums, first, second, last),
+            lambda: self._add_to_buckets(ds, sums, first, second, last),
+        )
 
     def _add_to_places(self, ds, c, skewed, places) -> None:
         """Sums diagonals: rows lie in memory one element further apart than they are read."""
@@ -641,9 +657,44 @@ class _Scores:
         mine = places.at[self.distance(c)]
         store(mine, plgpu.load(mine, layout=layout) + total)
 
-    def _add_to_buckets(self, ds, sums) -> None:
+    def _add_to_slots(self, ds, skewed, sums, first, second, last) -> None:
+        """Each thread has a sum for each bucket of the tile."""
+        from pallas_kernels import lanes
+
+        layout = plgpu.Layout.WG_STRIDED((4 * TILE,), vec_size=4)
+        zeros = plgpu.layout_cast(jnp.zeros(4 * TILE, jnp.float32), layout)
+        flat = skewed.reshape((ROWS + 1) * _PITCH)
+        slots = flat.at[pl.ds(0, _SLOTS * TILE)]
+
+        def clear():
+            plgpu.commit_smem()  # all of it has been read
+
+            @pl.loop(0, _SLOTS // 4)
+            def _(n):
+                store(flat.at[pl.ds(n * 4 * TILE, 4 * TILE)], zeros)
+
+            plgpu.commit_smem()
+
+        since = self.since()
+        since = jnp.where(since >= 1.0, since, 1.0)  # padding may be anything
+        # A little less, so that only the next bucket may be the right one.
+        guess = (jnp.log(since) * (1 / _RATIO) - 1e-3).astype(jnp.int32)
+        guess = jnp.minimum(guess, self.buckets - 1)
+        least = lanes.look_up(self.thresholds, guess + 1, plgpu.Layout.WGMMA)
+        bucket = guess + jnp.where(since >= least, jnp.int32(1), jnp.int32(0))
+        # The first bucket is no neighbour of the second. Pairs that do not count are 0.
+        slot = jnp.clip(bucket - (second - 1), 0, _SLOTS - 1)
+        clear()
+        lanes.add_to_slots(slots, ds, slot, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        of_first = sums.at[pl.ds(first * _WARPS, 2)]
+        others = sums.at[pl.ds((second - 1) * _WARPS, _SLOTS * _WARPS)]
+        lanes.add_sums_of_slots(of_first, others, slots)
+        clear()  # `_add_to_places` needs zeros beside its tile
+
+    def _add_to_buckets(self, ds, sums, first, second, last) -> None:
         """A bucket's part is the difference of two sums over what is longer ago."""
-        since, (first, second, last) = self.since(), self.range_of_buckets()
+        since = self.since()
         interpreted = self.scratch is not None
 
         def total(values):
@@ -937,6 +988,12 @@ def _run(
                     def leave(slot):
                         plgpu.barrier_arrive(free.at[slot])
 
+                    def leave_before(j, h):
+                        if h:
+                            leave(slot(j, h - 1))
+                        elif refs is None:  # else it was left at its end
+                            pl.when(j > begin)(lambda: leave(slot(j - 1, together - 1)))
+
                     def skip(begin, end):
                         @pl.loop(begin * together, end * together)
                         def _(n):
@@ -954,8 +1011,8 @@ def _run(
                         for h, head in enumerate(all_heads):
                             here = slot(j, h)
                             plgpu.barrier_wait(full.at[here])
-                            # The tile of the head before may be overwritten.
-                            arrived = partial(leave, slot(j, h - 1)) if h else tuple
+                            # What was met before may be overwritten.
+                            arrived = partial(leave_before, j, h)
                             scores.of_head(head, by_head_gmem, of_heads[h], arrived)
                             columns = [smem.at[here] for smem in columns_smem]
                             carries[h], bias, slopes = work(
@@ -964,12 +1021,14 @@ def _run(
                             total = slopes if total is None else total + slopes
                         if refs is not None:
                             scores.add_to_biases(total, refs)
-                        plgpu.wgmma_wait(0)
-                        leave(slot(j, together - 1))
+                            plgpu.wgmma_wait(0)
+                            leave(slot(j, together - 1))
                         return tuple(carries)
 
                     carries = tuple(start() for _ in all_heads)
                     carries = lax.fori_loop(begin, end, tile, carries)
+                    plgpu.wgmma_wait(0)
+                    leave_before(end, 0)
                     skip(end, count)
                     return _arrived(*made), carries
 
@@ -1051,7 +1110,9 @@ def _run(
             [smem(stages, size)] * len(columns),
             smem(_WARPGROUPS, sums, ROWS) if sums else None,
             [
-                plgpu.SMEM((_WARPGROUPS, ROWS + 1, _PITCH), f32) if of_places else None,
+                plgpu.SMEM((_WARPGROUPS, ROWS + 1, _PITCH), f32)
+                if with_biases
+                else None,
                 plgpu.SMEM((_WARPGROUPS, scores.sums_of_buckets), f32)
                 if of_times
                 else None,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Callable
 
 import jax
@@ -163,6 +164,91 @@ def add_sums_of_warps(target, values: jax.Array) -> None:
             memref.store(arith.addf(memref.load(target, at), total), target, at)
 
     add(target, values)
+
+
+def add_to_slots(slots, values: jax.Array, index: jax.Array, layout) -> None:
+    """Adds each element to a number of its thread: `slots[128 index + thread]`.
+
+    The order is always the same, as no thread meets numbers of another one.
+
+    Args:
+      slots: a vector in shared memory.
+      values: float32.
+      index: int32, of each element.
+      layout: of both.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
+    def add(_, slots, values, index):
+        (count,) = values.registers.flat[0].type.shape
+        pairs = zip(values.registers.flat, index.registers.flat, strict=True)
+        elements = [
+            (_element(x, i), _element(at, i)) for x, at in pairs for i in range(count)
+        ]
+        # Some are read before any of them is written, so that they wait together.
+        for group in itertools.batched(elements, 4):
+            places = [_of_thread(at) for _, at in group]
+            sums = [memref.load(slots, place) for place in places]
+            for n, (mine, at) in enumerate(group):
+                total = arith.addf(sums[n], mine)
+                for other, its in group[:n]:
+                    same = arith.cmpi(arith.CmpIPredicate.eq, at, its)
+                    more = arith.select(same, other, arith.constant(mine.type, 0.0))
+                    total = arith.addf(total, more)
+                sums[n] = total
+            for place, total in zip(places, sums, strict=True):
+                memref.store(total, slots, place)
+
+    add(slots, values, index)
+
+
+def add_sums_of_slots(first, others, slots) -> None:
+    """Adds the sums of 64 slots of 128 numbers, each by two threads.
+
+    Args:
+      first: two numbers in shared memory, for the first slot.
+      others: `[256]`, four numbers for each slot, of which two get sums.
+      slots: a vector in shared memory.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
+    def add(_, first, others, slots):
+        thread = _thread()
+        start = arith.shli(thread, _constant(6))
+        # Each lane begins elsewhere, in another bank of memory.
+        totals = [arith.constant(slots.type.element_type, 0.0)] * 4
+        for i in range(64):
+            at = arith.andi(arith.addi(thread, _constant(i)), _constant(63))
+            number = memref.load(slots, _index(arith.addi(start, at)))
+            totals[i % 4] = arith.addf(totals[i % 4], number)
+        total = functools.reduce(arith.addf, totals)
+        half = arith.andi(thread, _constant(1))
+        slot = arith.shrui(thread, _constant(1))
+        place = _index(arith.addi(arith.shli(slot, _constant(2)), half))
+        is_first = arith.cmpi(arith.CmpIPredicate.eq, slot, _constant(0))
+        is_other = arith.cmpi(arith.CmpIPredicate.ne, slot, _constant(0))
+        for condition, target, at in (
+            (is_first, first, _index(half)),
+            (is_other, others, place),
+        ):
+            with mgpu.when(condition):
+                memref.store(arith.addf(memref.load(target, at), total), target, at)
+
+    add(first, others, slots)
+
+
+def _thread() -> ir.Value:
+    """The number of the thread in its warpgroup."""
+    return arith.andi(mgpu.thread_idx(), _constant(WARPGROUP_SIZE - 1))
+
+
+def _index(value: ir.Value) -> list[ir.Value]:
+    return [arith.index_cast(ir.IndexType.get(), value)]
+
+
+def _of_thread(slot: ir.Value) -> list[ir.Value]:
+    bits = WARPGROUP_SIZE.bit_length() - 1
+    return _index(arith.addi(arith.shli(slot, _constant(bits)), _thread()))
 
 
 def _element(register: ir.Value, i: int) -> ir.Value:
