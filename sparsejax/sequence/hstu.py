@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 
 from sparsejax.sequence.config import HSTUConfig
 from sparsejax.sequence.model import TokenModel, TokenVectors, normal
@@ -68,11 +70,11 @@ class GatedAttention(Attention):
 
     def __call__(self, x: TokenVectors, tokens: Tokens) -> TokenVectors:
         y, by_head = self.norm1(x), (len(x), self.heads, -1)
-        u, v, q, k = (
-            nnx.silu(layer(y))
-            for layer in (self.gates, self.values, self.queries, self.keys)
+        gates = self.gates(y)
+        v, q, k = (
+            nnx.silu(layer(y)).reshape(by_head)
+            for layer in (self.values, self.queries, self.keys)
         )
-        q, k, v = (z.reshape(by_head) for z in (q, k, v))
         y = tokens.attend(
             q,
             k,
@@ -82,5 +84,24 @@ class GatedAttention(Attention):
             time_bias=self.time_bias[...],
             implementation=self.implementation,
         )
-        y = u * self.norm2(y.reshape(x.shape))
+        y = _gated(gates, self.norm2(y.reshape(x.shape)))
         return x + self.mixed(self.dropout(y, tokens))
+
+
+@jax.custom_vjp
+def _gated(gates: TokenVectors, y: TokenVectors) -> TokenVectors:
+    return nnx.silu(gates) * y
+
+
+def _gated_forward(gates, y):
+    return _gated(gates, y), (gates, y)
+
+
+def _gated_backward(operands, dz):
+    _, pull = jax.vjp(lambda gates, y: nnx.silu(gates) * y, *operands)
+    # XLA would make all of this, some of it twice, in the program that sums over tokens for
+    # the norm's parameters. That program reads few bytes at a time.
+    return lax.optimization_barrier(pull(dz))
+
+
+_gated.defvjp(_gated_forward, _gated_backward)
