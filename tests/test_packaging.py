@@ -119,23 +119,35 @@ def test_importing_is_cheap(tmp_path):
 import sys, sparsejax.cli.main
 print(*sys.modules)
 from sparsejax.cli import commands
-from sparsejax.data import SparseDataset
+from sparsejax.data import SparseDataset, read
 SparseDataset.load(sys.argv[1]).align_features(["/products"]).save(sys.argv[2])
+for path in sys.argv[3:]:
+    assert read(path).num_rows == 2
 print(*sys.modules)
 """
+    files = {
+        "lists.txt": "ann tea rye\nbob tea\n",
+        "plain.csv": "user,item\nann,tea\nbob,rye\n",
+        "timed.csv": "user,item,time\nann,tea,3\nbob,rye,4\n",
+        "dated.csv": "user,item,time\nann,tea,2024-12-31\nbob,rye,2025-01-01\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    texts = [str(tmp_path / name) for name in files]
     given = ROOT / "sparsejax" / "data" / "msweb" / "test.parquet"
     first, then = subprocess.run(
-        [sys.executable, "-c", code, str(given), str(tmp_path / "some.parquet")],
+        [sys.executable, "-c", code, given, tmp_path / "some.parquet", *texts],
         capture_output=True,
         text=True,
         check=True,
     ).stdout.splitlines()
     assert "sparsejax" in first.split()
     assert not {"jax", "flax", "numpy", "scipy", "pyarrow"} & set(first.split())
-    # These take long, and only a GPU, a library's form, a frame, a linear part that is
-    # computed or a model of clicks needs them.
+    # These take long, and only a GPU, a library's form, a frame, a checkpoint, a linear part
+    # that is computed or a model of clicks needs them.
     late = {"jax.experimental.mosaic.gpu", "jax.experimental.sparse", "pandas"}
-    late |= {"scipy.optimize", "scipy.linalg", "scipy.special"}
+    late |= {"scipy.optimize", "scipy.linalg", "scipy.special", "orbax.checkpoint"}
+    late |= {"sparsejax.embeddings.collection"}
     assert "pyarrow" in then.split()
     assert not late & set(then.split())
 

@@ -343,8 +343,8 @@ class Check:
         values = times = None
         column = columns["value"]
         if column is not None and self._are_valued(column, keep, entries):
-            values = column.cast(pa.float64(), safe=False).fill_null(np.nan)
-            values = values.to_numpy(zero_copy_only=False)
+            values = arrow.filled(column.cast(pa.float64(), safe=False), np.nan)
+            values = arrow.numbers(values)
             leave_out(~_are_finite(values), NO_VALUE, column)
         if (column := columns["time"]) is not None:
             times, is_time = self._some_times(column)
@@ -491,12 +491,12 @@ def _trimmed(column: pa.Array) -> tuple[pa.Array, np.ndarray]:
     """Text without white space at its ends, and `[n]` bool: whether a cell is missing."""
     if not _is_text(column):
         return column, _are_null(column)
-    column = trim(column.fill_null("") if column.null_count else column)
+    column = trim(arrow.filled(column, ""))
     return column, lengths(column) == 0
 
 
 def _are_null(column: pa.Array) -> np.ndarray:
-    return column.is_null().to_numpy(zero_copy_only=False)
+    return arrow.numbers(column.is_null())
 
 
 def _are_finite(values: np.ndarray) -> np.ndarray:
@@ -541,7 +541,7 @@ def flat(column: pa.Array) -> pa.Array:
 def list_lengths(lists: pa.Array) -> np.ndarray:
     """`[rows]` length of each list; null counts as empty."""
     lengths = pc.call_function("list_value_length", [lists])
-    return lengths.fill_null(0).to_numpy().astype(np.int64)
+    return arrow.numbers(arrow.filled(lengths, 0)).astype(np.int64)
 
 
 def is_list(type_: pa.DataType) -> bool:

@@ -15,7 +15,21 @@ import pyarrow as pa
 def numbers(array: pa.Array) -> np.ndarray:
     """The values of an array as `to_numpy` gives them."""
     plain = pa.types.is_integer(array.type) or pa.types.is_floating(array.type)
-    return array.to_numpy() if array.null_count or not plain else np.from_dlpack(array)
+    if array.null_count or not (plain or pa.types.is_boolean(array.type)):
+        return array.to_numpy(zero_copy_only=False)
+    if plain:
+        return np.from_dlpack(array)
+    if not len(array):
+        return np.zeros(0, bool)
+    bits = np.frombuffer(array.buffers()[1], np.uint8)
+    first, end = array.offset, array.offset + len(array)
+    bits = np.unpackbits(bits, count=end, bitorder="little")
+    return bits[first:].astype(bool)
+
+
+def filled(array: pa.Array, value: object) -> pa.Array:
+    """`fill_null`, which makes a scalar, where there are nulls."""
+    return array.fill_null(value) if array.null_count else array
 
 
 def from_numbers(values: np.ndarray) -> pa.Array:

@@ -99,15 +99,17 @@ def are_missing(names: pa.Array) -> np.ndarray:
     if isinstance(names.type, pa.BaseExtensionType):
         names = names.storage
     missing = names.is_null(nan_is_null=pt.is_floating(names.type))
-    missing = missing.to_numpy(zero_copy_only=False)
+    missing = arrow.numbers(missing)
     if pt.is_dictionary(names.type):
-        at = names.indices.fill_null(0)
         empty = are_missing(names.dictionary)
-        return missing | (empty[at.to_numpy()] if empty.any() else False)
+        if not empty.any():
+            return missing
+        at = arrow.filled(names.indices, 0)
+        return missing | empty[arrow.numbers(at)]
     if not is_text(names.type):
         return missing
     lengths = pc.call_function("binary_length", [without_views(names)])
-    return missing | (lengths.fill_null(0).to_numpy() == 0)
+    return missing | (arrow.numbers(arrow.filled(lengths, 0)) == 0)
 
 
 def without_views(names: pa.Array) -> pa.Array:

@@ -11,6 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data.files import arrow
+from sparsejax.data.files.names import as_names, to_arrow
 
 # The numbers that Arrow's parser takes. Python's float() takes more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -97,9 +98,10 @@ def are_no_times(times: pa.Array) -> np.ndarray:
     """`[n]` bool: whether a time is missing: null, or text of white space."""
     missing = times.is_null()
     if pt.is_large_string(times.type):
-        is_empty = pc.call_function("equal", [trim(times), ""]).fill_null(True)
-        missing = pc.call_function("or", [missing, is_empty])
-    return missing.to_numpy(zero_copy_only=False)
+        lengths = pc.call_function("binary_length", [trim(times)])
+        is_empty = arrow.numbers(arrow.filled(lengths, 0)) == 0
+        return arrow.numbers(missing) | is_empty
+    return arrow.numbers(missing)
 
 
 def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
@@ -137,11 +139,11 @@ def parse_times(times: pa.Array) -> tuple[np.ndarray, str] | None:
             continue
         if pt.is_timestamp(to):
             unit = f"datetime64[{to.unit}]"
-            dates = found.cast(pa.int64()).to_numpy().view(unit)
+            dates = arrow.numbers(found.cast(pa.int64())).view(unit)
             if np.isnat(dates).any():
                 return None
             return dates.astype("datetime64[us]"), kind
-        numbers = found.to_numpy()
+        numbers = arrow.numbers(found)
         return (numbers, kind) if np.isfinite(numbers).all() else None
     return None
 
@@ -180,7 +182,8 @@ def time_problem(time: object, kind: str | None) -> str | None:
     """The fault of a time where others are of `kind`, or None if there is none."""
     if isinstance(time, int) and not -(2**63) <= time < 2**63:
         return f"time {time} is too large: integers are below 2^63"
-    found = parse_times(pa.array([time]))
+    times = to_arrow(as_names([time])) if isinstance(time, str) else pa.array([time])
+    found = parse_times(times)
     if found is None:
         if isinstance(time, bytes):
             time = time.decode(errors="replace")

@@ -16,6 +16,7 @@ import warnings
 import numpy as np
 import pyarrow as pa
 
+from sparsejax.data.files import arrow
 from sparsejax.data.files.names import Names, find_names, to_arrow
 from sparsejax.mesh.layout import ROW_MULTIPLE, bit_reversed
 
@@ -46,11 +47,12 @@ def vocabulary_order(counts: np.ndarray, names: Names | None = None) -> np.ndarr
       `[features]` positions in `counts`: element `j` is the feature to put into column
       `j`. For a matrix: `matrix[:, order]`.
     """
-    at = np.arange(len(counts))
-    ties = pa.array(at) if names is None else to_arrow(names)
-    table = pa.table({"count": counts, "name": ties, "at": at})
+    at = arrow.from_numbers(np.arange(len(counts)))
+    ties = at if names is None else to_arrow(names)
+    table = pa.table({"count": arrow.from_numbers(counts), "name": ties, "at": at})
     by_rank = table.sort_by([("count", "descending"), ("name", "ascending")])
-    return by_rank["at"].to_numpy()[popularity_ranks(len(counts))]
+    by_rank = arrow.numbers(by_rank["at"].combine_chunks())
+    return by_rank[popularity_ranks(len(counts))]
 
 
 def popularity_ranks(count: int) -> np.ndarray:
