@@ -12,7 +12,7 @@ from sparsejax.data import SparseDataset
 from sparsejax.data.reading.histories import Unordered
 from sparsejax.data.reading.sources import Source, Sources
 from sparsejax.engine.rank.recommender import Recommender
-from sparsejax.kinds.clicks.scores import ClickModel
+from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.histories.next_items import (
     HistoryModel,
 )

@@ -18,7 +18,7 @@ from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender
-from sparsejax.kinds.clicks.scores import ClickModel
+from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
 from sparsejax.mesh.layout import replicated

@@ -17,7 +17,7 @@ from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.dispatch import check_modules
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Targets, Trainable
-from sparsejax.kinds.clicks.scores import ClickModel
+from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of, refused, used
 from sparsejax.mesh.promotion import promoting

@@ -17,14 +17,13 @@ import time
 import types
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from etils import epath
 from flax import nnx
-from orbax.checkpoint import v1 as ocp
 
 from sparsejax import codec
 from sparsejax.mesh import processes
@@ -32,6 +31,9 @@ from sparsejax.mesh.kept_programs import Keepable, as_shapes
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import HostRows, Optimizer
 from sparsejax.sparse import CSR
+
+if TYPE_CHECKING:  # its 230 modules are imported while a program of ours is compiled
+    from orbax.checkpoint import v1 as ocp
 
 _KEPT = 3  # newest checkpoints that are kept; the best one is kept, too
 VERSION = 1  # of the record
@@ -114,6 +116,8 @@ class Checkpoints:
         Raises:
           OSError: the checkpoint cannot be written. Earlier ones are unharmed.
         """
+        from orbax.checkpoint import v1 as ocp
+
         hosts, held = _host_rows(modules)
         arrays = _arrays(nnx.state(modules, held))
         policies = ocp.training.preservation_policies
@@ -304,6 +308,8 @@ class Checkpoints:
         self, step: int, modules: tuple[Any, ...], record: _Record
     ) -> dict[str, jax.Array]:
         """The arrays of a checkpoint, compared with their checksums."""
+        from orbax.checkpoint import v1 as ocp
+
         path = self.directory / str(step)
         hosts, held = _host_rows(modules)
         abstract = {
@@ -521,6 +527,8 @@ def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
 def _uncompressed() -> ocp.Context:
     """Orbax's options. Trained numbers hardly get smaller, and compressing them is most of
     the time of a save, and a third of that of a restore."""
+    from orbax.checkpoint import v1 as ocp
+
     context = ocp.Context()
     context.array.saving.use_compression = False
     return context

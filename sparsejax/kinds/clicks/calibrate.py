@@ -7,7 +7,8 @@ from typing import Literal, get_args
 import numpy as np
 
 from sparsejax.embeddings.calibrated import Calibrated
-from sparsejax.kinds.clicks.scores import ClickModel, Clicks, logits_of
+from sparsejax.kinds.clicks.model import ClickModel
+from sparsejax.kinds.clicks.scores import Clicks, logits_of
 
 Method = Literal["platt", "isotonic"]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import Recommender, merged, split
+from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.mesh.layout import (
     axis_sizes,
     mesh_is_set,
@@ -39,23 +40,6 @@ from sparsejax.wide_ids import WideIds
 Clicks = ClickDataset | ScannedClicks
 
 METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
-
-
-@runtime_checkable
-class ClickModel(Protocol):
-    """A model that predicts clicks: an `nnx.Module`, called as `model(dense, ids)`.
-
-    `dense` is `[batch, columns]` float32, and `ids` a dict with the ids of each feature: int32
-    `[batch]`, or a `CSR` of lists, or `WideIds` of 64 bits. It returns logits, `[batch]`. `DLRM` and the other click
-    models are such modules, and `EmbeddingCollection` takes such ids. With tables in host
-    memory, and in `fit` with dynamic tables, `ids` is a `FeatureBatch`, which has rows in
-    place of ids: a model can give it to its collections, and to nothing else.
-
-    If it has an attribute `num_dense`, the number of dense columns, or `num_ids`, the number of
-    ids by feature, then data are compared with these first.
-    """
-
-    def __call__(self, dense: Any, ids: Any) -> jax.Array: ...
 
 
 def predict(
