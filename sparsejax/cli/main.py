@@ -246,12 +246,18 @@ def _function_of(kind: type) -> str:
 
 
 def _start_device() -> None:
-    """Starts the device in another thread. A GPU takes .3 s, while modules are imported."""
+    """Starts the device in another thread, while modules are imported.
+
+    A GPU takes .3 s, and its compiler's first program .1 s.
+    """
     import jax
 
     def start():
         with contextlib.suppress(Exception):  # the first computation raises it again
             jax.devices()
+            from sparsejax.mesh.xla_options import gpu_options
+
+            gpu_options()
 
     threading.Thread(target=start, daemon=True).start()
 

@@ -83,19 +83,33 @@ def gpu_options(
         choices += [OVERLAPPED, COPIED]
     elif loops_in_graphs:
         choices.append(LOOPS_IN_GRAPHS)
-    every = {name: value for each in choices for name, value in each.items()}
-    if _are_taken(every):
-        return every
-    # XLA's options are no stable interface.
-    return {n: v for each in choices if _are_taken(each) for n, v in each.items()}
+    known = (
+        WITHOUT_TRITON,
+        WITHOUT_TIMED_FUSIONS,
+        LOOPS_IN_GRAPHS,
+        OVERLAPPED,
+        COPIED,
+    )
+    # XLA's options are no stable interface. All are asked for at once, so that a process
+    # compiles one program for it.
+    if not _are_taken(*known):
+        choices = [each for each in choices if _are_taken(each)]
+    return {name: value for each in choices for name, value in each.items()}
 
 
-def _are_taken(options: Mapping[str, Any]) -> bool:
-    try:
-        jax.jit(lambda: 0, compiler_options=dict(options)).lower().compile()
-    except jax.errors.JaxRuntimeError:
-        return False
-    return True
+_taken: dict[tuple[Any, ...], bool] = {}
+
+
+def _are_taken(*choices: Mapping[str, Any]) -> bool:
+    options = {name: value for each in choices for name, value in each.items()}
+    key = tuple(options.items())
+    if key not in _taken:
+        try:
+            jax.jit(lambda: 0, compiler_options=options).lower().compile()
+            _taken[key] = True
+        except jax.errors.JaxRuntimeError:
+            _taken[key] = False
+    return _taken[key]
 
 
 class Programs(dict[bool, Keepable]):
