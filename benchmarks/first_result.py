@@ -1,17 +1,18 @@
 """Whole commands in new processes: how long a user waits for a first result.
 
-    python benchmarks/first_result.py run TRAIN TEST [--commit NAME] [--output FILE]
-    python benchmarks/first_result.py table             anywhere
     python benchmarks/first_result.py compare BASE [TRAIN TEST] [--turns 3] [--epochs 1]
+                                      [--save BEFORE NOW]
+    python benchmarks/first_result.py table             anywhere
 
-TRAIN and TEST are files that `sparsejax` reads, such as Gowalla's. `train` takes 20 epochs,
-`evaluate` measures all users of TEST, `predict` recommends 20 items to each user of TRAIN.
-*Cold* processes find no compiled programs. *Warm* ones find those of the same command before
-them in the user's cache folder.
+TRAIN and TEST are files that `sparsejax` reads, such as Gowalla's; the bundled data if none is
+given. `evaluate` measures all users of TEST, `predict` recommends 20 items to each user of
+TRAIN. *Cold* processes find no compiled programs. *Warm* ones find those of the same command
+before them in the user's cache folder.
 
-`compare` runs the commands of BASE, a commit, and of the working tree in turns, on the bundled
-data if none is given. It ends with status 1 if one of them takes more than 1.1 times as long as
+`compare` runs the commands of BASE, a commit or a folder with another tree, and of the working
+tree in turns. It ends with status 1 if one of them takes more than 1.1 times as long as
 that of BASE: the quickest of its turns counts, which other work on the machine delays least.
+With `--save` the quickest are kept under the names of two commits, for `table`.
 
 The parts are sums over a process: `imports` of modules, wherever they are; `tracing`,
 `lowering` (to MLIR) and `compiling` as JAX reports them, without imports; `rest` is what
@@ -22,8 +23,10 @@ from __future__ import annotations
 
 import argparse
 import builtins
+import compileall
 import contextlib
 import datetime
+import gc
 import itertools
 import json
 import os
@@ -48,35 +51,28 @@ _EVENTS = {
 }
 _SHORTEST = 1e-3  # of an import: a module that is there already is found faster
 _SLOWER = 1.1  # than this, `compare` does not allow
+_PACKAGES = "sparsejax", "pallas_kernels"
+_SAVED = RESULTS / "first_result_before.json", RESULTS / "first_result.json"
 
 
 def main() -> None:
-    results = RESULTS / "first_result.json"
     parser = argparse.ArgumentParser(description=__doc__)
     actions = parser.add_subparsers(dest="action", required=True)
-    run = actions.add_parser("run")
-    run.add_argument("train", type=pathlib.Path)
-    run.add_argument("test", type=pathlib.Path)
-    run.add_argument("--commit", default="unknown")
-    run.add_argument("--output", type=pathlib.Path, default=results)
     actions.add_parser("table")
     compare = actions.add_parser("compare")
     compare.add_argument("base", metavar="BASE")
     compare.add_argument("files", type=pathlib.Path, nargs="*", metavar="FILE")
     compare.add_argument("--turns", type=int, default=3)
     compare.add_argument("--epochs", type=int, default=1)
+    compare.add_argument("--save", nargs=2, metavar=("BEFORE", "NOW"))
     process = actions.add_parser("process")
     process.add_argument("tree")
     process.add_argument("words", nargs=argparse.REMAINDER)
     arguments = parser.parse_args()
     match arguments.action:
-        case "run":
-            _run(arguments)
         case "table":
-            before = RESULTS / "first_result_before.json"
-            _write_table(
-                json.loads(results.read_text()), json.loads(before.read_text())
-            )
+            before, now = (json.loads(path.read_text()) for path in _SAVED)
+            _write_table(now, before)
         case "compare":
             if len(arguments.files) not in (0, 2):
                 parser.error("compare takes TRAIN and TEST, or neither")
@@ -85,43 +81,47 @@ def main() -> None:
             _process(arguments.tree, arguments.words)
 
 
-def _run(arguments: argparse.Namespace) -> None:
-    """Times each command twice, with a cache folder that is empty the first time."""
-    found, versions = [], {}
-    for result in _commands(_HERE.parent, arguments.train, arguments.test, epochs=20):
-        versions |= result.pop("versions")
-        found.append(result)
-        print(found[-1], file=sys.stderr)
-    report = {
-        "date": datetime.date.today().isoformat(),
-        "commit": arguments.commit,
-        "command": "python benchmarks/first_result.py run",
-        "versions": versions,
-        "cpus": len(os.sched_getaffinity(0)),
-        "results": found,
-    }
-    arguments.output.write_text(json.dumps(report, indent=1) + "\n")
-
-
 def _compare(arguments: argparse.Namespace) -> int:
     """Measures the commands of both trees in turns, see `verdict`."""
     here = _HERE.parent
-    seconds: dict[str, tuple[list[float], list[float]]] = {}
-    with tempfile.TemporaryDirectory() as folder:
-        base = pathlib.Path(folder, "base")
-        git = ["git", "-C", str(here), "worktree"]
-        add = [*git, "add", "--quiet", "--detach", str(base), arguments.base]
-        subprocess.run(add, check=True)
-        try:
-            train, test = arguments.files or _bundled(pathlib.Path(folder))
-            for _ in range(arguments.turns):
-                for number, tree in enumerate((base, here)):
-                    for r in _commands(tree, train, test, epochs=arguments.epochs):
-                        name = f"{r['command']} {r['cache']}"
-                        seconds.setdefault(name, ([], []))[number].append(r["seconds"])
-        finally:
-            subprocess.run([*git, "remove", "--force", str(base)], check=True)
-    return verdict(seconds)
+    found: dict[str, tuple[list[dict], list[dict]]] = {}
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        base = pathlib.Path(arguments.base)
+        if not base.is_dir():
+            base = pathlib.Path(folder, "base")
+            git = ["git", "-C", str(here), "worktree"]
+            add = [*git, "add", "--quiet", "--detach", str(base), arguments.base]
+            subprocess.run(add, check=True)
+            remove = [*git, "remove", "--force", str(base)]
+            stack.callback(subprocess.run, remove, check=True)
+        for tree, name in itertools.product((base, here), _PACKAGES):
+            compileall.compile_dir(tree / name, quiet=2)  # as pip does
+        train, test = arguments.files or _bundled(pathlib.Path(folder))
+        for _ in range(arguments.turns):
+            for number, tree in enumerate((base, here)):
+                for r in _commands(tree, train, test, epochs=arguments.epochs):
+                    name = f"{r['command']} {r['cache']}"
+                    found.setdefault(name, ([], []))[number].append(r)
+    names = arguments.save or ()
+    for number, (path, commit) in enumerate(zip(_SAVED, names, strict=False)):
+        quickest = [min(r[number], key=lambda r: r["seconds"]) for r in found.values()]
+        versions = [r.pop("versions") for r in quickest]
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit,
+            "command": "python benchmarks/first_result.py compare",
+            "versions": versions[0],
+            "cpus": len(os.sched_getaffinity(0)),
+            "turns": arguments.turns,
+            "results": quickest,
+        }
+        path.write_text(json.dumps(report, indent=1) + "\n")
+    return verdict(
+        {
+            name: ([r["seconds"] for r in before], [r["seconds"] for r in now])
+            for name, (before, now) in found.items()
+        }
+    )
 
 
 def verdict(seconds: dict[str, tuple[list[float], list[float]]]) -> int:
@@ -202,6 +202,7 @@ def _process(tree: str, words: list[str]) -> None:
     sys.path.insert(0, tree)
     spans: list[tuple[float, float, str]] = []
     with _noted_imports(spans):
+        gc.disable()  # as the command does while it imports
         import jax
 
         from sparsejax.cli import main as entry
@@ -212,6 +213,7 @@ def _process(tree: str, words: list[str]) -> None:
                 spans.append((now - duration_secs, now, _EVENTS[event]))
 
         jax.monitoring.register_event_duration_secs_listener(listen)
+        gc.enable()
         status = entry.main(words)
     programs = sum(part == "compiling" for _, _, part in spans)
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
