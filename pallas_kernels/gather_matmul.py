@@ -32,17 +32,24 @@ from pallas_kernels.teams import Team, on_teams, team_for
 
 _THREADS = 128  # of a warpgroup; narrower rows are for teams of lanes, or padded
 _PROGRAMS = 8_192  # that a batch is cut into, if rows catch up and it is large enough
+_SMALL = 2**16  # entries
 _FILL_ROWS = 64  # rows that a program looks through for empty ones
 
 
-def default_config(hidden: int, itemsize: int) -> Config:
+def default_config(hidden: int, itemsize: int, nse: int) -> Config:
     """The fastest of some 40 tried on an H200, jax 0.11.2 (benchmarks/README.md).
 
     Long weight rows are fastest with small programs, which leave less work at the end.
     Short weight rows are fastest with few programs, which cost less to start; there,
     loading more float32 rows at once gains 3 %. Rows of 128 are for half a warp: a
     warpgroup takes 1.1 times as long with 63 entries a row, and 1.4 times with one.
+
+    A small input is read by many programs, of which each loads few rows at once: they are as
+    fast, and are traced, lowered and compiled in half the time.
     """
+    if nse <= _SMALL:
+        config = default_config(hidden, itemsize, _SMALL + 1)
+        return dataclasses.replace(config, entries=32, unroll=4)
     chunk = 2048 // itemsize  # 16 bytes a thread
     if hidden == _THREADS and itemsize == 4:
         return Config(entries=64, unroll=8, chunk=chunk, threads=16)
@@ -113,7 +120,7 @@ def gather_matmul(
         filled = jnp.where(jnp.diff(indptr) > 0, jnp.nan, 0.0).astype(dtype)
         return jnp.broadcast_to(filled[:, None], (num_rows, w.shape[1]))
     if config is None:
-        config = default_config(w.shape[1], w.dtype.itemsize)
+        config = default_config(w.shape[1], w.dtype.itemsize, nse)
         if missed is not None:  # a row has more registers, and more code
             config = dataclasses.replace(
                 config,
