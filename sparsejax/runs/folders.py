@@ -14,6 +14,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import importlib
 import pathlib
 import shutil
 from collections.abc import Generator
@@ -456,6 +457,8 @@ def restored_modules(
         # Threads that run Python take its time from each other, so the program that is
         # waited for longest is lowered first.
         if ahead is not None:
+            # Tracing and loading import it. Here files are still being read.
+            importlib.import_module("jax.experimental.pallas.mosaic_gpu")
             meanwhile(ahead(nnx.clone(model)))
         compile_beside((model, optimizer), run)
     if checkpoints.restore((model, optimizer), best=True) is None:
