@@ -228,6 +228,7 @@ class _Case:
         if way == "ten":
             self.steps = 10
             several = [self.batches[i % _BATCHES] for i in range(self.steps)]
+            assert self.mesh is not None
             lies = jax.NamedSharding(self.mesh, jax.P(None, ("data", "model")))
             self.batches = [
                 jax.tree.map(lambda *a: jax.device_put(jnp.stack(a), lies), *several)
