@@ -45,6 +45,7 @@ class Tuning(NamedTuple):
       written: up to this many items for each of the k and each element of a hidden
         vector, the GPU program writes the scores. With more it is faster to compute
         those of the best groups again.
+      whole: up to this many scores are one chunk in any case.
     """
 
     chunk_scores: int
@@ -54,12 +55,16 @@ class Tuning(NamedTuple):
     direct: int
     chunk_items: int = 16
     written: int = 5
+    whole: int = 0
 
 
 # At k 20, chunks of 2^19 scores take 1.3 times as long, 2^20 and 2^22 1.1 times (two
 # cores, batch 512, hidden 256, 40,960 items). Sorting is cheap: groups of 16 to 64 differ
-# little, and with fewer than four groups for each of the k they lose.
-CPU = Tuning(chunk_scores=2**21, group=32, small_group=32, many=0, direct=127)
+# little, and with fewer than four groups for each of the k they lose. With 64 rows of as many
+# items two chunks, each with a copy of its vectors, take 1.4 times as long as one (two cores).
+CPU = Tuning(
+    chunk_scores=2**21, group=32, small_group=32, many=0, direct=127, whole=2**22
+)
 # The best of a large chunk are found as fast as those of a small one, so 1 GiB of
 # scores. A sort of 512 numbers takes 25 us, of 2,048 five times that (H200, batch 1,024).
 GPU = Tuning(chunk_scores=2**28, group=16, small_group=4, many=64, direct=8)
@@ -290,7 +295,8 @@ def _best(
     if not shard.items:
         here = item_chunks.rounded_items(num_items, rows)
     least = batch * k * tuning.chunk_items
-    size = item_chunks.chunk_size(batch, here, max(tuning.chunk_scores, least))
+    usual = tuning.whole if batch * here <= tuning.whole else tuning.chunk_scores
+    size = item_chunks.chunk_size(batch, here, max(usual, least))
     again = False
     if with_mosaic:
         # Instead of scores there are maxima, and half as many words that say what is
@@ -390,11 +396,20 @@ def join(best, more, k: int):
 
 def largest_of(grouped: jax.Array) -> jax.Array:
     """Maxima over the last axis; NaN if any element is NaN."""
-    largest = jnp.max(grouped, axis=2)
     if jax.default_backend() != "cpu":
-        return largest
-    # On a CPU, XLA's maximum of some thousand numbers ignores NaN.
-    return jnp.where(jnp.isnan(grouped).any(axis=2), jnp.nan, largest)
+        return jnp.max(grouped, axis=2)
+    # On a CPU, XLA's maximum of some thousand numbers ignores NaN. That of their bits does
+    # not: a positive NaN has the largest. It takes half as long as to look for NaN, too.
+    grouped = jnp.where(jnp.isnan(grouped), jnp.nan, grouped)
+    kind = jnp.dtype(f"int{8 * grouped.dtype.itemsize}")
+    bits = jnp.max(_in_order(lax.bitcast_convert_type(grouped, kind)), axis=2)
+    return lax.bitcast_convert_type(_in_order(bits), grouped.dtype)
+
+
+def _in_order(bits: jax.Array) -> jax.Array:
+    """Bits of floats as integers of their order; and back again."""
+    is_negative = bits >> (8 * bits.dtype.itemsize - 1)
+    return bits ^ (is_negative & jnp.iinfo(bits.dtype).max)
 
 
 def select(

@@ -346,7 +346,7 @@ def whole_numbers(batch, items, *, hidden=64, extra_rows=0, seed=0):
 )
 def test_kernel_equals_a_full_sort(k, plain, again):
     # Two chunks, with a k of 5. With 800, one that is no whole number of wide tiles.
-    tuning = module.CPU._replace(chunk_scores=1, written=0 if again else 2**20)
+    tuning = module.CPU._replace(chunk_scores=1, whole=0, written=0 if again else 2**20)
     items = 700 if k == 800 else 500
     h, kernel = whole_numbers(5, items, extra_rows=-items % 256)
     h = h.at[1].set(0)
