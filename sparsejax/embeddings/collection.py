@@ -786,11 +786,12 @@ class EmbeddingCollection(nnx.Module):
           within: see `assign_rows`.
 
         Raises:
-          NotImplementedError: rows are in host memory.
+          NotImplementedError: rows of static tables are in host memory.
         """
-        if any(stack.device_rows is not None for stack in self.stacks):
+        if any(s.device_rows is not None and not s.dynamic for s in self.stacks):
             raise NotImplementedError(
-                "changes of tables in host memory are not exported: save_table writes them"
+                "changes of static tables in host memory are not exported: save_table "
+                "writes them"
             )
         return [
             Part(
@@ -799,6 +800,7 @@ class EmbeddingCollection(nnx.Module):
                 self.kernels[stack.name],
                 self.indexes.get(stack.name, {}),
                 (*within, "kernels", stack.name),
+                host_of(self.kernels[stack.name]) if _is_hosted(stack) else None,
             )
             for stack in self.stacks
         ]

@@ -63,6 +63,8 @@ _NUMBERS, _STATE = 1, 2
 _BLOCK = 8192
 
 Arrays = dict[str, np.ndarray]
+# Takes and gives some rows by name: brings them up to date. See `Optimizer.flush`.
+Settled = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
 class _Gathered(NamedTuple):
@@ -95,6 +97,17 @@ class Coming(NamedTuple):
     gathered: concurrent.futures.Future[_Gathered | None]
 
 
+class Touched:
+    """Which rows have changed since somebody looked.
+
+    Attributes:
+      rows: `[num_rows]`; all are true at first.
+    """
+
+    def __init__(self, num_rows: int):
+        self.rows = np.ones(num_rows, bool)
+
+
 class HostRows:
     """The rows of a stack, with what an optimizer keeps of them.
 
@@ -121,6 +134,8 @@ class HostRows:
         self._known = np.zeros(0, np.uint8)
         self._slots: Slots | None = None
         self._pieces: Pieces | None = None
+        # Replaced, never changed: threads go through it.
+        self._watching: tuple[weakref.ref[Touched], ...] = ()
         self._mesh: jax.sharding.Mesh | None = None
         self._buffers = Buffers()
         # Puts rows that have left the devices into `_arrays`.
@@ -192,6 +207,7 @@ class HostRows:
             self._state, self._rule = state, rule
             # Names in their order: "known" comes first, and tells whether a piece has rows.
             self._pieces = Pieces({_KNOWN: self._known, **self._arrays})
+            self._touch(slice(None))
         self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
 
@@ -338,20 +354,34 @@ class HostRows:
         self.write_back()
         return self._arrays
 
-    def settle(
-        self,
-        settled: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]],
-        *,
-        everywhere: bool,
-    ) -> None:
-        """Brings the rows here up to date; slots are not written. See `Optimizer.flush`."""
-        self.write_back()
-        if self._rule is None:
-            return
-        if self._slots is not None:
-            self._slots.expire()
-        for rows in self._seen(everywhere=everywhere):
-            padded = np.resize(rows, _BLOCK)  # one shape, one program
+    @property
+    def drifts(self) -> bool:
+        """Whether rows change that no step has touched."""
+        return self._rule is not None and self._rule.drifts
+
+    def watch(self) -> Touched:
+        """Notes from now on which rows change here, as long as somebody keeps the result."""
+        touched = Touched(self.stack.num_rows)
+        here = (each for each in self._watching if each() is not None)
+        self._watching = (*here, weakref.ref(touched))
+        return touched
+
+    def current(self, rows: np.ndarray, settled: Settled | None) -> Arrays:
+        """Copies of some rows, by name, up to date; nothing is written.
+
+        Args:
+          rows: each has its numbers here: of a dynamic table, an id.
+          settled: None if rows are up to date.
+        """
+        if settled is None or self._rule is None:
+            return {name: array[rows] for name, array in self._arrays.items()}
+        found = {
+            name: np.empty((len(rows), *array.shape[1:]), array.dtype)
+            for name, array in self._arrays.items()
+        }
+        for start in range(0, len(rows), _BLOCK):
+            some = rows[start : start + _BLOCK]
+            padded = np.resize(some, _BLOCK)  # one shape, one program
             given = _with_new(
                 self.stack,
                 self._rule,
@@ -361,7 +391,19 @@ class HostRows:
                 {name: array[padded] for name, array in self._arrays.items()},
             )
             for name, array in settled(given).items():
-                self._arrays[name][rows] = np.asarray(array)[: len(rows)]
+                found[name][start : start + len(some)] = np.asarray(array)[: len(some)]
+        return found
+
+    def settle(self, settled: Settled, *, everywhere: bool) -> None:
+        """Brings the rows here up to date; slots are not written. See `Optimizer.flush`."""
+        self.write_back()
+        if self._rule is None:
+            return
+        if self._slots is not None:
+            self._slots.expire()
+        for rows in self._seen(everywhere=everywhere):
+            for name, array in self.current(rows, settled).items():
+                self._arrays[name][rows] = array
             self._changed(rows, _NUMBERS | _STATE)
 
     def variables(self) -> list[nnx.Variable]:
@@ -379,6 +421,7 @@ class HostRows:
         assert self._pieces is not None
         self.forget_slots()
         self._pieces.load(folder, names)
+        self._touch(slice(None))
 
     def _release(self) -> None:
         """Lets go of all rows, and of the state on the devices: the model is gone."""
@@ -398,6 +441,12 @@ class HostRows:
             self._known[rows] |= np.uint8(known)
         assert self._pieces is not None
         self._pieces.note(rows)
+        self._touch(rows)
+
+    def _touch(self, rows: np.ndarray | slice) -> None:
+        for each in self._watching:
+            if (touched := each()) is not None:
+                touched.rows[rows] = True
 
     def _seen(self, *, everywhere: bool) -> Iterator[np.ndarray]:
         """The rows with state, or all of them, some at a time.

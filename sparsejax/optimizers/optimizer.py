@@ -427,6 +427,17 @@ class Optimizer(nnx.Pytree):
         )
         return trained.w, {**trained.state, "last_step": trained.last}
 
+    def host_settler_within(
+        self, path: Path, kernel: RowParam
+    ) -> Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None:
+        """Brings rows in host memory up to date, as `flush` does; None if none drift.
+
+        It takes and gives some rows by name. See `rows_within`.
+        """
+        self._key_within(path, kernel)
+        rule = self.rule_of(kernel)
+        return self._host_settler(rule, deterministic=False) if rule.drifts else None
+
     def _key_within(self, path: Path, kernel: RowParam) -> str:
         """The name of a kernel, of which the end of the path is known."""
         end = _key(path)
@@ -690,7 +701,16 @@ class Optimizer(nnx.Pytree):
                 "write: call flush outside of it"
             )
         host.check_state(self._rows_of(path))  # that of a copy would be behind
-        rule, step = self.rule_of(kernel), self.step[...]
+        rule = self.rule_of(kernel)
+        settled = self._host_settler(rule, deterministic=deterministic)
+        # Weight decay also moves rows that no batch has touched yet.
+        host.settle(settled, everywhere=rule.weight_decay > 0)
+
+    def _host_settler(
+        self, rule: Rule, *, deterministic: bool
+    ) -> Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]:
+        """Brings rows that come from host memory up to date, of a rule that drifts."""
+        step = self.step[...]
 
         def settled(rows: Mapping[str, jax.Array]) -> dict[str, jax.Array]:
             state = dict(rows)
@@ -706,8 +726,7 @@ class Optimizer(nnx.Pytree):
             )
             return {_HOST_ROW: after.w, "last_step": after.last, **after.state}
 
-        # Weight decay also moves rows that no batch has touched yet.
-        host.settle(settled, everywhere=rule.weight_decay > 0)
+        return settled
 
     def _settler(self, path: Path, kernel: RowParam) -> gradients.Settler:
         """Makes a whole kernel that is up to date, and changes nothing."""

@@ -3,8 +3,10 @@
 import contextlib
 import dataclasses
 import errno
+import itertools
 import mmap
 import os
+import weakref
 from typing import Any
 
 import jax
@@ -25,6 +27,7 @@ from sparsejax.embeddings import (
     host_slots,
     lookup,
 )
+from sparsejax.embeddings.dynamic import changes
 from sparsejax.embeddings.host_slots import NoRoomError, Slots
 from sparsejax.mesh.layout import padded_rows
 
@@ -516,9 +519,10 @@ def keyed(steps, seed=0):
         yield ids, rng.normal(size=(BATCH, 1)).astype(np.float32)
 
 
-def trained_keyed(model, optimizer, steps, seed=0):
+def trained_keyed(model, optimizer, steps, seed=0, first=0):
     names = model.embeddings.names
-    batches = (({n: ids[n] for n in names}, y) for ids, y in keyed(steps, seed))
+    some = itertools.islice(keyed(steps, seed), first, None)
+    batches = (({n: ids[n] for n in names}, y) for ids, y in some)
     if any(stack.device_rows for stack in model.embeddings.stacks):
         batches = model.embeddings.staged(batches, optimizer)
     else:
@@ -563,6 +567,45 @@ def test_bits_are_those_of_a_dynamic_table_on_the_device(tmp_path):
     assert losses[1] == losses[0]
     assert models[1].embeddings.stats()["user"].evicted > 0
     check_files(pair, tmp_path, ["user"])
+
+
+@pytest.mark.parametrize("rule", ["rowwise_adagrad", "adam"])
+def test_changes_of_dynamic_tables(rule, tmp_path, monkeypatch):
+    """An eighth of the rows is on the device. A base with its changes are the tables.
+
+    A copy of the model takes them, with rows in host memory and on the device.
+    """
+    names = ["user"]
+    model = Keyed(hosted=True, names=names)
+    optimizer = sj.Optimizer(model, RULES[rule])
+    folder, told = tmp_path / "changes", []
+    for number in range(4):
+        if number == 2:  # from here on as after a restart
+            monkeypatch.setattr(changes, "_memories", weakref.WeakKeyDictionary())
+        if number == 3:  # rows are not copied, but written before the call returns
+            monkeypatch.setattr(changes, "_HELD", 1000)
+        trained_keyed(model, optimizer, 5 * number + 5, first=5 * number)
+        running = sj.export_changes(model, folder, optimizer)
+        if number == 3:
+            assert running.done()
+        told.append(running.result())
+    assert [each.is_base for each in told] == [True, False, False, False]
+    assert model.embeddings.stats()["user"].evicted > 5
+    assert told[3].removed > 0
+    if rule == "rowwise_adagrad":  # no other rows than those of these steps
+        assert told[3].rows <= 5 * 2 * BATCH < model.embeddings.stats()["user"].rows
+    again = sj.export_changes(model, folder, optimizer).result()
+    assert again.rows == 0
+    takers = [Keyed(hosted=hosted, names=names) for hosted in (True, False)]
+    for taker in takers:
+        sj.apply_changes(taker, folder)
+    optimizer.flush(model)
+    files = []
+    for number, each in enumerate([model, *takers]):
+        path = tmp_path / f"{number}.parquet"
+        each.embeddings.save_table("user", path)
+        files.append(path.read_bytes())
+    assert files[1] == files[0] and files[2] == files[0]
 
 
 def test_dynamic_rows_go_on_with_another_optimizer(tmp_path):

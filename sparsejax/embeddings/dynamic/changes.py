@@ -11,6 +11,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import itertools
+import math
 import pathlib
 import threading
 import weakref
@@ -27,8 +28,10 @@ from jaxtyping import Array, Bool, UInt32
 
 from sparsejax import change_folders
 from sparsejax.change_folders import Changes, Column, Link, Table
+from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.state import layout_of, rows_of
+from sparsejax.embeddings.host_rows import ROW, HostRows, Touched
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.mesh.layout import (
     call_with_auto_axes,
@@ -46,6 +49,8 @@ from sparsejax.wide_ids import WideIds, joined
 _MOST_CHANGES = 4
 # Bytes of copied rows that wait on the device for the thread that writes them.
 _HELD = 2**30
+# Rows in host memory that are compared together.
+_COMPARED = 2**16
 # Columns of a file that the index has.
 BY_PARTS = "count", "last"
 
@@ -59,6 +64,7 @@ class Part(NamedTuple):
       kernel: its rows.
       known: of dynamic tables, the arrays of their `State`.
       within: the path of the kernel.
+      host: its rows, if they are in host memory.
     """
 
     prefix: str
@@ -66,27 +72,63 @@ class Part(NamedTuple):
     kernel: RowParam
     known: Mapping[str, nnx.Variable]
     within: tuple[Any, ...]
+    host: HostRows | None = None
+
+
+class Hosted(NamedTuple):
+    """Columns that are in host memory.
+
+    Attributes:
+      like: arrays of all rows by the names of columns; they may not be up to date.
+      read: makes copies of some rows that are.
+      drifts: whether rows change that no step has touched.
+    """
+
+    like: dict[str, np.ndarray]
+    read: Callable[[np.ndarray], dict[str, np.ndarray]]
+    drifts: bool
 
 
 class Rows(NamedTuple):
     """The rows of a stack as they are now.
 
     Attributes:
-      columns: arrays by the names of columns.
+      columns: arrays on the devices by the names of columns.
       keys: of dynamic tables, the key of each row.
       used: of dynamic tables, whether a row has a key.
+      hosted: further columns.
     """
 
     columns: dict[str, jax.Array]
     keys: jax.Array | None
     used: jax.Array | None
+    hosted: Hosted | None = None
+
+    def arrays(self) -> dict[str, Any]:
+        """All columns, in the order that files have them."""
+        if self.hosted is None:
+            return self.columns
+        like = dict(self.hosted.like)
+        return {ROW: like.pop(ROW), **self.columns, **like}
+
+
+class _OnHost(NamedTuple):
+    """The state of each row of a stack in the folder, as far as columns are in host memory.
+
+    Attributes:
+      hashes: `[rows, 2]` of what it has.
+      touched: rows that may differ from it.
+    """
+
+    hashes: np.ndarray
+    touched: Touched
 
 
 class _Told(NamedTuple):
     """The state of each row of a stack in the folder.
 
     Attributes:
-      hashes: of what it has.
+      hashes: of what it has in columns on the devices.
       used: whether it has the row.
       keys: of dynamic tables, the key that it has there.
     """
@@ -103,12 +145,14 @@ class _Memory:
     Attributes:
       last: the last changes in it.
       told: for each stack.
+      on_host: for each stack; None if its rows are on the devices.
       lost: for each table, ids that the folder has and the tables have not.
       written: rows and removed ids since the last base.
     """
 
     last: Link
     told: list[_Told]
+    on_host: list[_OnHost | None]
     lost: list[np.ndarray]
     written: int
 
@@ -151,9 +195,13 @@ class Export:
         self._asked = True
         return self._future.result()
 
+    def join(self) -> None:
+        """Waits for the end, and raises nothing."""
+        self._thread.join()
+
     def settle(self) -> None:
         """Waits for the end; raises an error that nobody has seen."""
-        self._thread.join()
+        self.join()
         if not self._asked:
             self.result()
 
@@ -170,9 +218,21 @@ class Piece(NamedTuple):
     table: StackedTable
 
 
+class _Later(NamedTuple):
+    """Rows of a table that are read when they are written.
+
+    Attributes:
+      nbytes: about how many.
+      read: for each column the arrays that are side by side in it.
+    """
+
+    nbytes: int
+    read: Callable[[], list[list[Any]]]
+
+
 # Rows of a table: ids, and for each column the arrays that are side by side in it. They have
 # rows behind those of the ids.
-_Block = tuple[np.ndarray, list[list[Any]]]
+_Block = tuple[np.ndarray, list[list[Any]] | _Later]
 
 _memories: weakref.WeakKeyDictionary[Any, dict[pathlib.Path, _Memory]] = (
     weakref.WeakKeyDictionary()
@@ -215,26 +275,32 @@ def export(
     memories = _memories.setdefault(owner, {})
     memory, last = _recalled(folder, memories.pop(folder, None), parts, tables)
     # Rows that differ are copied on the device. Then the training may go on.
-    told, removed, blocks = [], [], []
+    told, on_host_now, removed, blocks = [], [], [], []
     differences = []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
         before = _nothing(part.stack) if memory is None else memory.told[number]
         spec = _spec(part.stack)
         compare = jit_sharded(_compared, spec, static=(0,))
-        after, changed, gone = compare(spec, rows, before)
+        after, changed, gone = compare(spec, rows._replace(hosted=None), before)
         told.append(after)
-        differences.append((to_host(changed), to_host(gone), before.keys))
+        changed, there = to_host(changed), None
+        if rows.hosted is not None:
+            there = None if memory is None else memory.on_host[number]
+            there = there or _nothing_on_host(part)
+            changed = changed | _compared_on_host(rows, there)
+        on_host_now.append(there)
+        differences.append((changed, to_host(gone), before.keys))
     held = _Held()
     for number, (table, pieces) in enumerate(tables.items()):
         if table.num_rows:
-            some = _static_changes(parts, now, pieces, differences)
+            found = _static_changes(parts, now, pieces, differences)
             lost = np.zeros(0, np.uint64)
         else:
             (piece,) = pieces
             at = piece.part
-            some = _dynamic_changes(parts[at], now[at], told[at], piece, differences)
+            found = _dynamic_changes(parts[at], now[at], told[at], piece, differences)
             lost = _lost(parts[at].stack, piece, differences)
-        some = [(ids, held.kept(arrays)) for ids, arrays in some]
+        some: list[_Block] = [(ids, held.kept(arrays)) for ids, arrays in found]
         if memory is not None:
             lost = np.union1d(lost, memory.lost[number])
         blocks.append(some)
@@ -263,13 +329,16 @@ def export(
         )
         changes = link.changes
         count = written + (0 if is_base else changes.rows + changes.removed)
-        memories[folder] = _Memory(link, told, [_NONE] * len(tables), count)
+        lost = [_NONE] * len(tables)
+        memories[folder] = _Memory(link, told, on_host_now, lost, count)
         if is_base and last is not None:
             # Who is behind takes the new base, or still reads those of the last one.
             change_folders.remove_before_base(folder, last)
         return changes
 
     running = _running[owner] = Export(write)
+    if held.waits:
+        running.join()
     return running
 
 
@@ -277,13 +346,23 @@ _NONE = np.zeros(0, np.uint64)
 
 
 class _Held:
-    """Copies of rows on the device, up to a number of bytes; further ones are on the host."""
+    """Copies of rows on the device, up to a number of bytes; further ones are on the host.
+
+    Rows in host memory are copied up to this number; further ones stay where they are.
+
+    Attributes:
+      waits: whether rows must not change before they are written.
+    """
 
     def __init__(self):
-        self._bytes = 0
+        self._bytes, self.waits = 0, False
 
-    def kept(self, arrays: list[list[Any]]) -> list[list[Any]]:
-        """The arrays, or copies on the host."""
+    def kept(self, arrays: list[list[Any]] | _Later) -> list[list[Any]] | _Later:
+        """The arrays, or copies on the host; or what is read later."""
+        if isinstance(arrays, _Later):
+            self._bytes += arrays.nbytes
+            self.waits |= self._bytes > _HELD
+            return arrays if self._bytes > _HELD else arrays.read()
         self._bytes += sum(each.nbytes for each in itertools.chain(*arrays))
         if self._bytes <= _HELD:
             return arrays
@@ -296,6 +375,8 @@ def _spec(stack: Stack) -> P:
 
 def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
     """The rows of a stack, up to date; of dynamic tables also their state, if it is asked for."""
+    if part.host is not None:
+        return _hosted_now(part, part.host, optimizer, state=state)
     w, arrays = part.kernel[...], {}
     if optimizer is not None:
         w, arrays = optimizer.settled_within(part.within, part.kernel)
@@ -305,6 +386,30 @@ def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
     if state:
         columns |= {files.STATE + name: array for name, array in arrays.items()}
     return Rows(columns, part.known["keys"][...], part.known["used"][...])
+
+
+def _hosted_now(
+    part: Part, host: HostRows, optimizer: Optimizer | None, *, state: bool
+) -> Rows:
+    arrays, rule, settled = None, None, None
+    if optimizer is not None:
+        arrays = optimizer.rows_within(part.within, part.kernel)
+        rule = optimizer.rule_of(part.kernel)
+        settled = optimizer.host_settler_within(part.within, part.kernel)
+    host.attach(part.kernel, arrays, rule, reading=True)
+    like = {
+        name if name == ROW else files.STATE + name: array
+        for name, array in host.arrays().items()
+        if name == ROW or state
+    }
+
+    def read(rows: np.ndarray) -> dict[str, np.ndarray]:
+        found = host.current(rows, settled)
+        return {name: found[name.removeprefix(files.STATE)] for name in like}
+
+    columns = {name: part.known[name][...] for name in BY_PARTS}
+    keys, used = (part.known[name][...] for name in ("keys", "used"))
+    return Rows(columns, keys, used, Hosted(like, read, host.drifts))
 
 
 def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Piece]]:
@@ -317,7 +422,7 @@ def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Pi
     found = {}
     for name, some in pieces.items():
         (part, table), rows = some[0], now[some[0].part]
-        columns = [_column(n, array, table) for n, array in rows.columns.items()]
+        columns = [_column(n, array, table) for n, array in rows.arrays().items()]
         num_rows = 0 if parts[part].stack.dynamic else table.config.num_rows
         found[Table(name, num_rows, tuple(columns))] = some
     return found
@@ -350,6 +455,28 @@ def _compared(spec: P, rows: Rows, told: _Told):
         return _Told(hashes, used, keys), used & differs, gone
 
     return call_with_auto_axes(compared, rows, told, out_specs=spec)
+
+
+def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
+    """The rows that differ in what is in host memory; what is told becomes what they are."""
+    assert rows.hosted is not None and rows.used is not None
+    used = to_host(rows.used).reshape(-1)
+    looked = used if rows.hosted.drifts else used & told.touched.rows
+    told.touched.rows[:] = False
+    differs, at = np.zeros(len(used), bool), np.flatnonzero(looked)
+    for start in range(0, len(at), _COMPARED):
+        some = at[start : start + _COMPARED]
+        hashes = _hashed([*rows.hosted.read(some).values()], np)
+        differs[some] = (hashes != told.hashes[some]).any(axis=1)
+        told.hashes[some] = hashes
+    return differs
+
+
+def _nothing_on_host(part: Part) -> _OnHost:
+    """A folder has no row of a stack in host memory."""
+    assert part.host is not None
+    hashes = np.zeros((part.stack.num_rows, 2), np.uint32)
+    return _OnHost(hashes, part.host.watch())
 
 
 def _flat(rows: Rows) -> list[jax.Array]:
@@ -410,7 +537,23 @@ def _dynamic_changes(
         for name, array in rows.columns.items()
     ]
     for some, found in files.gathered(at, arrays):
-        yield ids[some], [[each] for each in found]
+        if rows.hosted is None:
+            yield ids[some], [[each] for each in found]
+            continue
+        on_device = dict(zip(rows.columns, found, strict=True))
+        yield ids[some], _read_later(rows, rows.hosted, at[some], on_device)
+
+
+def _read_later(
+    rows: Rows, hosted: Hosted, at: np.ndarray, on_device: dict[str, jax.Array]
+) -> _Later:
+    def read() -> list[list[Any]]:
+        arrays = on_device | hosted.read(at)
+        return [[arrays[name]] for name in rows.arrays()]
+
+    like = hosted.like.values()
+    row = sum(array.dtype.itemsize * math.prod(array.shape[1:]) for array in like)
+    return _Later(len(at) * row, read)
 
 
 def _lost(stack: Stack, piece: Piece, differences: Sequence[Any]) -> np.ndarray:
@@ -466,6 +609,8 @@ def _on_host(
     table: Table, blocks: Sequence[_Block]
 ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
     for ids, arrays in blocks:
+        if isinstance(arrays, _Later):
+            arrays = arrays.read()
         columns = []
         for column, parts in zip(table.columns, arrays, strict=True):
             found = [np.asarray(part)[: len(ids)] for part in parts]
@@ -501,8 +646,14 @@ def _recalled(
         return None, last
     if memory is None or not _fits(memory, last, parts):
         memory = _read(folder, parts, tables)
-    rows = sum(pieces[0].table.config.num_rows for pieces in tables.values())
+    rows = sum(_rows_of(pieces[0].table) for pieces in tables.values())
     return (None if memory.written > _MOST_CHANGES * rows else memory), last
+
+
+def _rows_of(table: StackedTable) -> int:
+    config = table.config
+    hosted = isinstance(config, DynamicTableConfig) and config.host_rows
+    return hosted or config.num_rows
 
 
 def _fits(memory: _Memory, last: Link, parts: Sequence[Part]) -> bool:
@@ -523,6 +674,7 @@ def _read(
     """Reads a folder: as after a restart."""
     links = change_folders.chain(folder)
     told: list[Any] = [_Told(*map(_writable, _nothing(p.stack))) for p in parts]
+    on_host = [None if p.host is None else _nothing_on_host(p) for p in parts]
     lost = []
     for number, (table, pieces) in enumerate(tables.items()):
         content = change_folders.merged(link.content(number) for link in links)
@@ -542,6 +694,12 @@ def _read(
                 gone = content.ids[~here]
                 words = WideIds.of(content.ids[here])
                 told[at].keys[rows[here]] = np.stack([words.low, words.high], axis=1)
+            there = on_host[at]
+            if there is not None:
+                names = [column.name for column in table.columns]
+                moved = [content.columns[n][here] for n in names if n not in BY_PARTS]
+                there.hashes[rows[here]] = _hashed(moved, np)
+                columns = [content.columns[n] for n in names if n in BY_PARTS]
             told[at].used[rows[here]] = True
             hashes = _hashed([column[here] for column in columns], np)
             told[at].hashes[rows[here]] = hashes
@@ -551,7 +709,7 @@ def _read(
         for part, each in zip(parts, told, strict=True)
     ]
     written = sum(link.changes.rows + link.changes.removed for link in links[1:])
-    return _Memory(links[-1], put, lost, written)
+    return _Memory(links[-1], put, on_host, lost, written)
 
 
 def _places(

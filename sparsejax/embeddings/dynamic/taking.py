@@ -185,10 +185,22 @@ def _with_state(
 def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
     variables: dict[str, nnx.Variable] = {"row": part.kernel}
     variables |= {name: part.known[name] for name in BY_PARTS if part.known}
+    arrays, rule = None, None
     if optimizer is not None:
         arrays = optimizer.rows_within(part.within, part.kernel)
+        rule = optimizer.rule_of(part.kernel)
         variables |= {files.STATE + name: array for name, array in arrays.items()}
-    for name, values in plan.columns.items():
+    columns = plan.columns
+    if part.host is not None:
+        part.host.attach(part.kernel, arrays, rule)
+        on_host = {
+            name.removeprefix(files.STATE): values
+            for name, values in columns.items()
+            if name not in BY_PARTS
+        }
+        part.host.put(plan.rows, on_host)
+        columns = {name: columns[name] for name in BY_PARTS}
+    for name, values in columns.items():
         variable = variables[name]
         write = functools.partial(
             files.overwritten,
