@@ -988,10 +988,14 @@ def _run(
                     def leave(slot):
                         plgpu.barrier_arrive(free.at[slot])
 
+                    # Whether a tile's last product may still run when the next begins. Other
+                    # heads of the tile hide it, too.
+                    late = together == 1
+
                     def leave_before(j, h):
                         if h:
                             leave(slot(j, h - 1))
-                        elif refs is None:  # else it was left at its end
+                        elif late:
                             pl.when(j > begin)(lambda: leave(slot(j - 1, together - 1)))
 
                     def skip(begin, end):
@@ -1021,6 +1025,7 @@ def _run(
                             total = slopes if total is None else total + slopes
                         if refs is not None:
                             scores.add_to_biases(total, refs)
+                        if not late:
                             plgpu.wgmma_wait(0)
                             leave(slot(j, together - 1))
                         return tuple(carries)
