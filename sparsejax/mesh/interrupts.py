@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import inspect
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -120,8 +119,9 @@ def _all_signals() -> list[int]:
     return [int(number) for number in signal.valid_signals()]
 
 
-# Without the wrapper, which makes an enumeration of each handler: a step asks for 64.
-_getsignal = inspect.unwrap(signal.getsignal)
+# Of the module in C: its wrapper makes an enumeration of each handler, and a step asks for
+# 64. From Python 3.13 on the wrapper does not tell what it wraps.
+_getsignal = getattr(signal, "_signal", signal).getsignal
 
 
 def _install(handlers: dict[int, Callable[..., Any]]) -> None:

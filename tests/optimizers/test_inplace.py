@@ -139,3 +139,10 @@ def test_an_error_comes_before_the_handlers(handlers):
     assert str(error.value.__context__) == "ours"
     with interrupts.uninterrupted(), interrupts.uninterrupted():
         pass
+
+
+def test_handlers_are_asked_for_without_the_wrapper():
+    # It makes an enumeration of each, and a step asks for 64.
+    with interrupts.uninterrupted():
+        assert type(interrupts._getsignal(signal.SIGPIPE)) is int
+    assert type(signal.getsignal(signal.SIGPIPE)) is not int
