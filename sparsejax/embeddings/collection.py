@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -43,7 +44,7 @@ from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import ROW, Coming, HostRows, set_number
-from sparsejax.embeddings.lookup import Wire, look_up
+from sparsejax.embeddings.lookup import Wire, look_up, packed_and_asked
 from sparsejax.embeddings.placement import (
     Distinct,
     Stack,
@@ -277,6 +278,52 @@ class EmbeddingCollection(nnx.Module):
           TypeError: ids are not int32.
         """
         return feature_batch.pack(self.stacks, ids, nse=nse)
+
+    def ahead(
+        self, batches: Iterable[Mapping[str, Ids] | FeatureBatch]
+    ) -> Iterator[FeatureBatch]:
+        """Packs each batch while the step before it works, and asks whether its ids have places.
+
+        ::
+
+            with jax.set_mesh(mesh):
+                ids = model.embeddings.ahead(ids for dense, ids, clicks in batches)
+                for (dense, _, clicks), ids in zip(batches, ids):
+                    step(model, optimizer, dense, ids, clicks)
+
+        A step on several devices waits for the answer twice, in the middle of its work, unless
+        the batch says that there are places enough (`exchange_room`). Then it does not wait,
+        and the other way of a step is not compiled, until the first batch that has too few.
+        The numbers are the same.
+
+        Args:
+          batches: the ids of each. One more is taken than is given.
+
+        Raises:
+          NotImplementedError: there are dynamic tables or tables in host memory: their rows
+            are known in the step itself.
+        """
+        if any(stack.dynamic or stack.device_rows is not None for stack in self.stacks):
+            raise NotImplementedError(
+                "ahead is not for dynamic tables or tables in host memory, whose rows are "
+                "known in the step itself; give the model the ids"
+            )
+
+        stacks = tuple(self.stacks)
+        kernels = [self.kernels[stack.name] for stack in stacks]
+        asked = functools.partial(
+            packed_and_asked,
+            stacks=stacks,
+            by_rows=tuple(map(gradients.is_divided, kernels)),
+            wire=self.wire,
+        )
+        waiting = collections.deque()
+        for ids in batches:
+            waiting.append(asked(ids))
+            if len(waiting) > 1:
+                yield _answered(*waiting.popleft())
+        for each in waiting:
+            yield _answered(*each)
 
     def assign_rows(
         self,
@@ -962,6 +1009,7 @@ class EmbeddingCollection(nnx.Module):
                 seed=self.seed[...] if stack.dynamic and reads_first else None,
                 order=batch.rows.get(stack.name),
                 blank=blank,
+                fits=batch.fits,
                 dtype=self.dtype if dtype is None else dtype,
                 implementation=self.implementation,
             )
@@ -1032,6 +1080,10 @@ def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
 def _is_hosted(stack: Stack) -> bool:
     """Whether it has dynamic tables in host memory."""
     return stack.dynamic and stack.device_rows is not None
+
+
+def _answered(batch: FeatureBatch, crowded: jax.Array) -> FeatureBatch:
+    return dataclasses.replace(batch, fits=not crowded)
 
 
 def _is_found_in_steps(stack: Stack) -> bool:

@@ -68,6 +68,8 @@ class FeatureBatch:
         columns then say where on the devices it is.
       new: for each stack of dynamic tables in host memory whose new rows have not begun yet, which
         entries' ids they are of, one for each row.
+      fits: whether it is known that all ids have places in the exchange, as
+        `EmbeddingCollection.ahead` finds out. A step then does not ask.
     """
 
     stacks: dict[str, CSR]
@@ -76,6 +78,7 @@ class FeatureBatch:
     stage: Array | None = None
     rows: dict[str, Array] = dataclasses.field(default_factory=dict)
     new: dict[str, Array] = dataclasses.field(default_factory=dict)
+    fits: bool = dataclasses.field(default=False, metadata={"static": True})
 
 
 def pack(

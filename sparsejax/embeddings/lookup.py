@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,12 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
 from sparsejax.embeddings.dynamic import vectors
-from sparsejax.embeddings.feature_batch import divides_batch
+from sparsejax.embeddings.feature_batch import (
+    FeatureBatch,
+    Ids,
+    divides_batch,
+    pack,
+)
 from sparsejax.embeddings.placement import Distinct, Stack
 from sparsejax.mesh import exchange
 from sparsejax.mesh.exchange import DividedRows
@@ -66,6 +71,7 @@ def look_up(
     seed: jax.Array | None = None,
     order: Array | np.ndarray | None = None,
     blank: int = 0,
+    fits: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
@@ -82,6 +88,7 @@ def look_up(
       order: of the entries of `x`, the row of each, if the kernel has rows in any order.
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
+      fits: whether it is known that the exchange has room.
       dtype: of the result; that of the tables by default.
       implementation: see `gather_matmul`.
 
@@ -96,7 +103,10 @@ def look_up(
         # Whatever factor a bag has, it is that of all its ids.
         make = functools.partial(_without_guests, stack, blank)
         x, guests, order = call_with_auto_axes(make, x, keys, order, out_specs=P())
-    rows = _rows(stack, kernel, x, wire, blank, is_made=keys is not None)
+    by_rows = gradients.is_divided(kernel)
+    rows = _rows(stack, by_rows, x, wire, blank, is_made=keys is not None)
+    if fits and isinstance(rows, DividedRows):
+        rows = rows.certain()
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
     bags = stack.bags + blank
@@ -111,6 +121,33 @@ def look_up(
 
     y = call_with_auto_axes(shaped, y, guests, seed, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
+
+
+@functools.partial(jax.jit, static_argnames=("stacks", "by_rows", "wire"))
+def packed_and_asked(
+    ids: Mapping[str, Ids] | FeatureBatch,
+    *,
+    stacks: tuple[Stack, ...],
+    by_rows: tuple[bool, ...],
+    wire: Wire,
+) -> tuple[FeatureBatch, Bool[Array, ""]]:
+    """The batch, and whether the exchange of a lookup would have too little room.
+
+    Args:
+      ids: of each feature, or what `pack` made of them.
+      stacks: all of the collection; none has dynamic tables.
+      by_rows: whether the kernel of each is divided over "model".
+      wire: how devices exchange.
+    """
+    batch = ids if isinstance(ids, FeatureBatch) else pack(stacks, ids)
+    crowded = jnp.bool(False)
+    for stack, divided in zip(stacks, by_rows, strict=True):
+        if stack.name in batch.stacks:
+            x = jax.tree.map(jnp.asarray, batch.stacks[stack.name])
+            rows = _rows(stack, divided, x, wire, 0, is_made=False)
+            flag = rows.crowded() if isinstance(rows, DividedRows) else None
+            crowded = crowded if flag is None else crowded | flag
+    return batch, crowded
 
 
 def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
@@ -163,7 +200,7 @@ def _without_guests(
 
 def _rows(
     stack: Stack,
-    kernel: gradients.RowParam,
+    by_rows: bool,
     x: CSR,
     wire: Wire,
     blank: int,
@@ -190,7 +227,7 @@ def _rows(
     return exchange.divided(
         parts,
         nse=nse,
-        by_rows=gradients.is_divided(kernel),
+        by_rows=by_rows,
         room=wire.room,
         wire_dtype=wire.dtype or stack.dtype,
         share=float(owned.max() / owned.sum()),

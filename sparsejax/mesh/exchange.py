@@ -301,6 +301,12 @@ class DividedRows:
             out_specs=P(),
         )
 
+    def certain(self) -> DividedRows:
+        """The same, if it is known that there are enough places."""
+        if self.route is None:
+            return self
+        return dataclasses.replace(self, route=self.route._replace(crowded=None))
+
     @property
     def crosses(self) -> bool:
         """Whether sums or rows cross."""

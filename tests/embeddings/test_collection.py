@@ -1,6 +1,7 @@
 """An embedding collection against NumPy in float64."""
 
 import contextlib
+import dataclasses
 import functools
 import math
 import re
@@ -726,6 +727,51 @@ def test_exchange(rule, mesh, distinct):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-4), got, want
     )
+
+
+def test_ahead():
+    """A step that knows that its ids have places gives what one gives that asks."""
+    rng = np.random.default_rng(0)
+    rows = {"a": 3000}
+    spread = {
+        n: rng.integers(0, size, 256).astype(np.int32) for n, size in rows.items()
+    }
+    one = dict.fromkeys(rows, np.zeros(256, np.int32))  # all ids are of one device
+    results = []
+    with jax.set_mesh(sj.make_mesh(model=2)):
+        batches = [on_device(ids) for ids in (spread, one, spread)]
+        for ahead in False, True:
+            tables = {
+                name: sj.embeddings.TableConfig(size, 4, placement="rows")
+                for name, size in rows.items()
+            }
+            collection = collection_of(tables, dict(zip(rows, rows, strict=True)))
+            optimizer = sj.Optimizer(collection, ADAGRAD)
+
+            @sj.jit
+            def step(collection, optimizer, ids):
+                def loss_fn(c):
+                    return jnp.sum(jnp.square(c.concat(ids) - 1))
+
+                loss, grads = optimizer.value_and_grad(loss_fn)(collection)
+                optimizer.update(collection, grads)
+                return loss
+
+            given = list(collection.ahead(batches)) if ahead else batches
+            found = [step(collection, optimizer, ids) for ids in given]
+            optimizer.flush(collection)
+            found += [collection.table(name) for name in rows]
+            results.append(jax.tree.map(np.asarray, found))
+            assert int(collection.overflows[...]) == 1
+        assert [ids.fits for ids in given] == [True, False, True]
+        jax.tree.map(np.testing.assert_array_equal, *results)
+        right = collection.concat(given[1])
+        wrong = collection.concat(dataclasses.replace(given[1], fits=True))
+        assert not np.array_equal(right, wrong)  # so a batch that fits is not asked
+    tables = {"new": sj.embeddings.DynamicTableConfig(num_rows=256, dim=4)}
+    dynamic = collection_of(tables, {"new": "new"})
+    with pytest.raises(NotImplementedError, match="ahead is not for dynamic tables"):
+        next(dynamic.ahead([{"new": np.zeros(3, np.int32)}]))
 
 
 def test_what_is_wrong_on_a_mesh():
