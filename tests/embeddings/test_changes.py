@@ -175,14 +175,14 @@ def test_base_and_increments_in_order_are_the_tables(history, tmp_path):
 
 
 def test_onto_a_mesh(tmp_path):
-    training = exported(tmp_path, sj.optimizers.adagrad(0.1))
+    training = exported(tmp_path, sj.optimizers.adam(0.1))
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
         check_in_order(training, tmp_path)
 
 
 def test_on_a_mesh(tmp_path):
     with jax.set_mesh(sj.make_mesh(data=1, model=8)):
-        training = exported(tmp_path, sj.optimizers.adam(0.1))
+        training = exported(tmp_path, sj.optimizers.adagrad(0.1))
     check_in_order(training, tmp_path)
 
 

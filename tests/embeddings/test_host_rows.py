@@ -530,8 +530,11 @@ def trained_keyed(model, optimizer, steps, seed=0, first=0):
     return [float(train_keyed(model, optimizer, *batch)) for batch in batches]
 
 
-def keyed_pair(rule, **options):
-    models = Keyed(hosted=False), Keyed(hosted=True, **options)
+def keyed_pair(rule, names=("user", "item", "hour", "place"), **options):
+    models = (
+        Keyed(hosted=False, names=names),
+        Keyed(hosted=True, names=names, **options),
+    )
     return [(model, sj.Optimizer(model, RULES[rule])) for model in models]
 
 
@@ -622,15 +625,16 @@ def test_dynamic_rows_go_on_with_another_optimizer(tmp_path):
 
 
 def test_dynamic_tables_are_read_and_loaded(tmp_path):
-    pair = keyed_pair("rowwise_adagrad")
+    names = ["user", "item"]
+    pair = keyed_pair("rowwise_adagrad", names)
     losses = [trained_keyed(*each, 15) for each in pair]
     (here, its_own), (there, other) = pair
-    unseen = [(ids,) for ids, _ in keyed(3, seed=1)]
+    unseen = [({n: ids[n] for n in names},) for ids, _ in keyed(3, seed=1)]
     for (ids,), (rows,) in zip(unseen, there.embeddings.staged(unseen), strict=True):
         np.testing.assert_array_equal(
             answer(there, other, rows), answer(here, its_own, here.embeddings.pack(ids))
         )
-    check_files(pair, tmp_path)
+    check_files(pair, tmp_path, names)
     for i, (model, optimizer) in enumerate(pair):
         model.embeddings.load_table("user", tmp_path / "user0.parquet", optimizer)
         losses[i] += trained_keyed(model, optimizer, 5, seed=2)
@@ -639,7 +643,7 @@ def test_dynamic_tables_are_read_and_loaded(tmp_path):
 
 def test_bits_are_those_of_divided_dynamic_tables():
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
-        pair = keyed_pair("adam")
+        pair = keyed_pair("rowwise_adagrad", ["user", "item"])
         losses = [trained_keyed(*each, 12) for each in pair]
     assert losses[1] == losses[0]
 

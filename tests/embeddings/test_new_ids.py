@@ -51,8 +51,8 @@ def step(model, optimizer, dense, ids):
     [
         ("replicated", "adam", None),
         ("rows", "rowwise", None),
-        ("table", "adam", (2, 4)),
-        ("mixed", "rowwise", (1, 8)),
+        ("table", "rowwise", (2, 4)),
+        ("mixed", "adam", (1, 8)),
     ],
 )
 def test_a_model_goes_on_as_if_it_had_had_them(placement, rule, shape):

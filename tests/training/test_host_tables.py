@@ -70,7 +70,8 @@ def hosted():
 
 
 def fitted(model, *, rule=None, clicks=None, **options):
-    optimizer = sj.Optimizer(model, rule or sj.optimizers.adam(0.02))
+    # Its programs compile in half the time of those of Adam.
+    optimizer = sj.Optimizer(model, rule or sj.optimizers.adagrad(0.1))
     options: dict[str, Any] = {"num_epochs": 2, "batch_size": 64} | options
     return optimizer, sj.fit(model, optimizer, clicks or made(), **options)
 
@@ -84,11 +85,13 @@ def check_same(one, other):
         np.testing.assert_array_equal(rows_of(one, name), rows_of(other, name))
 
 
-def test_bits_are_those_of_tables_on_the_device():
+@pytest.mark.parametrize("rule", [sj.optimizers.adagrad(0.1), sj.optimizers.adam(0.02)])
+def test_bits_are_those_of_tables_on_the_device(rule):
     here, there = Model(), hosted()
     validation = made(1, 200)
     optimizers, history = zip(
-        *(fitted(model, validation=validation) for model in (here, there)), strict=True
+        *(fitted(model, rule=rule, validation=validation) for model in (here, there)),
+        strict=True,
     )
     assert [e["loss"] for e in history[1]] == [e["loss"] for e in history[0]]
     assert [e["auc"] for e in history[1]] == [e["auc"] for e in history[0]]
@@ -275,10 +278,10 @@ def test_a_checkpoint_of_other_tables_is_no_damage(tmp_path, monkeypatch):
     checkpoints = checkpoint.Checkpoints(tmp_path)
     monkeypatch.setitem(globals(), "USERS", 2 * USERS)
     other = hosted()
-    adam = sj.Optimizer(other, sj.optimizers.adam(0.02))
+    optimizer = sj.Optimizer(other, sj.optimizers.adagrad(0.1))
     before = rows_of(other, "user")
     with pytest.raises(ValueError, match="1: made with another model or optimizer: "):
-        checkpoints.restore((other, adam))
+        checkpoints.restore((other, optimizer))
     np.testing.assert_array_equal(rows_of(other, "user"), before)
 
 
@@ -333,7 +336,8 @@ def test_a_deleted_model_leaves_no_rows():
 
 def test_rows_are_read_with_their_optimizer_alone():
     here, there = Model(), hosted()
-    optimizers = [fitted(model)[0] for model in (here, there)]
+    rule = sj.optimizers.adam(0.02)  # whose rows are behind
+    optimizers = [fitted(model, rule=rule)[0] for model in (here, there)]
     other = nnx.clone(optimizers[1])
     with pytest.raises(ValueError, match="the state of another optimizer, which trai"):
         sj.predict(there, made(1, 200), optimizer=other)
