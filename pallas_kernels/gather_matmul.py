@@ -44,8 +44,8 @@ def default_config(hidden: int, itemsize: int, nse: int) -> Config:
     loading more float32 rows at once gains 3 %. Rows of 128 are for half a warp: a
     warpgroup takes 1.1 times as long with 63 entries a row, and 1.4 times with one.
 
-    A small input is read by many programs, of which each loads few rows at once: they are as
-    fast, and are traced, lowered and compiled in half the time.
+    A small input is read by many programs, of which each loads few rows at once: rows of 1 KB
+    take .7 times as long, of 8 KB 1.04 times. Half as much code is traced and lowered.
     """
     if nse <= _SMALL:
         config = default_config(hidden, itemsize, _SMALL + 1)
