@@ -52,11 +52,14 @@ def test_a_signal_ends_it_and_loses_nothing(file):
                 return found
         pytest.fail(f"no {name}")
 
+    stack = contextlib.ExitStack()
     try:
         ready = event("ready")
-        with grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}") as channel:
-            stub = stubs.GRPCInferenceServiceStub(channel)
-            assert stub.ServerReady(messages.ServerReadyRequest()).ready
+        channel = stack.enter_context(
+            grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}")
+        )
+        stub = stubs.GRPCInferenceServiceStub(channel)
+        assert stub.ServerReady(messages.ServerReadyRequest()).ready
         client = Client(ready["port"])
         assert client.get("/v2/models/films/ready")[0] == 200
         admin = Client(ready["admin_port"])
@@ -66,18 +69,21 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         _until_ready(client, "/v2/models/films/versions/2/ready")
         answers: list[int] = []
         threads = [threading.Thread(target=_ask, args=(client, answers)) for _ in "ab"]
+        threads.append(threading.Thread(target=_ask_over_grpc, args=(stub, answers)))
         for thread in threads:
             thread.start()
-        event("request")
+        while event("request")["protocol"] != "grpc":
+            pass
         process.send_signal(signal.SIGTERM)
         event("signal")
         assert client.get("/v2/health/ready") == (503, {"ready": False})
         for thread in threads:
             thread.join()
-        assert answers == [200] * 60
+        assert answers == [200] * 90
         event("ended")
         assert process.wait(60) == 0
     finally:
+        stack.close()
         process.kill()
         process.wait()
         lines.close()
@@ -151,6 +157,16 @@ def _ask(client: Client, answers: list[int]) -> None:
             found["items"]["data"] == ["rye", "milk"]
             or len(found["items"]["data"]) == 2
         )
+
+
+def _ask_over_grpc(stub, answers: list[int]) -> None:
+    contents = {"bytes_contents": [b"tea"]}
+    items = {"name": "items", "datatype": "BYTES", "shape": [1], "contents": contents}
+    request = messages.ModelInferRequest(model_name="films", inputs=[items])
+    for _ in range(30):
+        found = stub.ModelInfer(request)  # raises if it is not answered
+        assert {*found.outputs[0].contents.bytes_contents} == {b"rye", b"milk"}
+        answers.append(200)
 
 
 @pytest.mark.parametrize(

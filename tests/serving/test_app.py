@@ -7,13 +7,17 @@ import pathlib
 import re
 import socket
 import time
+from importlib.metadata import metadata
 
 import numpy as np
 import pytest
 import uvicorn
+import yaml
 from served import Client, binary, listening, prefixed, tensor
 
 import sparsejax as sj
+from sparsejax.cli import flags
+from sparsejax.cli.main import main
 from sparsejax.serving import logs, server
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.protocol import Limits
@@ -56,6 +60,45 @@ def test_requests_of_the_page(client):
     assert len(requests) == 2
     for body in requests:
         assert client.ask("POST", INFER, body.encode())[0] == 200
+
+
+def test_manifests_of_the_page_ask_what_the_service_answers(client, capsys):
+    page = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    image = re.search(r"```dockerfile\n(.*?)```", page, re.DOTALL)
+    assert image
+    extra = re.search(r"/sparsejax\[(\w+)\]", image[1])
+    assert extra and extra[1] in metadata("sparsejax").get_all("Provides-Extra", [])
+    entry = re.search(r"ENTRYPOINT (.*)", image[1])
+    assert entry
+    words = json.loads(entry[1])
+    assert words[:2] == ["sparsejax", "serve"] and f"COPY films {words[2]}" in image[1]
+    # All flags are known, but here is no such folder.
+    assert main([*words[1:], "--host", "127.0.0.1", "--port", "0"]) == 1
+    assert words[2] in capsys.readouterr().err.splitlines()[-1]
+    port = int(words[words.index("--port") + 1])
+    pods = {}
+    for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
+        manifest = yaml.safe_load(text)
+        spec, kind = manifest["spec"], (manifest["apiVersion"], manifest["kind"])
+        pods[kind] = spec.get("predictor") or spec["template"]["spec"]
+        if "selector" in spec:
+            labels = spec["template"]["metadata"]["labels"]
+            assert spec["selector"]["matchLabels"] == labels
+            # Longer than --grace.
+            assert pods[kind]["terminationGracePeriodSeconds"] > flags.Serve.grace
+    assert {*pods} == {
+        ("apps/v1", "Deployment"),
+        ("serving.kserve.io/v1beta1", "InferenceService"),
+    }
+    for pod in pods.values():
+        (container,) = pod["containers"]
+        ports = {each.get("name"): each["containerPort"] for each in container["ports"]}
+        assert [*ports.values()] == [port]
+        probes = [container[name]["httpGet"] for name in container if "Probe" in name]
+        assert probes
+        for probe in probes:
+            assert ports.get(probe["port"], probe["port"]) == port
+            assert client.get(probe["path"])[0] == 200
 
 
 def test_one_row(client, expected):
@@ -147,6 +190,23 @@ def test_binary_tensors(client, expected):
     np.testing.assert_array_equal(np.frombuffer(rest[:60], "<f4"), scores.ravel())
     flat = [name.encode() for row in names for name in row]
     assert rest[60:] == prefixed(*flat)
+
+
+def test_all_outputs_are_binary_unless_one_says_otherwise(client, expected):
+    names, scores = expected
+    request = {"inputs": [ITEMS], "parameters": {"binary_data_output": True}}
+    plain = {"name": "lengths", "parameters": {"binary_data": False}}
+    for wanted in ({}, {"outputs": [{"name": "items"}, {"name": "scores"}, plain]}):
+        body = json.dumps(request | wanted).encode()
+        status, headers, answer = client.ask("POST", INFER, body)
+        assert status == 200 and headers["content-type"] == "application/octet-stream"
+        end = int(headers["inference-header-content-length"])
+        found = json.loads(answer[:end])["outputs"]
+        assert ["data" in each for each in found] == [False, False, bool(wanted)] + [
+            False
+        ] * (not wanted)
+        texts = prefixed(*(name.encode() for name in names[0]))
+        assert answer[end:].startswith(texts + scores[0].tobytes())
 
 
 def test_no_rows_and_no_known_names(client):

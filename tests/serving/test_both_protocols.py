@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import pathlib
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -81,7 +82,10 @@ def message(inputs, model: str, parameters: dict, *, raw: bool):
     kinds = {bool: "bool_param", int: "int64_param"}
     request = messages.ModelInferRequest(
         model_name=model,
-        parameters={n: {kinds[type(each)]: each} for n, each in parameters.items()},
+        parameters={
+            name: messages.InferParameter(**{kinds[type(each)]: each})
+            for name, each in parameters.items()
+        },
     )
     for given in inputs:
         kind, data = given["datatype"], flat(given["data"])
@@ -100,9 +104,11 @@ def message(inputs, model: str, parameters: dict, *, raw: bool):
 
 def outputs(answer) -> dict[str, dict]:
     """The outputs of a message as those of JSON are."""
-    found, raw = {}, [*answer.raw_output_contents]
+    raw: list[bytes] = [*answer.raw_output_contents]
+    found = {}
     for number, output in enumerate(answer.outputs):
         kind = output.datatype
+        data: list[Any]
         if not raw:
             data = [*getattr(output.contents, FIELDS[kind])]
         elif kind == "BYTES":
@@ -114,7 +120,7 @@ def outputs(answer) -> dict[str, dict]:
         else:
             data = np.frombuffer(raw[number], NUMBERS[kind]).tolist()
         if kind == "BYTES":
-            data = [name.decode() for name in data]
+            data = [str(name, "utf-8") for name in data]
         found[output.name] = {
             "name": output.name,
             "datatype": kind,
@@ -124,9 +130,9 @@ def outputs(answer) -> dict[str, dict]:
     return found
 
 
-def compared(asked: Asked, inputs, *, model: str = "films", **parameters) -> dict:
+def compared(asked: Asked, inputs, parameters=None, *, model: str = "films") -> dict:
     """The answer, which is the same over HTTP and, twice, over gRPC."""
-    client, stub, _ = asked
+    (client, stub, _), parameters = asked, parameters or {}
     status, expected = client.infer(*inputs, model=model, parameters=parameters)
     assert status == 200, expected
     for each in expected.values():
@@ -218,7 +224,7 @@ def check_best(found: dict, names: list[list[str]], scores: np.ndarray) -> None:
 @pytest.mark.parametrize("case", ITEMS)
 def test_items(asked, case):
     inputs, parameters, rows, without = ITEMS[case]
-    found = compared(asked["items"], inputs, **parameters)
+    found = compared(asked["items"], inputs, parameters)
     predictor, k = asked["items"][2], parameters.get("k")
     values = [2.5, 0.5] if case == "values" else None
     best = predictor.recommend(
@@ -249,7 +255,7 @@ def test_candidates(asked):
 def test_similar(asked):
     rows = ["item 3", "jalapeño"]
     items = text("items", [rows[0], "unheard", rows[1]])
-    found = compared(asked["items"], [items], model="similar", k=4)
+    found = compared(asked["items"], [items], {"k": 4}, model="similar")
     assert found["lengths"]["data"] == [4, 0, 4]
     assert found["unknown"]["data"] == [0, 1, 0]
     config = sj.NetworkConfig.autoencoder((4,))  # the model of the file

@@ -1,6 +1,7 @@
 """The protocol over gRPC has the answers of HTTP."""
 
 from collections.abc import Iterator
+from unittest.mock import Mock
 
 import grpc
 import numpy as np
@@ -8,6 +9,8 @@ import pytest
 from open_inference.grpc import protocol as messages
 from open_inference.grpc import service as stubs
 from served import over_grpc, prefixed, tensor
+
+from sparsejax.serving.batcher import ClosedError
 
 ROWS = ["item 3", "unheard", "jalapeño", "item 1"]
 
@@ -108,6 +111,17 @@ def test_answers_are_those_of_http(stub, client, raw):
     assert [*unknown] == expected["unknown"]["data"] == [1, 0, 0]
 
 
+def test_models_that_are_not_there(stub):
+    for request in (
+        messages.ModelReadyRequest(name="series"),
+        messages.ModelReadyRequest(name="films", version="7"),
+    ):
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelReady(request)
+        assert caught.value.code() is grpc.StatusCode.NOT_FOUND
+        assert "unknown" in str(caught.value.details())
+
+
 def test_wanted_outputs(stub):
     wanted = [{"name": "lengths"}]
     found = stub.ModelInfer(asked(given("items", "BYTES", NAMES), outputs=wanted))
@@ -160,6 +174,59 @@ def test_large_messages_and_deadlines(stub, service, monkeypatch):
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(asked(ITEMS), timeout=0.05)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_the_inputs_decide_whether_an_answer_is_raw(stub):
+    """Over HTTP the parameter does, which clients may send here, too."""
+    parameters = {"binary_data_output": {"bool_param": True}}
+    found = stub.ModelInfer(asked(ITEMS, parameters=parameters))
+    assert not found.raw_output_contents and found.outputs[0].contents.bytes_contents
+
+
+def test_one_bad_row_fails_its_own_request(stub, service, monkeypatch):
+    batcher = service.version("films", None).batcher
+    expected = stub.ModelInfer(asked(ITEMS))
+    fetched, batches = batcher.engine.fetched, []
+
+    def with_nan(shape, found):
+        outputs = [array.copy() for array in fetched(shape, found)]
+        outputs[1][1] = np.nan
+        batches.append(shape)
+        return outputs
+
+    monkeypatch.setattr(batcher.engine, "fetched", with_nan)
+    monkeypatch.setattr(batcher, "_max_wait", 0.3)  # both are in one batch
+    calls = [stub.ModelInfer.future(asked(ITEMS)) for _ in range(2)]
+    good, bad = sorted(calls, key=lambda call: call.code() is not grpc.StatusCode.OK)
+    assert good.result() == expected and len(batches) == 1
+    assert bad.code() is grpc.StatusCode.INVALID_ARGUMENT
+    assert "NaN" in str(bad.details())
+
+
+def test_many_at_once_and_the_end(stub, client, service, monkeypatch):
+    def refused() -> tuple[grpc.StatusCode, str]:
+        with pytest.raises(grpc.RpcError) as caught:
+            stub.ModelInfer(asked(ITEMS))
+        return caught.value.code(), str(caught.value.details())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "_in_hand", service.settings.at_once)
+        code, text = refused()
+        assert code is grpc.StatusCode.RESOURCE_EXHAUSTED
+        assert "1024 requests are in hand already" in text
+        status, error = client.infer(tensor("items", "BYTES", ROWS))
+        assert (status, error) == (429, text)
+        assert service.in_hand == 1024  # who is refused is not counted
+    with monkeypatch.context() as patch:
+        patch.setattr(service, "draining", True)
+        assert not stub.ServerReady(messages.ServerReadyRequest()).ready
+        assert not stub.ModelReady(messages.ModelReadyRequest(name="films")).ready
+        assert stub.ModelInfer(asked(ITEMS)).model_name == "films"
+        closed = ClosedError("this service ends")
+        batcher = service.version("films", None).batcher
+        patch.setattr(batcher, "ask", Mock(side_effect=closed))
+        assert refused() == (grpc.StatusCode.UNAVAILABLE, "this service ends")
+    assert service.in_hand == 0
 
 
 def test_bugs_and_lost_devices(stub, service, monkeypatch, capfd):
