@@ -272,7 +272,9 @@ class CSR:
         rows = self.row_ids()
         inside = (self.indices >= 0) & (self.indices < self.num_cols)
         dense = jnp.zeros(self.shape, values.dtype)
-        dense = dense.at[rows, self.indices].add(values, mode="drop")
+        dense = dense.at[jnp.where(inside, rows, self.num_rows), self.indices].add(
+            values, mode="drop"
+        )
         bad = jnp.zeros(self.num_rows, bool).at[rows].max(~inside, mode="drop")
         return jnp.where((bad | self.overfull_rows())[:, None], jnp.nan, dense)
 

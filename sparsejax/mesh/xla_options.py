@@ -12,6 +12,9 @@ from sparsejax.mesh.kept_programs import Keepable
 
 # XLA then times no programs to choose one, and has no operation whose result depends on
 # the order in which threads end. A CPU ignores it.
+# A scatter then tells updates apart by one number, that of their place in the flat array. The
+# place after a row's last one has the number of the next row's first, whose update is lost
+# (jax 0.11.2). So what a scatter shall drop is outside the first axis, or of a flat array.
 DETERMINISTIC = {"xla_gpu_deterministic_ops": True}
 
 # Matrix products come from cuBLAS. Otherwise XLA compiles dozens of Triton programs for each

@@ -126,10 +126,11 @@ class BinnedAuc:
         place = jnp.floor(jnp.clip(place, 0, bins - 1))
         is_click = labels == 1
         wrong = where & (jnp.isnan(scores) | ~(is_click | (labels == 0)))
-        # Scores that do not count are moved out of bounds, so that they are dropped.
-        place = jnp.where(where & ~wrong, place, bins).astype(jnp.int32)
+        # Scores that do not count are dropped: they have a row that does not exist. A bin
+        # that does not exist would not do, see `mesh.xla_options.DETERMINISTIC`.
+        row = jnp.where(where & ~wrong, is_click, 2).astype(jnp.int32)
         zeros = jnp.zeros(self.low.shape, jnp.int32)
-        added = zeros.at[is_click.astype(jnp.int32), place].add(1, mode="drop")
+        added = zeros.at[row, place.astype(jnp.int32)].add(1, mode="drop")
         return added, jnp.sum(wrong, dtype=jnp.int32)
 
     def __add__(self, other: BinnedAuc) -> BinnedAuc:

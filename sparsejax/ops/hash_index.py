@@ -372,13 +372,20 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
     table, first = layout.table_of_rows(), jnp.asarray(layout.firsts, jnp.int32)
     rank = before - before[:, first][:, table]
     at = (first[None] + index.num_free)[:, table] + rank
-    at = jnp.where(gone, at, layout.rows)
-    row = jnp.broadcast_to(jnp.arange(layout.rows, dtype=jnp.int32), gone.shape)
     part = jnp.arange(parts, dtype=jnp.int32)[:, None]
+    row = jnp.arange(layout.rows, dtype=jnp.int32)[None]
+    # By one number, see `mesh.xla_options.DETERMINISTIC`. Those outside differ, too.
+    nowhere = MAX_ENTRIES - (part * layout.rows + row)
+    at = jnp.where(gone, part * layout.rows + at, nowhere)
+    free = (
+        index.free.reshape(-1)
+        .at[at]
+        .set(jnp.broadcast_to(row, gone.shape), mode="drop", unique_indices=True)
+    )
     return index._replace(
         tags=index.tags & ~cleared,
         used=index.used & ~gone,
-        free=index.free.at[part, at].set(row, mode="drop"),
+        free=free.reshape(index.free.shape),
         num_free=index.num_free + layout.per_table(gone.astype(jnp.int32)),
     )
 

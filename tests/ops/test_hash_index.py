@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 import sparsejax as sj
+from sparsejax.mesh import xla_options
 from sparsejax.mesh.layout import call_on_each_device
 from sparsejax.ops import hash_index
 
@@ -43,6 +44,24 @@ def step(layout, index, keys, wanted, first_part=0):
 stepped = jax.jit(step, static_argnums=0)
 found = jax.jit(hash_index.find, static_argnums=0)
 removed = jax.jit(hash_index.remove, static_argnums=0)
+
+
+@pytest.mark.gpu
+def test_deterministic_scatters_lose_no_row():
+    layout, rng = (
+        hash_index.Layout(rows=20, firsts=(0,), sizes=(19,)),
+        np.random.default_rng(0),
+    )
+    index, gone = hash_index.empty(layout, 256), rng.random((256, 20)) < 0.5
+    for _ in range(130):
+        keys = keys_of([(0, int(n)) for n in rng.integers(0, 2**63, KEYS)])
+        index, _ = stepped(layout, index, keys, np.ones(KEYS, bool))
+    same = jax.jit(
+        hash_index.remove, static_argnums=0, compiler_options=xla_options.DETERMINISTIC
+    )
+    expected, actual = removed(layout, index, gone), same(layout, index, gone)
+    assert np.sum(index.num_free == 0) > 200 and expected.used.sum() < index.used.sum()
+    jax.tree.map(np.testing.assert_array_equal, actual, expected)
 
 
 class Dictionary:
