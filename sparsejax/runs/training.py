@@ -90,18 +90,13 @@ def train(
             linear_part = linear_part_of(settings, source, keep=training.keep_linear)
         computed = None if linear_part is None else meanwhile(linear_part)
         dispatch = None if computed is None else _first_dispatch(settings, source)
-        beside = kept_programs.may_compile_beside()
-        if dispatch is not None and beside:
-            # Numbers make no difference to a program, so it comes before there is a model.
-            shapes = settings.shapes(source.known)
-            meanwhile(_lowered(training, shapes, dispatch()))
         model, optimizer = settings.build(source.known)
         if source.features is not None:
             set_content(model, source.features, new=True)
-        if dispatch is not None and not beside:
-            _lowered(training, (model, optimizer), dispatch())()
+        if dispatch is not None:
+            _compile_meanwhile(training, model, optimizer, dispatch())
         # Not before: threads that lower programs take Python's time from each other.
-        if beside:
+        if kept_programs.may_compile_beside():
             folders.compile_beside((model, optimizer), settings)
         if computed is not None:
             model.output.linear.set_to(*computed())
@@ -294,18 +289,17 @@ def _first_dispatch(
     return meanwhile(first) if kept_programs.may_compile_beside() else first
 
 
-def _lowered(
-    training: Training, modules: tuple[Any, Optimizer], dispatch: Dispatch
-) -> Callable[[], object]:
-    """Lowers the training program; the call that is returned compiles it.
+def _compile_meanwhile(
+    training: Training, model: Any, optimizer: Optimizer, dispatch: Dispatch
+) -> None:
+    """Compiles the training program while the linear part is computed.
 
-    It is done while the linear part is computed. The modules may have shapes in place of
-    arrays.
+    Its numbers make no difference to the program.
     """
     program = Program(
-        *modules, fused=training.fused, deterministic=training.deterministic
+        model, optimizer, fused=training.fused, deterministic=training.deterministic
     )
-    return program.lower_ahead(dispatch)
+    program.compile_ahead(dispatch)
 
 
 def _continued(

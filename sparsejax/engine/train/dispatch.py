@@ -17,7 +17,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -369,15 +369,12 @@ class Program[Model: nnx.Module | Trainable]:
         # Cut now: after the next launch, it would wait for the end of that dispatch.
         return losses if dispatch.count == len(losses) else losses[: dispatch.count]
 
-    def lower_ahead(self, dispatch: Dispatch) -> Callable[[], object]:
-        """Lowers the program of a dispatch, if a command keeps programs.
-
-        The modules may have shapes in place of arrays. See `Keepable.lower_ahead`.
-        """
+    def compile_ahead(self, dispatch: Dispatch) -> None:
+        """Compiles the program of a dispatch, if a command keeps programs."""
         if self._staging_of(dispatch.data.roles) is not None:
-            return lambda: None  # what it is given is not known yet
+            return  # what it is given is not known yet
         arrays = [variable.get_raw_value() for variable in self.variables]
-        return self._run_steps.lower_ahead(*self._arguments(dispatch, arrays))
+        self._run_steps.compile_ahead(*self._arguments(dispatch, arrays))
 
     def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of `run_steps`."""
