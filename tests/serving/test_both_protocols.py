@@ -109,18 +109,18 @@ def outputs(answer) -> dict[str, dict]:
     for number, output in enumerate(answer.outputs):
         kind = output.datatype
         data: list[Any]
-        if not raw:
-            data = [*getattr(output.contents, FIELDS[kind])]
-        elif kind == "BYTES":
-            data, rest = [], raw[number]
+        if kind == "BYTES":
+            names = [*output.contents.bytes_contents]
+            rest = raw[number] if raw else b""
             while rest:
                 end = 4 + int.from_bytes(rest[:4], "little")
-                data.append(rest[4:end])
+                names.append(rest[4:end])
                 rest = rest[end:]
-        else:
+            data = [name.decode() for name in names]
+        elif raw:
             data = np.frombuffer(raw[number], NUMBERS[kind]).tolist()
-        if kind == "BYTES":
-            data = [str(name, "utf-8") for name in data]
+        else:
+            data = [*getattr(output.contents, FIELDS[kind])]
         found[output.name] = {
             "name": output.name,
             "datatype": kind,
