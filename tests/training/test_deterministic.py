@@ -28,10 +28,10 @@ from flax import nnx
 rng = np.random.default_rng(0)
 data = scipy.sparse.random_array((256, 90), density=0.2, rng=rng, format="csr")
 train, heldout = sj.SparseDataset.from_scipy(data).split(0.8, seed=0)
-config = sj.NetworkConfig.autoencoder((16, 8), dropout=0.5)
+config = sj.NetworkConfig.autoencoder((8,), dropout=0.5)
 dump, *flags = sys.argv[1:]
 for flag in flags:
-    model, optimizer = sj.build(config, train, sj.optimizers.adam(1e-2), seed=3)
+    model, optimizer = sj.build(config, train, sj.optimizers.momentum(1e-2), seed=3)
     history = sj.fit(
         model, optimizer, train, batch_size=64, num_epochs=3, validation=heldout,
         deterministic=flag == "True",
