@@ -323,6 +323,14 @@ def test_wrong_events_of_polars_are_left_out(tmp_path):
     assert list(manifest.skipped.values()) == [1]
 
 
+def test_events_whose_time_is_empty_text_are_left_out(tmp_path):
+    events = table(pa.array([*DATES[:4], ""]))
+    with pytest.raises(ValueError, match="row 4 of the table, with time '' is neither"):
+        sj.prepare(events, tmp_path / "all", split_last=1)
+    manifest = sj.prepare(events, tmp_path / "good", split_last=1, skip_bad=True)
+    assert list(manifest.skipped.values()) == [1]
+
+
 @each([way for way in WAYS if way.form is not _int96])
 def test_slashes_behind_the_year(way, tmp_path):
     times = [date.replace("-", "/") + "T19:39:37" for date in DATES]

@@ -11,7 +11,7 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data.files import arrow
-from sparsejax.data.files.names import as_names, to_arrow
+from sparsejax.data.files.names import to_arrow
 
 # The numbers that Arrow's parser takes. Python's float() takes more, such as `1_000`.
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?", re.ASCII)
@@ -182,8 +182,10 @@ def time_problem(time: object, kind: str | None) -> str | None:
     """The fault of a time where others are of `kind`, or None if there is none."""
     if isinstance(time, int) and not -(2**63) <= time < 2**63:
         return f"time {time} is too large: integers are below 2^63"
-    times = to_arrow(as_names([time])) if isinstance(time, str) else pa.array([time])
-    found = parse_times(times)
+    if isinstance(time, str):  # it may be empty, which is no name
+        found = parse_times(to_arrow(np.array([time], np.dtypes.StringDType())))
+    else:
+        found = parse_times(pa.array([time]))
     if found is None:
         if isinstance(time, bytes):
             time = time.decode(errors="replace")
