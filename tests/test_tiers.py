@@ -90,6 +90,7 @@ PROCESSES = {
     "processes of one training": "training/test_processes.py::test_what_one_process_does_for_all",
     "processes that predict": "prediction/test_parts.py",
     "two kinds of precision": "training/test_rounding.py",
+    "ids that are asked ahead": "embeddings/test_collection.py::test_ahead_says_which_batches_have_places",
 }
 
 

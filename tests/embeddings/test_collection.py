@@ -763,11 +763,20 @@ def test_ahead():
             found += [collection.table(name) for name in rows]
             results.append(jax.tree.map(np.asarray, found))
             assert int(collection.overflows[...]) == 1
-        assert [ids.fits for ids in given] == [True, False, True]
         jax.tree.map(np.testing.assert_array_equal, *results)
         right = collection.concat(given[1])
         wrong = collection.concat(dataclasses.replace(given[1], fits=True))
         assert not np.array_equal(right, wrong)  # so a batch that fits is not asked
+
+
+def test_ahead_says_which_batches_have_places():
+    table = sj.embeddings.TableConfig(3000, 4, placement="rows")
+    spread = np.random.default_rng(0).integers(0, 3000, 256).astype(np.int32)
+    batches = [{"a": spread}, {"a": np.zeros(256, np.int32)}, {"a": spread}]
+    with jax.set_mesh(sj.make_mesh(model=2)):
+        collection = collection_of({"a": table}, {"a": "a"})
+        given = list(collection.ahead(map(on_device, batches)))
+    assert [ids.fits for ids in given] == [True, False, True]
     tables = {"new": sj.embeddings.DynamicTableConfig(num_rows=256, dim=4)}
     dynamic = collection_of(tables, {"new": "new"})
     with pytest.raises(NotImplementedError, match="ahead is not for dynamic tables"):
