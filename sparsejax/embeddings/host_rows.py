@@ -117,7 +117,7 @@ class HostRows:
 
     Args:
       stack: of the tables.
-      key: of the random numbers of rows that were not seen yet.
+      key: of the random numbers of rows of static tables that were not seen yet.
     """
 
     def __init__(self, stack: Stack, key: nnx.Variable):
@@ -385,7 +385,7 @@ class HostRows:
             given = _with_new(
                 self.stack,
                 self._rule,
-                self.key[...],
+                self._first_key(),
                 padded.astype(np.int32),
                 self._known[padded],
                 {name: array[padded] for name, array in self._arrays.items()},
@@ -429,6 +429,13 @@ class HostRows:
         self._known = np.zeros(0, np.uint8)
         self._slots = self._pieces = self._mesh = self._leaving = self.number = None
         self._buffers = Buffers()
+
+    def _first_key(self) -> jax.Array | None:
+        """None for dynamic tables, whose rows begin on a device.
+
+        The variable may be of a trace: a model that a program has made has another one.
+        """
+        return None if self.stack.dynamic else self.key.get_raw_value()
 
     def _variables(self) -> dict[str, nnx.Variable]:
         kernel = None if self._kernel is None else self._kernel()
@@ -536,7 +543,7 @@ class HostRows:
             arrays = {n: v.get_raw_value() for n, v in variables.items()}
             after, table.index, slots, left, found = _swap(
                 _kind(self.stack, self._rule),
-                self.key.get_raw_value(),
+                self._first_key(),
                 arrays,
                 table.index,
                 looked.missing,
@@ -632,14 +639,14 @@ def _first_rows(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
 def _completed(
     stack: Stack,
     rule: Rule | None,
-    key: jax.Array,
+    key: jax.Array | None,
     rows: jax.Array,
     known: jax.Array,
     values: dict[str, jax.Array],
 ) -> dict[str, jax.Array]:
     """Rows of which the host may not know the numbers, or the state."""
     w = values[ROW]
-    if not stack.dynamic:  # else a row is not read before it has begun
+    if key is not None:  # else a row is not read before it has begun
         has_numbers = (known & _NUMBERS > 0)[:, None]
         w = jnp.where(has_numbers, w, _first_rows(stack, key, rows))
     found = {ROW: w}
@@ -674,7 +681,7 @@ _kind = functools.cache(_Kind)
 )
 def _swap(
     kind: _Kind,
-    key: jax.Array,
+    key: jax.Array | None,
     arrays: dict[str, jax.Array],
     index: Index,
     missing: jax.Array,

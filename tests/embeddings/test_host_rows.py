@@ -538,6 +538,16 @@ def keyed_pair(rule, names=("user", "item", "hour", "place"), **options):
     return [(model, sj.Optimizer(model, RULES[rule])) for model in models]
 
 
+def made_by_a_program(rule, **options):
+    """As runs make their models."""
+
+    def make():
+        model = Keyed(**options)
+        return model, sj.Optimizer(model, RULES[rule])
+
+    return nnx.jit(make)()
+
+
 def check_files(pair, folder, names=("user", "item", "place")):
     """Both have the same ids, rows and state."""
     for name in names:
@@ -563,12 +573,13 @@ def test_bits_are_those_of_dynamic_tables_on_the_device(tmp_path):
 
 
 def test_bits_are_those_of_a_dynamic_table_on_the_device(tmp_path):
-    models = [Keyed(hosted=hosted, names=["user"]) for hosted in (False, True)]
-    rule = RULES["rowwise_adagrad"]
-    pair = [(model, sj.Optimizer(model, rule)) for model in models]
+    pair = [
+        made_by_a_program("rowwise_adagrad", hosted=hosted, names=["user"])
+        for hosted in (False, True)
+    ]
     losses = [trained_keyed(*each, steps=16) for each in pair]
     assert losses[1] == losses[0]
-    assert models[1].embeddings.stats()["user"].evicted > 0
+    assert pair[1][0].embeddings.stats()["user"].evicted > 0
     check_files(pair, tmp_path, ["user"])
 
 
@@ -579,8 +590,7 @@ def test_changes_of_dynamic_tables(rule, tmp_path, monkeypatch):
     A copy of the model takes them, with rows in host memory and on the device.
     """
     names = ["user"]
-    model = Keyed(hosted=True, names=names)
-    optimizer = sj.Optimizer(model, RULES[rule])
+    model, optimizer = made_by_a_program(rule, hosted=True, names=names)
     folder, told = tmp_path / "changes", []
     for number in range(4):
         if number == 2:  # from here on as after a restart
