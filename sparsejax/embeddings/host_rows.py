@@ -420,6 +420,11 @@ class HostRows:
         """Reads what `save` wrote. Rows on the devices come anew."""
         assert self._pieces is not None
         self.forget_slots()
+        for variable in self.variables():  # of a model of shapes, arrays are made
+            like = variable.get_raw_value()
+            if isinstance(like, jax.ShapeDtypeStruct):
+                empty = jnp.zeros(like.shape, like.dtype, device=like.sharding)
+                variable.set_raw_value(empty)
         self._pieces.load(folder, names)
         self._touch(slice(None))
 

@@ -20,6 +20,7 @@ from sparsejax.cli import printing
 from sparsejax.cli.main import main
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.sets.click_schema import VocabularyColumn
+from sparsejax.embeddings import DynamicTables, WideDeepConfig
 from sparsejax.engine.train.following import Feed, Followed, _Exports, _Following
 from sparsejax.mesh import interrupts
 from sparsejax.runs import following
@@ -301,3 +302,25 @@ def test_events_are_answered_by_and_kills_lose_nothing(tmp_path):
     assert found["kills"] == 2 and found["events measured"] >= 100
     assert found["each file trained on once"]
     assert found["changes are the trained tables"]
+
+
+def test_rows_in_host_memory_are_followed(tmp_path):
+    """A quarter of them is on the device. The base and its changes are the tables."""
+    for seed in range(2):
+        write(tmp_path / "clicks", f"{seed}.parquet", 320, seed)
+    tables = DynamicTables(num_rows=256, host_rows=1024)
+    config = WideDeepConfig(dim=2, hidden=(4,), dynamic=tables)
+    run = sj.Run.train(
+        tmp_path / "clicks",
+        tmp_path / "run",
+        **(WIDE_DEEP | {"dynamic": None, "model": None}),
+        config=config,
+        follow=True,
+        log=ended_at(10),
+        changes=tmp_path / "changes",
+        export_seconds=0,
+    )
+    model, _ = run.settings.build(run.known)
+    assert sj.apply_changes(model, tmp_path / "changes").number > 0
+    found = tables_of(model, tmp_path / "taken")
+    assert found == tables_of(run.model, tmp_path / "trained")
