@@ -297,11 +297,14 @@ class EmbeddingCollection(nnx.Module):
         The numbers are the same.
 
         Args:
-          batches: the ids of each. One more is taken than is given.
+          batches: the ids of each. One more is taken than is given, so where they come from
+            an iterator, `itertools.tee` gives the other arrays.
 
         Raises:
           NotImplementedError: there are dynamic tables or tables in host memory: their rows
             are known in the step itself.
+          TypeError: see `pack`.
+          ValueError: see `pack`.
         """
         if any(stack.dynamic or stack.device_rows is not None for stack in self.stacks):
             raise NotImplementedError(
@@ -319,6 +322,8 @@ class EmbeddingCollection(nnx.Module):
         )
         waiting = collections.deque()
         for ids in batches:
+            if not isinstance(ids, FeatureBatch):
+                feature_batch.check_on_host(stacks, ids)
             waiting.append(asked(ids))
             if len(waiting) > 1:
                 yield _answered(*waiting.popleft())

@@ -143,6 +143,16 @@ def pack(
     return FeatureBatch(packed, keys)
 
 
+def check_on_host(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> None:
+    """Raises what `pack` raises of NumPy's ids, before a program takes 64 bits for 32."""
+    features = {f.name: f for stack in stacks for f in stack.features}
+    for name in features.keys() & ids.keys():
+        value: Any = ids[name]  # `_batch_size` refuses others
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
+            _batch_size(features[name], value)
+            _check_on_host(features[name], value)
+
+
 def divides_batch(batch: int) -> bool:
     """Whether all devices of the mesh that is set get equal parts of a batch."""
     if batch == 0 or not mesh_is_set() or axes_are_explicit():

@@ -777,6 +777,10 @@ def test_ahead_says_which_batches_have_places():
         collection = collection_of({"a": table}, {"a": "a"})
         given = list(collection.ahead(map(on_device, batches)))
     assert [ids.fits for ids in given] == [True, False, True]
+    for wrong in np.array([1, 2**32 + 2]), np.array([1, 3000], np.int32):
+        for refused in collection.pack, lambda ids: next(collection.ahead([ids])):
+            with pytest.raises((TypeError, ValueError), match=r"int64|3000 is outside"):
+                refused({"a": wrong})
     tables = {"new": sj.embeddings.DynamicTableConfig(num_rows=256, dim=4)}
     dynamic = collection_of(tables, {"new": "new"})
     with pytest.raises(NotImplementedError, match="ahead is not for dynamic tables"):
