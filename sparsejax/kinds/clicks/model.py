@@ -12,10 +12,10 @@ class ClickModel(Protocol):
     """A model that predicts clicks: an `nnx.Module`, called as `model(dense, ids)`.
 
     `dense` is `[batch, columns]` float32, and `ids` a dict with the ids of each feature: int32
-    `[batch]`, or a `CSR` of lists, or `WideIds` of 64 bits. It returns logits, `[batch]`. `DLRM` and the other click
-    models are such modules, and `EmbeddingCollection` takes such ids. With tables in host
-    memory, and in `fit` with dynamic tables, `ids` is a `FeatureBatch`, which has rows in
-    place of ids: a model can give it to its collections, and to nothing else.
+    `[batch]`, or a `CSR` of lists, or `WideIds` of 64 bits. It returns logits, `[batch]`. `DLRM`
+    and the other click models are such modules, and `EmbeddingCollection` takes such ids. With
+    tables in host memory, and in `fit` with dynamic tables, `ids` is a `FeatureBatch`, which has
+    rows in place of ids: a model can give it to its collections, and to nothing else.
 
     If it has an attribute `num_dense`, the number of dense columns, or `num_ids`, the number of
     ids by feature, then data are compared with these first.
