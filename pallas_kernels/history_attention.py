@@ -1015,7 +1015,7 @@ def _run(
                         for h, head in enumerate(all_heads):
                             here = slot(j, h)
                             plgpu.barrier_wait(full.at[here])
-                            # What was met before may be overwritten.
+                            # The tile before may be overwritten now.
                             arrived = partial(leave_before, j, h)
                             scores.of_head(head, by_head_gmem, of_heads[h], arrived)
                             columns = [smem.at[here] for smem in columns_smem]

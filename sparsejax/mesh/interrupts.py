@@ -119,8 +119,8 @@ def _all_signals() -> list[int]:
     return [int(number) for number in signal.valid_signals()]
 
 
-# Of the module in C: its wrapper makes an enumeration of each handler, and a step asks for
-# 64. From Python 3.13 on the wrapper does not tell what it wraps.
+# This is the function in C. Its wrapper makes an enumeration of each handler, and a step asks
+# for 64. From Python 3.13 on the wrapper does not tell what it wraps.
 _getsignal = getattr(signal, "_signal", signal).getsignal
 
 

@@ -121,7 +121,7 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
             f"knows {oldest} to {newest}: export it again, or use a newer JAX"
         )
 
-    # Of the same arguments, whatever else differs; that part may have no hash, either.
+    # One reference serves all programs with these arguments. The rest may have no hash.
     bare = dataclasses.replace(signature, stacks=(), schema=None, new_items=None)
     like = _like(bare, rows)
     expected = _checked_type(like.mlir_module_serialized)

@@ -1,4 +1,4 @@
-"""What a model of clicks is. What else needs one is imported where it is called."""
+"""The protocol of a click model. What needs one is imported where it is called."""
 
 from __future__ import annotations
 
