@@ -708,8 +708,6 @@ def test_errors_of_dynamic_tables():
     (rows,) = model.embeddings.staged([packed], optimizer)
     with pytest.raises(ValueError, match="number of steps, leave clock out"):
         model.embeddings.assign_rows(rows, optimizer, clock=3)
-    with pytest.raises(NotImplementedError, match="save_table writes them"):
-        model.embeddings.export_changes("changes", optimizer)
 
 
 def test_configurations_of_dynamic_tables():
