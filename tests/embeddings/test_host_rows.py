@@ -339,6 +339,8 @@ def test_errors():
         ValueError, match="user, item are in host memory, and a batch nee"
     ):
         model(ids)
+    with pytest.raises(NotImplementedError, match="save_table writes them"):
+        model.embeddings.export_changes("changes", optimizer)
     many = np.arange(300, dtype=np.int32)
     large = {**dict.fromkeys(FEATURES, np.full(300, -1, np.int32)), "user": many}
     with pytest.raises(
