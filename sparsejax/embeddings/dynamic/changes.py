@@ -28,7 +28,6 @@ from jaxtyping import Array, Bool, UInt32
 
 from sparsejax import change_folders
 from sparsejax.change_folders import Changes, Column, Link, Table
-from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.state import layout_of, rows_of
 from sparsejax.embeddings.host_rows import ROW, HostRows, Touched
@@ -646,14 +645,8 @@ def _recalled(
         return None, last
     if memory is None or not _fits(memory, last, parts):
         memory = _read(folder, parts, tables)
-    rows = sum(_rows_of(pieces[0].table) for pieces in tables.values())
+    rows = sum(pieces[0].table.config.num_rows for pieces in tables.values())
     return (None if memory.written > _MOST_CHANGES * rows else memory), last
-
-
-def _rows_of(table: StackedTable) -> int:
-    config = table.config
-    hosted = isinstance(config, DynamicTableConfig) and config.host_rows
-    return hosted or config.num_rows
 
 
 def _fits(memory: _Memory, last: Link, parts: Sequence[Part]) -> bool:
