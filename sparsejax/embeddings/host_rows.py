@@ -50,7 +50,7 @@ from sparsejax.embeddings.placement import Stack, rows_at
 from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, without_mesh
 from sparsejax.optimizers import inplace
-from sparsejax.optimizers.optimizer import first_state
+from sparsejax.optimizers.optimizer import HostSettler, first_state
 from sparsejax.optimizers.rules import Rule
 
 # The column of a kernel itself; others are the names of the optimizer's arrays.
@@ -63,8 +63,6 @@ _NUMBERS, _STATE = 1, 2
 _BLOCK = 8192
 
 Arrays = dict[str, np.ndarray]
-# Takes and gives some rows by name: brings them up to date. See `Optimizer.flush`.
-Settled = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
 
 
 class _Gathered(NamedTuple):
@@ -366,7 +364,7 @@ class HostRows:
         self._watching = (*here, weakref.ref(touched))
         return touched
 
-    def current(self, rows: np.ndarray, settled: Settled | None) -> Arrays:
+    def current(self, rows: np.ndarray, settled: HostSettler | None) -> Arrays:
         """Copies of some rows, by name, up to date; nothing is written.
 
         Args:
@@ -394,7 +392,7 @@ class HostRows:
                 found[name][start : start + len(some)] = np.asarray(array)[: len(some)]
         return found
 
-    def settle(self, settled: Settled, *, everywhere: bool) -> None:
+    def settle(self, settled: HostSettler, *, everywhere: bool) -> None:
         """Brings the rows here up to date; slots are not written. See `Optimizer.flush`."""
         self.write_back()
         if self._rule is None:

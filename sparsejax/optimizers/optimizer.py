@@ -63,6 +63,10 @@ class Moved(NamedTuple):
     make: Callable[..., jax.Array]
 
 
+# Takes and gives some rows by name: brings them up to date.
+HostSettler = Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]
+
+
 @runtime_checkable
 class HostRows(Protocol):
     """Rows of a kernel that are in host memory: "host" in its metadata."""
@@ -103,12 +107,7 @@ class HostRows(Protocol):
         """
         ...
 
-    def settle(
-        self,
-        settled: Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]],
-        *,
-        everywhere: bool,
-    ) -> None:
+    def settle(self, settled: HostSettler, *, everywhere: bool) -> None:
         """Brings all rows up to date.
 
         Args:
@@ -427,12 +426,10 @@ class Optimizer(nnx.Pytree):
         )
         return trained.w, {**trained.state, "last_step": trained.last}
 
-    def host_settler_within(
-        self, path: Path, kernel: RowParam
-    ) -> Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]] | None:
+    def host_settler_within(self, path: Path, kernel: RowParam) -> HostSettler | None:
         """Brings rows in host memory up to date, as `flush` does; None if none drift.
 
-        It takes and gives some rows by name. See `rows_within`.
+        See `rows_within`.
         """
         self._key_within(path, kernel)
         rule = self.rule_of(kernel)
@@ -706,9 +703,7 @@ class Optimizer(nnx.Pytree):
         # Weight decay also moves rows that no batch has touched yet.
         host.settle(settled, everywhere=rule.weight_decay > 0)
 
-    def _host_settler(
-        self, rule: Rule, *, deterministic: bool
-    ) -> Callable[[Mapping[str, jax.Array]], Mapping[str, jax.Array]]:
+    def _host_settler(self, rule: Rule, *, deterministic: bool) -> HostSettler:
         """Brings rows that come from host memory up to date, of a rule that drifts."""
         step = self.step[...]
 
