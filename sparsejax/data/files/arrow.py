@@ -21,9 +21,9 @@ def numbers(array: pa.Array) -> np.ndarray:
         return np.from_dlpack(array)
     if not len(array):
         return np.zeros(0, bool)
-    bits = np.frombuffer(array.buffers()[1], np.uint8)
-    first, end = array.offset, array.offset + len(array)
-    bits = np.unpackbits(bits, count=end, bitorder="little")
+    byte, first = divmod(array.offset, 8)
+    bits = np.frombuffer(array.buffers()[1], np.uint8)[byte:]
+    bits = np.unpackbits(bits, count=first + len(array), bitorder="little")
     return bits[first:].astype(bool)
 
 
