@@ -86,33 +86,23 @@ def gpu_options(
         choices += [OVERLAPPED, COPIED]
     elif loops_in_graphs:
         choices.append(LOOPS_IN_GRAPHS)
-    known = (
-        WITHOUT_TRITON,
-        WITHOUT_TIMED_FUSIONS,
-        LOOPS_IN_GRAPHS,
-        OVERLAPPED,
-        COPIED,
-    )
     # XLA's options are no stable interface. All are asked for at once, so that a process
     # compiles one program for it.
-    if not _are_taken(*known):
-        choices = [each for each in choices if _are_taken(each)]
+    known = (
+        WITHOUT_TRITON | WITHOUT_TIMED_FUSIONS | LOOPS_IN_GRAPHS | OVERLAPPED | COPIED
+    )
+    if not _are_taken(*known.items()):
+        choices = [each for each in choices if _are_taken(*each.items())]
     return {name: value for each in choices for name, value in each.items()}
 
 
-_taken: dict[tuple[Any, ...], bool] = {}
-
-
-def _are_taken(*choices: Mapping[str, Any]) -> bool:
-    options = {name: value for each in choices for name, value in each.items()}
-    key = tuple(options.items())
-    if key not in _taken:
-        try:
-            jax.jit(lambda: 0, compiler_options=options).lower().compile()
-            _taken[key] = True
-        except jax.errors.JaxRuntimeError:
-            _taken[key] = False
-    return _taken[key]
+@functools.cache
+def _are_taken(*options: tuple[str, Any]) -> bool:
+    try:
+        jax.jit(lambda: 0, compiler_options=dict(options)).lower().compile()
+    except jax.errors.JaxRuntimeError:
+        return False
+    return True
 
 
 class Programs(dict[bool, Keepable]):
