@@ -88,17 +88,19 @@ class GatedAttention(Attention):
         return x + self.mixed(self.dropout(y, tokens))
 
 
-@jax.custom_vjp
-def _gated(gates: TokenVectors, y: TokenVectors) -> TokenVectors:
+def _product(gates: TokenVectors, y: TokenVectors) -> TokenVectors:
     return nnx.silu(gates) * y
 
 
+_gated = jax.custom_vjp(_product)
+
+
 def _gated_forward(gates, y):
-    return _gated(gates, y), (gates, y)
+    return _product(gates, y), (gates, y)
 
 
 def _gated_backward(operands, dz):
-    _, pull = jax.vjp(lambda gates, y: nnx.silu(gates) * y, *operands)
+    _, pull = jax.vjp(_product, *operands)
     # XLA would make all of this, some of it twice, in the program that sums over tokens for
     # the norm's parameters. That program reads few bytes at a time.
     return lax.optimization_barrier(pull(dz))
