@@ -47,9 +47,13 @@ def default_config(hidden: int, itemsize: int, nse: int) -> Config:
     A small input is read by many programs, of which each loads few rows at once: rows of 1 KB
     take .7 times as long, of 8 KB 1.04 times. Half as much code is traced and lowered.
     """
+    config = _for_rows(hidden, itemsize)
     if nse <= _SMALL:
-        config = default_config(hidden, itemsize, _SMALL + 1)
         return dataclasses.replace(config, entries=32, unroll=4)
+    return config
+
+
+def _for_rows(hidden: int, itemsize: int) -> Config:
     chunk = 2048 // itemsize  # 16 bytes a thread
     if hidden == _THREADS and itemsize == 4:
         return Config(entries=64, unroll=8, chunk=chunk, threads=16)
