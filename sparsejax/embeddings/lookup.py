@@ -146,7 +146,8 @@ def packed_and_asked(
             x = jax.tree.map(jnp.asarray, batch.stacks[stack.name])
             rows = _rows(stack, divided, x, wire, 0, is_made=False)
             flag = rows.crowded() if isinstance(rows, DividedRows) else None
-            crowded = crowded if flag is None else crowded | flag
+            if flag is not None:
+                crowded |= flag
     return batch, crowded
 
 

@@ -48,10 +48,8 @@ removed = jax.jit(hash_index.remove, static_argnums=0)
 
 @pytest.mark.gpu
 def test_deterministic_scatters_lose_no_row():
-    layout, rng = (
-        hash_index.Layout(rows=20, firsts=(0,), sizes=(19,)),
-        np.random.default_rng(0),
-    )
+    layout = hash_index.Layout(rows=20, firsts=(0,), sizes=(19,))
+    rng = np.random.default_rng(0)
     index, gone = hash_index.empty(layout, 256), rng.random((256, 20)) < 0.5
     for _ in range(130):
         keys = keys_of([(0, int(n)) for n in rng.integers(0, 2**63, KEYS)])
