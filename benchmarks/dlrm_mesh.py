@@ -69,7 +69,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, reported, table, write_section
 from timing import time_kernels
-from workloads import click_step, zipf_ids
+from workloads import click_step, click_update, zipf_ids
 
 if TYPE_CHECKING:
     import sparsejax as sj
@@ -329,23 +329,13 @@ class _Case:
 
 def _many_steps():
     """`steps(model, optimizer, dense, ids, click)` for a stack of batches: the last loss."""
-    import optax
     from flax import nnx
 
     import sparsejax as sj
 
     @nnx.scan(in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     def scanned(modules, batch):
-        model, optimizer = modules
-        dense, ids, click = batch
-
-        def loss_fn(model):
-            logits = model(dense, ids)
-            return optax.sigmoid_binary_cross_entropy(logits, click).mean()
-
-        loss, grads = optimizer.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return modules, loss
+        return modules, click_update(*modules, *batch)
 
     return sj.jit(
         lambda *modules_and_batches: scanned(

@@ -308,20 +308,21 @@ def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndar
     return np.concatenate(chosen)
 
 
-def click_step():
-    """A training step of a click model: `step(model, optimizer, dense, ids, click)`."""
+def click_update(model, optimizer, dense, ids, click):
+    """A training step of a click model: its loss."""
     import optax
 
+    def loss_fn(model):
+        logits = model(dense, ids)
+        return optax.sigmoid_binary_cross_entropy(logits, click).mean()
+
+    loss, grads = optimizer.value_and_grad(loss_fn)(model)
+    optimizer.update(model, grads)
+    return loss
+
+
+def click_step():
+    """`click_update` as one program."""
     import sparsejax as sj
 
-    @sj.jit
-    def step(model, optimizer, dense, ids, click):
-        def loss_fn(model):
-            logits = model(dense, ids)
-            return optax.sigmoid_binary_cross_entropy(logits, click).mean()
-
-        loss, grads = optimizer.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
-
-    return step
+    return sj.jit(click_update)
