@@ -14,7 +14,7 @@ import pathlib
 import types
 import typing
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, Self
 
 MODEL_VERSION = 1  # of the JSON of a `ModelConfig`
 _SHOWN = 60  # letters of a wrong value that a message has
@@ -219,11 +219,8 @@ class ModelConfig:
         values = document(self, skip_defaults=True)
         return {"version": MODEL_VERSION, "model": self.model, **values}
 
-    # Tests check annotations by beartype, which takes Self only in classes it decorates.
     @classmethod
-    def from_json[Config: ModelConfig](  # noqa: PYI019
-        cls: type[Config], document: object
-    ) -> Config:
+    def from_json(cls, document: object) -> Self:
         """The configuration of a JSON object, which `to_json` or a person has made.
 
         "model" chooses the class.

@@ -183,11 +183,9 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--random-examples"):
         hypothesis.settings.load_profile("random")
     if config.getoption("--check-annotations"):
-        # Before their first import. `pep484_tower`: an int is a float, as it is for the
-        # type checker.
+        # Before their first import.
         jaxtyping.install_import_hook(
-            ["sparsejax", "pallas_kernels"],
-            "beartype.beartype(conf=beartype.BeartypeConf(is_pep484_tower=True))",
+            ["sparsejax", "pallas_kernels"], "annotations.check"
         )
 
 

@@ -46,7 +46,7 @@ def test_earlier_names_work_and_say_the_new_ones():
         assert value is operator.attrgetter(now.removeprefix("sj."))(sj)
 
 
-def test_arguments_and_methods_by_earlier_names(tmp_path):
+def test_arguments_and_methods_by_earlier_names(tmp_path, pytestconfig):
     schema = sj.ClickSchema("click", ids={"user": sj.data.VocabularyColumn()})
     path = tmp_path / "clicks.csv"
     path.write_text("click,user\n1,ann\n0,eve\n")
@@ -54,7 +54,9 @@ def test_arguments_and_methods_by_earlier_names(tmp_path):
     earlier: dict[str, Any] = {"vocabulary": train}
     with pytest.warns(FutureWarning, match="vocabulary= is features= now") as told:
         found = sj.read_clicks(path, schema, **earlier)
-    assert told[0].filename == __file__ and found.num_ids == {"user": 3}
+    assert found.num_ids == {"user": 3}
+    if not pytestconfig.getoption("--check-annotations"):  # a wrapper is called then
+        assert told[0].filename == __file__
     with pytest.warns(FutureWarning, match="vocabulary= is features= now"):
         assert sj.data.scan_clicks(path, schema, **earlier).num_ids == {"user": 3}
     with pytest.warns(FutureWarning, match="append_vocabulary is append_features now"):

@@ -63,6 +63,7 @@ class Defaults:
         return min(wanted, _MOST_EPOCHS)
 
 
+@runtime_checkable
 class Maker(Protocol):
     """Makes a new model and its optimizer, not placed on a mesh."""
 

@@ -9,7 +9,7 @@ import pathlib
 import types
 import typing
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -175,6 +175,7 @@ class LinearConfig:
         return None, f"no linear part: {items:,} items are too many for one"
 
 
+@runtime_checkable
 class HasSizes(Protocol):
     """Data whose sizes are known, such as a `SparseDataset`."""
 

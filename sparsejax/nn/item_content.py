@@ -6,7 +6,7 @@ import copy
 import dataclasses
 import functools
 import math
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -355,6 +355,7 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
     return made
 
 
+@runtime_checkable
 class HasItems(Protocol):
     """A model whose layer `output` has the vectors of the items, a `SparseOutput`."""
 

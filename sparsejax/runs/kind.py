@@ -8,7 +8,7 @@ import functools
 import importlib
 import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from sparsejax import codec
 from sparsejax.data import ItemFeatures
@@ -230,6 +230,7 @@ class Runs(abc.ABC):
         """Arguments of `write_report` that depend on the data."""
 
 
+@runtime_checkable
 class Opened(Protocol):
     """A run folder that is read, see `folders.Folder`."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import ClassVar
+from typing import ClassVar, Self
 
 import numpy as np
 
@@ -77,10 +77,7 @@ class SequenceConfig(ModelConfig):
         if self.temperature is not None:
             check_positive("temperature", self.temperature)
 
-    # Tests check annotations by beartype, which takes Self only in classes it decorates.
-    def suited_to[Config: SequenceConfig](  # noqa: PYI019
-        self: Config, data: SequenceDataset
-    ) -> Config:
+    def suited_to(self, data: SequenceDataset) -> Self:
         """The same with the `max_length` that suits the data, and a `dtype` for this device.
 
         Of 50, 100, 200, 500, 1,000 and 2,000 it is the least from which 5 % of the entries
@@ -95,9 +92,7 @@ class SequenceConfig(ModelConfig):
         """
         return self.suited_to_lengths(np.diff(data.indptr))
 
-    def suited_to_lengths[Config: SequenceConfig](  # noqa: PYI019
-        self: Config, lengths: np.ndarray
-    ) -> Config:
+    def suited_to_lengths(self, lengths: np.ndarray) -> Self:
         """`suited_to`, of data whose rows have these numbers of entries.
 
         >>> SASRecConfig(width=64).suited_to_lengths(np.array([80])).max_length

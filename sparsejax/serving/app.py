@@ -7,7 +7,7 @@ import functools
 import re
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import orjson
 from starlette.applications import Starlette
@@ -34,6 +34,7 @@ _JSON = b"application/json"
 _GONE = 499
 
 
+@runtime_checkable
 class Connection(Protocol):
     """Who sends a request.
 

@@ -18,7 +18,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 import numpy as np
 import scipy.special
@@ -69,6 +69,7 @@ class Question:
     only: bool = False
 
 
+@runtime_checkable
 class Form(Protocol):
     """The questions of one kind of predictor, and its answers.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from sparsejax import optimizers
 from sparsejax.codec import ModelConfig
@@ -18,6 +18,7 @@ from sparsejax.optimizers.schedules import Schedule, schedule
 LEARNING_RATE = 2e-3
 
 
+@runtime_checkable
 class HasExamples(Protocol):
     """Data that says how many examples of it there are to train on."""
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, Protocol, cast, runtime_checkable
 
 import jax
 import numpy as np
@@ -67,6 +67,7 @@ class Feed:
     seconds: float
 
 
+@runtime_checkable
 class Exports(Protocol):
     """Exports of what was trained, one after the other."""
 

@@ -122,6 +122,7 @@ class TrainingTask(Protocol):
         ...
 
 
+@runtime_checkable
 class Staging(Protocol):
     """Brings the rows of steps from host memory to the devices, before the steps begin."""
 

@@ -1,0 +1,14 @@
+"""How annotations are checked at run time, under `--check-annotations`."""
+
+from typing import Any, Self
+
+import beartype
+
+# An int is a float, as it is for the type checker. Functions are checked one by one, and only in
+# a class that it checks as a whole does beartype take Self.
+check = beartype.beartype(
+    conf=beartype.BeartypeConf(
+        is_pep484_tower=True,
+        hint_overrides=beartype.FrozenDict({Self: Any}),
+    )
+)
