@@ -128,7 +128,7 @@ class BinnedAuc:
         wrong = where & (jnp.isnan(scores) | ~(is_click | (labels == 0)))
         # Scores that do not count are dropped: they have a row that does not exist. A bin
         # that does not exist would not do, see `mesh.xla_options.DETERMINISTIC`.
-        row = jnp.where(where & ~wrong, is_click, 2).astype(jnp.int32)
+        row = jnp.where(where & ~wrong, is_click.astype(jnp.int32), 2)
         zeros = jnp.zeros(self.low.shape, jnp.int32)
         added = zeros.at[row, place.astype(jnp.int32)].add(1, mode="drop")
         return added, jnp.sum(wrong, dtype=jnp.int32)

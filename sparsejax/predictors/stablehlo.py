@@ -123,7 +123,7 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
 
     # One reference serves all programs with these arguments. The rest may have no hash.
     bare = dataclasses.replace(signature, stacks=(), schema=None, new_items=None)
-    like = _like(bare, rows)
+    like = _like(bare, rows, jax.config.jax_enable_x64)
     expected = _checked_type(like.mlir_module_serialized)
     found = _checked_type(code)
     if found != expected:
@@ -134,8 +134,8 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
 
 
 @functools.lru_cache(maxsize=64)
-def _like(signature: Signature, rows: int) -> export.Exported:
-    """A program of a signature that computes nothing.
+def _like(signature: Signature, rows: int, wide: bool) -> export.Exported:
+    """A program of a signature that computes nothing, made where 64-bit types are `wide`.
 
     It is kept, as a service loads many versions: JAX's caches hold each function that was traced
     for any number of entries, .6 MB each time.
