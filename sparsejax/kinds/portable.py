@@ -27,8 +27,9 @@ from sparsejax.nn.linear_part import LinearPart
 from sparsejax.nn.models import FeedForward
 from sparsejax.ops import coarse_top_k
 from sparsejax.predictors.archive import Stored
+from sparsejax.predictors.names import ITEMS
 from sparsejax.predictors.new_items import TAGS
-from sparsejax.predictors.ranking import ITEMS, unflattened
+from sparsejax.predictors.ranking import unflattened
 from sparsejax.predictors.signature import Array, NewItems, OutputLayer, of_ranking
 from sparsejax.predictors.stablehlo import inputs_like
 from sparsejax.sequence.model import SequenceModel

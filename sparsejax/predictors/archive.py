@@ -7,6 +7,7 @@
     ...
     weights/0           the numbers of an array, little-endian
     ...
+    names/0/...         other parts
     NAME.json           documents
 
 Weights are arguments of the programs. As constants they would be in each program, would
@@ -22,6 +23,7 @@ import functools
 import hashlib
 import io
 import itertools
+import math
 import os
 import zipfile
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
@@ -65,6 +67,7 @@ def save(
     *,
     programs: Iterable[tuple[int, export.Exported]],
     weights: Iterable[Stored],
+    others: Iterable[tuple[str, np.ndarray]] = (),
 ) -> None:
     """Writes a predictor, whole or not at all.
 
@@ -76,12 +79,13 @@ def save(
       documents: JSON by the names of parts.
       programs: with their numbers of rows.
       weights: the first argument of each program.
+      others: further arrays, by the names of parts. The first process alone takes them.
     """
     parts = [weight.pieces for weight in weights]
 
     def write() -> None:
         try:
-            _write(path, documents, programs, parts)
+            _write(path, documents, programs, parts, others)
         except Exception:
             _take_all(parts)  # the other processes do so, and wait for this one
             raise
@@ -96,7 +100,7 @@ def _take_all(parts: Iterable[Iterator[np.ndarray]]) -> None:
         pass
 
 
-def _write(path, documents, programs, parts) -> None:
+def _write(path, documents, programs, parts, others) -> None:
     check_writable(path)
     with whole_file(path) as file, zipfile.ZipFile(file, "w") as archive:
         for rows, program in programs:
@@ -106,9 +110,10 @@ def _write(path, documents, programs, parts) -> None:
                 bytes(program.mlir_module_serialized),
                 compress_type=zipfile.ZIP_DEFLATED,
             )
-        for i, pieces in enumerate(parts):
-            part = zipfile.ZipInfo(f"weights/{i}")
-            with archive.open(part, "w", force_zip64=True) as entry:
+        weights = ((f"weights/{i}", pieces) for i, pieces in enumerate(parts))
+        one_piece = ((name, [array]) for name, array in others)
+        for name, pieces in itertools.chain(weights, one_piece):
+            with archive.open(zipfile.ZipInfo(name), "w", force_zip64=True) as entry:
                 for piece in pieces:
                     entry.write(_bytes_of(piece))
         for name, document in documents.items():
@@ -270,15 +275,25 @@ def read_weights(
         raise ValueError(
             f"the signature states weights of {total:,} bytes, in a file of {length:,}"
         )
-    weights = []
-    for i, array in enumerate(arrays):
-        content = read_part(archive, f"weights/{i}", array.num_bytes)
-        if len(content) != array.num_bytes:
-            raise ValueError(
-                f"weights/{i} has {len(content):,} bytes, expected {array.num_bytes:,}"
-            )
-        weights.append(np.frombuffer(content, array.like.dtype).reshape(array.shape))
-    return weights
+    return [
+        read_array(archive, f"weights/{i}", array.shape, array.like.dtype)
+        for i, array in enumerate(arrays)
+    ]
+
+
+def read_array(
+    archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any
+) -> np.ndarray:
+    """The array of a part.
+
+    Raises:
+      ValueError: it has another size.
+    """
+    size = math.prod(shape) * np.dtype(dtype).itemsize
+    content = read_part(archive, name, size)
+    if len(content) != size:
+        raise ValueError(f"{name} has {len(content):,} bytes, expected {size:,}")
+    return np.frombuffer(content, dtype).reshape(shape)
 
 
 def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import scipy.special
 
+from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
 from sparsejax.data.sets.click_records import examples_of
 from sparsejax.data.sets.click_schema import (
@@ -54,7 +55,7 @@ class Clicks:
 
     @classmethod
     def of(
-        cls, signature: Signature, vocabularies: Mapping[str, Names]
+        cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Clicks]:
         """A function that makes it of programs whose signature `of_clicks` has made.
 
@@ -63,14 +64,15 @@ class Clicks:
             tables.
         """
         stacks, schema = signature.stacks, signature.schema
+        names = {name: table.names for name, table in vocabularies.items()}
         num_dense = sum(signature.inputs[0].shape) if signature.inputs else 0
         wanted = of_clicks(num_dense, stacks)
         if not stacks or wanted != {name: getattr(signature, name) for name in wanted}:
             raise ValueError(f"{LABEL} is not that of a click model")
         if schema is not None:
-            _check_schema(schema, num_dense, stacks, vocabularies)
+            _check_schema(schema, num_dense, stacks, names)
         facts = {"num_dense": num_dense, "stacks": stacks, "schema": schema}
-        return functools.partial(cls, vocabularies=vocabularies, **facts)
+        return functools.partial(cls, vocabularies=names, **facts)
 
     def __str__(self) -> str:
         schema = "without schema" if self.schema is None else "with schema"

@@ -22,6 +22,15 @@ from sparsejax.predictors.signature import (
 )
 
 
+def signature_4(document: dict[str, Any]) -> Signature:
+    """Reads version 4, whose names are lists of JSON.
+
+    Raises:
+      ValueError: it is something else.
+    """
+    return Signature.from_json(document, version=4)
+
+
 def signature_3(document: dict[str, Any]) -> Signature:
     """Reads version 3, whose programs rank themselves.
 

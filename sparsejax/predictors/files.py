@@ -1,7 +1,7 @@
 """Reads a predictor, which `saving` writes.
 
-Earlier releases wrote items.json beside predictor.json, and of clicks clicks.json and
-vocabularies.json.
+Earlier releases wrote names as lists into names.json, or into items.json beside
+predictor.json, and of clicks clicks.json and vocabularies.json.
 """
 
 from __future__ import annotations
@@ -13,20 +13,21 @@ import zipfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from sparsejax.data.files.names import Names, as_names
-from sparsejax.predictors import archive, earlier, stablehlo
+from sparsejax.data.files.name_index import NameTable
+from sparsejax.predictors import archive, earlier, names, stablehlo
 from sparsejax.predictors.new_items import Content
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
-from sparsejax.predictors.saving import ANSWER, NAMES, SETTINGS
-from sparsejax.predictors.signature import LABEL, Signature
+from sparsejax.predictors.saving import ANSWER, SETTINGS
+from sparsejax.predictors.signature import LABEL, VERSION, Signature
 from sparsejax.predictors.stored_answer import StoredAnswer
 
 _CLICKS = "clicks.json"
-# For each form what reads its settings, and the part with its names.
+# For each form what reads its settings, and the part with lists of its names.
 _FORMS = {
-    (SETTINGS, 4): (Signature.from_json, NAMES),
-    (SETTINGS, 3): (earlier.signature_3, NAMES),
+    (SETTINGS, VERSION): (Signature.from_json, None),
+    (SETTINGS, 4): (earlier.signature_4, "names.json"),
+    (SETTINGS, 3): (earlier.signature_3, "names.json"),
     (SETTINGS, 2): (earlier.items_2, "items.json"),
     (_CLICKS, 1): (earlier.clicks_1, "vocabularies.json"),
 }
@@ -86,8 +87,8 @@ def check_predictor(path: str | os.PathLike[str]) -> None:
     with archive.opened(path) as file:
         length = os.fstat(file.fileno()).st_size
         with archive.reading(path), zipfile.ZipFile(file) as parts:
-            signature, names = read_signature(parts, length)
-            model_of(signature, names)
+            signature, tables = read_signature(parts, length)
+            model_of(signature, tables)
             _answer_in(parts, signature, length)
             for rows in signature.rows:
                 stablehlo.load(signature, rows, archive.read_program(parts, rows))
@@ -125,8 +126,12 @@ def predictor_identity(path: str | os.PathLike[str]) -> str:
 def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
     length = os.fstat(file.fileno()).st_size
     with archive.reading(path), zipfile.ZipFile(file) as parts:
-        signature, names = read_signature(parts, length)
-        model, answer = model_of(signature, names), _answer_in(parts, signature, length)
+        signature, tables = read_signature(parts, length)
+        model, answer = (
+            model_of(signature, tables),
+            _answer_in(parts, signature, length),
+        )
+        named = {name: table.names for name, table in tables.items()}
         code = {
             rows: stablehlo.load(signature, rows, archive.read_program(parts, rows))
             for rows in signature.rows
@@ -134,13 +139,13 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
         count, new = len(signature.weights), signature.new_items
         arrays = (*signature.weights, *(() if new is None else new.arrays))
         weights = archive.read_weights(parts, arrays, length)
-        content = Content.of(signature, names, weights[count:])
+        content = Content.of(signature, named, weights[count:])
         again = archive.again(load_same_predictor, path, file)
     runtime = Programs.of(signature, code, weights[:count])
     return Predictor(
         signature=signature,
         model=model(runtime),
-        names_in_file=names,
+        names_in_file=named,
         content=content,
         again=again,
         answer=answer,
@@ -158,7 +163,7 @@ def _answer_in(
 
 
 def model_of(
-    signature: Signature, vocabularies: Mapping[str, Names]
+    signature: Signature, vocabularies: Mapping[str, NameTable]
 ) -> Callable[[Programs], Any]:
     """The function that makes a `Predictor.model` of its programs.
 
@@ -176,7 +181,7 @@ def model_of(
 
 def read_signature(
     parts: zipfile.ZipFile, length: int
-) -> tuple[Signature, dict[str, Names]]:
+) -> tuple[Signature, dict[str, NameTable]]:
     """The signature of a file's programs, and its names.
 
     Args:
@@ -198,12 +203,9 @@ def read_signature(
         )
     read, part = form
     signature = read(document)
-    names = archive.read_json(parts, part, length)
+    if part is None:
+        return signature, names.read(parts, length)
+    lists = archive.read_json(parts, part, length)
     if part == "items.json":
-        names = {} if names is None else {"items": names}
-    if not isinstance(names, dict) or not all(
-        isinstance(some, list) and all(type(each) is str for each in some)
-        for some in names.values()
-    ):
-        raise ValueError(f"{part} has no lists of names")
-    return signature, {key: as_names(some) for key, some in names.items()}
+        lists = {} if lists is None else {names.ITEMS: lists}
+    return signature, names.of_lists(lists, part)

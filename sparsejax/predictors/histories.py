@@ -8,7 +8,7 @@ from typing import Any, Self, cast
 import jax
 import numpy as np
 
-from sparsejax.data.files.names import Names
+from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.reading.histories import (
     HISTORIES,
     TIMES,
@@ -42,7 +42,7 @@ class Ordered(Items):
 
     @classmethod
     def of(
-        cls, signature: Signature, vocabularies: Mapping[str, Names]
+        cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Self]:
         if not reads_histories(features_of(signature.inputs[:-1])):
             raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Self, cast
 import jax
 import numpy as np
 
+from sparsejax.data.files.name_index import NameTable, Places
 from sparsejax.data.files.names import Names, quoted
 from sparsejax.data.reading.sources import (
     Features,
@@ -25,6 +26,7 @@ from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_denied
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.predictors.names import ITEMS
 from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.runtime import Entries, Programs, Rows, room_for
 from sparsejax.predictors.signature import (
@@ -36,7 +38,6 @@ from sparsejax.predictors.signature import (
 )
 from sparsejax.sparse import CSR, host_rows
 
-ITEMS = "items"  # the vocabulary of a file that has names
 # Room for this many entries a row, but at least so many in all.
 _ENTRIES, _LEAST_ENTRIES = 64, 256
 _NO_PLACES = np.empty(0, np.int64)
@@ -120,7 +121,8 @@ class Items:
       num_items: number of items.
       num_read: the items that the programs know. The others were added later: they are
         recommended, but not read.
-      items: their names, or None.
+      table: names of the items, or None.
+      items: the same as an array.
     """
 
     has: ClassVar[str] = "recommend"
@@ -130,11 +132,12 @@ class Items:
     num_features: Features
     num_items: int
     num_read: int
+    table: NameTable | None
     items: Names | None
 
     @classmethod
     def of(
-        cls, signature: Signature, vocabularies: Mapping[str, Names]
+        cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Self]:
         """A function that makes it of programs whose signature `of_ranking` has made.
 
@@ -147,7 +150,8 @@ class Items:
         k, num_items = (
             max(s.shape, default=0) for s in (signature.outputs[0], exclude)
         )
-        features, items = features_of(inputs), vocabularies.get(ITEMS)
+        features, table = features_of(inputs), vocabularies.get(ITEMS)
+        items = None if table is None else table.names
         wanted = of_ranking(features, num_items, k)
         if wanted != {name: getattr(signature, name) for name in wanted}:
             raise ValueError(f"{LABEL} is not that of a recommender")
@@ -158,8 +162,9 @@ class Items:
         num_read = num_items - signature.added
         if features == num_read:
             features = num_items
-        facts = {"k": k, "num_items": num_items, "num_read": num_read, "items": items}
-        return functools.partial(cls, num_features=features, **facts)
+        facts = {"k": k, "num_items": num_items, "num_read": num_read}
+        facts |= {"num_features": features, "table": table, "items": items}
+        return functools.partial(cls, **facts)
 
     def __str__(self) -> str:
         names = "without names" if self.items is None else "with names"
@@ -215,7 +220,7 @@ class Items:
         known = self._known_of(lists)
         if unknown == "error" and len(known.numbers) < len(lists.names):
             columns = self._columns
-            missing = [name for name in lists.names if name not in columns]
+            missing = [name for name in lists.names if columns[name] < 0]
             raise ValueError(
                 f"{len(missing):,} of {len(lists.names):,} names are not items of "
                 f"the predictor: {quoted(missing)}"
@@ -245,7 +250,8 @@ class Items:
     ) -> Self:
         """The same with further items, see `new_items.extended`."""
         programs = Programs.of(signature, self.programs.code, weights)
-        return type(self).of(signature, vocabularies)(programs)
+        tables = {name: NameTable.of(some) for name, some in vocabularies.items()}
+        return type(self).of(signature, tables)(programs)
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
         """Compiles and runs what requests of so many rows and entries need."""
@@ -325,8 +331,7 @@ class Items:
 
         In place of an unknown one is the first item.
         """
-        found = [*map(self._columns.get, names, itertools.repeat(-1))]
-        numbers = np.array(found, np.int32)
+        numbers = np.array([*map(self._columns.__getitem__, names)], np.int32)
         unknown = numbers < 0
         numbers = np.where(unknown, 0, numbers)
         own = Entries(None, numbers, np.arange(len(numbers) + 1))
@@ -341,8 +346,10 @@ class Items:
         return self.items
 
     @functools.cached_property
-    def _columns(self) -> dict[str, int]:
-        return {name: i for i, name in enumerate(self._item_names().tolist())}
+    def _columns(self) -> Places:
+        self._item_names()
+        assert self.table is not None  # else there are no names
+        return Places(self.table.index)
 
     def _excluded(self, exclude: Any, inputs: Any) -> Any:
         """The argument `exclude`, where `inputs` are of this kind."""
@@ -382,7 +389,7 @@ class Items:
         else:
             # All in C: there can be thousands of names in a request. NumPy reads a list much
             # faster than an iterator.
-            found = [*map(self._columns.get, lists.names, itertools.repeat(-1))]
+            found = [*map(self._columns.__getitem__, lists.names)]
             numbers = np.array(found, np.int64)
         is_known = numbers >= 0
         if is_known.all():
@@ -412,7 +419,7 @@ class Items:
                     f"by time; got {found.tolist()}"
                 )
             pairs = zip(names, found.tolist(), strict=True)
-            kept += [time for name, time in pairs if name in self._columns]
+            kept += [time for name, time in pairs if self._columns[name] >= 0]
         return np.array(kept, np.float64)
 
     def _values_of(
@@ -431,7 +438,8 @@ class Items:
                     f"them, not {len(given):,} values with {quoted(given)}"
                 )
             pairs = zip(names, given, strict=True)
-            row = {columns[name]: value for name, value in pairs if name in columns}
+            row = {columns[name]: value for name, value in pairs}
+            row.pop(-1, None)
             if len(row) < count:
                 raise ValueError(
                     "a name comes twice in a history with values; give it once, with the "

@@ -3,7 +3,8 @@
 ::
 
     predictor.json      the signature
-    names.json          names of items and of tags, or the categories of each vocabulary
+    names.json          how many names there are of items and of tags, or of each vocabulary
+    names/0/...         the first of these lists, see `names`
     answer.json         an example with its answer, see `StoredAnswer`; not in all files
 """
 
@@ -18,12 +19,12 @@ import numpy as np
 from jax import export
 
 from sparsejax import codec
-from sparsejax.predictors import archive
+from sparsejax.predictors import archive, names
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.signature import Signature
 from sparsejax.predictors.stored_answer import StoredAnswer
 
-SETTINGS, NAMES, ANSWER = "predictor.json", "names.json", "answer.json"
+SETTINGS, ANSWER = "predictor.json", "answer.json"
 
 
 def save_predictor(
@@ -45,10 +46,12 @@ def save_predictor(
       weights: those of the signature, then the kernels of `Signature.new_items`.
       answer: to an example, or None.
     """
-    documents = {SETTINGS: signature.to_json(), NAMES: vocabularies}
+    counts = {name: len(some) for name, some in vocabularies.items()}
+    documents = {SETTINGS: signature.to_json(), names.COUNTS: counts}
     if answer is not None:
         documents[ANSWER] = answer.to_json()
-    archive.save(path, documents, programs=programs, weights=weights)
+    others = names.parts(vocabularies)
+    archive.save(path, documents, programs=programs, weights=weights, others=others)
 
 
 def add_answer(path: str | os.PathLike[str], answer: StoredAnswer) -> None:

@@ -16,7 +16,7 @@ from sparsejax.data.reading.sources import Features, dense_row
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.ops.precision import Precision
 
-VERSION = 4
+VERSION = 5
 LABEL = "the signature"  # what messages call it
 Platform = Literal["cpu", "cuda"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")  # that programs are written for

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from sparsejax.data.files.name_index import EncodedNames, NameIndex, PrefixedNames
+from sparsejax.data.files.name_index import EncodedNames, NameTable, PrefixedNames
 
 # The protocol's numbers, as NumPy has them.
 NUMBERS = {
@@ -63,16 +63,16 @@ class Vocabulary:
     """The names of which those of an answer are chosen, also as binary data.
 
     Args:
-      names: the list.
+      table: of the names.
 
     Attributes:
       index: in which names are found.
     """
 
-    def __init__(self, names: np.ndarray):
-        self._prefixed = PrefixedNames(names)
-        self._names = names
-        self.index = NameIndex(names)
+    def __init__(self, table: NameTable):
+        self._prefixed = PrefixedNames(table.encoded, table.ends)
+        self._names = table.names
+        self.index = table.index
 
     def texts(self, ids: np.ndarray) -> list[str]:
         """The names of some places; that of -1 is empty."""

@@ -145,7 +145,7 @@ class _Ranked:
         kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
         kinds["unknown"] = "INT32"
         self.outputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
-        self.names = Vocabulary(predictor.items) if names is None else names
+        self.names = Vocabulary(self._model.table) if names is None else names
 
     def _k(self, asked: Asked) -> int:
         """How many items a request wants for each row."""

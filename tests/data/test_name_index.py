@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from sparsejax.data.files import name_index
-from sparsejax.data.files.name_index import EncodedNames, NameIndex
+from sparsejax.data.files.name_index import EncodedNames, NameTable, Places
 from sparsejax.data.files.names import as_names
 
 KNOWN = [
@@ -27,9 +27,17 @@ def encoded(names: list[str]) -> EncodedNames:
 
 def check(known: list[str], asked: list[str]) -> None:
     places = {name: place for place, name in enumerate(known)}
-    found = NameIndex(as_names(known)).find(encoded(asked))
-    assert found.dtype == np.int32
-    assert found.tolist() == [places.get(name, -1) for name in asked]
+    made = NameTable.of(as_names(known))
+    stored = made.index.shifts, made.index.table
+    expected = [places.get(name, -1) for name in asked]
+    for table in (made, NameTable(made.encoded, made.ends, stored)):
+        found = table.index.find(encoded(asked))
+        assert found.dtype == np.int32
+        assert found.tolist() == expected
+        one_by_one = Places(table.index)
+        for _ in range(2):  # the second time they are remembered
+            assert [*map(one_by_one.__getitem__, asked)] == expected
+        assert one_by_one.keys() == {*asked} & {*known}
 
 
 def test_names_are_found():
@@ -46,8 +54,20 @@ def test_names_are_found():
 )
 def test_names_that_differ_little_have_places(form):
     """Few names would be found one after the other if hashes were alike."""
-    index = NameIndex(as_names([form.format(i) for i in range(5000)]))
-    assert not index._others and index._shifts.max() < 64
+    index = NameTable.of(as_names([form.format(i) for i in range(5000)])).index
+    assert not index._others and index.shifts.max() < 64
+
+
+def test_files_have_these_hashes():
+    """With others, names would not be found in files that have been written."""
+    index = NameTable.of(as_names(["a", "eight by", "日本語 and more"])).index
+    assert index.shifts.tolist() == [0, 0, 0, 0]
+    places = np.flatnonzero(index.table >= 0)
+    assert dict(zip(places.tolist(), index.table[places].tolist(), strict=True)) == {
+        0: 1,
+        3: 0,
+        13: 2,
+    }
 
 
 @pytest.mark.parametrize("parts", [1, 7])

@@ -491,7 +491,7 @@ def test_files_that_are_no_predictors(path, tmp_path):
     settings = json.dumps({"version": 99})
     newer = _changed(path, tmp_path / "newer", "predictor.json", settings)
     with pytest.raises(
-        ValueError, match="newer: .* version 99; this release reads version 4, 3, 2"
+        ValueError, match="newer: .* version 99; this release reads version 5, 4, 3, 2"
     ):
         sj.load_predictor(newer)
 
@@ -663,11 +663,19 @@ def test_output_layers_that_are_none(path, tmp_path, change):
         ("predictor.json", b" " * 2**21, "2,097,152 bytes, more than 1,048,576"),
         ("predictor.json", b"\xff", "utf-8"),
         ("predictor.json", b"[]", "predictor.json is of version None"),
-        ("names.json", b'{"items": ["a"]}', "there are 1 names of 41 items"),
-        ("names.json", b'{"user": []}', "names of .'user'., not of items"),
-        ("names.json", b'{"items": [1]}', "names.json has no lists of names"),
-        ("names.json", b'["a"]', "names.json has no lists of names"),
-        ("names.json", b'{"items": ["' + b"x" * 2**20 + b'"]}', "bytes, more than"),
+        ("names.json", b'{"items": 1}', "names/0/lengths has 164 bytes, more than 4"),
+        ("names.json", b'{"items": -1}', "names/0/lengths has 164 bytes, more than -4"),
+        ("names.json", b'{"items": 9000000000000000}', "names/0/lengths has 164 bytes"),
+        ("names.json", b'{"user": 41}', "names of .'user'., not of items"),
+        ("names.json", b'{"items": [1]}', 'names.json: "items" must be int'),
+        ("names.json", b'["a"]', "names.json must be an object"),
+        ("names.json", b'{"items": "' + b"x" * 2**20 + b'"}', "bytes, more than"),
+        ("names/0/text", b"a", "names/0/text has 1 bytes, expected"),
+        ("names/0/text", b"\xff" * 10, "names/0/text has 10 bytes, expected"),
+        ("names/0/lengths", b"\xff" * 164, "names/0/text has .* bytes, expected"),
+        ("names/0/shifts", bytes(9), "names/0/shifts has 9 bytes, expected 64"),
+        ("names/0/table", b"\x29\0\0\0" * 256, "the index is not one of 41 names"),
+        ("names/0/table", b"\xfe" + b"\xff" * 1023, "the index is not one of 41 names"),
         ("programs/1", bytes(2**24 + 1), "16,777,217 bytes, more than 16,777,216"),
         ("weights/0", b"", "weights/0 has 0 bytes, expected"),
         ("weights/0", bytes(2**24), "weights/0 has 16,777,216 bytes, more than"),

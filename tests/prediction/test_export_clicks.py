@@ -17,6 +17,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.predictors import files as predictor_files
+from sparsejax.predictors import names as predictor_names
 from sparsejax.predictors.signature import Signature
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
@@ -289,9 +290,7 @@ def test_exports_that_do_not_fit(model, train, tmp_path):
 def test_settings_that_are_not_ours(path):
     with zipfile.ZipFile(path) as parts:
         good = json.loads(parts.read("predictor.json"))
-        names = {
-            n: np.array(v) for n, v in json.loads(parts.read("names.json")).items()
-        }
+        names = predictor_names.read(parts, 2**20)
 
     def read(document):
         return predictor_files.model_of(Signature.from_json(document), names)

@@ -1,6 +1,7 @@
 """Predictors of every kind: one class, one form of file, which reads the earlier ones."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -59,7 +60,7 @@ def test_the_signature_is_data(folder, shown):
             document = json.loads(parts.read("predictor.json"))
             assert {"predictor.json", "names.json"} < set(parts.namelist())
         assert document == json.loads(json.dumps(found[kind].to_json()))
-        assert document["version"] == 4
+        assert document["version"] == 5
 
 
 def test_two_exports_are_the_same_bytes(folder, shown, tmp_path):
@@ -115,12 +116,21 @@ def earlier_form(path: pathlib.Path, to: pathlib.Path, version: int) -> None:
     """Writes a predictor as an earlier release did: version 2 had two forms."""
     with zipfile.ZipFile(path) as old:
         parts = {name: old.read(name) for name in old.namelist()}
+    names = {}
+    for number, name in enumerate(json.loads(parts.pop("names.json"))):
+        text = parts.pop(f"names/{number}/text").decode()
+        ends = np.cumsum(np.frombuffer(parts.pop(f"names/{number}/lengths"), "<u4"))
+        names[name] = [text[a:b] for a, b in itertools.pairwise([0, *ends])]
+    for part in [part for part in parts if part.startswith("names/")]:
+        del parts[part]  # the index
     signature = json.loads(parts.pop("predictor.json"))
-    assert signature.pop("layer") is None
-    if version == 3:
-        parts["predictor.json"] = json.dumps(signature | {"version": 3}).encode()
-        return _write(parts, to)
-    names = json.loads(parts.pop("names.json"))
+    if version < 4:
+        assert signature.pop("layer") is None
+    if version > 2:
+        documents = {"predictor.json": signature | {"version": version}}
+        documents["names.json"] = names
+        more = {name: json.dumps(each).encode() for name, each in documents.items()}
+        return _write(parts | more, to)
     same = {key: signature[key] for key in ("calling_convention", "jax", "weights")}
     same["programs"] = signature["rows"]
     *inputs, exclude = signature["inputs"]
@@ -157,14 +167,16 @@ def ranking_programs(tmp_path_factory, symbolic_sizes):
     return folder
 
 
-@pytest.mark.parametrize("version", [2, 3])
+@pytest.mark.parametrize("version", [2, 3, 4])
 @pytest.mark.parametrize("kind", KINDS)
 def test_files_of_earlier_releases_are_read(
     kind, version, folder, shown, ranking_programs, tmp_path
 ):
-    earlier_form(ranking_programs / kind, tmp_path / "earlier", version)
+    written = ranking_programs if version < 4 else folder
+    earlier_form(written / kind, tmp_path / "earlier", version)
     earlier, now = map(sj.load_predictor, (tmp_path / "earlier", folder / kind))
-    assert earlier.signature == dataclasses.replace(now.signature, layer=None)
+    layer = None if version < 4 else now.signature.layer
+    assert earlier.signature == dataclasses.replace(now.signature, layer=layer)
     assert (now.signature.layer is None) == (kind == "clicks")
     assert answer(earlier, shown[kind]) == answer(now, shown[kind])
     if kind != "clicks":

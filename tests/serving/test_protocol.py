@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 from served import prefixed
 
+from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import as_names
 from sparsejax.serving import protocol
 from sparsejax.serving.protocol import Chosen, Limits, RefusedError, Tensor, Vocabulary
@@ -73,7 +74,7 @@ def test_names_that_fill_up_rows_are_read_fast():
 
 def test_chosen_names_as_text_and_as_bytes():
     names = ["item 1", "jalapeño", "x" * 300, "日本"]
-    vocabulary = Vocabulary(as_names(names))
+    vocabulary = Vocabulary(NameTable.of(as_names(names)))
     for ids in ([], [0], [-1], [3, 0, -1, 1, 1, -1, 2], [-1, -1]):
         chosen = Chosen(vocabulary, np.array(ids, np.int32))
         tensor = Tensor("items", "BYTES", (len(ids),), chosen)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import struct
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -11,13 +13,16 @@ import pyarrow as pa
 from sparsejax.data.files.names import Names, utf8
 
 _WORD, _LENGTH = 8, 4  # bytes
-_LENGTH_BITS = 31
-_NO_LENGTH = (1 << _LENGTH_BITS) - 1
 # Bits of a word that belong to a name which ends after so many bytes of it.
 _MASKS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
+_WORDS = struct.Struct("<Q")
+_LENGTH_BITS = 31
+_NO_LENGTH = (1 << _LENGTH_BITS) - 1
 _Levels = list[tuple[np.ndarray | slice, np.ndarray]]
 _ALL = slice(None)
-_FACTOR, _MORE = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xD6E8FEB86659FD93)
+# These and `_hashed` are part of the form of predictors' files.
+_FACTOR, _MORE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
+_ALL_BITS = (1 << 64) - 1
 
 
 class EncodedNames(Sequence[str]):
@@ -55,11 +60,11 @@ class PrefixedNames:
     """Names as bytes, each after its length as four bytes, of which some are written at once.
 
     Args:
-      names: the list.
+      encoded: all names, in UTF-8.
+      ends: `[names + 1]`: where the first begins, and where each ends.
     """
 
-    def __init__(self, names: Names):
-        encoded, ends = utf8(names)
+    def __init__(self, encoded: bytes, ends: np.ndarray):
         lengths = np.append(ends[1:] - ends[:-1], 0)  # an empty name is the last
         begins = np.concatenate([[0], np.cumsum(lengths + _LENGTH)])
         is_length = np.zeros(begins[-1], bool)
@@ -90,60 +95,83 @@ class NameIndex:
     for if its length and its words are the same.
 
     Args:
-      names: that are found by their places, each once.
+      encoded: all names, in UTF-8; each comes once.
+      ends: `[names + 1]`: where the first begins, and where each ends.
+      stored: `shifts` and `table` of an index of the same names; by default they are chosen.
+
+    Attributes:
+      shifts: `[groups]` uint8.
+      table: `[4 * groups]` int32: the name at each place, -1 if it is free.
+
+    Raises:
+      ValueError: what is stored cannot be of so many names.
     """
 
-    def __init__(self, names: Names):
-        encoded, ends = utf8(names)
-        lengths = np.append(np.diff(ends), _NO_LENGTH)  # the last one of a free place
-        levels = _levels(encoded, ends[:-1], lengths[:-1])
-        counts = -(-lengths // _WORD)
-        counts[-1] = 0
-        first = np.cumsum(counts) - counts
-        self._words = np.zeros(int(counts.sum()) + 1, np.uint64)
-        for level, (places, words) in enumerate(levels):
-            self._words[first[:-1][places] + level] = words
-        # One number for both, since each look at a large array waits for memory.
-        self._first_and_length = (first << _LENGTH_BITS) | lengths
-        bits = len(names).bit_length()
+    def __init__(
+        self,
+        encoded: bytes,
+        ends: np.ndarray,
+        stored: tuple[np.ndarray, np.ndarray] | None = None,
+    ):
+        count, lengths = len(ends) - 1, np.diff(ends)
+        self._words, first = _aligned(encoded, ends[:-1], lengths)
+        # One number for both, since each look at a large array waits for memory. The last one
+        # is of free places.
+        self._first_and_length = np.append(
+            (first << _LENGTH_BITS) | lengths, _NO_LENGTH
+        )
+        bits = count.bit_length()
         self._groups = np.uint64((1 << bits) - 1)
-        self._shifts = np.zeros(1 << bits, np.uint8)
-        self._table = np.full(4 << bits, -1, np.int32)
-        rest = self._fill(_hashed(lengths[:-1], levels))
-        self._others = {names[place]: place for place in rest.tolist()}
+        if stored is None:
+            self.shifts = np.zeros(1 << bits, np.uint8)
+            self.table = np.full(4 << bits, -1, np.int32)
+            self._fill(_hashed(lengths, _levels(encoded, ends[:-1], lengths)))
+        else:
+            self.shifts, self.table = stored
+            sizes = len(self.shifts), len(self.table)
+            least, most = self.table.min(initial=-1), self.table.max(initial=-1)
+            if sizes != (1 << bits, 4 << bits) or least < -1 or most >= count:
+                raise ValueError(f"the index is not one of {count:,} names")
+        is_there = np.zeros(count + 1, bool)  # the last one is for free places
+        is_there[self.table] = True
+        others = np.flatnonzero(~is_there[:-1]).tolist()
+        # Python takes single numbers faster from these than from arrays.
+        self._views = memoryview(self.shifts), memoryview(self.table), memoryview(ends)
+        self._encoded = encoded
+        names = ((encoded[ends[at] : ends[at + 1]], at) for at in others)
+        self._others = dict(names)
 
-    def _fill(self, hashes: np.ndarray) -> np.ndarray:
-        """Chooses the shifts, and gives the names that found no place: those of equal hashes."""
+    def _fill(self, hashes: np.ndarray) -> None:
+        """Chooses the shifts. Names of equal hashes find no place."""
         waiting = np.arange(len(hashes), dtype=np.int32)
         groups = (hashes & self._groups).astype(np.int64)
-        claims = np.empty_like(self._table)
+        claims = np.empty_like(self.table)
         for shift in range(256):
             if not len(waiting):
                 break
-            self._shifts[groups[waiting]] = shift
+            self.shifts[groups[waiting]] = shift
             slots = self._slots(hashes[waiting])
             claims[slots] = waiting  # of several the last one stays
-            is_good = (claims[slots] == waiting) & (self._table[slots] < 0)
-            bad = np.zeros(len(self._shifts), bool)
+            is_good = (claims[slots] == waiting) & (self.table[slots] < 0)
+            bad = np.zeros(len(self.shifts), bool)
             bad[groups[waiting[~is_good]]] = True  # a group finds places together
             left = bad[groups[waiting]]
-            self._table[slots[~left]] = waiting[~left]
+            self.table[slots[~left]] = waiting[~left]
             waiting = waiting[left]
-        return waiting
 
     def _slots(self, hashes: np.ndarray) -> np.ndarray:
         """The places in the table. A shift adds a multiple of an odd number that differs."""
-        shifts = self._shifts[(hashes & self._groups).astype(np.int64)]
+        shifts = self.shifts[(hashes & self._groups).astype(np.int64)]
         own = (hashes >> np.uint64(32)) + shifts * (
             (hashes >> np.uint64(7)) | np.uint64(1)
         )
-        return (own & np.uint64(len(self._table) - 1)).astype(np.int64)
+        return (own & np.uint64(len(self.table) - 1)).astype(np.int64)
 
     def find(self, names: EncodedNames) -> np.ndarray:
         """`[names]` int32: the place of each name, -1 if it is absent."""
         lengths = names.ends - names.starts
         levels = _levels(names.data, names.starts, lengths)
-        found = self._table[self._slots(_hashed(lengths, levels))]
+        found = self.table[self._slots(_hashed(lengths, levels))]
         both = self._first_and_length[found]
         same = (both & _NO_LENGTH) == lengths
         first = both >> _LENGTH_BITS
@@ -155,21 +183,120 @@ class NameIndex:
         found[~same] = -1
         if self._others:
             for place in np.flatnonzero(found < 0).tolist():
-                found[place] = self._others.get(names[place], -1)
+                name = names.data[names.starts[place] : names.ends[place]]
+                found[place] = self._others.get(name, -1)
         return found
+
+    def place(self, name: str) -> int:
+        """The place of a name, -1 if it is absent: `find` for few names, for which it is faster."""
+        encoded = name.encode(errors="surrogatepass")  # no name has such bytes
+        shifts, table, ends = self._views
+        hashed = len(encoded)
+        for (word,) in _WORDS.iter_unpack(encoded + bytes(-hashed % _WORD)):
+            hashed = ((hashed ^ word) * _FACTOR) & _ALL_BITS
+            hashed ^= hashed >> 32
+        hashed = (hashed * _MORE) & _ALL_BITS
+        hashed ^= hashed >> 32
+        shift = shifts[hashed & (len(shifts) - 1)]
+        slot = (hashed >> 32) + shift * ((hashed >> 7) | 1)
+        found = table[slot & (len(table) - 1)]
+        if found >= 0 and self._encoded[ends[found] : ends[found + 1]] == encoded:
+            return found
+        return self._others.get(encoded, -1)
+
+
+class Places(dict[str, int]):
+    """The places of names, -1 for those that are absent. It remembers those that were found.
+
+    Args:
+      index: of all names.
+    """
+
+    def __init__(self, index: NameIndex):
+        super().__init__()
+        self._index = index
+
+    def __missing__(self, name: str) -> int:
+        place = self._index.place(name)
+        if place >= 0:  # others have no end
+            self[name] = place
+        return place
+
+
+class NameTable:
+    """Names as bytes, as a file has them, and what finds and writes them.
+
+    Args:
+      encoded: all names, in UTF-8.
+      ends: `[names + 1]`: where the first begins, and where each ends.
+      stored: see `NameIndex`.
+
+    Raises:
+      ValueError: a name is not in UTF-8; or see `NameIndex`.
+    """
+
+    def __init__(
+        self,
+        encoded: bytes,
+        ends: np.ndarray,
+        stored: tuple[np.ndarray, np.ndarray] | None = None,
+    ):
+        self.encoded, self.ends = encoded, ends
+        buffers = pa.py_buffer(ends), pa.py_buffer(encoded)
+        self._texts = pa.LargeStringArray.from_buffers(len(ends) - 1, *buffers)
+        self._texts.validate(full=True)
+        if stored is not None:
+            self.index = NameIndex(encoded, ends, stored)
+
+    @classmethod
+    def of(cls, names: Names) -> NameTable:
+        """The table of an array of names."""
+        return cls(*utf8(names))
+
+    @functools.cached_property
+    def names(self) -> Names:
+        """`[names]` text."""
+        return np.array(self._texts.to_pylist(), np.dtypes.StringDType())
+
+    @functools.cached_property
+    def index(self) -> NameIndex:
+        """In which names are found."""
+        return NameIndex(self.encoded, self.ends)
 
 
 def _hashed(lengths: np.ndarray, levels: _Levels) -> np.ndarray:
     """A number of 64 bits for each name, which depends on all of its bytes."""
     hashed = lengths.astype(np.uint64)
     for places, words in levels:
-        hashed[places] = _mixed((hashed[places] ^ words) * _FACTOR)
-    return _mixed(hashed * _MORE)
+        hashed[places] = _mixed((hashed[places] ^ words) * np.uint64(_FACTOR))
+    return _mixed(hashed * np.uint64(_MORE))
 
 
 def _mixed(hashed: np.ndarray) -> np.ndarray:
     """Lets the low bits depend on all bits, too; a product's high ones do so."""
     return hashed ^ (hashed >> np.uint64(32))
+
+
+def _words(data: bytes) -> np.ndarray:
+    """The word that begins at each byte."""
+    data += bytes(_WORD)  # a word may end behind the last byte
+    return np.ndarray(len(data) - _WORD + 1, "<u8", data, strides=(1,))
+
+
+def _aligned(
+    data: bytes, starts: np.ndarray, lengths: np.ndarray
+) -> tuple[np.ndarray, np.ndarray]:
+    """The words of all names, one name after the other; and where each name begins."""
+    counts = -(-lengths // _WORD)
+    first = np.cumsum(counts) - counts
+    at = np.arange(counts.sum()) * _WORD
+    at += np.repeat(starts - first * _WORD, counts)
+    words = np.append(_words(data)[at], np.uint64(0))  # also if there is no name
+    last = first + counts - 1
+    masks = _MASKS[lengths - (counts - 1) * _WORD]
+    some = counts > 0
+    words[last[some]] &= masks[some]
+    return words, first
 
 
 def _levels(data: bytes, starts: np.ndarray, lengths: np.ndarray) -> _Levels:
@@ -179,8 +306,7 @@ def _levels(data: bytes, starts: np.ndarray, lengths: np.ndarray) -> _Levels:
       For each level the places of the names, and their words. Of all names the places are a
       slice, which NumPy takes much faster.
     """
-    data += bytes(_WORD)  # a word may end behind the last byte
-    every = np.ndarray(len(data) - _WORD + 1, "<u8", data, strides=(1,))
+    every = _words(data)
     places: Any = _ALL
     begins, left = starts, lengths
     levels: _Levels = []

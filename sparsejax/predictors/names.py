@@ -1,0 +1,92 @@
+"""Names in a predictor's file: as bytes, and with the index in which items are found.
+
+::
+
+    names.json          {"items": 41}: how many there are of each list
+    names/0/text        all names of the first list, in UTF-8
+    names/0/lengths     bytes of each name
+    names/0/shifts      of `NameIndex`, for items alone
+    names/0/table       so, too
+
+Earlier releases wrote the lists as JSON. Two million names take seconds to be read from it,
+and to be indexed.
+"""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from sparsejax import codec
+from sparsejax.data.files.name_index import NameTable
+from sparsejax.data.files.names import as_names
+from sparsejax.predictors import archive
+
+COUNTS = "names.json"
+ITEMS = "items"  # the vocabulary of a file that has names
+_LENGTH, _TABLE = "<u4", "<i4"
+
+
+def parts(
+    vocabularies: Mapping[str, Sequence[str]],
+) -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays of a file, by the names of their parts."""
+    for number, (name, some) in enumerate(vocabularies.items()):
+        table = NameTable.of(as_names(some))
+        where = f"names/{number}"
+        yield f"{where}/text", np.frombuffer(table.encoded, np.uint8)
+        yield f"{where}/lengths", np.diff(table.ends).astype(_LENGTH)
+        if name == ITEMS:
+            yield f"{where}/shifts", table.index.shifts
+            yield f"{where}/table", table.index.table
+
+
+def read(parts: zipfile.ZipFile, length: int) -> dict[str, NameTable]:
+    """The names of a file.
+
+    Args:
+      parts: the archive.
+      length: bytes of the file, which bounds that of the names.
+
+    Raises:
+      ValueError: they are damaged.
+    """
+    document = archive.read_json(parts, COUNTS, length)
+    counts = codec.value(dict[str, int], document, COUNTS)
+    return {
+        name: _table(parts, f"names/{number}", counts[name], length, name == ITEMS)
+        for number, name in enumerate(counts)
+    }
+
+
+def _table(
+    parts: zipfile.ZipFile, where: str, count: int, length: int, indexed: bool
+) -> NameTable:
+    lengths = archive.read_array(parts, f"{where}/lengths", (count,), _LENGTH)
+    ends = np.zeros(count + 1, np.int64)
+    np.cumsum(lengths, out=ends[1:])
+    text = archive.read_part(parts, f"{where}/text", length)
+    if len(text) != ends[-1]:
+        raise ValueError(f"{where}/text has {len(text):,} bytes, expected {ends[-1]:,}")
+    if not indexed:
+        return NameTable(text, ends)
+    groups = 1 << count.bit_length()
+    shifts = archive.read_array(parts, f"{where}/shifts", (groups,), np.uint8)
+    table = archive.read_array(parts, f"{where}/table", (4 * groups,), _TABLE)
+    return NameTable(text, ends, (shifts, table))
+
+
+def of_lists(document: object, part: str) -> dict[str, NameTable]:
+    """The names that an earlier release wrote as JSON.
+
+    Raises:
+      ValueError: it wrote something else.
+    """
+    if not isinstance(document, dict) or not all(
+        isinstance(some, list) and all(type(each) is str for each in some)
+        for some in document.values()
+    ):
+        raise ValueError(f"{part} has no lists of names")
+    return {key: NameTable.of(as_names(some)) for key, some in document.items()}
