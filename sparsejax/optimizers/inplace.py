@@ -175,6 +175,9 @@ def _copied(array: jax.Array) -> jax.Array:
         data = _copied(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     with without_mesh():  # each part stays on its device
+        # A copy of what may go anywhere may, too. Otherwise programs are compiled again.
+        if not array.committed:
+            return jnp.copy(array)
         parts = [jnp.copy(shard.data) for shard in array.addressable_shards]
     return jax.make_array_from_single_device_arrays(array.shape, array.sharding, parts)
 

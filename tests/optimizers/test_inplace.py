@@ -80,6 +80,17 @@ def test_nothing_is_copied_that_nobody_holds():
     assert addresses([one, two]) == kept
 
 
+def test_a_copy_may_go_where_its_array_may():
+    """Otherwise programs would be compiled again for it."""
+    anywhere, here = jnp.ones(3), jax.device_put(jnp.ones(3), jax.devices()[1])
+    key, both = jax.random.key(0), [nnx.Variable(anywhere), nnx.Variable(here)]
+    both.append(nnx.Variable(key))
+    unshare(both)
+    assert [v.get_raw_value().committed for v in both] == [False, True, False]
+    assert both[1].get_raw_value().devices() == here.devices()
+    assert both[2].get_raw_value() is not key
+
+
 def test_two_variables_of_one_array():
     array = jnp.arange(8.0)
     both = [nnx.Variable(array), nnx.Variable(array)]
