@@ -41,8 +41,8 @@ def folder(tmp_path_factory):
 def train(folder, *more, out="run", epochs=12):
     data = str(folder / "splits" / "train.parquet")
     argv = ["train", data, "--run", str(folder / out), "--validation", "last"]
-    argv += ["--config", str(folder / "gru.json"), "--learning-rate", ".02"]
-    argv += ["--optimizer", "adam", "--decay", "none"]
+    argv += ["--config", str(folder / "gru.json"), "--learning-rate", ".1"]
+    argv += ["--optimizer", "adagrad", "--decay", "none"]
     return [*argv, "--k", "3", "--batch-size", "16", "--epochs", str(epochs), *more]
 
 
@@ -201,8 +201,8 @@ def test_new_items_go_to_the_end(folder, capsys):
     lines = [f"u{user} i{user % ITEMS} late" for user in range(80)]
     (folder / "more.txt").write_text("\n".join(lines))
     argv = ["train", str(folder / "more.txt"), "--from", str(folder / "run")]
-    argv += ["--run", str(folder / "more"), "--epochs", "9", "--learning-rate", ".02"]
-    argv += ["--format", "adjacency", "--optimizer", "adam", "--decay", "none"]
+    argv += ["--run", str(folder / "more"), "--epochs", "9", "--learning-rate", ".1"]
+    argv += ["--format", "adjacency", "--optimizer", "adagrad", "--decay", "none"]
     assert main([*argv, "--batch-size", "16"]) == 0
     said = capsys.readouterr().err
     assert "12 items are known, 1 are new; the optimizer goes on with its" in said

@@ -112,7 +112,7 @@ def test_from_the_schema_to_a_predictor(tmp_path, monkeypatch, capsys):
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA.to_json()))
     how = ["--epochs", "10", "--batch-size", "64", "--decay", "none"]
-    how += ["--learning-rate", ".02"]
+    how += ["--learning-rate", ".1", "--optimizer", "adagrad"]
     flags = ["--model", "deepfm", "--schema", "schema.json", *how]
     assert main(["train", "monday.jsonl", "--run", "monday", *flags]) == 0
     run = sj.Run.load("monday")

@@ -94,7 +94,6 @@ def test_a_folder_that_cannot_be_made(folder):
 
 def test_a_second_training_does_not_compute_it(small, computed, tmp_path):
     small[small.index("--linear") + 1] = "3"
-    small[small.index("--hidden") + 1] = "4"
     argv = list(small)
     assert main([*argv, "--no-compilation-cache"]) == 0
     for count, name in (2, "second"), (2, "third"):

@@ -4,6 +4,7 @@ import csv
 import dataclasses
 
 import numpy as np
+import pytest
 from run_folders import FIT, NETWORK, parameters
 
 import sparsejax as sj
@@ -64,14 +65,19 @@ def test_new_items_go_to_the_end_and_training_goes_on(tmp_path, capsys):
     assert parameters(third) == wanted
 
 
-def test_before_training_the_known_items_are_recommended_as_before(tmp_path, capsys):
-    before, later = (
-        write(tmp_path / f"{n}.csv", items)
-        for n, items in (("before", KNOWN), ("later", ITEMS))
-    )
-    first = str(tmp_path / "first")
+@pytest.fixture(scope="module")
+def first(tmp_path_factory) -> tuple[str, str]:
+    """A run of two epochs, and its data."""
+    folder = tmp_path_factory.mktemp("first")
+    before, run = write(folder / "before.csv", KNOWN), str(folder / "run")
     options = [*NETWORK, "--epochs", "2", "--optimizer", "adagrad"]
-    assert main(["train", before, "--run", first, *options]) == 0
+    assert main(["train", before, "--run", run, *options]) == 0
+    return run, before
+
+
+def test_before_training_the_known_items_are_recommended_as_before(first, tmp_path):
+    first, before = first
+    later = write(tmp_path / "later.csv", ITEMS)
     settings, known = folders.load_run(first)
     data = sj.read(later).append_features(known)
     changed = {"num_features": ITEMS, "optimizer": sj.optimizers.sgd(0.1)}
@@ -87,9 +93,8 @@ def test_before_training_the_known_items_are_recommended_as_before(tmp_path, cap
     )
 
 
-def test_what_it_cannot_do_is_said(tmp_path, capsys):
-    before, first = write(tmp_path / "before.csv", KNOWN), str(tmp_path / "first")
-    assert main(["train", before, "--run", first, *NETWORK, "--epochs", "1"]) == 0
+def test_what_it_cannot_do_is_said(first, tmp_path, capsys):
+    first, before = first
     argv = ["train", before, "--from", first, "--run", str(tmp_path / "second")]
 
     def refused(text, *more):

@@ -370,7 +370,7 @@ def test_the_work_grows_as_the_file(reader, kind, tmp_path):
     if ending == ".parquet" and "quotes" in kind:
         pytest.skip("nothing is quoted there")
     work = []
-    for rows in (10_000, 40_000):
+    for rows in (3_000, 12_000):
         columns = columns_of(rows, kind)
         if reader == "read_clicks":
             columns = {"label": ["1"] * rows} | columns
