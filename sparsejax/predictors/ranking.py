@@ -220,7 +220,7 @@ class Items:
         known = self._known_of(lists)
         if unknown == "error" and len(known.numbers) < len(lists.names):
             columns = self._columns
-            missing = [name for name in lists.names if columns[name] < 0]
+            missing = [name for name in lists.names if name not in columns]
             raise ValueError(
                 f"{len(missing):,} of {len(lists.names):,} names are not items of "
                 f"the predictor: {quoted(missing)}"
@@ -331,7 +331,7 @@ class Items:
 
         In place of an unknown one is the first item.
         """
-        numbers = np.array([*map(self._columns.__getitem__, names)], np.int32)
+        numbers = self._columns.find(names).astype(np.int32)
         unknown = numbers < 0
         numbers = np.where(unknown, 0, numbers)
         own = Entries(None, numbers, np.arange(len(numbers) + 1))
@@ -387,10 +387,7 @@ class Items:
         if lists.numbers is not None:
             numbers = lists.numbers.astype(np.int64)
         else:
-            # All in C: there can be thousands of names in a request. NumPy reads a list much
-            # faster than an iterator.
-            found = [*map(self._columns.__getitem__, lists.names)]
-            numbers = np.array(found, np.int64)
+            numbers = self._columns.find(lists.names)
         is_known = numbers >= 0
         if is_known.all():
             return Known(numbers, lists.indptr)
@@ -418,8 +415,7 @@ class Items:
                     "times are finite and do not fall within a history: sort its names "
                     f"by time; got {found.tolist()}"
                 )
-            pairs = zip(names, found.tolist(), strict=True)
-            kept += [time for name, time in pairs if self._columns[name] >= 0]
+            kept += found[self._columns.find(names) >= 0].tolist()
         return np.array(kept, np.float64)
 
     def _values_of(
@@ -437,9 +433,8 @@ class Items:
                     f"a history has {len(names):,} names; give a finite value for each of "
                     f"them, not {len(given):,} values with {quoted(given)}"
                 )
-            pairs = zip(names, given, strict=True)
-            row = {columns[name]: value for name, value in pairs}
-            row.pop(-1, None)
+            pairs = zip(columns.find(names).tolist(), given, strict=True)
+            row = {place: value for place, value in pairs if place >= 0}
             if len(row) < count:
                 raise ValueError(
                     "a name comes twice in a history with values; give it once, with the "

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import orjson
 
-from sparsejax.data.files.name_index import EncodedNames, NameTable, PrefixedNames
+from sparsejax.data.files.name_index import EncodedNames, NameTable
 
 # The protocol's numbers, as NumPy has them.
 NUMBERS = {
@@ -70,7 +70,6 @@ class Vocabulary:
     """
 
     def __init__(self, table: NameTable):
-        self._prefixed = PrefixedNames(table.encoded, table.ends)
         self._names = table.names
         self.index = table.index
 
@@ -82,7 +81,7 @@ class Vocabulary:
 
     def prefixed(self, ids: np.ndarray) -> bytes:
         """The same names as binary data: each after its length as four bytes."""
-        return self._prefixed.take(ids)
+        return self.index.prefixed(ids)
 
 
 class Chosen(NamedTuple):

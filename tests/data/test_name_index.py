@@ -1,5 +1,7 @@
 """Many names are found at once, as a dictionary would find them one after the other."""
 
+import struct
+
 import numpy as np
 import pytest
 
@@ -34,10 +36,25 @@ def check(known: list[str], asked: list[str]) -> None:
         found = table.index.find(encoded(asked))
         assert found.dtype == np.int32
         assert found.tolist() == expected
-        one_by_one = Places(table.index)
+        assert [*map(table.index.place, asked)] == expected
+        remembering = Places(table.index)
         for _ in range(2):  # the second time they are remembered
-            assert [*map(one_by_one.__getitem__, asked)] == expected
-        assert one_by_one.keys() == {*asked} & {*known}
+            assert remembering.find(asked).tolist() == expected
+        assert remembering.keys() == {*asked} & {*known}
+
+
+def test_names_are_written():
+    """After their lengths, as `struct` writes them."""
+    index = NameTable.of(as_names(KNOWN)).index
+    places = np.random.default_rng(0).permutation(np.arange(-3, len(KNOWN)).clip(-1))
+    names = ["" if place < 0 else KNOWN[place] for place in places.tolist()]
+    assert max(map(len, names)) > 8 * index._width  # some exceed a record
+    each = [name.encode() for name in names]
+    expected = b"".join(struct.pack("<I", len(name)) + name for name in each)
+    assert index.prefixed(places) == expected
+    assert index.prefixed(np.array([0, -1])) == b"\6\0\0\0item 0" + bytes(4)
+    assert index.prefixed(places[:0]) == b""
+    assert NameTable.of(as_names([])).index.prefixed(np.array([-1])) == bytes(4)
 
 
 def test_names_are_found():
@@ -74,7 +91,7 @@ def test_files_have_these_hashes():
 def test_names_of_one_hash(monkeypatch, parts):
     """Such names are told apart by their bytes."""
 
-    def few(lengths, levels):
+    def few(data, starts, lengths, words):
         return (lengths % parts).astype(np.uint64)
 
     monkeypatch.setattr(name_index, "_hashed", few)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import struct
 from collections.abc import Iterator, Sequence
-from typing import Any, overload
+from typing import overload
 
 import numpy as np
 import pyarrow as pa
@@ -13,16 +14,14 @@ import pyarrow as pa
 from sparsejax.data.files.names import Names, utf8
 
 _WORD, _LENGTH = 8, 4  # bytes
-# Bits of a word that belong to a name which ends after so many bytes of it.
-_MASKS = np.array([(1 << 8 * n) - 1 for n in range(_WORD + 1)], np.uint64)
-_WORDS = struct.Struct("<Q")
-_LENGTH_BITS = 31
-_NO_LENGTH = (1 << _LENGTH_BITS) - 1
-_Levels = list[tuple[np.ndarray | slice, np.ndarray]]
-_ALL = slice(None)
+_MOST_WORDS = 32  # of a record
 # These and `_hashed` are part of the form of predictors' files.
 _FACTOR, _MORE = 0x9E3779B97F4A7C15, 0xD6E8FEB86659FD93
 _ALL_BITS = (1 << 64) - 1
+_HALF = np.uint64(32)  # bits of a word
+_WORDS = struct.Struct("<Q")
+# So many names are found sooner one by one: NumPy's calls take as long as for twelve of them.
+_FEW = 12
 
 
 class EncodedNames(Sequence[str]):
@@ -36,6 +35,13 @@ class EncodedNames(Sequence[str]):
 
     def __init__(self, data: bytes, starts: np.ndarray, ends: np.ndarray):
         self.data, self.starts, self.ends = data, starts, ends
+
+    @classmethod
+    def of(cls, names: Sequence[str]) -> EncodedNames:
+        """Names that are text."""
+        each = [*map(_utf8, names)]
+        ends = np.cumsum([0, *map(len, each)])
+        return cls(b"".join(each), ends[:-1], ends[1:])
 
     def __len__(self) -> int:
         return len(self.starts)
@@ -56,43 +62,16 @@ class EncodedNames(Sequence[str]):
         return iter(self[:])
 
 
-class PrefixedNames:
-    """Names as bytes, each after its length as four bytes, of which some are written at once.
-
-    Args:
-      encoded: all names, in UTF-8.
-      ends: `[names + 1]`: where the first begins, and where each ends.
-    """
-
-    def __init__(self, encoded: bytes, ends: np.ndarray):
-        lengths = np.append(ends[1:] - ends[:-1], 0)  # an empty name is the last
-        begins = np.concatenate([[0], np.cumsum(lengths + _LENGTH)])
-        is_length = np.zeros(begins[-1], bool)
-        for byte in range(_LENGTH):
-            is_length[begins[:-1] + byte] = True
-        data = np.empty(begins[-1], np.uint8)
-        data[is_length] = lengths.astype("<u4").view(np.uint8)
-        data[~is_length] = np.frombuffer(encoded, np.uint8)
-        buffers = [None, pa.py_buffer(begins), pa.py_buffer(data)]
-        kind = pa.large_binary()
-        self._names = pa.LargeBinaryArray.from_buffers(kind, len(lengths), buffers)
-
-    def take(self, places: np.ndarray) -> bytes:
-        """The names of some places; that of -1 is empty."""
-        places = np.where(places < 0, len(self._names) - 1, places)
-        found = self._names.take(pa.array(places, pa.int64()))
-        _, ends, data = found.buffers()
-        end = np.frombuffer(ends, np.int64, len(places) + 1)[-1]
-        return data[:end].to_pybytes()
-
-
 class NameIndex:
-    """A table of names, in which many are found at once.
+    """A table of names, in which many are found at once, and written.
 
     A name is hashed as words of 8 bytes, the last one filled up with zeros. Its hash chooses one
     of as many groups as there are names. Each group has a shift, chosen so that no two names
     have the same place: so one look at the table finds a name. It is the one that was asked
     for if its length and its words are the same.
+
+    The length and the first words of a name are one record, since each look at a large array
+    waits for memory. All records have the same width, which few names exceed.
 
     Args:
       encoded: all names, in UTF-8; each comes once.
@@ -114,18 +93,23 @@ class NameIndex:
         stored: tuple[np.ndarray, np.ndarray] | None = None,
     ):
         count, lengths = len(ends) - 1, np.diff(ends)
-        self._words, first = _aligned(encoded, ends[:-1], lengths)
-        # One number for both, since each look at a large array waits for memory. The last one
-        # is of free places.
-        self._first_and_length = np.append(
-            (first << _LENGTH_BITS) | lengths, _NO_LENGTH
-        )
+        self._encoded, self._ends = encoded, ends
+        most = min(lengths.max(initial=0), 2 * len(encoded) // max(count, 1))
+        self._width = width = min(max(_words(most), 1), _MOST_WORDS)
+        data = encoded + bytes(_WORD * width)
+        words = _first_words(data, ends[:-1], lengths, width)
+        # The last two are the empty name, and none.
+        records = np.zeros((count + 2, 1 + width), np.uint64)
+        records[:-2, 0] = _shown(lengths)
+        records[:-2, 1:] = words
+        records[-1, 0] = ~np.uint64(0)
+        self._records = records.view(f"V{records.strides[0]}").ravel()
         bits = count.bit_length()
         self._groups = np.uint64((1 << bits) - 1)
         if stored is None:
             self.shifts = np.zeros(1 << bits, np.uint8)
             self.table = np.full(4 << bits, -1, np.int32)
-            self._fill(_hashed(lengths, _levels(encoded, ends[:-1], lengths)))
+            self._fill(_hashed(data, ends[:-1], lengths, words))
         else:
             self.shifts, self.table = stored
             sizes = len(self.shifts), len(self.table)
@@ -136,10 +120,11 @@ class NameIndex:
         is_there[self.table] = True
         others = np.flatnonzero(~is_there[:-1]).tolist()
         # Python takes single numbers faster from these than from arrays.
-        self._views = memoryview(self.shifts), memoryview(self.table), memoryview(ends)
-        self._encoded = encoded
-        names = ((encoded[ends[at] : ends[at + 1]], at) for at in others)
-        self._others = dict(names)
+        self._views = memoryview(self.shifts), memoryview(self.table)
+        self._others = {self._name(place): place for place in others}
+
+    def _name(self, place: int) -> bytes:
+        return self._encoded[self._ends[place] : self._ends[place + 1]]
 
     def _fill(self, hashes: np.ndarray) -> None:
         """Chooses the shifts. Names of equal hashes find no place."""
@@ -161,36 +146,40 @@ class NameIndex:
 
     def _slots(self, hashes: np.ndarray) -> np.ndarray:
         """The places in the table. A shift adds a multiple of an odd number that differs."""
-        shifts = self.shifts[(hashes & self._groups).astype(np.int64)]
-        own = (hashes >> np.uint64(32)) + shifts * (
-            (hashes >> np.uint64(7)) | np.uint64(1)
-        )
-        return (own & np.uint64(len(self.table) - 1)).astype(np.int64)
+        slots = (hashes >> np.uint64(7)) | np.uint64(1)
+        slots *= self.shifts.take((hashes & self._groups).view(np.int64))
+        slots += hashes >> _HALF
+        slots &= np.uint64(len(self.table) - 1)
+        return slots.view(np.int64)
 
     def find(self, names: EncodedNames) -> np.ndarray:
         """`[names]` int32: the place of each name, -1 if it is absent."""
         lengths = names.ends - names.starts
-        levels = _levels(names.data, names.starts, lengths)
-        found = self.table[self._slots(_hashed(lengths, levels))]
-        both = self._first_and_length[found]
-        same = (both & _NO_LENGTH) == lengths
-        first = both >> _LENGTH_BITS
-        for level, (places, words) in enumerate(levels):
-            # The name in the table may have no such word, if its length differs.
-            same[places] &= (
-                self._words.take(first[places] + level, mode="clip") == words
-            )
+        width = min(max(_words(lengths.max(initial=0)), 1), self._width)
+        data = names.data + bytes(_WORD * width)
+        words = _first_words(data, names.starts, lengths, width)
+        hashes = _hashed(data, names.starts, lengths, words)
+        found = self.table.take(self._slots(hashes))
+        records = self._records.take(found, mode="wrap")  # none is the last
+        records = records.view(np.uint64).reshape(-1, 1 + self._width)
+        same = records[:, 0] == _shown(lengths)
+        for column in range(width):
+            same &= records[:, 1 + column] == words[:, column]
+        is_longer = lengths > _WORD * self._width
+        for at in np.flatnonzero(same & is_longer).tolist():
+            name = names.data[names.starts[at] : names.ends[at]]
+            same[at] = self._name(found[at]) == name
         found[~same] = -1
         if self._others:
-            for place in np.flatnonzero(found < 0).tolist():
-                name = names.data[names.starts[place] : names.ends[place]]
-                found[place] = self._others.get(name, -1)
+            for at in np.flatnonzero(found < 0).tolist():
+                name = names.data[names.starts[at] : names.ends[at]]
+                found[at] = self._others.get(name, -1)
         return found
 
     def place(self, name: str) -> int:
-        """The place of a name, -1 if it is absent: `find` for few names, for which it is faster."""
-        encoded = name.encode(errors="surrogatepass")  # no name has such bytes
-        shifts, table, ends = self._views
+        """The place of a name, -1 if it is absent: as `find`, which is slow for few names."""
+        encoded = _utf8(name)
+        shifts, table = self._views
         hashed = len(encoded)
         for (word,) in _WORDS.iter_unpack(encoded + bytes(-hashed % _WORD)):
             hashed = ((hashed ^ word) * _FACTOR) & _ALL_BITS
@@ -200,13 +189,31 @@ class NameIndex:
         shift = shifts[hashed & (len(shifts) - 1)]
         slot = (hashed >> 32) + shift * ((hashed >> 7) | 1)
         found = table[slot & (len(table) - 1)]
-        if found >= 0 and self._encoded[ends[found] : ends[found + 1]] == encoded:
+        if found >= 0 and self._name(found) == encoded:
             return found
         return self._others.get(encoded, -1)
 
+    def prefixed(self, places: np.ndarray) -> bytes:
+        """The names of some places, each after its length as four bytes. That of -1 is empty."""
+        room, count = _WORD * self._width, len(self._ends) - 1
+        records = self._records.take(np.where(places < 0, count, places))
+        lengths = records.view("<u4")[1 :: 2 + 2 * self._width].astype(np.int64)
+        within = np.minimum(lengths, room)
+        kept = _kept(self._width).take(within).view(bool)
+        text = records.view(np.uint8)[kept].tobytes()
+        longer = np.flatnonzero(lengths > room)
+        if not len(longer):
+            return text
+        ends, parts, done = np.cumsum(_LENGTH + within)[longer], [], 0
+        pairs = zip(places[longer].tolist(), ends.tolist(), strict=True)
+        for place, end in pairs:
+            parts += text[done:end], self._name(place)[room:]
+            done = end
+        return b"".join([*parts, text[done:]])
+
 
 class Places(dict[str, int]):
-    """The places of names, -1 for those that are absent. It remembers those that were found.
+    """The places of names that were found before.
 
     Args:
       index: of all names.
@@ -216,11 +223,23 @@ class Places(dict[str, int]):
         super().__init__()
         self._index = index
 
-    def __missing__(self, name: str) -> int:
-        place = self._index.place(name)
-        if place >= 0:  # others have no end
-            self[name] = place
-        return place
+    def find(self, names: Sequence[str]) -> np.ndarray:
+        """`[names]` int64: the place of each name, -1 if it is absent."""
+        # All in C: there can be thousands of names in a request. NumPy reads a list much
+        # faster than an iterator.
+        found = np.array([*map(self.get, names, itertools.repeat(-1))], np.int64)
+        absent = np.flatnonzero(found < 0)
+        if len(absent):
+            asked = [names[at] for at in absent.tolist()]
+            if len(asked) > _FEW:
+                places = self._index.find(EncodedNames.of(asked)).tolist()
+            else:
+                places = [*map(self._index.place, asked)]
+            found[absent] = places
+            pairs = zip(asked, places, strict=True)
+            # Unknown names have no end.
+            self.update((name, place) for name, place in pairs if place >= 0)
+        return found
 
 
 class NameTable:
@@ -264,57 +283,82 @@ class NameTable:
         return NameIndex(self.encoded, self.ends)
 
 
-def _hashed(lengths: np.ndarray, levels: _Levels) -> np.ndarray:
-    """A number of 64 bits for each name, which depends on all of its bytes."""
+def _utf8(name: str) -> bytes:
+    """The bytes of a text. Those of half a character are in no name."""
+    return name.encode(errors="surrogatepass")
+
+
+def _hashed(
+    data: bytes, starts: np.ndarray, lengths: np.ndarray, words: np.ndarray
+) -> np.ndarray:
+    """A number of 64 bits for each name, which depends on all of its bytes.
+
+    Args:
+      data: bytes; see `_first_words`.
+      starts: where each name begins.
+      lengths: bytes of each.
+      words: the first ones.
+    """
     hashed = lengths.astype(np.uint64)
-    for places, words in levels:
-        hashed[places] = _mixed((hashed[places] ^ words) * np.uint64(_FACTOR))
+    for column in range(words.shape[1]):
+        mixed = _mixed((hashed ^ words[:, column]) * np.uint64(_FACTOR))
+        hashed = np.where(lengths > _WORD * column, mixed, hashed)
+    done = _WORD * words.shape[1]
+    longer = np.flatnonzero(lengths > done)
+    while len(longer):
+        begins, left = starts[longer] + done, lengths[longer] - done
+        word = _first_words(data, begins, left, 1).ravel()
+        hashed[longer] = _mixed((hashed[longer] ^ word) * np.uint64(_FACTOR))
+        done += _WORD
+        longer = longer[left > _WORD]
     return _mixed(hashed * np.uint64(_MORE))
 
 
 def _mixed(hashed: np.ndarray) -> np.ndarray:
     """Lets the low bits depend on all bits, too; a product's high ones do so."""
-    return hashed ^ (hashed >> np.uint64(32))
+    return hashed ^ (hashed >> _HALF)
 
 
-def _words(data: bytes) -> np.ndarray:
-    """The word that begins at each byte."""
-    data += bytes(_WORD)  # a word may end behind the last byte
-    return np.ndarray(len(data) - _WORD + 1, "<u8", data, strides=(1,))
+def _words(count: int) -> int:
+    """The words of so many bytes."""
+    return -(-int(count) // _WORD)
 
 
-def _aligned(
-    data: bytes, starts: np.ndarray, lengths: np.ndarray
-) -> tuple[np.ndarray, np.ndarray]:
-    """The words of all names, one name after the other; and where each name begins."""
-    counts = -(-lengths // _WORD)
-    first = np.cumsum(counts) - counts
-    at = np.arange(counts.sum()) * _WORD
-    at += np.repeat(starts - first * _WORD, counts)
-    words = np.append(_words(data)[at], np.uint64(0))  # also if there is no name
-    last = first + counts - 1
-    masks = _MASKS[lengths - (counts - 1) * _WORD]
-    some = counts > 0
-    words[last[some]] &= masks[some]
-    return words, first
+def _first_words(
+    data: bytes, starts: np.ndarray, lengths: np.ndarray, width: int
+) -> np.ndarray:
+    """`[names, width]` uint64: the first words of each name. After its end there are zeros.
 
-
-def _levels(data: bytes, starts: np.ndarray, lengths: np.ndarray) -> _Levels:
-    """The first word of each name, then the second one of those that have one, and so on.
-
-    Returns:
-      For each level the places of the names, and their words. Of all names the places are a
-      slice, which NumPy takes much faster.
+    Args:
+      data: bytes, so many words more than the last name has.
+      starts: where each name begins.
+      lengths: bytes of each.
+      width: how many words.
     """
-    every = _words(data)
-    places: Any = _ALL
-    begins, left = starts, lengths
-    levels: _Levels = []
-    while True:
-        if not (are := left > 0).all():
-            places = np.flatnonzero(are) if places is _ALL else places[are]
-            begins, left = begins[are], left[are]
-        if not len(left):
-            return levels
-        levels.append((places, every[begins] & _MASKS[np.minimum(left, _WORD)]))
-        begins, left = begins + _WORD, left - _WORD
+    size = _WORD * width
+    every = np.ndarray(len(data) - size + 1, f"V{size}", data, strides=(1,))
+    words = every[starts].view(np.uint64)
+    words &= _masks(width).take(np.minimum(lengths, size)).view(np.uint64)
+    return words.reshape(-1, width)
+
+
+@functools.cache
+def _masks(width: int) -> np.ndarray:
+    """For each length the bits of the words that belong to a name."""
+    size = _WORD * width
+    is_name = np.arange(size) < np.arange(size + 1)[:, None]
+    return (is_name * np.uint8(255)).view(f"V{size}").ravel()
+
+
+@functools.cache
+def _kept(width: int) -> np.ndarray:
+    """For each length which bytes of a record are the length and the name."""
+    size = _WORD * width
+    at = np.arange(-_WORD, size)
+    is_kept = (at >= -_LENGTH) & (at < np.arange(size + 1)[:, None])
+    return is_kept.view(f"V{_WORD + size}").ravel()
+
+
+def _shown(lengths: np.ndarray) -> np.ndarray:
+    """The first words of records: the last half is the length."""
+    return lengths.astype(np.uint64) << _HALF
