@@ -9,8 +9,8 @@ Inputs and outputs by names, for each kind of predictor::
                         candidates BYTES, the only items that are ranked, also so
                         users BYTES [rows], before whose items comes what they had
     similar             items BYTES [n]: a row for each of them
-    clicks              a tensor [n] for each column of the schema; lists of categories
-                        are [n, m], filled up with ""
+    clicks              a tensor [n] for each column of the schema, or [1] if all rows have
+                        the same; lists of categories are [n, m], filled up with ""
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Question:
       given: the rows, as the programs take them.
       num_rows: number of them.
       unknown: for each row how many of its names are unknown.
-      k: items for each row.
+      k: items for each row; of clicks the rows that are wanted, 0 for all.
       padded: whether all rows of the answer have one length.
       only: whether the last of the rows names the items that are ranked.
     """
@@ -462,6 +462,13 @@ def _cells(tensor: Tensor) -> Any:
     return [[cell for cell in row if cell] for row in each]
 
 
+def _of_all_rows(cells: Any, rows: int) -> Any:
+    """A column in which one cell may be that of all rows."""
+    if len(cells) == rows:
+        return cells
+    return cells.repeat(rows) if isinstance(cells, np.ndarray) else [*cells] * rows
+
+
 class Records:
     """Predictors of clicks: a tensor for each column."""
 
@@ -485,39 +492,59 @@ class Records:
             *(Tensor(name, "BYTES", (-1,), None) for name in schema.ids),
         ]
         self._categories = set(schema.ids)
-        self.outputs = [Tensor("probabilities", "FP32", (-1,), None)]
+        self.outputs = [
+            Tensor("probabilities", "FP32", (-1,), None),
+            Tensor("rows", "INT32", (-1,), None),
+        ]
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""
         names = [each.name for each in self.inputs]
         _check_known(asked.tensors, names, "input")
-        _check_known(asked.parameters, ["timeout"], "parameter")
+        _check_known(asked.parameters, ["k", "timeout"], "parameter")
         if missing := [name for name in names if name not in asked.tensors]:
             raise RefusedError(422, f"the input {missing[0]!r} is missing: [n]")
-        rows = {each.shape[0] for each in asked.tensors.values()}
+        several = {each.shape[0] for each in asked.tensors.values()} - {1}
         lists = {t.name for t in asked.tensors.values() if len(t.shape) == 2}
-        if len(rows) > 1 or not lists <= self._categories:
+        if len(several) > 1 or not lists <= self._categories:
             shapes = {name: list(each.shape) for name, each in asked.tensors.items()}
             raise RefusedError(
                 422,
-                "all inputs must be [n] with one n, or lists of categories [n, m], got "
+                "all inputs must be [n] with one n, or [1] if all rows have the same; or lists "
+                "of categories [n, m], got "
                 f"{shapes!r:.300}",
             )
         for each in asked.tensors.values():
             if each.name in lists:
                 _check_type(each, {"BYTES"}, "BYTES, as empty names fill up its lists")
-        count = max(rows)
+        count = max(several, default=1)
         _check_rows(count, limits)
         _check_names(max((asked.tensors[n].shape[1] for n in lists), default=0), limits)
-        records = {name: _cells(each) for name, each in asked.tensors.items()}
+        k = asked.parameters.get("k")
+        if k is not None and (type(k) is not int or k < 1):
+            raise RefusedError(422, f"k must be a whole number from 1, got {k!r:.40}")
+        if k and asked.outputs is not None and "rows" not in asked.outputs:
+            raise RefusedError(
+                422, "with k the best rows come first: ask for the output 'rows', too"
+            )
+        records = {
+            name: _of_all_rows(_cells(each), count)
+            for name, each in asked.tensors.items()
+        }
         try:
             given = self._model.rows_of_records(records)
         except (DataError, TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
-        return Question(given, count)
+        return Question(given, count, k=k or 0)
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
-        """The outputs by their names."""
+        """The outputs by their names: of all rows, or of the best `k` of them, best first."""
         (logits,) = answer
-        found = scipy.special.expit(logits)
-        return {"probabilities": Tensor("probabilities", "FP32", found.shape, found)}
+        rows = np.arange(len(logits), dtype=np.int32)
+        if question.k:
+            rows = np.argsort(-logits, kind="stable")[: question.k].astype(np.int32)
+        found = scipy.special.expit(logits[rows])
+        return {
+            "probabilities": Tensor("probabilities", "FP32", found.shape, found),
+            "rows": Tensor("rows", "INT32", rows.shape, rows),
+        }

@@ -109,7 +109,9 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
         for each in (form.inputs if is_clicks else _inputs(form))
     ]
     outputs = [
-        _declared(each, wide=each.name in ("items", "scores")) for each in form.outputs
+        _declared(each, wide=each.name in ("items", "scores"))
+        for each in form.outputs
+        if each.name != "rows"  # a batch has them all, in their order
     ]
     parts = [
         f'name: "{name}"',

@@ -74,7 +74,7 @@ def asked(file, kinds, tmp_path_factory) -> Iterator[dict[str, Asked]]:
 
 
 def flat(data: list) -> list:
-    return [*itertools.chain(*data)] if isinstance(data[0], list) else data
+    return [*itertools.chain(*data)] if data and isinstance(data[0], list) else data
 
 
 def message(inputs, model: str, parameters: dict, *, raw: bool):
@@ -330,6 +330,51 @@ def test_clicks(asked, missing):
         {name: [each or None for each in column] for name, column in records.items()}
     )
     np.testing.assert_array_equal(np.float32(found["data"]), np.float32(expected))
+
+
+def test_candidates_of_a_model_of_clicks(asked):
+    """What is known of the user is said once; the best candidates come first."""
+    cities = ["c1", "nowhere", "c3", "c2", "c1"]
+    inputs = [tensor("age", "FP32", [2.5]), text("city", cities), text("user", ["u2"])]
+    records = {"age": [2.5] * 5, "city": cities, "user": ["u2"] * 5}
+    expected = np.asarray(asked["clicks"][2].predict_records(records), np.float32)
+    best = np.argsort(-expected, kind="stable")
+    assert best.tolist() != [*range(5)] and expected[0] == expected[4]  # a tie
+    for k in (1, 3, 5, 9):
+        found = compared(asked["clicks"], inputs, {"k": k})
+        assert found["rows"]["data"] == best[:k].tolist()
+        given = np.float32(found["probabilities"]["data"])
+        np.testing.assert_array_equal(given, expected[best[:k]])
+    found = compared(asked["clicks"], inputs)
+    assert found["rows"]["data"] == [*range(5)]
+    np.testing.assert_array_equal(np.float32(found["probabilities"]["data"]), expected)
+    inputs[1] = text("city", [["c3", "c1"]], [1, 2])  # a list of all rows
+    ages = inputs[0] = tensor("age", "FP32", [1.0, 2.5])
+    found = compared(asked["clicks"], inputs)["probabilities"]
+    records = {"age": ages["data"], "city": [["c3", "c1"]] * 2, "user": ["u2"] * 2}
+    expected = asked["clicks"][2].predict_records(records)
+    np.testing.assert_array_equal(np.float32(found["data"]), np.float32(expected))
+    inputs[1] = text("city", [])  # no rows
+    inputs[0] = tensor("age", "FP32", [1.0])
+    found = compared(asked["clicks"], inputs, {"k": 2})
+    assert found["rows"]["data"] == found["probabilities"]["data"] == []
+
+
+def test_errors_of_candidates_of_clicks(asked):
+    client = asked["clicks"][0]
+    inputs = [tensor("age", "FP32", [2.5]), text("city", ["c1", "c2"])]
+    inputs.append(text("user", ["u2"]))
+    for k in (0, -1, 1.0, True, "1"):
+        status, error = client.infer(*inputs, parameters={"k": k})
+        assert status == 422 and "k must be a whole number from 1" in error
+    wanted = [{"name": "probabilities"}]
+    status, error = client.infer(*inputs, parameters={"k": 1}, outputs=wanted)
+    assert status == 422 and "ask for the output 'rows', too" in error
+    status, found = client.infer(*inputs, outputs=wanted)
+    assert status == 200 and found.keys() == {"probabilities"}
+    inputs[2] = text("user", ["u2"] * 3)
+    status, error = client.infer(*inputs)
+    assert status == 422 and "[1] if all rows have the same" in error
 
 
 def test_clicks_with_lists(asked):
