@@ -19,7 +19,8 @@ from sparsejax.runs import folders
 
 USERS, ITEMS = 60, 20
 NETWORK = ["--hidden", "16", "--linear", "None", "--temperature", "0.1"]
-FIT = ["--learning-rate", "0.01", "--batch-size", "16"]
+# Its programs compile in half the time of Adam's.
+FIT = ["--optimizer", "adagrad", "--learning-rate", "0.1", "--batch-size", "16"]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -20,7 +20,7 @@ def test_report_of_a_run(board, tmp_path, capsys):
     assert "means over 60 users." in page and "95 % interval" in page
     assert "60 users · 20 items" in page and "times as many as popularity" in page
     assert "Tea, green" in page and ">item3<" not in page and "item4" in page
-    assert "user 0" in page and "hidden1 size" in page and "adam" in page
+    assert "user 0" in page and "hidden1 size" in page and "adagrad" in page
     assert main(argv) == 0  # without data, over the old one
     page = pathlib.Path(out).read_text()
     assert "20 items · report of" in page

@@ -53,7 +53,7 @@ def test_resume_does_not_compute_the_linear_part_again(small, tmp_path, monkeypa
         (["--tied"], "output tied"),
         (["--corruption", "0.25"], "corruption 0.25"),
         (["--loss", "l2_loss"], "loss l2_loss"),
-        (["--optimizer", "sgd"], "optimizer sgd: the run was begun with adam"),
+        (["--optimizer", "sgd"], "optimizer sgd: the run was begun with adagrad"),
         (["--learning-rate", "0.5"], "--learning-rate 0.5"),
         (["--decay", "none"], "decay none: the run was begun with cosine"),
         (["--epochs", "26"], "26 epochs: the learning rate of the run falls to 0 by"),

@@ -709,6 +709,7 @@ ADAGRAD = sj.optimizers.adagrad(0.1)
     [
         (ADAGRAD, (1, 8), False),
         (ADAGRAD, (8, 1), False),
+        (ADAGRAD, (2, 4), True),
         (sj.optimizers.adamw(0.1), (2, 4), False),
         (sj.optimizers.adamw(0.1), (2, 4), True),
     ],

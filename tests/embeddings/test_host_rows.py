@@ -128,9 +128,10 @@ def test_bits_are_those_of_tables_on_the_device(name):
     check_bits(RULES[name])
 
 
-def test_bits_are_those_of_divided_tables():
+@pytest.mark.parametrize("name", ["adagrad", "adam"])
+def test_bits_are_those_of_divided_tables(name):
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
-        check_bits(RULES["adam"], steps=15)
+        check_bits(RULES[name], steps=15)
 
 
 def test_entries_are_sorted_as_if_rows_lay_in_their_order():
