@@ -44,7 +44,7 @@ from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import ROW, Coming, HostRows, set_number
-from sparsejax.embeddings.lookup import Wire, look_up, packed_and_asked
+from sparsejax.embeddings.lookup import Sender, Wire, answered, look_up, sent
 from sparsejax.embeddings.placement import (
     Distinct,
     Stack,
@@ -282,7 +282,7 @@ class EmbeddingCollection(nnx.Module):
     def ahead(
         self, batches: Iterable[Mapping[str, Ids] | FeatureBatch]
     ) -> Iterator[FeatureBatch]:
-        """Packs each batch while the step before it works, and asks whether its ids have places.
+        """Sends the ids of each batch to the owners of their rows while the step before works.
 
         ::
 
@@ -291,10 +291,10 @@ class EmbeddingCollection(nnx.Module):
                 for (dense, _, clicks), ids in zip(batches, ids):
                     step(model, optimizer, dense, ids, clicks)
 
-        A step on several devices waits for the answer twice, in the middle of its work, unless
-        the batch says that there are places enough (`exchange_room`). Then it does not wait,
+        A step on several devices waits twice, in the middle of its work, for whether the ids
+        have places enough (`exchange_room`), unless the batch says so. Then it does not wait,
         and the other way of a step is not compiled, until the first batch that has too few.
-        The numbers are the same.
+        The ids are sorted as often as without, and the numbers are the same.
 
         Args:
           batches: the ids of each. One more is taken than is given, so where they come from
@@ -306,29 +306,22 @@ class EmbeddingCollection(nnx.Module):
           TypeError: see `pack`.
           ValueError: see `pack`.
         """
-        if any(stack.dynamic or stack.device_rows is not None for stack in self.stacks):
+        sender = sender_of(self)
+        if sender is None:
             raise NotImplementedError(
                 "ahead is not for dynamic tables or tables in host memory, whose rows are "
                 "known in the step itself; give the model the ids"
             )
 
-        stacks = tuple(self.stacks)
-        kernels = [self.kernels[stack.name] for stack in stacks]
-        asked = functools.partial(
-            packed_and_asked,
-            stacks=stacks,
-            by_rows=tuple(map(gradients.is_divided, kernels)),
-            wire=self.wire,
-        )
         waiting = collections.deque()
         for ids in batches:
             if not isinstance(ids, FeatureBatch):
-                feature_batch.check_on_host(stacks, ids)
-            waiting.append(asked(ids))
+                feature_batch.check_on_host(sender.stacks, ids)
+            waiting.append(sent[False](sender, ids))
             if len(waiting) > 1:
-                yield _answered(*waiting.popleft())
+                yield answered(*waiting.popleft())
         for each in waiting:
-            yield _answered(*each)
+            yield answered(*each)
 
     def assign_rows(
         self,
@@ -950,9 +943,10 @@ class EmbeddingCollection(nnx.Module):
     def _packed(self, ids: Mapping[str, Ids] | FeatureBatch) -> FeatureBatch:
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
         read = {stack.name for stack in self.stacks if stack.features}
-        if not read <= batch.stacks.keys():
+        packed = batch.stacks.keys() | batch.routes.keys()
+        if not read <= packed:
             raise ValueError(
-                f"the batch is packed for the stacks {sorted(batch.stacks)}, but this "
+                f"the batch is packed for the stacks {sorted(packed)}, but this "
                 f"collection has {sorted(read)}; pack it by the collection that reads it"
             )
         return batch
@@ -1002,9 +996,11 @@ class EmbeddingCollection(nnx.Module):
         for stack in self.stacks:
             if not stack.features:
                 continue
-            x = batch.stacks[stack.name]
-            if stack.device_rows is not None:
-                x = self._current(stack, x, batch.stage)
+            x = batch.routes.get(stack.name)
+            if x is None:
+                x = batch.stacks[stack.name]
+                if stack.device_rows is not None:
+                    x = self._current(stack, x, batch.stage)
             found, flag = look_up(
                 stack,
                 self.kernels[stack.name],
@@ -1014,7 +1010,6 @@ class EmbeddingCollection(nnx.Module):
                 seed=self.seed[...] if stack.dynamic and reads_first else None,
                 order=batch.rows.get(stack.name),
                 blank=blank,
-                fits=batch.fits,
                 dtype=self.dtype if dtype is None else dtype,
                 implementation=self.implementation,
             )
@@ -1073,6 +1068,16 @@ def kernel_of(stack: Stack, value: jax.Array, host: HostRows | None = None) -> R
     return RowParam(value, **metadata)
 
 
+def sender_of(collection: EmbeddingCollection) -> Sender | None:
+    """How its ids are sent ahead; None if rows are known in the step itself."""
+    stacks = tuple(collection.stacks)
+    if any(stack.dynamic or stack.device_rows is not None for stack in stacks):
+        return None
+    kernels = [collection.kernels[stack.name] for stack in stacks]
+    divided = tuple(map(gradients.is_divided, kernels))
+    return Sender(collection.names, stacks, divided, collection.wire)
+
+
 def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
     """The collections of a model, by their paths."""
     return {
@@ -1085,10 +1090,6 @@ def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:
 def _is_hosted(stack: Stack) -> bool:
     """Whether it has dynamic tables in host memory."""
     return stack.dynamic and stack.device_rows is not None
-
-
-def _answered(batch: FeatureBatch, crowded: jax.Array) -> FeatureBatch:
-    return dataclasses.replace(batch, fits=not crowded)
 
 
 def _is_found_in_steps(stack: Stack) -> bool:

@@ -23,6 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.placement import Place, Stack, StackedFeature
+from sparsejax.mesh.exchange import DividedRows
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
@@ -68,8 +69,9 @@ class FeatureBatch:
         columns then say where on the devices it is.
       new: for each stack of dynamic tables in host memory whose new rows have not begun yet, which
         entries' ids they are of, one for each row.
-      fits: whether it is known that all ids have places in the exchange, as
-        `EmbeddingCollection.ahead` finds out. A step then does not ask.
+      routes: for each stack whose ids cross a mesh, if `EmbeddingCollection.ahead` has sent
+        them: the matrix, which `stacks` then lacks, with combiners, and where its ids went. If
+        all had places in the exchange, it says so, and a step does not ask.
     """
 
     stacks: dict[str, CSR]
@@ -78,7 +80,7 @@ class FeatureBatch:
     stage: Array | None = None
     rows: dict[str, Array] = dataclasses.field(default_factory=dict)
     new: dict[str, Array] = dataclasses.field(default_factory=dict)
-    fits: bool = dataclasses.field(default=False, metadata={"static": True})
+    routes: dict[str, DividedRows] = dataclasses.field(default_factory=dict)
 
 
 def pack(

@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
@@ -32,8 +33,10 @@ from sparsejax.mesh.layout import (
     call_on_each_device,
     call_with_auto_axes,
     mesh_is_set,
+    replicated,
 )
 from sparsejax.mesh.per_device import own_block
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops.gather_sum import in_turns
 from sparsejax.ops.hash_index import TableKeys
@@ -64,14 +67,13 @@ class Wire:
 def look_up(
     stack: Stack,
     kernel: gradients.RowParam,
-    x: CSR,
+    x: CSR | DividedRows,
     *,
     wire: Wire,
     keys: TableKeys | None = None,
     seed: jax.Array | None = None,
     order: Array | np.ndarray | None = None,
     blank: int = 0,
-    fits: bool = False,
     dtype: jax.typing.DTypeLike | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
@@ -80,7 +82,7 @@ def look_up(
     Args:
       stack: which features these are.
       kernel: its tables.
-      x: its matrix of a `FeatureBatch`.
+      x: its matrix of a `FeatureBatch`, in which its ids may have been sent.
       wire: how devices exchange.
       keys: of the entries of `x`, if the tables are dynamic.
       seed: of the vectors of ids without a row, if the tables are dynamic. Without it such
@@ -88,7 +90,6 @@ def look_up(
       order: of the entries of `x`, the row of each, if the kernel has rows in any order.
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
-      fits: whether it is known that the exchange has room.
       dtype: of the result; that of the tables by default.
       implementation: see `gather_matmul`.
 
@@ -99,14 +100,16 @@ def look_up(
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
     guests = None
-    if keys is not None:
+    if isinstance(x, CSR) and keys is not None:
         # Whatever factor a bag has, it is that of all its ids.
         make = functools.partial(_without_guests, stack, blank)
         x, guests, order = call_with_auto_axes(make, x, keys, order, out_specs=P())
-    by_rows = gradients.is_divided(kernel)
-    rows = _rows(stack, by_rows, x, wire, blank, is_made=keys is not None)
-    if fits and isinstance(rows, DividedRows):
-        rows = rows.certain()
+    if isinstance(x, DividedRows):
+        _check_mesh(x.parts)
+        rows = _sent_with_blank(x, stack.bags, blank) if blank else x
+    else:
+        by_rows = gradients.is_divided(kernel)
+        rows = _rows(stack, by_rows, x, wire, blank, is_made=keys is not None)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
     bags = stack.bags + blank
@@ -123,32 +126,56 @@ def look_up(
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
 
 
-@functools.partial(jax.jit, static_argnames=("stacks", "by_rows", "wire"))
-def packed_and_asked(
-    ids: Mapping[str, Ids] | FeatureBatch,
-    *,
-    stacks: tuple[Stack, ...],
-    by_rows: tuple[bool, ...],
-    wire: Wire,
-) -> tuple[FeatureBatch, Bool[Array, ""]]:
-    """The batch, and whether the exchange of a lookup would have too little room.
+@dataclasses.dataclass(frozen=True)
+class Sender:
+    """How the ids of a collection are sent before the step that reads their rows.
 
-    Args:
-      ids: of each feature, or what `pack` made of them.
-      stacks: all of the collection; none has dynamic tables.
+    Attributes:
+      names: of the features.
+      stacks: all of the collection; none has dynamic tables, or tables in host memory.
       by_rows: whether the kernel of each is divided over "model".
       wire: how devices exchange.
     """
-    batch = ids if isinstance(ids, FeatureBatch) else pack(stacks, ids)
-    crowded = jnp.bool(False)
-    for stack, divided in zip(stacks, by_rows, strict=True):
-        if stack.name in batch.stacks:
-            x = jax.tree.map(jnp.asarray, batch.stacks[stack.name])
-            rows = _rows(stack, divided, x, wire, 0, is_made=False)
+
+    names: tuple[str, ...]
+    stacks: tuple[Stack, ...]
+    by_rows: tuple[bool, ...]
+    wire: Wire
+
+    def sent(
+        self, ids: Mapping[str, Ids] | FeatureBatch
+    ) -> tuple[FeatureBatch, Bool[Array, ""]]:
+        """The batch with `routes`, and whether the exchange has too little room."""
+        batch = ids if isinstance(ids, FeatureBatch) else pack(self.stacks, ids)
+        crowded, stacks, routes = jnp.bool(False), dict(batch.stacks), {}
+        for stack, divided in zip(self.stacks, self.by_rows, strict=True):
+            if stack.name not in stacks:
+                continue
+            x = jax.tree.map(jnp.asarray, stacks[stack.name])
+            rows = _rows(stack, divided, x, self.wire, 0, is_made=False)
             flag = rows.crowded() if isinstance(rows, DividedRows) else None
-            if flag is not None:
+            if isinstance(rows, DividedRows) and flag is not None:
                 crowded |= flag
-    return batch, crowded
+                routes[stack.name] = rows
+                del stacks[stack.name]
+        batch = dataclasses.replace(batch, stacks=stacks, routes=routes)
+        return batch, replicated(crowded)
+
+
+@functools.partial(Programs, static_argnames=("sender",))
+def sent(
+    sender: Sender, ids: Mapping[str, Ids] | FeatureBatch
+) -> tuple[FeatureBatch, Bool[Array, ""]]:
+    """`Sender.sent`; of the two forms of `Programs`."""
+    return sender.sent(ids)
+
+
+def answered(batch: FeatureBatch, crowded: jax.Array) -> FeatureBatch:
+    """The batch of `sent`, which says that there is room if there is. Waits for the answer."""
+    if crowded:
+        return batch
+    routes = {name: rows.certain() for name, rows in batch.routes.items()}
+    return dataclasses.replace(batch, routes=routes)
 
 
 def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
@@ -217,11 +244,7 @@ def _rows(
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:
-        if not mesh_is_set() or x.indptr.shape[:-1] != axis_sizes():
-            raise ValueError(
-                f"the batch is packed for a mesh of data and model {x.indptr.shape[:-1]}, "
-                "which is not set; pack it under the mesh where it is used"
-            )
+        _check_mesh(x)
         nse, parts = x.indices.size, _on_parts(made, x)
     model = axis_sizes()[1]
     owned, examples = stack.ids_of_owners(model), parts.num_rows // bags
@@ -235,6 +258,15 @@ def _rows(
         owner_rows=stack.bags_of_owner(model) * examples,
         distinct=stack.distinct_of_owner(model, examples, wire.distinct),
     )
+
+
+def _check_mesh(parts: CSR) -> None:
+    sizes = parts.indptr.shape[:-1]
+    if not mesh_is_set() or sizes != axis_sizes():
+        raise ValueError(
+            f"the batch is packed for a mesh of data and model {sizes}, which is not set; "
+            "pack it under the mesh where it is used"
+        )
 
 
 def _on_parts(f: Callable[[CSR], CSR], parts: CSR) -> CSR:
@@ -253,6 +285,33 @@ def _with_blank(x: CSR, bags: int, blank: int) -> CSR:
     starts = jnp.pad(starts, ((0, 0), (blank, 0)), mode="edge").reshape(-1)
     indptr = jnp.concatenate([starts, x.indptr[-1:]])
     return CSR.tree_unflatten(x.num_cols, (x.data, x.indices, indptr, None))
+
+
+def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
+    """The same, whose ids have been sent."""
+
+    def part(x):
+        x = own_block(x)
+        parts = _with_blank(x.parts, bags, blank)
+
+        def moved(bag):
+            # A bag of padding is behind the last one.
+            example = lax.div(bag, jnp.int32(bags))
+            return jnp.minimum(bag + blank * (example + 1), parts.num_rows)
+
+        to = x.route.bags
+        if isinstance(to, CSR):
+            leaves = (to.data, moved(to.indices), to.indptr, None)
+            to = CSR.tree_unflatten(parts.num_rows, leaves)
+        else:
+            to = moved(to)
+        asked = _with_blank(x.route.asked, bags, blank)
+        route = x.route._replace(asked=asked, bags=to)
+        x = dataclasses.replace(x, parts=parts, route=route)
+        return jax.tree.map(lambda leaf: leaf[None, None], x)
+
+    spec = P("data", "model")
+    return call_on_each_device(part, x, in_specs=(spec,), out_specs=spec)
 
 
 def combined(stack: Stack, x: CSR) -> CSR:

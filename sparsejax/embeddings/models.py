@@ -412,6 +412,14 @@ _MODELS: Mapping[str, type[Any]] = {
 }
 
 
+def gives_ids_as_they_are(model: Any) -> bool:
+    """Whether all collections of a model get the ids that it is called with, unchanged.
+
+    A module of one's own may do anything with them.
+    """
+    return type(model) in _MODELS.values()
+
+
 def build_click_model(
     config: ClickModelConfig,
     *,

@@ -765,8 +765,14 @@ def test_ahead():
             results.append(jax.tree.map(np.asarray, found))
             assert int(collection.overflows[...]) == 1
         jax.tree.map(np.testing.assert_array_equal, *results)
+        first = jnp.ones((256, 4))
+        np.testing.assert_array_equal(
+            collection.joined(first, given[0], blank=2),
+            collection.joined(first, batches[0], blank=2),
+        )
         right = collection.concat(given[1])
-        wrong = collection.concat(dataclasses.replace(given[1], fits=True))
+        routes = {name: rows.certain() for name, rows in given[1].routes.items()}
+        wrong = collection.concat(dataclasses.replace(given[1], routes=routes))
         assert not np.array_equal(right, wrong)  # so a batch that fits is not asked
 
 
@@ -777,7 +783,8 @@ def test_ahead_says_which_batches_have_places():
     with jax.set_mesh(sj.make_mesh(model=2)):
         collection = collection_of({"a": table}, {"a": "a"})
         given = list(collection.ahead(map(on_device, batches)))
-    assert [ids.fits for ids in given] == [True, False, True]
+        asks = [ids.routes["4_float32_rows"].crowded() is not None for ids in given]
+    assert asks == [False, True, False]
     for wrong in np.array([1, 2**32 + 2]), np.array([1, 3000], np.int32):
         for refused in collection.pack, lambda ids: next(collection.ahead([ids])):
             with pytest.raises((TypeError, ValueError), match=r"int64|3000 is outside"):

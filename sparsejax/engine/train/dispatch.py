@@ -322,6 +322,7 @@ class Program[Model: nnx.Module | Trainable]:
         self._how = How(self._flat.graphdef, self._flat.layout, fused)
         steps = run_steps.timed if is_timed(self.modules) else run_steps
         self._run_steps = steps[deterministic]
+        self._deterministic = deterministic
         self._stagings: dict[TrainingTask, Staging | None] = {}
 
     def launch(self, dispatch: Dispatch) -> jax.Array:
@@ -341,22 +342,23 @@ class Program[Model: nnx.Module | Trainable]:
         found, start, sizes = [], 0, dispatch.sizes
         steps = dispatch.first, dispatch.count, sizes
         for count, staged in staging.parts(dispatch.data, dispatch.rows, *steps):
-            # A part of a dispatch that was cut has far fewer steps than there is room for.
-            whole = count == dispatch.count
-            padded = whole and (sizes.full or sizes.padded)
-            part = dataclasses.replace(
-                dispatch,
-                first=dispatch.first + start,
-                examples=dispatch.examples[start : start + count],
-                sizes=sizes._replace(full=False, padded=padded),
-            )
+            part = dispatch
+            if count < dispatch.count:
+                # It may have far fewer steps than there is room for.
+                part = dataclasses.replace(
+                    dispatch,
+                    first=dispatch.first + start,
+                    examples=dispatch.examples[start : start + count],
+                    sizes=sizes._replace(full=False, padded=False),
+                )
             found.append(self._launched(part, staged))
             start += count
         return found[0] if len(found) == 1 else jnp.concatenate(found)
 
     def _staging_of(self, roles: TrainingTask) -> Staging | None:
         if roles not in self._stagings:
-            self._stagings[roles] = roles.staging(*self.modules)
+            how = self._deterministic
+            self._stagings[roles] = roles.staging(*self.modules, deterministic=how)
         return self._stagings[roles]
 
     def _launched(self, dispatch: Dispatch, staged: Any) -> jax.Array:
@@ -435,7 +437,7 @@ def run_steps(
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
     an epoch. If dispatches are full, it is not read. If they are padded, steps from `count`
     on repeat the last batch and change nothing. On a mesh the state keeps its layout, and
-    every device has the losses. `staged` is that of `Staging`, if rows are in host memory.
+    every device has the losses. `staged` is that of `Staging`, if there is one.
 
     Returns:
       The state, and the losses `[sizes.steps]`, 0 from `count` on.

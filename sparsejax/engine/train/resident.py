@@ -113,23 +113,29 @@ class TrainingTask(Protocol):
         """`sum_b weights_b loss_b` of a batch, a scalar."""
         ...
 
-    def staging(self, model: Any, optimizer: Optimizer) -> Staging | None:
-        """Makes what brings rows of the model from host memory, if it has any there."""
+    def staging(
+        self, model: Any, optimizer: Optimizer, deterministic: bool
+    ) -> Staging | None:
+        """Makes what is to be done before the steps of a dispatch, if something is."""
         ...
 
     def with_staged(self, x: Any, staged: Any) -> Any:
-        """Replaces, in what the model is shown, ids by where their rows are now."""
+        """Replaces, in what the model is shown, ids by what `Staging` made of them."""
         ...
 
 
 @runtime_checkable
 class Staging(Protocol):
-    """Brings the rows of steps from host memory to the devices, before the steps begin."""
+    """Works on the ids of steps before the steps begin.
+
+    It brings their rows from host memory to the devices, or sends ids to the devices that
+    own the rows.
+    """
 
     def parts(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
     ) -> Iterator[tuple[int, Any]]:
-        """Brings the rows of some steps, some steps at a time if they do not fit together.
+        """Prepares some steps, some steps at a time if their rows do not fit together.
 
         Args:
           data: the examples.
@@ -220,7 +226,9 @@ class Roles:
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         return model.loss(x, labels, weights=weights)
 
-    def staging(self, model: Any, optimizer: Optimizer) -> Staging | None:
+    def staging(
+        self, model: Any, optimizer: Optimizer, deterministic: bool
+    ) -> Staging | None:
         return None
 
     def with_staged(self, x: Any, staged: Any) -> Any:

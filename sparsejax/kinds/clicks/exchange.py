@@ -1,18 +1,35 @@
-"""The exchange of a click model's ids over a mesh, planned from what `fit` trains on."""
+"""The exchange of a click model's ids over a mesh in `fit`.
+
+It is planned from what `fit` trains on. Ids of a dispatch are sent before its steps, which then
+know whether all had places: on several GPUs the host would wait for it twice a step.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.clicks import ClickDataset
-from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
+from sparsejax.embeddings.collection import (
+    EmbeddingCollection,
+    collections_of,
+    sender_of,
+)
+from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.embeddings.lookup import Sender, answered
+from sparsejax.embeddings.models import gives_ids_as_they_are
 from sparsejax.embeddings.placement import Distinct
-from sparsejax.mesh.layout import axis_sizes, mesh_is_set
+from sparsejax.engine.train import dispatch as dispatching
+from sparsejax.engine.train.resident import Resident, Sizes
+from sparsejax.mesh.layout import axis_sizes, mesh_is_set, replicated
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.sparse import CSR, host_rows
 
 # Parts of batches in which distinct ids are counted.
@@ -102,3 +119,88 @@ def _distinct(
         return float(np.mean(counts))
 
     return Distinct(examples, tuple((t, rows(names)) for t, names in features.items()))
+
+
+class IdsAhead:
+    """The `Staging` of click models whose ids cross a mesh.
+
+    Where dispatches are launched ahead, ids of the next one are sent before the steps of one
+    begin. So the host need not wait for whether they have places.
+    """
+
+    def __init__(self, senders: tuple[Sender, ...], deterministic: bool):
+        self._senders, self._sent = senders, _sent[deterministic]
+        self._next: _Asked | None = None
+
+    @classmethod
+    def of(cls, model: Any, deterministic: bool) -> IdsAhead | None:
+        """None if nothing crosses, or rows are known in the steps themselves."""
+        if not mesh_is_set() or axis_sizes()[1] == 1:
+            return None
+        senders = [sender_of(found) for found in collections_of(model).values()]
+        known = tuple(sender for sender in senders if sender is not None)
+        names = [stack.name for sender in known for stack in sender.stacks]
+        if (
+            not gives_ids_as_they_are(model)
+            or not any(any(sender.by_rows) for sender in known)
+            or len(known) < len(senders)
+            or len(set(names)) < len(names)  # a batch has them by their names
+        ):
+            return None
+        return cls(known, deterministic)
+
+    def parts(
+        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
+    ) -> Iterator[tuple[int, FeatureBatch]]:
+        asked, self._next = self._next, None
+        if asked is None or asked.rows is not rows or asked.first != first:
+            asked = self._asked(data, rows, first, count, sizes)
+        after = first + count
+        if after < len(rows) and dispatching.launches_ahead():
+            more = min(sizes.steps, len(rows) - after)
+            self._next = self._asked(data, rows, after, more, sizes)
+        yield count, answered(asked.batch, asked.crowded)
+
+    def _asked(
+        self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
+    ) -> _Asked:
+        found = self._sent(self._senders, data, rows, first, count, sizes)
+        return _Asked(rows, first, *found)
+
+
+class _Asked(NamedTuple):
+    """The ids of some steps, which were sent, and whether some of them lacked places."""
+
+    rows: jax.Array
+    first: int
+    batch: FeatureBatch
+    crowded: jax.Array
+
+
+@functools.partial(Programs, static_argnames=("senders", "sizes"))
+def _sent(
+    senders: tuple[Sender, ...],
+    data: Resident,
+    rows: jax.Array,
+    first: jax.Array,
+    count: jax.Array,
+    sizes: Sizes,
+) -> tuple[FeatureBatch, jax.Array]:
+    """The ids of steps `first .. first + count - 1`, with an axis of all steps."""
+    numbers = first + jnp.minimum(jnp.arange(sizes.steps), count - 1)
+    batches = data.take(rows[numbers], sizes.capacities)
+
+    def of_step(i):
+        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
+        (_, ids), _ = data.roles.of(used)
+        batch, flags = FeatureBatch({}), []
+        for sender in senders:
+            found, crowded = sender.sent({name: ids[name] for name in sender.names})
+            batch = FeatureBatch(
+                batch.stacks | found.stacks, routes=batch.routes | found.routes
+            )
+            flags.append(crowded)
+        return batch, jnp.any(jnp.stack(flags))
+
+    batch, crowded = lax.map(of_step, jnp.arange(sizes.steps))
+    return batch, replicated(jnp.any(crowded))

@@ -29,7 +29,7 @@ from sparsejax.engine.train.resident import (
 )
 from sparsejax.engine.train.streaming import Matrix, Stream
 from sparsejax.kinds.clicks.dynamic import assigned, rates_of
-from sparsejax.kinds.clicks.exchange import exchange_of
+from sparsejax.kinds.clicks.exchange import IdsAhead, exchange_of
 from sparsejax.kinds.clicks.scores import (
     METRICS,
     Clicks,
@@ -129,9 +129,13 @@ class ClickTask:
         logits = model(*x).astype(jnp.float32)
         return jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, labels))
 
-    def staging(self, model: Any, optimizer: Optimizer) -> ClickStaging | None:
+    def staging(
+        self, model: Any, optimizer: Optimizer, deterministic: bool
+    ) -> ClickStaging | IdsAhead | None:
         staged = Staged.of(model, optimizer)
-        return None if staged is None else ClickStaging(staged, self)
+        if staged is None:
+            return IdsAhead.of(model, deterministic)
+        return ClickStaging(staged, self)
 
     def with_staged(self, x: Any, staged: Any) -> Any:
         return x[0], staged

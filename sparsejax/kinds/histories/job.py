@@ -78,7 +78,7 @@ class SequenceTask:
             named["times"] = more[0]
         return model.loss(histories, **named)
 
-    def staging(self, model: Any, optimizer: Optimizer) -> None:
+    def staging(self, model: Any, optimizer: Optimizer, deterministic: bool) -> None:
         return None
 
     def with_staged(self, x: Any, staged: Any) -> Any:
