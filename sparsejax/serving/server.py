@@ -90,6 +90,8 @@ def run(
             runner.run(_serve(path, name, settings, address, grace, watch))
         finally:
             write_waiting()  # no moment comes any more in which the loop would do so
+    # A model or a change that was being loaded has come to its end by now, and said so.
+    log("ended", model=name)
 
 
 async def _serve(
@@ -181,7 +183,6 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
     serving.result()
-    log("ended", model=name)
 
 
 def _listening(host: str, port: int) -> socket.socket:

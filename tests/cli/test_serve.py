@@ -81,6 +81,7 @@ def test_a_signal_ends_it_and_loses_nothing(file):
             thread.join()
         assert answers == [200] * 90
         event("ended")
+        assert lines.read() == ""
         assert process.wait(60) == 0
     finally:
         stack.close()
