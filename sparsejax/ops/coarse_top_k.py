@@ -150,9 +150,8 @@ def is_of_use(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
 def unsupported(shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
     """The fault of a layer, as the end of a sentence; None if there is none. See `is_of_use`."""
     items, hidden = shape
-    return tiles.unsupported(hidden, items, dtype) or tiles.unsupported(
-        hidden, items, jnp.int8, jnp.int8
-    )
+    in_int8 = tiles.unsupported(hidden, items, jnp.int8, jnp.int8)
+    return in_int8 or tiles.unsupported(hidden, items, dtype)
 
 
 @promoting()
