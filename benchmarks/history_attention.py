@@ -4,7 +4,9 @@
     python benchmarks/history_attention.py table                  anywhere
 
 Operations are those of the pairs that count: two products forward, five backward. Results
-of some histories are checked against float64 before they are timed.
+of some histories are checked against float64 before they are timed. A part is an
+implementation, its biases and histories; each is a process. They compile at the same time,
+then measure one after the other.
 """
 
 from __future__ import annotations
@@ -21,12 +23,11 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, reported, table, write_section
-from timing import time_jax, time_torch
+from report import command, origin, table, wait_for_turn, write_section
+from timing import time_jax, time_kernels, time_torch
 
 _TOKENS, _HEADS, _DIM = 65_536, 4, 64
 _BATCHES = 2  # draws of lengths
-_PARTS = {"jax": {}, "torch": {}}
 # Where XLA's form and torch, which take long to compile, are measured too.
 _PEERS = "128 filled", "512 filled", "512 as in logs"
 # NVIDIA's kernel of CUTLASS, forward and backward, batch 256, without biases (TFLOP/s).
@@ -74,19 +75,34 @@ WORKLOADS = [
 ]
 
 
+# Parts, by what they measure.
+PARTS: dict[str, tuple[str, bool, Workload]] = {
+    f"{implementation}-{'both' if biased else 'none'}-{workload.name.replace(' ', '-')}": (
+        implementation,
+        biased,
+        workload,
+    )
+    for implementation in ("mosaic_gpu", "xla", "torch", "cudnn")
+    for biased, workload in itertools.product((False, True), WORKLOADS)
+    if {
+        "mosaic_gpu": True,
+        # A softmax without biases.
+        "cudnn": workload.kind == "filled" and not biased,
+    }.get(implementation, biased and workload.name in _PEERS)
+}
+
+
 def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
+    parts = {part: {} for part in PARTS}
+    command(__doc__, __file__, parts, _measure, _write_table, together=True)
 
 
 def _measure(part: str) -> Iterator[dict]:
-    for workload, biased in itertools.product(WORKLOADS, (False, True)):
-        if part == "torch":
-            if biased and workload.name in _PEERS:
-                yield from _measure_torch(workload)
-        else:
-            peer = biased and workload.name in _PEERS
-            names = ("mosaic_gpu", "xla") if peer else ("mosaic_gpu",)
-            yield from _measure_jax(workload, biased, names)
+    implementation, biased, workload = PARTS[part]
+    if implementation == "torch":
+        yield from _measure_torch(workload)
+    else:
+        yield from _measure_jax(workload, biased, implementation)
 
 
 @functools.cache
@@ -156,8 +172,9 @@ def error_of(found, data, which: str) -> float:
     return float(max(off, default=0.0))
 
 
-def _measure_jax(workload: Workload, biased: bool, implementations):
-    """Results of our forms, and for softmax without biases of cuDNN's."""
+def _measure_jax(
+    workload: Workload, biased: bool, implementation: str
+) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
 
@@ -173,7 +190,11 @@ def _measure_jax(workload: Workload, biased: bool, implementations):
         data.append((*host, indptr, *biases))
         inputs.append(jax.device_put((*operands, indptr, *biases)))
 
-    def attend(implementation, q, k, v, indptr, times, place, time):
+    if implementation == "cudnn":
+        yield from _measure_cudnn(workload, inputs, data, versions)
+        return
+
+    def attend(q, k, v, indptr, times, place, time):
         return history_attention(
             q,
             k,
@@ -182,37 +203,42 @@ def _measure_jax(workload: Workload, biased: bool, implementations):
             place_bias=place,
             times=times,
             time_bias=time,
-            implementation=implementation,
+            implementation=implementation,  # pyrefly: ignore
         )
 
-    def forward(implementation, q, k, v, dy, *others):
-        return attend(implementation, q, k, v, *others)
+    def forward(q, k, v, dy, *others):
+        return attend(q, k, v, *others)
 
-    def backward(implementation, q, k, v, dy, indptr, times, place, time):
+    def backward(q, k, v, dy, indptr, times, place, time):
         def of(q, k, v, place, time):
-            return attend(implementation, q, k, v, indptr, times, place, time)
+            return attend(q, k, v, indptr, times, place, time)
 
         return jax.vjp(of, q, k, v, place, time)[1](dy)
 
-    for implementation in implementations:
-        for name, function, products in (
-            ("forward", forward, 2),
-            ("backward", backward, 5),
-        ):
-            with reported(workload.name, implementation, name):
-                run = jax.jit(functools.partial(function, implementation))
-                found = run(*inputs[0])
-                found = found[:3] if name == "backward" else [found]
-                error = error_of(found, data[0], name)
-                if not error < 2e-2:
-                    raise ValueError(f"relative error {error}")
-                time = time_jax(run, inputs)
-                done = np.median([products * operations(d[4]) for d in data])
-                yield _result(
-                    workload, biased, implementation, name, time, done, versions, error
-                )
-    if workload.kind == "filled" and not biased:
-        yield from _measure_cudnn(workload, inputs, data, versions)
+    runs = []
+    for name, function, products in (
+        ("forward", forward, 2),
+        ("backward", backward, 5),
+    ):
+        run = jax.jit(function)
+        found = run(*inputs[0])
+        error = error_of(found[:3] if name == "backward" else [found], data[0], name)
+        if not error < 2e-2:
+            raise ValueError(f"relative error {error}")
+        runs.append((name, run, products, error))
+    wait_for_turn()
+    for name, run, products, error in runs:
+        programs = time_kernels(
+            lambda i: jax.block_until_ready(run(*inputs[i % _BATCHES])),  # noqa: B023
+            4 * _BATCHES,
+        )
+        time = sum(programs.values())
+        done = np.median([products * operations(d[4]) for d in data])
+        result = _result(
+            workload, biased, implementation, name, time, done, versions, error
+        )
+        largest = sorted(programs.items(), key=lambda item: -item[1])[:5]
+        yield result | {"programs": {n[:60]: round(each, 1) for n, each in largest}}
 
 
 def _measure_cudnn(workload, inputs, data, versions):
@@ -230,15 +256,16 @@ def _measure_cudnn(workload, inputs, data, versions):
         return pull(dy.reshape(y.shape))
 
     done = operations(data[0][4])
-    with reported(workload.name, "cudnn"):
-        first = time_jax(jax.jit(forward), inputs)
+    runs = jax.jit(forward), jax.jit(both)
+    jax.block_until_ready([run(*inputs[0]) for run in runs])
+    wait_for_turn()
+    first, whole = (time_jax(run, inputs).kernel for run in runs)
+    for name, time, products in (
+        ("forward", first, 2),
+        ("backward", whole - first, 5),
+    ):
         yield _result(
-            workload, False, "cudnn, softmax", "forward", first, 2 * done, versions
-        )
-        time = time_jax(jax.jit(both), inputs)
-        time = dataclasses.replace(time, kernel=time.kernel - first.kernel)
-        yield _result(
-            workload, False, "cudnn, softmax", "backward", time, 5 * done, versions
+            workload, False, "cudnn, softmax", name, time, products * done, versions
         )
 
 
@@ -284,12 +311,15 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         torch.autograd.grad(y, [*arguments[:3], *arguments[5:]], arguments[3])
 
     done = operations(make(workload, 0)[4])
-    with reported(workload.name, "torch"):
-        first = time_torch(forward, inputs)
-        yield _result(workload, True, "torch", "forward", first, 2 * done, versions)
-        time = time_torch(both, inputs)
-        time = dataclasses.replace(time, kernel=time.kernel - first.kernel)
-        yield _result(workload, True, "torch", "backward", time, 5 * done, versions)
+    for arguments in inputs:
+        both(*arguments)
+        forward(*arguments)
+    wait_for_turn()
+    first, whole = (time_torch(run, inputs).kernel for run in (forward, both))
+    yield _result(workload, True, "torch", "forward", first, 2 * done, versions)
+    yield _result(
+        workload, True, "torch", "backward", whole - first, 5 * done, versions
+    )
 
 
 def _result(
@@ -300,8 +330,8 @@ def _result(
         "biased": biased,
         "implementation": implementation,
         "pass": name,
-        "us": round(time.kernel, 1),
-        "tflops": round(float(done / time.kernel / 1e6), 1),
+        "us": round(time, 1),
+        "tflops": round(float(done / time / 1e6), 1),
         "error": error,
         "versions": versions,
     }

@@ -5,11 +5,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import datetime
+import fcntl
+import fnmatch
 import json
 import os
 import pathlib
 import subprocess
 import sys
+import tempfile
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _HERE = pathlib.Path(__file__).resolve().parent
@@ -18,6 +22,11 @@ RESULTS = _HERE / "results"
 # A copy on the device reads and writes this many bytes a second on an H200.
 COPY_BYTES_PER_SECOND = 4.3e12
 
+# Names the folder where parts that compile at the same time wait for their turns.
+_TURNS = "BENCHMARK_TURNS"
+# After so many seconds parts measure, even if one of them still compiles.
+_COMPILING = 150
+
 
 def command(
     doc: str | None,
@@ -25,6 +34,8 @@ def command(
     parts: Mapping[str, Mapping[str, str]],
     measure: Callable[..., Iterable[dict]],
     write_table: Callable[[dict], None],
+    *,
+    together: bool = False,
 ) -> None:
     """The command line of a benchmark: `run`, `table`, and its parts one by one.
 
@@ -34,15 +45,24 @@ def command(
       parts: see `run_parts`.
       measure: the results of a part, one after the other.
       write_table: called with the committed report.
+      together: see `run_parts`.
     """
     results = RESULTS / f"{pathlib.Path(script).stem}.json"
     parser = argparse.ArgumentParser(description=doc)
     parser.add_argument("action", choices=["run", "table", *parts])
+    parser.add_argument(
+        "--only", nargs="+", default=["*"], help="parts, with wildcards"
+    )
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--output", type=pathlib.Path, default=results)
     arguments = parser.parse_args()
     if arguments.action == "run":
-        run_parts(script, parts, arguments.output, arguments.commit)
+        wanted = {
+            part: environment
+            for part, environment in parts.items()
+            if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only)
+        }
+        run_parts(script, wanted, arguments.output, arguments.commit, together=together)
     elif arguments.action == "table":
         write_table(json.loads(results.read_text()))
     else:
@@ -117,6 +137,8 @@ def run_parts(
     parts: Mapping[str, Mapping[str, str]],
     output: pathlib.Path,
     commit: str,
+    *,
+    together: bool = False,
 ) -> None:
     """Runs `script PART` for each part and collects what they emit.
 
@@ -126,32 +148,76 @@ def run_parts(
     Args:
       parts: the environment variables of each.
       output: written anew after each part, so that an interrupted run leaves something.
+      together: as many parts as there are processors compile at the same time. Each calls
+        `wait_for_turn` before it measures.
     """
     results, versions = [], {}
-    for part, environment in parts.items():
-        done = subprocess.run(
-            [sys.executable, script, part],
-            env={**os.environ, "XLA_PYTHON_CLIENT_PREALLOCATE": "false", **environment},
-            stdout=subprocess.PIPE,
-            text=True,
-            check=False,
-        )
-        for line in done.stdout.splitlines():
-            if line.startswith("RESULT "):
-                result = json.loads(line.removeprefix("RESULT "))
-                versions |= result.pop("versions")
-                results.append(result)
-        if done.returncode:
-            print(f"part {part} ended with code {done.returncode}", file=sys.stderr)
-        report = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit,
-            "command": f"python benchmarks/{pathlib.Path(script).name} run",
-            "versions": versions,
-            "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,
-            "results": results,
-        }
-        output.write_text(json.dumps(report, indent=1) + "\n")
+    names, size = list(parts), len(os.sched_getaffinity(0)) if together else 1
+    for first in range(0, len(names), size):
+        group = {part: parts[part] for part in names[first : first + size]}
+        for part, code, found in _run_group(script, group):
+            for line in found.splitlines():
+                if line.startswith("RESULT "):
+                    result = json.loads(line.removeprefix("RESULT "))
+                    versions |= result.pop("versions")
+                    results.append(result)
+            if code:
+                print(f"part {part} ended with code {code}", file=sys.stderr)
+            report = {
+                "date": datetime.date.today().isoformat(),
+                "commit": commit,
+                "command": f"python benchmarks/{pathlib.Path(script).name} run",
+                "versions": versions,
+                "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,
+                "results": results,
+            }
+            output.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def _run_group(
+    script: str, parts: Mapping[str, Mapping[str, str]]
+) -> Iterator[tuple[str, int, str]]:
+    """Parts that run at the same time, their codes and outputs, as they end."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = pathlib.Path(name)
+        turns = {_TURNS: name} if len(parts) > 1 else {}
+        running = {}
+        for part, environment in parts.items():
+            preallocate = {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+            with (folder / part).open("w") as file:
+                running[part] = subprocess.Popen(
+                    [sys.executable, script, part],
+                    env={**os.environ, **preallocate, **turns, **environment},
+                    stdout=file,
+                )
+        begun = time.monotonic()
+        while running:
+            time.sleep(0.1)
+            late = time.monotonic() - begun > _COMPILING
+            if late or all(_ready(folder, p.pid).exists() for p in running.values()):
+                (folder / "begin").touch()
+            for part, process in list(running.items()):
+                if process.poll() is not None:
+                    del running[part]
+                    yield part, process.returncode, (folder / part).read_text()
+
+
+def _ready(folder: str | pathlib.Path, process: int) -> pathlib.Path:
+    return pathlib.Path(folder, f"ready-{process}")
+
+
+def wait_for_turn() -> None:
+    """Waits until all parts have compiled, and then for those that measure before.
+
+    The turn ends with the process. A part that runs alone has it at once.
+    """
+    folder = os.environ.pop(_TURNS, None)
+    if folder is None:
+        return
+    _ready(folder, os.getpid()).touch()
+    while not pathlib.Path(folder, "begin").exists():
+        time.sleep(0.1)
+    fcntl.flock(os.open(f"{folder}/lock", os.O_CREAT | os.O_WRONLY), fcntl.LOCK_EX)
 
 
 def peak_host_bytes() -> int:

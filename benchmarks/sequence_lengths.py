@@ -3,14 +3,18 @@
     python benchmarks/sequence_lengths.py run [--commit NAME]    on a GPU
     python benchmarks/sequence_lengths.py table                  anywhere
 
-The parts "wide" have the shape of MLPerf's recommendation benchmark, all places filled, with
-and without the biases of places and times. Each process measures one model at one length. A
-first `run` compiles; its caches serve the next one, if JAX_COMPILATION_CACHE_DIR is set.
+A part is a model, a form and a length; each is a process. They compile at the same time, then
+measure one after the other. In the form "fit" it is `fit` that trains, with bfloat16; the
+others are loops of one's own. "full" has 65,536 tokens in a batch, without the padding. The
+parts "wide" have the shape of MLPerf's recommendation benchmark, all places filled, with and
+without the biases of places and times. A part that is named alone says how long its first
+step takes.
 """
 
 from __future__ import annotations
 
 import pathlib
+import statistics
 import sys
 import time
 from collections.abc import Iterator
@@ -19,7 +23,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import numpy as np
-from report import command, origin, table, write_section
+from report import command, origin, table, wait_for_turn, write_section
 from timing import time_kernels, time_torch
 
 # Places of a history, and histories of a batch.
@@ -29,8 +33,10 @@ _DROPOUT, _TEMPERATURE, _BUCKETS = 0.4, 0.1, 128
 # Of the parts "wide".
 _WIDE = {"width": 512, "heads": 8, "blocks": 3}
 _WIDE_LENGTH = 4096
-_STEPS = 10
-_FORMS = "bfloat16", "float32", "torch"
+_STEPS = 50
+_FORMS = "bfloat16", "fit", "float32", "torch", "recommend"
+# Of `fit`: batches of an epoch, and epochs.
+_BATCHES, _EPOCHS = 32, 4
 
 
 def main() -> None:
@@ -40,15 +46,16 @@ def main() -> None:
         for model in ("hstu", "sasrec")
         for length in SHAPES
         # Padded scores of 4,096 places squared are too many for torch.
-        if not (form == "torch" and length > 1024)
+        if length <= {"torch": 1024, "fit": 4096}.get(form, length)
     }
+    parts |= {f"hstu-fit-{length}-full": {} for length in (50, 512, 4096)}
     parts |= {f"wide-{biases}": {} for biases in ("both", "none")}
-    command(__doc__, __file__, parts, _measure, _write_table)
+    command(__doc__, __file__, parts, _measure, _write_table, together=True)
 
 
-def histories(length: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items and times of a batch, lengths as logs have them; one history is full."""
-    rng, batch = np.random.default_rng(0), SHAPES[length]
+def histories(length: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items and times, lengths as logs have them; one history is full."""
+    rng = np.random.default_rng(0)
     drawn = rng.lognormal(np.log(length / 4), 1, batch).astype(int)
     counts = np.clip(drawn, 2 if batch > 1 else length + 1, length + 1)
     inside = np.arange(length + 1) < counts[:, None]
@@ -64,15 +71,28 @@ def _measure(part: str) -> Iterator[dict]:
     if part.startswith("wide-"):
         yield _wide(part.removeprefix("wide-"))
         return
-    model, form, length = part.split("-")
-    items, times = histories(int(length))
+    model, form, places, *full = part.split("-")
+    length = int(places)
+    batch = SHAPES[length]
+    if full:
+        filled = (histories(length, 4096)[0][:, 1:] >= 0).mean()
+        batch = round(batch / filled)
+    items, times = histories(length, batch * (_BATCHES if form == "fit" else 1))
     targets = int((items[:, 1:] >= 0).sum())
-    measure = _torch if form == "torch" else _ours
-    found = measure(model, form, items, times, targets)
+    if form == "fit":
+        targets = round(targets / _BATCHES)
+        found = _fit(model, items, times, batch)
+    elif form == "recommend":
+        batch, targets = 1, length
+        found = _recommend(model, length)
+    else:
+        measure = _torch if form == "torch" else _ours
+        found = measure(model, form, items, times, targets)
     yield {
         "model": model,
         "implementation": form,
-        "length": int(length),
+        "length": length,
+        "histories": batch,
         "targets": targets,
         "tokens_per_second": round(1e6 * targets / found["call"]),
         **found,
@@ -89,8 +109,7 @@ def _ours(model: str, dtype: str, items, times, targets: int) -> dict:
 
     config = _config(model, dtype, items.shape[1] - 1)
     made = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
-    found = _steps(made, items, times if model == "hstu" else None, targets)
-    return found | {"recommend": round(_recommend(made, config.max_length), 1)}
+    return _steps(made, items, times if model == "hstu" else None, targets)
 
 
 def _config(
@@ -149,7 +168,6 @@ def _wide(biases: str) -> dict:
 
 def _steps(made, items, times, targets: int) -> dict:
     """Times of a training step."""
-    import jax
     import jax.numpy as jnp
 
     import sparsejax as sj
@@ -169,51 +187,110 @@ def _steps(made, items, times, targets: int) -> dict:
         return loss
 
     begin = time.perf_counter()
-    loss = step(made, optimizer, *given)
-    assert float(loss) > 0
+    assert float(step(made, optimizer, *given)) > 0
     first = time.perf_counter() - begin
 
     def call(i):
         step(made, optimizer, *given).block_until_ready()
 
-    call(0)
-    begin = time.perf_counter()
-    for _ in range(_STEPS):
-        loss = step(made, optimizer, *given)
-    assert float(loss) > 0
-    wall = 1e6 * (time.perf_counter() - begin) / _STEPS
-    stats = jax.devices()[0].memory_stats() or {}
+    wait_for_turn()
+    wall = _time_steps(lambda: step(made, optimizer, *given))
     kernels = time_kernels(call, 3)
     largest = sorted(kernels.items(), key=lambda item: -item[1])[:10]
     return {
         "call": round(wall, 1),
         "kernel": round(sum(kernels.values()), 1),
         "first_seconds": round(first, 1),
-        "peak_bytes": stats.get("peak_bytes_in_use"),
         "kernels": {name[:60]: round(each, 1) for name, each in largest},
-        "versions": {"jax": jax.__version__, "device": jax.devices()[0].device_kind},
+        **_of_device(),
     }
 
 
-def _recommend(model, length: int) -> float:
-    """Microseconds of `recommend` for one full history, a call after the first."""
+def _time_steps(step) -> float:
+    """Microseconds of a step, of many that follow each other."""
+    loss = step()
+    assert float(loss) > 0
+    begin = time.perf_counter()
+    for _ in range(_STEPS):
+        loss = step()
+    assert float(loss) > 0
+    return 1e6 * (time.perf_counter() - begin) / _STEPS
+
+
+def _of_device() -> dict:
+    import jax
+
+    (device,) = jax.devices()
+    return {
+        "peak_bytes": (device.memory_stats() or {}).get("peak_bytes_in_use"),
+        "versions": {"jax": jax.__version__, "device": device.device_kind},
+    }
+
+
+def _fit(model: str, items, times, batch: int) -> dict:
+    """Time of a step of `fit`, the median of epochs after the first."""
+    from flax import nnx
+
     import sparsejax as sj
 
+    made = sj.sequence.build_sequence_model(
+        _config(model, "bfloat16", items.shape[1] - 1), items=ITEMS, rngs=nnx.Rngs(0)
+    )
+    kept = items >= 0
+    data = sj.SequenceDataset(
+        np.concatenate([[0], np.cumsum(kept.sum(1))]),
+        items[kept],
+        np.arange(len(items)).astype(str),
+        np.arange(ITEMS).astype(str),
+        times[kept].astype(np.float64) if model == "hstu" else None,
+    )
+    optimizer = sj.Optimizer(made, sj.optimizers.adam(1e-3))
+
+    def train():
+        return sj.fit(made, optimizer, data, batch_size=batch, num_epochs=_EPOCHS)
+
+    begin = time.perf_counter()
+    train()
+    first = time.perf_counter() - begin
+    wait_for_turn()
+    speeds = [epoch["examples_per_second"] for epoch in train()[1:]]
+    return {
+        "call": round(1e6 * batch / statistics.median(speeds), 1),
+        "first_seconds": round(first, 1),
+        **_of_device(),
+    }
+
+
+def _recommend(model: str, length: int) -> dict:
+    """Time of `recommend` for one full history."""
+    from flax import nnx
+
+    import sparsejax as sj
+
+    made = sj.sequence.build_sequence_model(
+        _config(model, "bfloat16", length), items=ITEMS, rngs=nnx.Rngs(0)
+    )
     rng = np.random.default_rng(1)
     data = sj.SequenceDataset(
         np.array([0, length]),
         rng.integers(0, ITEMS, length),
         np.array(["a"]),
         np.arange(ITEMS).astype(str),
-        np.cumsum(rng.exponential(3e4, length)),
+        np.cumsum(rng.exponential(3e4, length)) if model == "hstu" else None,
     )
     times = []
     for _ in range(6):
         begin = time.perf_counter()
-        found = sj.recommend(model, data, k=10, exclude=None)
-        times.append(1e6 * (time.perf_counter() - begin))
+        found = sj.recommend(made, data, k=10, exclude=None)
+        times.append(time.perf_counter() - begin)
         assert np.isfinite(found.scores).all()
-    return min(times[1:])
+        wait_for_turn()
+    first, *others = times
+    return {
+        "call": round(1e6 * min(others), 1),
+        "first_seconds": round(first, 1),
+        **_of_device(),
+    }
 
 
 # torch
@@ -317,11 +394,11 @@ def _torch(model: str, _form: str, items, times, targets: int) -> dict:
     begin = time.perf_counter()
     assert float(step()) > 0
     first = time.perf_counter() - begin
-    step()
-    took = time_torch(step, [()], rounds=_STEPS)
+    wait_for_turn()
+    wall = _time_steps(step)
     return {
-        "call": round(took.call, 1),
-        "kernel": round(took.kernel, 1),
+        "call": round(wall, 1),
+        "kernel": round(time_torch(step, [()], rounds=3).kernel, 1),
         "first_seconds": round(first, 1),
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "versions": {"torch": torch.__version__},
@@ -331,26 +408,27 @@ def _torch(model: str, _form: str, items, times, targets: int) -> dict:
 def _write_table(report: dict) -> None:
     """Puts the results between the marks in README.md."""
     wide = [row for row in report["results"] if "tflops" in row]
-    found = {
-        (row["model"], row["length"], row["implementation"]): row
-        for row in report["results"]
-        if "tflops" not in row
-    }
+    found, asked = {}, {}
+    for row in report["results"]:
+        model, length, form = row["model"], row["length"], row["implementation"]
+        if form == "recommend":
+            asked[model, length] = row
+        elif "tflops" not in row:
+            batch = row.get("histories", SHAPES[length])
+            found.setdefault((model, length, batch), {})[form] = row
     body = []
-    for model, length in dict.fromkeys(key[:2] for key in found):
-        rows = [found.get((model, length, form)) for form in _FORMS]
-        first = next(row for row in rows if row)
-        filled = first["targets"] / (length * SHAPES[length])
-        cells = [model, f"{length:,} x {SHAPES[length]:,}", f"{filled:.0%}"]
-        for row in rows:
-            cells += ["-"] * 3 if row is None else _cells(row)
-        asked = (rows[0] or {}).get("recommend")
-        cells.append("-" if asked is None else f"{asked / 1e3:.1f}")
+    for (model, length, batch), rows in sorted(found.items()):
+        filled = next(iter(rows.values()))["targets"] / (length * batch)
+        cells = [model, f"{length:,} x {batch:,}", f"{filled:.0%}"]
+        for form in _FORMS[:-1]:
+            cells += _cells(rows[form]) if form in rows else ["-"] * 3
+        one = asked.get((model, length)) if batch == SHAPES[length] else None
+        cells.append(f"{one['call'] / 1e3:.1f}" if one else "-")
         body.append(cells)
     columns = ["model", "places x histories", "filled"]
-    for form in _FORMS:
+    for form in _FORMS[:-1]:
         columns += [f"{form}: ms", "M tokens/s", "GiB"]
-    columns.append("bfloat16: recommend, ms")
+    columns.append("recommend, ms")
     lines = [origin(report), "", *table(columns, body)]
     if wide:
         columns = ["3 layers, width 512, 8 heads", "ms", "M tokens/s", "GiB", "TFLOP/s"]
