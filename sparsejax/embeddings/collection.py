@@ -368,18 +368,11 @@ class EmbeddingCollection(nnx.Module):
           ValueError: there are no dynamic tables; the batch has its rows already; the
             optimizer does not train these tables; tables are in host memory, and `staged`
             has not brought the rows, or there is a clock, which they do not have.
-          NotImplementedError: there are several processes, on CPUs.
         """
         if not self.indexes:
             raise ValueError(
                 "assign_rows is for dynamic tables (DynamicTableConfig), of which this "
                 "collection has none; the model takes the ids themselves"
-            )
-        if jax.process_count() > 1 and jax.default_backend() == "cpu":
-            # One was seen in an all-gather while the other was in an all-reduce.
-            raise NotImplementedError(
-                f"dynamic tables train in one process on CPUs, not in {jax.process_count()}, "
-                "which would wait for each other without end: start one process"
             )
         batch = self._packed(ids)
         if batch.assigned:
@@ -859,6 +852,7 @@ class EmbeddingCollection(nnx.Module):
         With several processes all have to take all of them.
         """
         stack, pieces = self._static_table(name, "call `save_table`")
+        adopt_rows(self)
         return rows_in_order(stack, pieces, self.kernels[stack.name])
 
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
@@ -1296,6 +1290,7 @@ def _hosts(
     """The rows in host memory of each stack, which move with the optimizer's state."""
     found = {}
     for path, collection in collections.items():
+        adopt_rows(collection)
         for stack in collection.stacks:
             if stack.device_rows is None:
                 continue
@@ -1314,6 +1309,16 @@ def _hosts(
 def host_of(kernel: RowParam) -> HostRows:
     """The rows of a parameter that are in host memory."""
     return kernel.get_metadata()["host"]
+
+
+def adopt_rows(collection: EmbeddingCollection) -> None:
+    """Lets rows in host memory begin with the random numbers of their collection.
+
+    If a program has made it, they have those of the program's trace until then.
+    """
+    for stack in collection.stacks:
+        if stack.device_rows is not None:
+            host_of(collection.kernels[stack.name]).key = collection.first
 
 
 def rows_in_order(

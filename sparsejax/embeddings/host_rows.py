@@ -434,10 +434,7 @@ class HostRows:
         self._buffers = Buffers()
 
     def _first_key(self) -> jax.Array | None:
-        """None for dynamic tables, whose rows begin on a device.
-
-        The variable may be of a trace: a model that a program has made has another one.
-        """
+        """None for dynamic tables, whose rows begin on a device."""
         return None if self.stack.dynamic else self.key.get_raw_value()
 
     def _variables(self) -> dict[str, nnx.Variable]:

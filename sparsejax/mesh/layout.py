@@ -399,7 +399,8 @@ def exchanged(
     sharding = cast(NamedSharding, array.sharding)
     mesh = _with_auto_axes(cast(jax.sharding.Mesh, sharding.mesh))
     array = jax.device_put(array, NamedSharding(mesh, sharding.spec))
-    size = max(1, piece_elements * len(array) // array.size)
+    # No more rows than there are: small arrays would take as long as a whole piece.
+    size = min(len(array), max(1, piece_elements * len(array) // array.size))
     get = jax.jit(
         lambda array, rows: array.at[rows].get(mode="clip"),
         out_shardings=NamedSharding(mesh, P()),

@@ -595,7 +595,7 @@ def test_wrong_admission(options, message):
         Admit(**options)
 
 
-def test_wrong_calls(monkeypatch):
+def test_wrong_calls():
     model, optimizer = one_table()
     embeddings, ids = model.embeddings, {"id": np.arange(3)}
     rows = embeddings.assign_rows(ids, optimizer)
@@ -614,9 +614,6 @@ def test_wrong_calls(monkeypatch):
     with pytest.raises(ValueError, match="leave outside out"):
         config = FeatureConfig("id", outside="drop")
         Model({"id": DynamicTableConfig(9, 2)}, {"id": config}).embeddings.pack(ids)
-    monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(NotImplementedError, match="in one process on CPUs, not in 2"):
-        embeddings.assign_rows(ids, optimizer)
 
 
 # --- files ---

@@ -551,6 +551,25 @@ def made_by_a_program(rule, **options):
     return nnx.jit(make)()
 
 
+def test_static_tables_of_a_program():
+    """A model that was made under `nnx.jit` has the rows of one that was not."""
+
+    def make():
+        table = TableConfig(200, 2, placement="rows", host=True, device_rows=16)
+        features = {"user": FeatureConfig("user")}
+        return sj.embeddings.EmbeddingCollection(
+            {"user": table}, features, rngs=nnx.Rngs(0)
+        )
+
+    made = nnx.jit(make)()
+    rows = np.concatenate(list(make().table_rows("user")))
+    np.testing.assert_array_equal(np.concatenate(list(made.table_rows("user"))), rows)
+    made = nnx.jit(make)()  # the same, but it is read before
+    for ids in made.staged([{"user": np.arange(5, 10, dtype=np.int32)}]):
+        np.testing.assert_array_equal(made.concat(ids), rows[5:10])
+    assert np.any(rows)
+
+
 def check_files(pair, folder, names=("user", "item", "place")):
     """Both have the same ids, rows and state."""
     for name in names:

@@ -153,3 +153,6 @@ def test_an_array_that_processes_exchange():
         parts = list(layout.exchanged(divided, piece_elements=5 * 7))
     assert [len(part) for part in parts] == [7, 7, 7, 3]
     np.testing.assert_array_equal(np.concatenate(parts), array)
+    [whole] = layout.exchanged(divided)  # not as many rows as a piece has room for
+    np.testing.assert_array_equal(whole, array)
+    assert (whole if whole.base is None else whole.base).size == array.size

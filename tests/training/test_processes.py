@@ -5,6 +5,7 @@ import os
 import pathlib
 import re
 import runpy
+import shutil
 import signal
 import socket
 import subprocess
@@ -14,11 +15,16 @@ from typing import Any
 
 import jax
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+from flax import nnx
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.data import ClickSchema, KeyColumn
 from sparsejax.data.datasets import msweb
+from sparsejax.embeddings import DynamicTables, WideDeepConfig
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.mesh import processes
 from sparsejax.runs import folders
@@ -242,6 +248,46 @@ def test_click_models_in_processes(tmp_path, capsys):
     ended(one)
     example["main"](**settings, checkpoints=str(folder))
     assert capsys.readouterr().out == expected
+
+
+def test_dynamic_tables_in_processes(tmp_path):
+    """Two that were killed go on with the same bits; one goes on with the same ids."""
+    rng = np.random.default_rng(0)
+    users = rng.integers(0, 200, 1000) + np.arange(1000) // 5
+    names = users.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+    path = tmp_path / "clicks.parquet"
+    pq.write_table(pa.table({"click": users % 2, "user": names}), path)
+    tables = DynamicTables(num_rows=256, evict="lru")
+    config = WideDeepConfig(dim=2, hidden=(4,), dynamic=tables)
+    (tmp_path / "config.json").write_text(json.dumps(config.to_json()))
+    schema = ClickSchema("click", ids={"user": KeyColumn()})
+    (tmp_path / "schema.json").write_text(json.dumps(schema.to_json()))
+    argv = ["train", str(path), "--schema", str(tmp_path / "schema.json")]
+    argv += ["--config", str(tmp_path / "config.json"), "--model", "wide_deep"]
+    argv += ["--batch-size", "64", "--optimizer", "sgd", "--learning-rate", "1"]
+    argv += ["--epochs", "9", "--checkpoint-seconds", "0", "--run"]
+    places = [tmp_path / name for name in ("two", "whole", "one")]
+
+    def train(folder, *flags):
+        command = [*argv, str(folder), "--mesh", "model=2", *flags]
+        return start(command, tmp_path, processes=2, devices=1)
+
+    two = train(places[0])
+    wait_for(4, Checkpoints(places[0] / "checkpoints"), two)
+    two[1].send_signal(signal.SIGKILL)
+    assert ended(two)[0] == 1, said(tmp_path, 0)
+    shutil.copytree(places[0], places[2])
+    for place, flags in ((places[0], ["--resume"]), (places[1], [])):
+        assert ended(train(place, *flags)) == [0, 0], said(tmp_path, 0)
+    assert main([*argv, str(places[2]), "--resume"]) == 0
+    runs = [sj.Run.load(place) for place in places]
+    states = [jax.tree.map(np.asarray, nnx.state(run.model)) for run in runs]
+    jax.tree.map(np.testing.assert_array_equal, states[0], states[1])
+    whole, one = (run.model.embeddings for run in runs[1:])
+    assert whole.stats() == one.stats() and whole.stats()["user"].evicted > 50
+    np.testing.assert_array_equal(one.ids("user"), whole.ids("user"))
+    expected, found = (run.predict(path) for run in runs[1:])
+    np.testing.assert_allclose(found, expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from sparsejax.embeddings import row_codes
 from sparsejax.embeddings.collection import (
     EmbeddingCollection,
     IndexState,
+    adopt_rows,
     collections_of,
     every_row,
     rows_in_order,
@@ -232,6 +233,7 @@ def _portable(
     features = {
         n: feature for n, feature in features.items() if feature.table in tables
     }
+    adopt_rows(collection)
     before = dict(collection.kernels)
 
     def rows(stack: Stack) -> Iterator[np.ndarray]:
