@@ -1,5 +1,6 @@
 """Predictors that take the changes of their model."""
 
+import dataclasses
 import threading
 
 import jax.numpy as jnp
@@ -20,10 +21,11 @@ TABLES = {"user": DynamicTableConfig(512, 4), "hour": TableConfig(24, 4)}
 class Clicks(nnx.Module):
     num_dense = 2
 
-    def __init__(self):
+    def __init__(self, **options):
         rngs = nnx.Rngs(0)
+        tables = TABLES | {"user": dataclasses.replace(TABLES["user"], **options)}
         features = {name: name for name in TABLES}
-        self.embeddings = EmbeddingCollection(TABLES, features, rngs=rngs)
+        self.embeddings = EmbeddingCollection(tables, features, rngs=rngs)
         self.last = nnx.Linear(self.embeddings.num_outputs + 2, 1, rngs=rngs)
 
     def __call__(self, dense, ids):
@@ -69,6 +71,30 @@ class Training:
         optimizer.flush(model)
         sj.export_predictor(model, path, batch_size=BATCH)
         return sj.load_predictor(path)
+
+
+def test_a_predictor_takes_changes_of_rows_in_host_memory(tmp_path):
+    """A quarter of them is on the device; the predictor has all of them."""
+    model = Clicks(num_rows=128, host_rows=512)
+    optimizer = sj.Optimizer(model, sj.optimizers.adam(0.1))
+    rng, given = np.random.default_rng(0), batch(np.random.default_rng(1), 900, 20)
+    folder, first = tmp_path / "changes", 0
+
+    def predictor(name):
+        optimizer.flush(model)
+        sj.export_predictor(model, tmp_path / name, batch_size=BATCH)
+        return sj.load_predictor(tmp_path / name)
+
+    taker = predictor("first.predictor")
+    for _ in range(2):
+        coming = [batch(rng, first := first + 10) for _ in range(60)]
+        for dense, ids in model.embeddings.staged(coming, optimizer):
+            step(model, optimizer, dense, ids)
+        told = sj.export_changes(model, folder, optimizer).result()
+        assert taker.apply_changes(folder) == told
+    assert model.embeddings.stats()["user"].evicted and told.removed
+    expected = predictor("again.predictor").predict(*given)
+    np.testing.assert_array_equal(taker.predict(*given), expected)
 
 
 def test_a_predictor_answers_as_the_model_does(tmp_path, monkeypatch):
