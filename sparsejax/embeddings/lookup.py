@@ -112,6 +112,8 @@ def look_up(
         rows = _rows(stack, by_rows, x, wire, blank, is_made=keys is not None)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
+    if isinstance(rows, DividedRows) and gradients.is_differentiating():
+        rows = rows.sorted_ahead()
     bags = stack.bags + blank
     with in_turns(_period(stack, rows, rows.num_rows // bags)):
         y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)

@@ -307,6 +307,24 @@ class DividedRows:
             return self
         return dataclasses.replace(self, route=self.route._replace(crowded=None))
 
+    def sorted_ahead(self) -> DividedRows:
+        """The same, whose entries are sorted for their gradients while rows cross.
+
+        Otherwise that waits for the layers' gradients, and little works while rows cross. With
+        several devices along "data" the entries of all of these are sorted, and it stays there.
+        """
+        route = self.route
+        if route is None or not self.crosses or axis_sizes()[0] > 1:
+            return self
+
+        def part(owned):
+            owned = own_block(owned).with_transposed()
+            return jax.tree.map(lambda leaf: leaf[None, None], owned)
+
+        spec = P("data", "model")
+        owned = call_on_each_device(part, route.owned, in_specs=(spec,), out_specs=spec)
+        return dataclasses.replace(self, route=route._replace(owned=owned))
+
     @property
     def crosses(self) -> bool:
         """Whether sums or rows cross."""
@@ -344,8 +362,7 @@ class DividedRows:
         assert route is not None
         bags = route.bags
         if isinstance(bags, CSR):
-            leaves = (bags.data, bags.indices, bags.indptr + zero, None)
-            bags = CSR.tree_unflatten(bags.num_cols, leaves)
+            bags = _after(bags, zero)
         elif bags is not None:
             bags = bags + zero
         return dataclasses.replace(self, route=route._replace(bags=bags))
@@ -395,6 +412,9 @@ class DividedRows:
         # Rows cross in any case, while layers that do not need them work: the host waits for
         # the condition after that.
         came = self.sent_back(read(owned, self.wire_dtype))
+        if owned.transposed is not None:
+            # So they are sorted before the rows are waited for.
+            asked = _after(asked, jnp.minimum(owned.transposed.indptr[0], 0))
         return self.by_way(gather, lambda: add(asked, came, None).astype(dtype))
 
     def gathered(self) -> CSR:
@@ -426,6 +446,12 @@ def _only_data(x: CSR, data: Any) -> CSR:
 
 def _without_leaves(x: CSR | None) -> CSR | None:
     return None if x is None else _only_data(x, None)
+
+
+def _after(x: CSR, zero: Int[Array, ""]) -> CSR:
+    """The same matrix, read when this zero is there."""
+    leaves = (x.data, x.indices, x.indptr + zero, None)
+    return CSR.tree_unflatten(x.num_cols, leaves)
 
 
 def _cut(x: CSR, nse: int) -> CSR:

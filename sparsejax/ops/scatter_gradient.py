@@ -352,7 +352,11 @@ def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
         slopes.append(found.slopes)
         first += len(found.slopes)
     column, row, data = _joined(parts)
-    by_column = Transposed.of(column, row, width)
+    by_column = None
+    if not gather and len(xs) == 1:
+        by_column = xs[0].route.owned.transposed
+    if by_column is None:
+        by_column = Transposed.of(column, row, width)
     if data is not None:
         data = _wide(data)[by_column.order]
     return Terms(by_column, data, jnp.concatenate(slopes), width)
