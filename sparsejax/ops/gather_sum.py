@@ -6,7 +6,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 
 import jax
@@ -131,8 +130,7 @@ def _sum_on_device(
         data = None if x.data is None else jnp.asarray(x.data)
         config = None
         if period := _period.value:
-            config = mosaic.default_config(w.shape[1], w.dtype.itemsize, x.nse)
-            config = dataclasses.replace(config, period=period)
+            config = mosaic.default_config(w.shape[1], w.dtype.itemsize, x.nse, period)
         return mosaic.gather_matmul(
             data, indices, indptr, w, x.num_cols, dtype=dtype, config=config
         )
