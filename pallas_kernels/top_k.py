@@ -18,7 +18,7 @@ from pallas_kernels import mosaic as plgpu
 from pallas_kernels import score_tiles as tiles
 from pallas_kernels.integers import div, rem
 from pallas_kernels.matmul_tiles import ROWS, STEP, num_programs, store, transforms
-from pallas_kernels.output_loss import ItemLayer, listed, load_words, word_and_bit
+from pallas_kernels.output_loss import ItemLayer, listed, load_labels, word_and_bit
 from pallas_kernels.selection import members, pick
 
 GROUP = 16
@@ -56,7 +56,7 @@ def maxima(
       kernel: the same, see `score_tiles.unsupported`.
       bias: float32 or None.
       scale: float32 or None.
-      words: bits of the items to leave out, see `output_loss.label_words`; or None.
+      words: bits of the items to leave out, counted, see `output_loss.label_words`; or None.
       start: first item.
       size: number of items, a multiple of 256.
       limit: from this row of the kernel on there are no items.
@@ -73,7 +73,7 @@ def maxima(
         rows_refs, inputs = inputs[: len(of_rows)], inputs[len(of_rows) :]
         layer_refs, *words_refs = layer.split(inputs)
         maxima_gmem, more_gmem = outputs
-        words = [load_words(ref, row, column) for ref in words_refs]
+        labels = [load_labels([ref], row, column) for ref in words_refs]
         rows = [tiles.row_vector(ref, row) for ref in rows_refs]
         ahead = [layer.load(layer_refs, first + column + c, GROUP) for c in _AHEAD]
         products = make()
@@ -93,7 +93,7 @@ def maxima(
                 scores = jnp.where(x, -jnp.inf, scores)
             return scores
 
-        def finish(masked):
+        def finish(masked, words):
             operands = products, words
             if masked:  # see `output_loss.slopes`
                 operands = lax.optimization_barrier(operands)
@@ -126,8 +126,13 @@ def maxima(
                 target = more_gmem.at[pl.ds(row, ROWS), div(column, BLOCK)]
                 store(target, jnp.max(largest, axis=1))
 
-        some_outside = first + column + BLOCK > end
-        lax.cond(some_outside, lambda: finish(True), lambda: finish(False))
+        words = [each for each, _ in labels]
+        is_rare, usual = first + column + BLOCK > end, words
+        if not with_scores:  # of many items, most tiles have none that is left out
+            usual = []
+            for _, counts in labels:
+                is_rare |= sum(counts) > 0
+        lax.cond(is_rare, lambda: finish(True, words), lambda: finish(False, usual))
 
     more = size if with_scores else size // BLOCK
     stored = plgpu.SMEM(

@@ -250,7 +250,7 @@ def _best_with_mosaic(
         padded, values, margin, unit = (
             item_chunks.pad_rows(x, rows) for x in (h, bounds.values, *bounds.margins)
         )
-        words = excluded.words(start, (len(padded), size))
+        words = excluded.words(start, (len(padded), size), counted=True)
         options = {"start": start, "limit": num_items}
         largest, larger = (
             x[:batch]

@@ -320,7 +320,9 @@ def _best(
             kernel,
             None if bias is None else bias.astype(jnp.float32),
             None if scale is None else scale.astype(jnp.float32),
-            None if excluded is None else excluded.words(start, (len(padded), size)),
+            None
+            if excluded is None
+            else excluded.words(start, (len(padded), size), counted=True),
         )
         options = {"start": start, "limit": num_items - first_item}
         largest, more = (

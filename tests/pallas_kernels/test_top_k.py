@@ -26,9 +26,11 @@ def make(with_all, hidden=HIDDEN):
         bias, scale = (jnp.float32(rng.standard_normal(ITEMS)) for _ in range(2))
         bias = bias.at[400:404].set(-jnp.inf)
         listed = rng.random((BATCH, ITEMS)) < 0.1
+        listed[64:, START : START + 128] = False  # a tile without any
         listed[5] = True
         rows, columns = map(jnp.asarray, np.nonzero(listed))
-        words = output_loss.label_words(rows, columns - START, BATCH, SIZE)
+        place = rows, columns - START, BATCH, SIZE
+        words = output_loss.label_words(*place, counted=True)
         extras = bias, scale, words
         want = want * np.asarray(scale, np.float64) + np.asarray(bias, np.float64)
         want[listed | np.isinf(np.asarray(bias))] = -np.inf
