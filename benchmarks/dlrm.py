@@ -457,9 +457,11 @@ def _write_table(report: dict) -> None:
             else:
                 rate = f"{r['examples_per_second'] / 1e6:.1f}"
             times = f"{used:.0f}", f"{used / ours:.1f}x"
-            rows.append([*case, r["implementation"], *times, share, rate])
+            # A result that was measured again has a commit of its own.
+            commit = r.get("commit", report["commit"])
+            rows.append([*case, r["implementation"], *times, share, rate, commit])
     columns = ["workload", "task", "zipf", "implementation", "us", "to ours"]
-    columns += ["of ceiling", "M examples/s"]
+    columns += ["of ceiling", "M examples/s", "commit"]
     write_section("dlrm", [origin(report), "", *table(columns, rows)])
 
 
