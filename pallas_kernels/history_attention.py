@@ -15,11 +15,11 @@ Scores are made again in each of them, and nothing of their size is written. Nob
 what another program has written. Softmax has a program for its sums, which takes a product
 more; the others then need no largest score, and are the same for both activations.
 
-The bias by distance is the same for all tiles that are as far apart, so that it comes as a
-tile from a table. The bias by time is found by comparing differences of times with the
-buckets' thresholds; a tile needs only those between its least and its largest difference.
-For its gradient, each thread adds slopes to a sum of its own for each of the tile's buckets,
-and two threads then sum up those of a bucket; for few buckets the tile is read once each.
+The bias by distance is the same along diagonals, so that a tile needs 127 numbers of a
+table. The bias by time is looked up in a table by the difference of the times. Its gradient
+needs the buckets between the tile's least and its largest difference: each thread adds slopes
+to a sum of its own for each of these, and two threads then sum up those of a bucket; for few
+buckets the tile is read once each.
 The biases are the same for all heads: two heads of a tile are worked on together, as far as
 registers suffice, and the slopes of both are added before the gradients of the biases are
 made from them.
@@ -463,8 +463,8 @@ class _Scores:
         self.sums_of_buckets = -(-sums // TILE) * TILE
         self.arrays, self.names, self.tiles = [], [], 0
         if place_bias is not None:
-            table = _tiles_of_places(place_bias, of_queries)
-            self.tiles = len(table)
+            self.tiles = -(-len(place_bias) // ROWS) + 2
+            table = _table_of_places(place_bias, self.tiles, of_queries)
             self.arrays.append(table)
             self.names.append("table")
         if time_bias is not None:
@@ -546,10 +546,7 @@ class _Scores:
     def _bias(self):
         parts = []
         if self.table is not None:
-            for c in range(0, self.columns, ROWS):
-                layout = plgpu.Layout.WGMMA
-                tile = self.table.at[self.distance(c)]
-                parts.append(plgpu.load(tile, layout=layout, optimized=False))
+            parts = [self._place_bias(c) for c in range(0, self.columns, ROWS)]
         bias = None
         if parts:
             bias = parts[0] if len(parts) == 1 else lax.concatenate(parts, 1)
@@ -557,6 +554,19 @@ class _Scores:
             return bias
         found = self.time_bias_of_pairs()
         return found if bias is None else bias + found
+
+    def _place_bias(self, c):
+        """`[64, 64]` for the columns from c on."""
+        first = ROWS * self.distance(c)
+        if self.of_queries:
+            first = ROWS * (self.tiles - 1) - first
+        part = self.table.at[pl.ds(first, TILE)]
+        if self.scratch is not None:
+            place = jnp.arange(ROWS)
+            return part[...][ROWS - 1 + place[None] - place[:, None]]
+        from pallas_kernels import lanes
+
+        return lanes.diagonals(part, ROWS - 1)
 
     def time_bias_of_pairs(self):
         """`[64, columns]`"""
@@ -606,16 +616,12 @@ class _Scores:
         least = jnp.where(self.full, least, self.gap)
         largest = jnp.where(one, largest, self.longest)
 
-        def bucket(x):
-            x = jnp.clip(x, 1.0, 1e18)
-            guess = (jnp.log(x) * (1 / _RATIO)).astype(jnp.int32)
-            guess = jnp.clip(guess, 0, self.buckets - 1)
-            # The logarithm is not exact.
-            after = jnp.minimum(guess + 1, self.buckets - 1)
-            guess = jnp.where(x >= self.thresholds[after], after, guess)
-            return jnp.where(x < self.thresholds[guess], guess - 1, guess)
+        def bucket(x, more):
+            bucket = jnp.log(jnp.clip(x, 1.0, 1e18)) * (1 / _RATIO) + more
+            return jnp.clip(bucket.astype(jnp.int32), 0, self.buckets - 1)
 
-        least, last = bucket(least), bucket(largest)
+        # The logarithm is not exact. A bucket too many costs less than its threshold.
+        least, last = bucket(least, -1e-3), bucket(largest, 1e-3)
         first = jnp.where(self.full, least, 0)
         return first, jnp.maximum(least, first + 1), last
 
@@ -639,23 +645,33 @@ class _Scores:
         )
 
     def _add_to_places(self, ds, c, skewed, places) -> None:
-        """Sums diagonals: rows lie in memory one element further apart than they are read."""
-        plgpu.commit_smem()  # the last tile has been read
-        store(skewed.at[pl.ds(0, ROWS), pl.ds(ROWS, ROWS)], ds)
-        plgpu.commit_smem()
+        """Sums diagonals: rows lie in memory further apart than they are read.
+
+        Rows that are 8 apart have the same diagonals, and are added before.
+        """
         layout = plgpu.Layout.WG_STRIDED((TILE,), vec_size=1)
-
-        def skewed_row(row):
-            if self.scratch is not None:
-                ends = skewed[row][row + 1 :], skewed[row + 1][...]
-                return jnp.concatenate(ends)[:TILE]
-            flat = skewed.reshape((ROWS + 1) * _PITCH)
-            part = flat.at[pl.ds(row * (_PITCH + 1) + 1, TILE)]
-            return plgpu.load(part, layout=layout)
-
-        total = functools.reduce(jnp.add, map(skewed_row, range(ROWS)))
         mine = places.at[self.distance(c)]
-        store(mine, plgpu.load(mine, layout=layout) + total)
+        before = plgpu.load(mine, layout=layout)  # long before it is needed
+        plgpu.commit_smem()  # the last tile has been read
+        if self.scratch is not None:
+            store(skewed.at[pl.ds(0, ROWS), pl.ds(ROWS, ROWS)], ds)
+            plgpu.commit_smem()
+            ends = [(skewed[r][r + 1 :], skewed[r + 1][...]) for r in range(ROWS)]
+            parts = [jnp.concatenate(x)[:TILE] for x in ends]
+            store(mine, before + functools.reduce(jnp.add, parts))
+            return
+        from pallas_kernels import lanes
+
+        lanes.store_folded(skewed, ds, ROWS, plgpu.Layout.WGMMA)
+        plgpu.commit_smem()
+        flat = skewed.reshape((ROWS + 1) * _PITCH)
+        sums = [before]
+        for n, row in enumerate(r for r in range(ROWS) if not r & 8):
+            part = flat.at[pl.ds(n * _PITCH + row + 1, TILE)]
+            part = plgpu.load(part, layout=layout)
+            # Some chains of additions, as each waits for the one before.
+            sums = [*sums, part] if n < 3 else [*sums[1:], sums[0] + part]
+        lanes.store(mine, functools.reduce(jnp.add, sums), layout)
 
     def _add_to_slots(self, ds, skewed, sums, first, second, last) -> None:
         """Each thread has a sum for each bucket of the tile."""
@@ -666,12 +682,15 @@ class _Scores:
         flat = skewed.reshape((ROWS + 1) * _PITCH)
         slots = flat.at[pl.ds(0, _SLOTS * TILE)]
 
+        count = last - second + 2
+
         def clear():
             plgpu.commit_smem()  # all of it has been read
 
-            @pl.loop(0, _SLOTS // 4)
+            @pl.loop(0, div(count + 3, 4))
             def _(n):
-                store(flat.at[pl.ds(n * 4 * TILE, 4 * TILE)], zeros)
+                part = flat.at[pl.ds(n * 4 * TILE, 4 * TILE)]
+                lanes.store(part, zeros, layout)
 
             plgpu.commit_smem()
 
@@ -683,13 +702,13 @@ class _Scores:
         least = lanes.look_up(self.thresholds, guess + 1, plgpu.Layout.WGMMA)
         bucket = guess + jnp.where(since >= least, jnp.int32(1), jnp.int32(0))
         # The first bucket is no neighbour of the second. Pairs that do not count are 0.
-        slot = jnp.clip(bucket - (second - 1), 0, _SLOTS - 1)
+        slot = jnp.clip(bucket - (second - 1), 0, count - 1)
         clear()
         lanes.add_to_slots(slots, ds, slot, plgpu.Layout.WGMMA)
         plgpu.commit_smem()
         of_first = sums.at[pl.ds(first * _WARPS, 2)]
         others = sums.at[pl.ds((second - 1) * _WARPS, _SLOTS * _WARPS)]
-        lanes.add_sums_of_slots(of_first, others, slots)
+        lanes.add_sums_of_slots(of_first, others, slots, count)
         clear()  # `_add_to_places` needs zeros beside its tile
 
     def _add_to_buckets(self, ds, sums, first, second, last) -> None:
@@ -722,14 +741,13 @@ class _Scores:
         add(*lax.fori_loop(second, last + 1, later, (first, total(ds))))
 
 
-def _tiles_of_places(bias: Float[Array, "places"], of_queries: bool):
-    """`[tiles, 64, 64]`: tile n is for rows that are 64 n places after its columns."""
-    # All of the last tile is further apart than the bias has places.
-    count = -(-len(bias) // ROWS) + 2
-    inside = jnp.arange(ROWS)
-    apart = inside[:, None] - inside[None]
-    apart = apart if of_queries else -apart
-    apart = ROWS * jnp.arange(count)[:, None, None] + apart[None]
+def _table_of_places(bias: Float[Array, "places"], tiles: int, of_queries: bool):
+    """The biases by distance from -63 on, for queries from the largest distance on.
+
+    All of the last tile is further apart than the bias has places.
+    """
+    place = jnp.arange(ROWS * (tiles + 1))
+    apart = ROWS * tiles - 1 - place if of_queries else place - (ROWS - 1)
     return bias[jnp.clip(apart, 0, len(bias) - 1)]
 
 

@@ -82,6 +82,84 @@ def elements_of(row: jax.Array, layout) -> list[jax.Array]:
     return elements(row)
 
 
+def store(target, values: jax.Array, layout) -> None:
+    """Writes to memory without waiting for other threads, neither before nor after."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def write(_, target, values):
+        values.store_untiled(target, optimized=False)
+
+    write(target, values)
+
+
+def store_folded(target, values: jax.Array, column: int, layout) -> None:
+    """Writes a tile of 64 rows to 32 rows in shared memory, diagonals on top of each other.
+
+    Of each 16 rows the last 8 are added to the first 8, eight columns to the left, where
+    the diagonals are the same.
+
+    Args:
+      target: rows in memory. The tile's first column is number `column` there.
+      values: float32 `[64, 64]`.
+      layout: of the values, that of `wgmma`'s results.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
+    def write(_, target, values):
+        upper, lower = values.registers.reshape(-1, 2).T
+        row, first = _of_wgmma()
+        # 8 rows of each warp, in place of 16.
+        warp = arith.shrui(_thread(), _constant(5))
+        row = arith.subi(row, arith.shli(warp, _constant(3)))
+        folded = [
+            lower[0],
+            *map(arith.addf, upper[:-1], lower[1:]),
+            upper[-1],
+        ]
+        for n, pair in enumerate(folded):
+            at = arith.addi(first, _constant(column + 8 * (n - 1)))
+            vector.store(pair, target, [*_index(row), *_index(at)])
+
+    write(target, values)
+
+
+def diagonals(numbers, first: int) -> jax.Array:
+    """`[64, 64]` in the layout of `wgmma`'s results: row r, column c has number first + c - r.
+
+    A thread has 18 of the numbers, as rows that are 8 apart have the same ones.
+    """
+    layout = plgpu.Layout.WGMMA
+    found = plgpu.ShapeDtypeStruct((64, 64), numbers.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),), return_type=found)
+    def read(_, numbers):
+        row, column = _of_wgmma()
+        start = arith.addi(arith.subi(column, row), _constant(first))
+        pair = ir.VectorType.get((2,), numbers.type.element_type)
+        parts = [
+            vector.from_elements(
+                pair,
+                [
+                    memref.load(
+                        numbers, _index(arith.addi(start, _constant(8 * n + i)))
+                    )
+                    for i in range(2)
+                ],
+            )
+            for n in range(-1, 8)
+        ]
+        like = mgpu.FragmentedArray.splat(
+            arith.constant(numbers.type.element_type, 0.0), (64, 64), mgpu.WGMMA_LAYOUT
+        )
+        registers = like.registers.copy()
+        registers.flat[:] = [parts[n - h + 1] for n in range(8) for h in range(2)]
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=like.layout, _is_signed=None
+        )
+
+    return read(numbers)
+
+
 def look_up(table, index: jax.Array, layout) -> jax.Array:
     """`table[index]`: floating numbers of a vector in memory, each at a place of its own."""
     found = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=layout)
@@ -202,17 +280,20 @@ def add_to_slots(slots, values: jax.Array, index: jax.Array, layout) -> None:
     add(slots, values, index)
 
 
-def add_sums_of_slots(first, others, slots) -> None:
-    """Adds the sums of 64 slots of 128 numbers, each by two threads.
+def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
+    """Adds the sums of up to 64 slots of 128 numbers, each by two threads.
 
     Args:
       first: two numbers in shared memory, for the first slot.
       others: `[256]`, four numbers for each slot, of which two get sums.
       slots: a vector in shared memory.
+      count: of the slots; what the others have may be anything.
     """
+    types = *(plgpu.RefType(),) * 3, plgpu.Layout.WG_SPLAT(())
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),) * 3)
-    def add(_, first, others, slots):
+    @plgpu.inline_mgpu(arg_types=types)
+    def add(_, first, others, slots, count):
+        (count,) = count.registers.flat
         thread = _thread()
         start = arith.shli(thread, _constant(6))
         # Each lane begins elsewhere, in another bank of memory.
@@ -226,7 +307,12 @@ def add_sums_of_slots(first, others, slots) -> None:
         slot = arith.shrui(thread, _constant(1))
         place = _index(arith.addi(arith.shli(slot, _constant(2)), half))
         is_first = arith.cmpi(arith.CmpIPredicate.eq, slot, _constant(0))
-        is_other = arith.cmpi(arith.CmpIPredicate.ne, slot, _constant(0))
+        # None but slots from 1 to `count` - 1.
+        is_other = arith.cmpi(
+            arith.CmpIPredicate.ult,
+            arith.subi(slot, _constant(1)),
+            arith.subi(count, _constant(1)),
+        )
         for condition, target, at in (
             (is_first, first, _index(half)),
             (is_other, others, place),
@@ -234,7 +320,20 @@ def add_sums_of_slots(first, others, slots) -> None:
             with mgpu.when(condition):
                 memref.store(arith.addf(memref.load(target, at), total), target, at)
 
-    add(first, others, slots)
+    add(first, others, slots, count)
+
+
+def _of_wgmma() -> tuple[ir.Value, ir.Value]:
+    """The thread's first row and column of `wgmma`'s results.
+
+    It has two columns of every eight, of this row and of the one 8 rows on.
+    """
+    thread = _thread()
+    row = arith.addi(
+        arith.shli(arith.shrui(thread, _constant(5)), _constant(4)),
+        arith.andi(arith.shrui(thread, _constant(2)), _constant(7)),
+    )
+    return row, arith.shli(arith.andi(thread, _constant(3)), _constant(1))
 
 
 def _thread() -> ir.Value:
