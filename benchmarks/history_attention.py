@@ -30,6 +30,7 @@ _TOKENS, _HEADS, _DIM = 65_536, 4, 64
 _BATCHES = 2  # draws of lengths
 # Where XLA's form and torch, which take long to compile, are measured too.
 _PEERS = "128 filled", "512 filled", "512 as in logs"
+_NAME = "history_attention"  # of programs, in a profile
 # NVIDIA's kernel of CUTLASS, forward and backward, batch 256, without biases (TFLOP/s).
 _NVIDIA = {
     128: (42, 41),
@@ -355,6 +356,7 @@ def _write_table(report: dict) -> None:
                 row.append(
                     " / ".join("-" if r is None else f"{r['us']:,.0f}" for r in both)
                 )
+                row.append(" / ".join(map(_alone, both)))
             row.append(
                 " / ".join("-" if r is None else f"{r['tflops']:.0f}" for r in both)
             )
@@ -363,8 +365,16 @@ def _write_table(report: dict) -> None:
         filled = workload.kind == "filled" and not biased
         row.append(" / ".join(map(str, _NVIDIA[workload.length])) if filled else "-")
         rows.append(row)
-    columns = ["histories", "biases", "us", *names, "NVIDIA's, published"]
+    columns = ["histories", "biases", "us", "programs alone", *names]
+    columns.append("NVIDIA's, published")
     write_section("history_attention", [origin(report), "", *table(columns, rows)])
+
+
+def _alone(row: dict | None) -> str:
+    """TFLOP/s without the small programs that find out which tiles meet."""
+    programs = row.get("programs", {}) if row else {}
+    time = sum(us for name, us in programs.items() if name.startswith(_NAME))
+    return f"{row['tflops'] * row['us'] / time:.0f}" if row and time else "-"
 
 
 if __name__ == "__main__":
