@@ -5,11 +5,13 @@
     python benchmarks/dynamic_tables.py new
     python benchmarks/dynamic_tables.py evict
     python benchmarks/dynamic_tables.py step --devices 2
+    python benchmarks/dynamic_tables.py dlrm --devices 2
 
 `keys` looks for a million ids in a full table; `lookup` reads batches of 65,536 examples of 26 ids
 from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
 `evict` frees a 32nd of all parts of a table; `step` trains on the batches of `lookup` and `new`, also
-on several devices, over which the rows are divided.
+on several devices, over which the rows are divided. `dlrm` trains a DLRM of 26 tables, dynamic and
+static, on batches of zipf 1.05; on several devices by a plan that knows this law.
 """
 
 import argparse
@@ -21,8 +23,10 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from flax import nnx
 from timing import time_kernels
+from workloads import zipf_ids
 
 import sparsejax as sj
 from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
@@ -219,6 +223,73 @@ def step(rows, dim, devices):
         return {"devices": devices, **new(rows, dim, shares=(0.0, 0.01), program=train)}
 
 
+def dlrm(rows, dim, devices, batch=BATCH):
+    mesh = contextlib.nullcontext()
+    if devices > 1:
+        mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
+    found = {"devices": devices, "rows": rows, "dim": dim}
+    with mesh:
+        for kind in ("dynamic", "static"):
+            found[kind] = {"seconds": dlrm_step(kind, rows, dim, devices, batch)}
+    return found
+
+
+def dlrm_step(kind, rows, dim, devices, batch):
+    ids = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
+    sizes = {f"f{i}": size for i, size in enumerate(ids)}
+    rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
+    settings = sj.embeddings.DynamicTables(num_rows=rows)
+    dynamic = settings if kind == "dynamic" else None
+    config = sj.DLRMConfig(
+        dim=dim, bottom=(512, 256), top=(1024, 1024, 512, 256), dynamic=dynamic
+    )
+    plan = {}
+    if devices > 1:
+        plan = sj.embeddings.plan_embeddings(
+            {
+                name: settings.table(dim)
+                if dynamic
+                else TableConfig(size, dim, placement="rows")
+                for name, size in sizes.items()
+            },
+            {name: name for name in sizes},
+            batch_size=batch,
+            model=devices,
+            popularity=dict.fromkeys(sizes, 1.05),
+            rule=rule,
+        )
+    features = dict.fromkeys(sizes, 2**64) if dynamic else sizes
+    model = sj.embeddings.DLRM(
+        config, num_dense=13, features=features, plan=plan, rngs=nnx.Rngs(0)
+    )
+    optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(0.02))
+
+    @sj.jit
+    def train(model, optimizer, dense, ids, clicks):
+        rows = model.embeddings.assign_rows(ids, optimizer) if dynamic else ids
+
+        def loss_fn(model):
+            logits = model(dense, rows)
+            return optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    rng, batches = np.random.default_rng(0), []
+    for _ in range(3):
+        given = {n: zipf_ids(rng, batch, size, 1.05) for n, size in sizes.items()}
+        if dynamic:
+            given = {
+                name: WideIds.of(each.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+                for name, each in given.items()
+            }
+        dense = rng.standard_normal((batch, 13), np.float32)
+        clicks = (rng.random(batch) < 0.2).astype(np.float32)
+        batches.append(put((dense, model.embeddings.pack(given), clicks)))
+    return seconds(lambda: [train(model, optimizer, *each) for each in batches]) / 3
+
+
 def evict(rows):
     """Of a full table without vectors; the arrays are overwritten."""
     table = DynamicTableConfig(rows, 1)
@@ -256,7 +327,14 @@ def evict(rows):
     return {"rows": rows, "seconds": min(taken[1:])}
 
 
-PARTS = {"keys": keys, "lookup": lookup, "new": new, "evict": evict, "step": step}
+PARTS = {
+    "keys": keys,
+    "lookup": lookup,
+    "new": new,
+    "evict": evict,
+    "step": step,
+    "dlrm": dlrm,
+}
 
 
 def main():
@@ -264,12 +342,12 @@ def main():
     parser.add_argument("part", choices=[*PARTS])
     parser.add_argument("--rows", type=int, help="of each table")
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--devices", type=int, default=1, help="of `step`")
+    parser.add_argument("--devices", type=int, default=1, help="of `step` and `dlrm`")
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     rows = args.rows or {"keys": 2**24, "evict": 50_000_000}.get(args.part, 2**20)
-    options = {"dim": args.dim} if args.part in ("lookup", "new", "step") else {}
-    if args.part == "step":
+    options = {} if args.part in ("keys", "evict") else {"dim": args.dim}
+    if args.part in ("step", "dlrm"):
         options["devices"] = args.devices
     result = PARTS[args.part](rows, **options)
     result = {"device": jax.devices()[0].device_kind, "part": args.part, **result}

@@ -287,7 +287,7 @@ def test_lfu_with_a_time_to_live_equals_a_dictionary():
     ],
 )
 def test_each_policy_equals_a_dictionary_for_long(options):
-    compare_with_a_dictionary(200, **options)
+    compare_with_a_dictionary(1000, **options)
 
 
 def test_a_long_stream_keeps_the_ids_of_a_dictionary():
