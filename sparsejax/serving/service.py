@@ -38,9 +38,9 @@ SIMILAR = "similar"  # the name of the second model
 Written = TypeVar("Written")  # what a protocol writes
 # The device is given up after so many batches in a row that it could not run.
 _FAILURES = 3
-# Work on so many bytes or names runs in one of so many other threads. It takes .1 ms or more,
-# and for most of it NumPy and Arrow leave Python to other requests.
-_MANY, _OTHERS = 4096, 4
+# Work on so many bytes or names runs in another thread. It takes .1 ms or more, and for most of it
+# NumPy leaves Python to other requests. Several such threads wait for Python's lock at each step.
+_MANY = 4096
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,7 +146,7 @@ class Service:
         if settings.changes is not None:
             self.changing = Changing(settings.changes, self.metrics)
         self._in_hand = 0
-        self._others = ThreadPoolExecutor(_OTHERS, thread_name_prefix="large requests")
+        self._others = ThreadPoolExecutor(1, thread_name_prefix="large requests")
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
