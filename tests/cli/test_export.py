@@ -32,7 +32,7 @@ def test_a_run_is_exported(board, tmp_path, capsys):
     assert main(["export", board.run, str(path), "--unknown-ids", "zeros"]) == 1
     assert "--unknown-ids is of no use for a model of items" in capsys.readouterr().err
     assert main(["export", board.run, str(path), "--int8"]) == 1
-    assert "int8 takes bfloat16 operands, not float32" in capsys.readouterr().err
+    assert "--int8 takes hidden sizes that are" in capsys.readouterr().err
 
 
 @pytest.mark.usefixtures("symbolic_sizes", "no_kept_programs")
