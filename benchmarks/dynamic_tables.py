@@ -26,7 +26,7 @@ import numpy as np
 import optax
 from flax import nnx
 from timing import time_kernels
-from workloads import zipf_ids
+from workloads import click_update, zipf_ids
 
 import sparsejax as sj
 from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
@@ -267,14 +267,7 @@ def dlrm_step(kind, rows, dim, devices, batch):
     @sj.jit
     def train(model, optimizer, dense, ids, clicks):
         rows = model.embeddings.assign_rows(ids, optimizer) if dynamic else ids
-
-        def loss_fn(model):
-            logits = model(dense, rows)
-            return optax.sigmoid_binary_cross_entropy(logits, clicks).mean()
-
-        loss, grads = optimizer.value_and_grad(loss_fn)(model)
-        optimizer.update(model, grads)
-        return loss
+        return click_update(model, optimizer, dense, rows, clicks)
 
     rng, batches = np.random.default_rng(0), []
     for _ in range(3):
