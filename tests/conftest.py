@@ -65,10 +65,12 @@ gc.set_threshold(50_000)
 hypothesis.settings.register_profile(
     "sparsejax",
     deadline=None,  # the first example of a shape compiles
-    derandomize=True,  # its programs are found again; `--random` draws others
+    derandomize=True,  # its programs are found again; `--random-examples` draws others
     max_examples=15,  # most of them compile, and a test has several forms
 )
-hypothesis.settings.register_profile("random", derandomize=False)
+hypothesis.settings.register_profile(
+    "random", hypothesis.settings.get_profile("sparsejax"), derandomize=False
+)
 hypothesis.settings.load_profile("sparsejax")
 
 
