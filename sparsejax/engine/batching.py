@@ -33,6 +33,12 @@ def bucket(count: int) -> int:
     return size
 
 
+def close_bucket(count: int) -> int:
+    """The capacity for counts that hardly change: at most 1/32 is unused."""
+    step = max(8, 2 ** (count.bit_length() - 6))
+    return max(16, -(-count // step) * step)
+
+
 def largest_batch(lengths: Array, batches: Array) -> int:
     """Number of entries in the fullest batch.
 

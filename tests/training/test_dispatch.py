@@ -13,8 +13,9 @@ from checkerboards import PLAIN, build, checkerboard, parameters
 from flax import nnx
 
 from sparsejax import optimizers, training
+from sparsejax.engine.batching import close_bucket
 from sparsejax.engine.train import dispatch
-from sparsejax.engine.train.dispatch import epoch_order, step_size
+from sparsejax.engine.train.dispatch import epoch_order, evened, step_size
 from sparsejax.engine.train.resident import Resident, Roles, home_rows
 from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.config import NetworkConfig
@@ -83,6 +84,45 @@ def test_a_batch_is_the_same_on_any_mesh_and_its_rows_are_at_home(data):
         drawn, at = parts[:, part], local[:, part]
         np.testing.assert_array_equal(at < 0, drawn < 0)
         np.testing.assert_array_equal(home[part][at[at >= 0]], drawn[drawn >= 0])
+
+
+@pytest.mark.parametrize(("rows", "batch_size"), [(1000, 128), (1000, 50), (999, 37)])
+def test_batches_are_evened_out(rows, batch_size):
+    """Each row once, in its shard, among as many, and in batches of equal loads."""
+    drawn = np.random.default_rng(0).lognormal(5, 1, rows)
+    lengths = np.minimum(drawn, 1000).astype(np.int32)
+    found = []
+    for epoch in range(2):
+        key = jax.random.key(epoch)
+        given = epoch_order(key, epoch, rows, batch_size, 1)
+        even = np.asarray(evened(given, jnp.asarray(lengths), key, rows))[:, 0]
+        given = np.asarray(given)[:, 0]
+        np.testing.assert_array_equal(
+            np.sort(even, axis=None), np.sort(given, axis=None)
+        )
+        np.testing.assert_array_equal(even >= 0, given >= 0)
+        if batch_size % 64 == 0:
+            exists = even >= 0
+            np.testing.assert_array_equal(even[exists] % 64, given[exists] % 64)
+        loads, before = (np.where(r >= 0, lengths[r], 0).sum(1) for r in (even, given))
+        full = rows // batch_size
+        spread, was = (np.ptp(each[:full]) / lengths.mean() for each in (loads, before))
+        assert spread < 0.15 * was
+        # The last batch is smaller, and its rows are like the others.
+        if full < len(loads):
+            mean = loads[full] / (even[full] >= 0).sum()
+            assert abs(mean / lengths.mean() - 1) < 0.15
+        found.append({frozenset(pair) for pair in map(tuple, even[:full, :2])})
+    assert len(found[0] & found[1]) <= 2  # other rows meet in each epoch
+
+
+def test_little_of_a_close_capacity_is_unused():
+    counts = np.arange(1, 5000)
+    rooms = np.array([close_bucket(int(n)) for n in counts])
+    assert (rooms >= counts).all() and (
+        rooms <= np.maximum(counts * 33 / 32 + 8, 16)
+    ).all()
+    assert len(set(rooms[counts > 1024])) < 80
 
 
 def test_sizes_of_a_step():

@@ -484,7 +484,7 @@ def compiled_histories(config, **options) -> tuple[sj.Plan, int]:
 def test_activations_grow_with_the_batch(config, mesh):
     options = {"data": mesh[0], "model": mesh[1]}
     few, many = (
-        compiled_histories(config, batch_size=size, **options) for size in (64, 192)
+        compiled_histories(config, batch_size=size, **options) for size in (128, 256)
     )
     more = many[0].hidden - few[0].hidden
     # On a mesh XLA keeps less than the plan says.

@@ -26,7 +26,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from sparsejax.engine.batching import bucket
+from sparsejax.engine.batching import bucket, close_bucket
 from sparsejax.engine.static import check_hashable
 from sparsejax.engine.train import fused as fused_output
 from sparsejax.engine.train.resident import (
@@ -115,7 +115,8 @@ class Epochs:
     True
 
     The order depends on `seed`, the epoch and the batch size only; a mesh divides the
-    same batches. If the mesh of `jax.set_mesh` divides batches, the examples must have
+    same batches. Histories are put into batches of nearly equal numbers of entries, other
+    ones in each epoch. If the mesh of `jax.set_mesh` divides batches, the examples must have
     been placed under the same mesh.
 
     One program serves the dispatches of 32 epochs. It has room for the largest of their
@@ -238,7 +239,11 @@ class Epochs:
                 self.batch_size,
                 self._parts,
                 self._shuffle,
+                self._is_evened(data),
             )
+
+    def _is_evened(self, data: Resident) -> bool:
+        return self._shuffle and data.roles.even
 
     def _capacities(self, data: Resident, chunk: int, epoch: int) -> tuple[int, ...]:
         """For each matrix, the room for its largest batch of many epochs."""
@@ -251,7 +256,9 @@ class Epochs:
                 for epoch in range(first, last)
             ]
             largest = map(max, zip(*needed, strict=True))
-            self._found[chunk, period] = tuple(map(bucket, largest))
+            # Batches that are alike need the same room in each epoch.
+            room = close_bucket if self._is_evened(data) else bucket
+            self._found[chunk, period] = tuple(map(room, largest))
         return self._found[chunk, period]
 
 
@@ -630,7 +637,62 @@ def epoch_order(
     )
 
 
-@functools.partial(Keepable, static_argnames=("batch_size", "parts", "shuffle"))
+def evened(
+    order: jax.Array, loads: jax.Array, key: jax.Array, num_rows: int
+) -> jax.Array:
+    """The same rows of an epoch in batches whose loads are nearly equal.
+
+    A row keeps its place in a batch, so it stays in its shard and part. Places are taken
+    together at random: first two, then two pairs, and so on. The sums of the one side, the
+    smallest first, meet those of the other, the largest first, so they differ less
+    each time. The last batch, if it is smaller, is the one whose mean is nearest to that of
+    all, of as many as there are batches.
+
+    Args:
+      order: `[steps, data, batch / data]` from `epoch_order`.
+      loads: `[rows]` integers.
+      key: makes other batches in each epoch.
+      num_rows: rows of the epoch.
+    """
+    steps, size = len(order), math.prod(order.shape[1:])
+    rows, full = order.reshape(steps, size).T, num_rows // size
+    if full < 2:
+        return order
+    if full < steps:
+        of_rows, is_last = _of_rows(loads, rows), rows[:, -1:] >= 0
+        means = jnp.sum(of_rows * is_last, axis=0) / jnp.sum(is_last)
+        chosen = jnp.argmin(jnp.abs(means - jnp.sum(of_rows) / num_rows))
+        others = jnp.where(is_last[:, 0], rows[:, chosen], -1)
+        left = jnp.where(is_last[:, 0], rows[:, -1], rows[:, chosen])
+        rows = rows.at[:, chosen].set(left).at[:, -1].set(others)
+    levels = (size - 1).bit_length()
+    of_places, of_steps = jax.random.split(key)
+    place = jax.random.permutation(of_places, 2**levels)
+    table = jnp.full((2**levels, full), -1, rows.dtype)
+    table = table.at[place[:size]].set(rows[:, :full])
+    number = jnp.arange(2**levels)
+
+    def meet(level, carry):
+        sums, table = carry
+        # Places that are taken together have equal sums, and are sorted alike.
+        falls = (number >> level) & 1 > 0
+        keys = jnp.where(falls[:, None], -sums, sums)
+        _, sums, table = lax.sort((keys, sums, table), dimension=1, num_keys=1)
+        return sums + sums[number ^ (1 << level)], table
+
+    _, table = lax.fori_loop(0, levels, meet, (_of_rows(loads, table), table))
+    # The sort must not decide which batch comes first.
+    table = table[place[:size]][:, jax.random.permutation(of_steps, full)]
+    return jnp.append(table, rows[:, full:], axis=1).T.reshape(order.shape)
+
+
+def _of_rows(loads: jax.Array, rows: jax.Array) -> jax.Array:
+    return jnp.where(rows >= 0, loads[rows], 0)
+
+
+@functools.partial(
+    Keepable, static_argnames=("batch_size", "parts", "shuffle", "evens_out")
+)
 def _ordered(
     key,
     epoch,
@@ -639,8 +701,9 @@ def _ordered(
     batch_size: int,
     parts: int,
     shuffle: bool,
+    evens_out: bool,
 ):
-    """`epoch_order` of a chunk, and for each matrix the entries of its largest batch."""
+    """The order of a chunk, and for each matrix the entries of its largest batch."""
     if data.contiguous:  # there are other chunks
         key = jax.random.fold_in(key, chunk)
     order = epoch_order(
@@ -652,6 +715,10 @@ def _ordered(
         contiguous=data.contiguous,
         shuffle=shuffle,
     )
+    if evens_out:
+        # Shards have the numbers below.
+        number = jax.random.fold_in(jax.random.fold_in(key, epoch), VIRTUAL_SHARDS)
+        order = evened(order, data.loads(), number, data.num_rows)
     return order, data.needed(order)
 
 

@@ -98,7 +98,7 @@ class TrainingTask(Protocol):
     @property
     def even(self) -> bool:
         """Whether each part of a batch has equal room for the entries of such a matrix, and
-        rows are `dealt` to the parts by their entries."""
+        rows are dealt to batches and their parts by their entries."""
         ...
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
@@ -485,11 +485,20 @@ class Resident:
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
                 if self.roles.even:
-                    return rows.shape[1] * _largest_dealt(matrix, every, rows.shape[1])
+                    parts, size = rows.shape[1], every.shape[1]
+                    largest = parts * _largest_dealt(matrix, every, parts)
+                    # The mean is that of each epoch, so one program serves all of them.
+                    mean = size * jnp.sum(matrix.row_lengths()) / self.num_rows
+                    return jnp.maximum(largest, jnp.ceil(1.01 * mean).astype(jnp.int32))
                 return _largest(matrix, every)
             return jnp.int32(rows.shape[2] * math.prod(matrix.shape[2:]))
 
         return [of(matrix) for matrix in self.matrices]
+
+    def loads(self) -> jax.Array:
+        """`[rows]`: the entries by which rows are dealt, if `roles.even`."""
+        [lengths] = (m.row_lengths() for m in self.matrices if isinstance(m, CSR))
+        return lengths
 
     def means(self, rows: jax.Array) -> jax.Array:
         """`[steps, batch]`: the weights with which a step's losses are summed.

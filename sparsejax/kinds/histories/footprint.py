@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import slopes_product
 from pallas_kernels.matmul_tiles import STEP
-from sparsejax.engine.batching import bucket
+from sparsejax.engine.batching import bucket, close_bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
     CONTENT_KERNELS,
@@ -119,13 +119,15 @@ class HistoryWorkload(Workload):
         return [math.ceil(self.rows * self._targets().mean())]
 
     def capacities(self, data: int, model: int) -> list[int]:
-        windows = bucket(self.batch // data * self.window)
-        targets = self._targets()
-        # The fullest batch is 3 standard deviations above the mean. Its parts are alike.
-        rows = self.batch
-        fullest = rows * targets.mean() + 3 * math.sqrt(rows) * targets.std()
+        room = close_bucket if self._of_tokens else bucket
+        windows = room(self.batch // data * self.window)
+        targets, rows = self._targets(), self.batch
+        fullest = rows * targets.mean()
+        if not self._of_tokens:
+            # Batches are not alike: the fullest is 3 standard deviations above the mean.
+            fullest += 3 * math.sqrt(rows) * targets.std()
         most = min(math.ceil(fullest), rows * self.network.max_length)
-        return [windows] * (1 + self.times) + [bucket(most)]
+        return [windows] * (1 + self.times) + [room(most)]
 
     @property
     def roles(self) -> TrainingTask:

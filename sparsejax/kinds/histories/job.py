@@ -43,7 +43,7 @@ class SequenceTask:
 
     Attributes:
       packs: whether the loss of the model takes `max_targets`.
-      even: whether it deals rows to the parts of "data", which have equal room for them.
+      even: whether it deals rows to batches and to the parts of "data" by their entries.
     """
 
     packs: bool
