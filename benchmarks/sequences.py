@@ -50,6 +50,7 @@ VARIANTS = (
     ("sasrec", None, True, "float32", "uniform"),
     ("hstu", 256, False, "float32", "batch"),
     ("hstu", 1024, False, "float32", "batch"),
+    ("hstu", 1024, False, "bfloat16", "uniform"),
 )
 PLACES = (50, 200, 1000, 2600)
 DTYPES = ("float32", "bfloat16")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -424,6 +425,7 @@ class SparseOutput(nnx.Module):
         negatives: Int[Array, "count"],
         *,
         log_q: Float[Array, "count"] | None = None,
+        dtype: Literal["bfloat16"] | None = None,
     ) -> Float[Array, ""]:
         """`cross_entropy` against a sample of the items, without a pass over all of them.
 
@@ -444,6 +446,7 @@ class SparseOutput(nnx.Module):
             log_q=log_q,
             bias=self._without_unseen(bias),
             scale=None if self.temperature is None else self.score_scale,
+            dtype=dtype,
         )
 
     def top_k(

@@ -166,6 +166,7 @@ def sampled_cross_entropy(
     bias: Float[Array, "items"] | None = None,
     scale: Callable[[jax.Array], jax.Array] | None = None,
     weights: Float[Array, "*batch"] | None = None,
+    dtype: Literal["bfloat16"] | None = None,
 ) -> Float[Array, ""]:
     """Mean cross-entropy of one target a row against a sample of the items.
 
@@ -212,14 +213,18 @@ def sampled_cross_entropy(
       scale: makes the factor of each score, `[n]`, from the rows of the kernel, `[n, hidden]`;
         such as `SparseOutput.score_scale`, for cosines. None is 1.
       weights: of the rows. None is 1.
+      dtype: of the operands of the products with negatives and of their derivatives, whose
+        sums are float32. None is that of `kernel`.
 
     Raises:
       ValueError: shapes do not match, a target is no item (of a NumPy array), or an
-        unknown loss.
+        unknown loss or dtype.
       TypeError: targets are not integers.
     """
     if loss not in ("softmax", "sigmoid"):
         raise ValueError(f'loss is "softmax" or "sigmoid", got {loss!r}')
+    if dtype not in (None, "bfloat16"):
+        raise ValueError(f'dtype is "bfloat16" or None, got {dtype!r}')
     h, negatives, log_q, bias, weights = arrays(h, negatives, log_q, bias, weights)
     kernel = kernel if isinstance(kernel, nnx.Variable) else jnp.asarray(kernel)
     num_items, hidden = kernel.shape
@@ -238,10 +243,10 @@ def sampled_cross_entropy(
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
     target = as_targets(targets, num_items)
-    rows, count, dtype = target.num_rows, len(negatives), accumulator(h.dtype)
+    rows, count, summed = target.num_rows, len(negatives), accumulator(h.dtype)
     used = negatives != IGNORED
-    given = jnp.ones(rows, dtype) if weights is None else weights.reshape(-1)
-    given = jnp.where(target.ignored, 0, given.astype(dtype))
+    given = jnp.ones(rows, summed) if weights is None else weights.reshape(-1)
+    given = jnp.where(target.ignored, 0, given.astype(summed))
     ids = jnp.concatenate(
         [
             jnp.where(target.ignored | target.broken, IGNORED, target.columns),
@@ -252,27 +257,30 @@ def sampled_cross_entropy(
     # Whatever is in a row that does not count.
     flat = jnp.where((given == 0)[:, None], 0, h.reshape(rows, hidden))
     flat = flat.astype(vectors.dtype)
-    mine = jnp.sum(flat.astype(dtype) * vectors[:rows].astype(dtype), axis=1)
+    mine = jnp.sum(flat.astype(summed) * vectors[:rows].astype(summed), axis=1)
     drawn_vectors, factors = vectors[rows:], None
     if scale is not None:
-        factors = scale(vectors).astype(dtype)
+        factors = scale(vectors).astype(summed)
         mine = mine * factors[:rows]
-        if vectors.dtype == dtype:
+        if vectors.dtype == summed:
             # Fewer numbers than the scores; lower precision would round them once more.
             drawn_vectors, factors = drawn_vectors * factors[rows:, None], None
-    others = jnp.matmul(flat, drawn_vectors.T, preferred_element_type=dtype)
+    if dtype is None:
+        others = jnp.matmul(flat, drawn_vectors.T, preferred_element_type=summed)
+    else:
+        others = _rounded_scores(flat, drawn_vectors).astype(summed)
     if factors is not None:
         others = others * factors[None, rows:]
     if bias is not None:
         # -1 would be the last item, whose bias may be -inf.
-        of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(dtype)
+        of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(summed)
         mine, others = mine + of_ids[:rows], others + of_ids[None, rows:]
     counted = used[None] & (negatives[None] != target.columns[:, None])
     # Logarithm of how many items a negative stands for.
-    stands_for = jnp.zeros(count, dtype)
+    stands_for = jnp.zeros(count, summed)
     if log_q is not None:
-        drawn = jnp.maximum(jnp.sum(used), 1).astype(dtype)
-        stands_for = jnp.where(used, -jnp.log(drawn) - log_q.astype(dtype), 0)
+        drawn = jnp.maximum(jnp.sum(used), 1).astype(summed)
+        stands_for = jnp.where(used, -jnp.log(drawn) - log_q.astype(summed), 0)
     if loss == "softmax":
         others = jnp.where(counted, others + stands_for[None], -jnp.inf)
         # Joined with `mine` they would be written once more.
@@ -289,6 +297,34 @@ def sampled_cross_entropy(
     total = jnp.sum(given)
     each = jnp.where(given == 0, 0, given * each)
     return jnp.sum(each) / jnp.where(total == 0, 1, total)
+
+
+@jax.custom_vjp
+def _rounded_scores(h: jax.Array, vectors: jax.Array) -> jax.Array:
+    """`h vectors^T` of operands that are rounded to bfloat16, in float32."""
+    return _product(h, vectors.T)
+
+
+def _rounded_forward(h, vectors):
+    # Kept for the derivative in half the memory.
+    kept = h.astype(jnp.bfloat16), vectors.astype(jnp.bfloat16)
+    like = jnp.zeros(0, h.dtype), jnp.zeros(0, vectors.dtype)
+    return _rounded_scores(*kept), (kept, like)
+
+
+def _rounded_backward(residuals, slopes):
+    (h, vectors), like = residuals
+    slopes = slopes.astype(jnp.bfloat16)
+    found = _product(slopes, vectors), _product(slopes.T, h)
+    return tuple(x.astype(y.dtype) for x, y in zip(found, like, strict=True))
+
+
+_rounded_scores.defvjp(_rounded_forward, _rounded_backward)
+
+
+def _product(a: jax.Array, b: jax.Array) -> jax.Array:
+    a, b = a.astype(jnp.bfloat16), b.astype(jnp.bfloat16)
+    return jnp.matmul(a, b, preferred_element_type=jnp.float32)
 
 
 def _alias_table(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

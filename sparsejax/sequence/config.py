@@ -116,8 +116,8 @@ class SASRecConfig(SequenceConfig):
     Attributes:
       heads: of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
-        attention. None is float32; `suited_to` chooses. Parameters, norms, biases of
-        attention and sums are always float32.
+        attention, and of the scores with sampled negatives. None is float32; `suited_to`
+        chooses. Parameters, norms, biases of attention and sums are always float32.
 
     Raises:
       ValueError: a value is out of range.
@@ -146,8 +146,8 @@ class HSTUConfig(SequenceConfig):
     Attributes:
       heads: of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
-        attention. None is float32; `suited_to` chooses. Parameters, norms, biases of
-        attention and sums are always float32.
+        attention, and of the scores with sampled negatives. None is float32; `suited_to`
+        chooses. Parameters, norms, biases of attention and sums are always float32.
       divisor: of the sums of attention, before a norm. None is `max_length`. A large one
         weakens short histories, so give 50 where histories may be long; `suited_to` does.
 

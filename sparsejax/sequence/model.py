@@ -218,7 +218,11 @@ class SequenceModel(nnx.Module):
         else:
             drawn = NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
         negatives, log_q = drawn
-        return self.output.sampled_cross_entropy(h, targets, negatives, log_q=log_q)
+        # Only some models have a dtype.
+        half = getattr(self.config, "dtype", None) == "bfloat16"
+        return self.output.sampled_cross_entropy(
+            h, targets, negatives, log_q=log_q, dtype="bfloat16" if half else None
+        )
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""

@@ -1,5 +1,6 @@
 """Sampled losses: what they estimate, by going through all samples there are."""
 
+import functools
 import inspect
 import itertools
 
@@ -230,3 +231,31 @@ def test_edges():
             NegativeSampler.by_popularity(np.array(counts))
     with pytest.raises(ValueError, match="an item to draw"):
         NegativeSampler.uniform(0)
+
+
+def test_products_of_bfloat16():
+    """Operands and slopes are rounded, to 8 bits; sums are not."""
+    rng = np.random.default_rng(0)
+    h, kernel = (jnp.float32(rng.normal(size=(n, 16))) for n in (40, 60))
+    targets, negatives = jnp.arange(40), jnp.arange(10, 60)
+
+    def found(h, kernel, **options):
+        loss = functools.partial(sampled_cross_entropy, **options)
+        return jax.value_and_grad(loss, (0, 1))(h, kernel, targets, negatives)
+
+    @jax.jit
+    def both(h, kernel):
+        return found(h, kernel), found(h, kernel, dtype="bfloat16")
+
+    (exact, of_exact), (rounded, of_rounded) = both(h, kernel)
+    assert 0 < abs(rounded / exact - 1) < 2**-8
+    for got, expected in zip(of_rounded, of_exact, strict=True):
+        assert got.dtype == jnp.float32
+        error = jnp.linalg.norm(got - expected) / jnp.linalg.norm(expected)
+        assert 2**-11 < error < 2**-7
+    # Without anything to round but slopes, the losses are equal.
+    h, kernel = (jnp.float32(jnp.bfloat16(x)) for x in (h, kernel))
+    (exact, _), (rounded, _) = both(h, kernel)
+    np.testing.assert_allclose(rounded, exact, rtol=1e-6)
+    with pytest.raises(ValueError, match='dtype is "bfloat16" or None'):
+        found(h, kernel, dtype="float16")
