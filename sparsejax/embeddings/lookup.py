@@ -112,7 +112,7 @@ def look_up(
         rows = _rows(stack, by_rows, x, wire, blank, is_made=keys is not None)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
-    if isinstance(rows, DividedRows) and gradients.is_differentiating():
+    if isinstance(rows, DividedRows) and gradients.is_read_once(kernel):
         rows = rows.sorted_ahead()
     bags = stack.bags + blank
     with in_turns(_period(stack, rows, rows.num_rows // bags)):

@@ -248,7 +248,7 @@ def value_and_grad_with(
             inner = row_params(model, wrt)
             with _recording(inner, (model, args, kwargs)) as recorder:
                 recorder.taps, recorder.readers = taps, plan.readers
-                recorder.dense = elsewhere
+                recorder.dense, recorder.expected = elsewhere, calls
                 out = f(model, *args, **kwargs)
             if recorder.calls != calls:
                 raise RuntimeError(
@@ -304,6 +304,15 @@ def is_divided(kernel: nnx.Variable) -> bool:
 def is_differentiating() -> bool:
     """Whether this is traced within the loss of `value_and_grad`."""
     return isinstance(_scope.get(), _Recorder)
+
+
+def is_read_once(kernel: nnx.Variable) -> bool:
+    """Whether this is traced within such a loss, and one lookup alone reads the kernel.
+
+    The gradients of several lookups are sorted together. The pass that finds the lookups says no.
+    """
+    scope = _scope.get()
+    return isinstance(scope, _Recorder) and scope.read_once(kernel)
 
 
 @contextlib.contextmanager
@@ -400,6 +409,12 @@ class _Recorder:
         self.taps: Sequence[jax.Array] | None = None
         self.readers: Mapping[Path, Reader] = {}
         self.dense: AbstractSet[Path] = frozenset()
+        # The calls that the abstract pass has found.
+        self.expected: Sequence[_Call] = ()
+
+    def read_once(self, kernel) -> bool:
+        path = self.paths.get(id(kernel))
+        return sum(call.path == path for call in self.expected) == 1
 
     def read(self, kernel, x, implementation, dtype):
         w, path = kernel[...], self.paths.get(id(kernel))

@@ -326,6 +326,21 @@ def test_a_teacher_is_not_differentiated(batch):
     assert_same(grads, dense_of(loss)(model, *batch)[1])
 
 
+def test_lookups_of_a_kernel_are_counted():
+    """The first pass over the loss does not know yet how many there are."""
+    found, x, other = [], random_csr(4, 5), RowParam(jnp.ones((5, 2)))
+    model = nnx.Dict(once=RowParam(jnp.ones((5, 2))), twice=RowParam(jnp.ones((5, 2))))
+
+    def loss_fn(model):
+        kernels = model.once, model.twice, other
+        found.append([gradients.is_read_once(kernel) for kernel in kernels])
+        read = model.once, model.twice, model.twice
+        return sum(lookup(kernel, x).sum() for kernel in read)
+
+    jax.eval_shape(value_and_grad(loss_fn), model)
+    assert found == [[False] * 3, [True, False, False]]
+
+
 def test_matrices_without_entries():
     layer = SparseLinear(20, 3, rngs=nnx.Rngs(0))
     layer.bias = nnx.Param(jnp.ones(3))
