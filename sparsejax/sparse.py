@@ -60,19 +60,26 @@ class Transposed(NamedTuple):
             columns, order = lax.sort_key_val(columns, positions, is_stable=True)
             rows = jnp.take_along_axis(rows, order, axis=1)
         used = columns < num_cols
-        before = jnp.pad(columns, ((0, 0), (1, 0)), constant_values=-1)[:, :nse]
-        first = used & (columns != before)
+        first, number = _numbered(columns, num_cols)
         capacity = min(nse, num_cols)
         # All places differ, also those that are dropped. XLA's deterministic operations
         # then leave the scatter as it is. Otherwise they would read a place that is out of
         # range in one matrix as a place in the next, and lose the first column of that.
         dropped = capacity + 1 + positions
-        slot = jnp.where(first, jnp.cumsum(first, axis=1) - 1, dropped)
+        slot = jnp.where(first, number, dropped)
         count = jnp.sum(used, axis=1, dtype=jnp.int32)[:, None]
         indptr = jnp.broadcast_to(count, (stack, capacity + 1))
         each = jnp.arange(stack, dtype=jnp.int32)[:, None]
         indptr = indptr.at[each, slot].set(positions, mode="drop", unique_indices=True)
         return cls(columns, rows.astype(jnp.int32), order, indptr)
+
+    def numbers(self, num_cols: int) -> jax.Array:
+        """`[nse]`: the number of each entry's column among those that occur.
+
+        Of an entry that does not count it is that of the last one. As in `of`, so that both
+        are one operation of XLA.
+        """
+        return _numbered(self.columns[None], num_cols)[1][0]
 
     def ends(self) -> jax.Array:
         """`[nse]`: at the last entry of each column the column, -1 at all other entries."""
@@ -87,6 +94,13 @@ class Transposed(NamedTuple):
         starts = self.indptr[:-1]
         columns = self.columns.at[starts].get(mode="clip")
         return jnp.where(starts < self.indptr[-1], columns, padding)
+
+
+def _numbered(columns: jax.Array, num_cols: int) -> tuple[jax.Array, jax.Array]:
+    """`[stack, nse]`: where columns that count begin, and the number of each entry's column."""
+    before = jnp.pad(columns, ((0, 0), (1, 0)), constant_values=-1)[:, :-1]
+    first = (columns < num_cols) & (columns != before)
+    return first, jnp.cumsum(first, axis=1, dtype=jnp.int32) - 1
 
 
 @jax.tree_util.register_pytree_with_keys_class

@@ -672,15 +672,16 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
     column = by_column.columns
     owners = jnp.arange(model + 1, dtype=jnp.int32)
     starts = _first_at_least(column, owners * width)
-    # The number of the first distinct id of each owner.
-    firsts = _first_at_least(by_column.indptr, starts)
+    number = by_column.numbers(end)
+    # Numbers of the first distinct id of each owner.
+    firsts = jnp.where(starts > 0, number.at[starts - 1].get(mode="clip") + 1, 0)
     counts = jnp.diff(firsts)
     crowded = (jnp.max(counts) > count) | (part.indptr[-1] > mine)
     crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
 
     place = jnp.arange(count, dtype=jnp.int32)[None]
-    number = firsts[:-1, None] + jnp.minimum(place, counts[:, None])
-    ptr = by_column.indptr.at[number.reshape(-1)].get(mode="clip")
+    sent = firsts[:-1, None] + jnp.minimum(place, counts[:, None])
+    ptr = by_column.indptr.at[sent.reshape(-1)].get(mode="clip")
     ptr = jnp.concatenate([ptr, starts[-1:]])
     sent = column.at[ptr[:-1]].get(mode="clip").reshape(model, count)
     sent = jnp.where(place < counts[:, None], sent - owners[:-1, None] * width, width)
@@ -690,8 +691,6 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
     data = None if part.data is None else jnp.asarray(part.data)[:mine]
     of_slot = None if data is None else data[by_column.order]
     bag_of = CSR.tree_unflatten(bags, (of_slot, by_column.rows, ptr, None))
-    before = jnp.concatenate([jnp.full(1, -1, jnp.int32), column[:-1]])
-    number = jnp.cumsum(column != before, dtype=jnp.int32) - 1
     owner = column // width
     slot = owner * count + number - firsts.at[owner].get(mode="clip")
     # An id that no owner has is a slot that there is not, which makes its bag NaN.
