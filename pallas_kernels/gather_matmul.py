@@ -42,7 +42,8 @@ def default_config(hidden: int, itemsize: int, nse: int, period: int = 0) -> Con
     Long weight rows are fastest with small programs, which leave less work at the end.
     Short weight rows are fastest with few programs, which cost less to start; there,
     loading more float32 rows at once gains 3 %. Rows of 128 are for half a warp: a
-    warpgroup takes 1.1 times as long with 63 entries a row, and 1.4 times with one.
+    warpgroup takes 1.1 times as long with 63 entries a row, and 1.4 times with one; of
+    bfloat16 2.5 times with 26 or one.
 
     A small input is read by many programs, of which each loads few rows at once: rows of 1 KB
     take .7 times as long, of 8 KB 1.04 times. Half as much code is traced and lowered.
@@ -53,15 +54,16 @@ def default_config(hidden: int, itemsize: int, nse: int, period: int = 0) -> Con
     config = dataclasses.replace(_for_rows(hidden, itemsize), period=period)
     if nse <= _SMALL:
         return dataclasses.replace(config, entries=32, unroll=4)
-    if period and hidden == _THREADS and itemsize == 4:
+    if period and hidden == _THREADS:
         return dataclasses.replace(config, entries=128)
     return config
 
 
 def _for_rows(hidden: int, itemsize: int) -> Config:
     chunk = 2048 // itemsize  # 16 bytes a thread
-    if hidden == _THREADS and itemsize == 4:
-        return Config(entries=64, unroll=8, chunk=chunk, threads=16)
+    if hidden == _THREADS:
+        entries = 64 if itemsize == 4 else 128
+        return Config(entries=entries, unroll=8, chunk=chunk, threads=16)
     if takes_narrow(hidden) and (team := team_for(hidden, itemsize)):
         unroll = 16 if hidden * itemsize <= 64 else 8
         return Config(entries=64, unroll=unroll, chunk=chunk, threads=team.threads)
