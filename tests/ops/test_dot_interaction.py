@@ -107,6 +107,15 @@ def test_what_the_program_does_not_take(monkeypatch, batch, vectors, dim, dtype,
         dot_interaction(rows, None, implementation="mosaic_gpu")
 
 
+@pytest.mark.parametrize(
+    ("dtype", "form", "blank"),
+    [("float32", "xla_gpu", 1), ("float32", None, 0), ("bfloat16", None, 5)],
+)
+def test_how_many_vectors_products_are_fast_with(dtype, form, blank):
+    """A CPU would multiply blank vectors for nothing."""
+    assert blank_vectors(jnp.zeros((4, 16), dtype), 27, form) == blank
+
+
 def test_lowers_for_cuda_on_a_mesh(monkeypatch):
     """Each device makes the products of its own examples."""
     monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
