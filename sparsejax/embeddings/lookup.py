@@ -75,6 +75,7 @@ def look_up(
     order: Array | np.ndarray | None = None,
     blank: int = 0,
     dtype: jax.typing.DTypeLike | None = None,
+    after: jax.Array | None = None,
     implementation: Implementation = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
     """Looks up the rows of all features of a stack for a batch.
@@ -91,6 +92,8 @@ def look_up(
       blank: so many more bags each example has before the others, without ids: room for a
         vector that is not of a table. To put it there later would copy all of them.
       dtype: of the result; that of the tables by default.
+      after: rows of other devices are waited for when this array is there, which is made
+        while they cross. It is divided as the batch is.
       implementation: see `gather_matmul`.
 
     Returns:
@@ -114,6 +117,8 @@ def look_up(
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
     if isinstance(rows, DividedRows) and gradients.is_read_once(kernel):
         rows = rows.sorted_ahead()
+    if isinstance(rows, DividedRows) and after is not None:
+        rows = rows.read_after(after)
     bags = stack.bags + blank
     with in_turns(_period(stack, rows, rows.num_rows // bags)):
         y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)

@@ -325,6 +325,24 @@ class DividedRows:
         owned = call_on_each_device(part, route.owned, in_specs=(spec,), out_specs=spec)
         return dataclasses.replace(self, route=route._replace(owned=owned))
 
+    def read_after(self, x: jax.Array) -> DividedRows:
+        """The same, whose rows are waited for when `x` is there."""
+        route = self.route
+        if route is None or route.asked is None:
+            return self
+
+        def part(asked, x):
+            first = lax.stop_gradient(x).reshape(-1)[0].astype(jnp.float32)
+            first = lax.bitcast_convert_type(first, jnp.int32)
+            asked = _after(own_block(asked), jnp.minimum(first & 0x7FFFFFFF, 0))
+            return jax.tree.map(lambda leaf: leaf[None, None], asked)
+
+        spec = P("data", "model")
+        asked = call_on_each_device(
+            part, route.asked, x, in_specs=(spec, P(("data", "model"))), out_specs=spec
+        )
+        return dataclasses.replace(self, route=route._replace(asked=asked))
+
     @property
     def crosses(self) -> bool:
         """Whether sums or rows cross."""

@@ -30,7 +30,12 @@ from jax.sharding import PartitionSpec as P
 from pallas_kernels.rounding import Noise
 from sparsejax.mesh.blocks import LookupRows
 from sparsejax.mesh.kept_programs import as_shapes
-from sparsejax.mesh.layout import jit_sharded, out_sharding
+from sparsejax.mesh.layout import (
+    call_on_each_device,
+    jit_sharded,
+    mesh_is_set,
+    out_sharding,
+)
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
@@ -348,6 +353,8 @@ class Optimizer(nnx.Pytree):
                 )
             moved = self._moved(path, kernel, g, step, counts)
             self._set_trained(path, kernel, moved)
+            if gradients.is_divided(kernel) and mesh_is_set():
+                flat = _after(moved, flat)
         self._update_ordinary(model, nnx.from_flat_state(flat), updated)
         self.step[...] = step + (1 if counts is None else counts.astype(step.dtype))
 
@@ -965,6 +972,29 @@ def _seed_of(path: Path, seed: int) -> jax.Array:
     """A seed for each parameter."""
     name = zlib.crc32(f"{seed}/{_key(path)}".encode())
     return jnp.asarray(np.uint32(name).astype(np.int32))
+
+
+def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
+    """The same gradients; those of whole parameters are read when rows have moved.
+
+    On a mesh the rows move while devices add these gradients, with which little else works.
+    """
+    whole = {
+        path: leaf
+        for path, leaf in flat.items()
+        if isinstance(leaf, nnx.Variable)
+        and not isinstance(leaf, RowParam)
+        and not any(leaf.get_metadata().get("out_sharding") or ())
+    }
+
+    def part(whole, w):
+        # It always has, but the compiler does not know it.
+        moved = w[0, 0].astype(jnp.float32).view(jnp.int32) | 1 != 0
+        return jax.tree.map(lambda g: jnp.where(moved, g, 0), whole)
+
+    specs = P(), P("model")
+    found = call_on_each_device(part, whole, trained.w, in_specs=specs, out_specs=P())
+    return {**flat, **found}
 
 
 def _without(tree: Any, keys: AbstractSet[str]) -> Any:

@@ -126,6 +126,17 @@ def test_narrow_numbers_on_the_wire():
         assert 1e-5 < error < 1e-2
 
 
+def test_rows_that_wait_are_the_same():
+    """Whatever the number is that they wait for."""
+    parts = jax.tree.map(lambda a: jnp.stack([a, a])[None], few_each())
+    route = exchange.Route(parts, parts, None, None)
+    x = exchange.DividedRows(parts, route, 2 * parts.nse, None)
+    with mesh_of((1, 2)):
+        waiting = jax.jit(lambda number: x.read_after(jnp.full((ROWS, 3), number)))
+        for number in np.nan, -0.0, -2.0, np.inf:
+            jax.tree.map(np.testing.assert_array_equal, waiting(number), x)
+
+
 @pytest.mark.parametrize("distinct", [None, 0.8])
 def test_results_of_another_dtype(distinct):
     """They are rounded once, behind the exchange, and so are the sums of their gradients."""

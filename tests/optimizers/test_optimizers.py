@@ -11,6 +11,7 @@ import pytest
 from flax import nnx
 
 from sparsejax import optimizers
+from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.layers import SparseLinear
 from sparsejax.optimizers import gradients, row_gradient
 from sparsejax.optimizers import optimizer as optimizer_module
@@ -476,6 +477,30 @@ def test_updates_are_in_place(rule, features):
     ranks = 5 * 4 * features  # some [num_rows] integers at most
     assert memory.temp_size_in_bytes < 8 * touched + ranks + 2**17
     assert memory.temp_size_in_bytes < kernel / 2
+
+
+def test_whole_parameters_wait_for_rows_and_not_for_their_numbers():
+    """Those that the mesh divides do not wait."""
+    with jax.set_mesh(make_mesh(model=2)):
+        by_rows = {"out_sharding": ("model", None)}
+        model = nnx.Dict(
+            rows=RowParam(jnp.full((4, 3), jnp.nan), **by_rows),
+            whole=nnx.Param(jnp.ones(3)),
+            divided=nnx.Param(jnp.ones((2, 2)), **by_rows),
+        )
+        optimizer = Optimizer(model, optimizers.sgd(0.5))
+
+        @nnx.jit
+        def step(model, optimizer):
+            def loss_fn(model):
+                return 3 * (model.whole[...].sum() + model.divided[...].sum())
+
+            optimizer.update(model, optimizer.value_and_grad(loss_fn)(model)[1])
+
+        step(model, optimizer)
+        for moved in model.whole[...], model.divided[...]:
+            np.testing.assert_array_equal(moved, -0.5)
+        assert model.divided[...].addressable_shards[0].data.shape == (1, 2)
 
 
 def test_errors_of_update():
