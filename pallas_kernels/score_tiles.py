@@ -111,7 +111,7 @@ def score_tiles(
       out_type: what the epilogue writes.
       start: first item.
       size: number of items, a multiple of 256; for 64 rows, of 512.
-      scratch: shared memory of the epilogue; not for 64 rows, whose tiles leave no room.
+      scratch: shared memory of the epilogue. The tiles of 64 rows leave room for 8 KB.
     """
     batch, hidden = h.shape
     is_wide = batch == ROWS
@@ -184,6 +184,12 @@ def spread_rows(vector: jax.Array, columns: int) -> jax.Array:
 def column_vector(ref, column, columns: int) -> jax.Array:
     """`[columns]` elements from `column` on, for `down_rows`."""
     layout = plgpu.Layout.WGMMA.reduce(0)
+    return plgpu.load(ref.at[pl.ds(column, columns)], layout=layout, optimized=False)
+
+
+def one_each(ref, column, columns: int) -> jax.Array:
+    """`[columns]` elements from `column` on, in the order of threads."""
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=1)
     return plgpu.load(ref.at[pl.ds(column, columns)], layout=layout, optimized=False)
 
 

@@ -24,7 +24,8 @@ from pallas_kernels.selection import members, pick
 GROUP = 16
 BLOCK = tiles.COLUMNS  # a warpgroup makes the maximum of this many items
 _GROUPS = BLOCK // GROUP
-_AHEAD = range(0, 2 * GROUP, GROUP)  # groups whose scales and biases are loaded ahead
+# Groups whose scales and biases are loaded ahead, if they come from global memory.
+_AHEAD = range(0, 2 * GROUP, GROUP)
 _STORE = 32  # columns that are written at once: 128 bytes
 
 
@@ -75,8 +76,19 @@ def maxima(
         maxima_gmem, more_gmem = outputs
         labels = [load_labels([ref], row, column) for ref in words_refs]
         rows = [tiles.row_vector(ref, row) for ref in rows_refs]
-        ahead = [layer.load(layer_refs, first + column + c, GROUP) for c in _AHEAD]
-        products = make()
+        item = first + column
+        if with_scores:  # which leave no room in shared memory
+            ahead = [layer.load(layer_refs, item + c, GROUP) for c in _AHEAD]
+            products = make()
+        else:
+            # The numbers of a group would be waited for at each group. So a thread loads one
+            # number of each vector while products are made, and all read them from there.
+            mine = [tiles.one_each(ref, item, BLOCK) for ref in layer_refs]
+            products = make()
+            layer_refs = [smem.at[warpgroup, n] for n in range(len(mine))]
+            for ref, numbers in zip(layer_refs, mine, strict=True):
+                store(ref, numbers)
+            item, ahead = 0, []
 
         def group(c, products, words, masked, loaded):
             scores = products[:, c : c + GROUP]
@@ -100,13 +112,13 @@ def maxima(
             places = tiles.column_numbers(_GROUPS)
             largest = places.astype(jnp.float32)
             # The numbers of some groups are loaded while those before them are worked on.
-            coming = [*ahead]
+            coming = [*ahead] or [layer.load(layer_refs, item, GROUP)]
+            further = GROUP * len(coming)
             for c in range(0, BLOCK, _STORE):
                 pieces = []
                 for i in range(c, c + _STORE, GROUP):
-                    if (later := i + len(_AHEAD) * GROUP) < BLOCK:
-                        item = first + column + later
-                        coming.append(layer.load(layer_refs, item, GROUP))
+                    if (later := i + further) < BLOCK:
+                        coming.append(layer.load(layer_refs, item + later, GROUP))
                     made, bits = operands
                     scores = group(i, made, bits, masked, coming.pop(0))
                     pieces.append(scores)
@@ -135,14 +147,18 @@ def maxima(
         lax.cond(is_rare, lambda: finish(True, words), lambda: finish(False, usual))
 
     more = size if with_scores else size // BLOCK
-    stored = plgpu.SMEM(
-        (tiles.WARPGROUPS, ROWS, _STORE),
-        jnp.float32,
-        transforms=(
-            plgpu.TilingTransform((8, _STORE)),
-            plgpu.SwizzleTransform(4 * _STORE),
-        ),
-    )
+    if with_scores:
+        scratch = plgpu.SMEM(
+            (tiles.WARPGROUPS, ROWS, _STORE),
+            jnp.float32,
+            transforms=(
+                plgpu.TilingTransform((8, _STORE)),
+                plgpu.SwizzleTransform(4 * _STORE),
+            ),
+        )
+    else:
+        shape = tiles.WARPGROUPS, len(layer.arrays()), BLOCK
+        scratch = plgpu.SMEM(shape, jnp.float32) if layer.arrays() else None
     return tiles.score_tiles(
         "maxima",
         epilogue,
@@ -156,7 +172,7 @@ def maxima(
         ],
         start=start,
         size=size,
-        scratch=stored if with_scores else None,
+        scratch=scratch,
     )
 
 

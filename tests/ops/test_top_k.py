@@ -351,11 +351,14 @@ def test_kernel_equals_a_full_sort(k, plain, again):
     h, kernel = whole_numbers(5, items, extra_rows=-items % 256)
     h = h.at[1].set(0)
     want = np.asarray(h, np.float64) @ np.asarray(kernel, np.float64)[:items].T
-    exclude = bias = None
+    exclude = bias = scale = None
     if not plain:
         h = h.at[3, 5].set(jnp.nan)
+        rng = np.random.default_rng(1)
+        scale, bias = (jnp.float32(rng.integers(-3, 4, 512)) for _ in range(2))
+        bias = bias.at[90:120].set(-jnp.inf)
+        want = want * np.asarray(scale)[:items] + np.asarray(bias)[:items]
         want[3] = np.nan
-        bias = jnp.zeros(512).at[jnp.arange(90, 120)].set(-jnp.inf)
         exclude = matrices.random_csr(5, items)
         denied = matrices.oracle(dataclasses.replace(exclude, data=None)) != 0
         want[denied | (np.arange(items) // 30 == 3)] = -np.inf
@@ -365,6 +368,7 @@ def test_kernel_equals_a_full_sort(k, plain, again):
             kernel,
             bias,
             k,
+            scale=scale,
             exclude=exclude,
             num_items=items,
             implementation="mosaic_gpu",
@@ -384,12 +388,13 @@ def test_kernel_lowers_for_cuda(kernel_spec, again):
     axes = {"axis_types": (AxisType.Auto, AxisType.Auto)}
     with jax.set_mesh(jax.make_mesh((2, 2), ("data", "model"), **axes)):
 
-        def function(h, kernel, exclude):
+        def function(h, kernel, bias, exclude):
             return top_k_tuned(
                 h,
                 kernel,
-                None,
+                bias,
                 3,
+                scale=bias,
                 exclude=exclude,
                 num_items=1024,
                 kernel_spec=kernel_spec,
@@ -397,7 +402,7 @@ def test_kernel_lowers_for_cuda(kernel_spec, again):
                 tuning=tuning,
             )
 
-        traced = jax.jit(function).trace(h, kernel, exclude)
+        traced = jax.jit(function).trace(h, kernel, jnp.ones(1024), exclude)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
 
