@@ -452,17 +452,22 @@ class Items:
         """
         rows = len(known[0].indptr) - 1 if rows is None else rows
         if rows == 1:  # most requests have one: there a few calls of NumPy are much
-            keys = [each.numbers for each in known]
+            firsts, keys = [], [each.numbers for each in known]
         else:
-            keys = [each.rows * self.num_items + each.numbers for each in known]
+            firsts = [each.rows * self.num_items for each in known]
+            pairs = zip(firsts, known, strict=True)
+            keys = [first + each.numbers for first, each in pairs]
         places = keys[0] if len(keys) == 1 else np.concatenate([_NO_PLACES, *keys])
         # Several times as fast as np.unique.
         places = np.sort(places)
         is_again = places[1:] == places[:-1]
-        if is_again.any():
+        has_again = is_again.any()
+        if has_again:
             places = places[np.concatenate([[True], ~is_again])]
         if rows == 1:
             indices, indptr = places.astype(np.int32), np.array([0, len(places)])
+        elif len(known) == 1 and not has_again:  # as mostly: each row has its entries
+            indices, indptr = (places - firsts[0]).astype(np.int32), known[0].indptr
         else:
             indptr = np.searchsorted(places, np.arange(rows + 1) * self.num_items)
             indices = (places % self.num_items).astype(np.int32)

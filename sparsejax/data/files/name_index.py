@@ -146,7 +146,8 @@ class NameIndex:
 
     def _slots(self, hashes: np.ndarray) -> np.ndarray:
         """The places in the table. A shift adds a multiple of an odd number that differs."""
-        slots = (hashes >> np.uint64(7)) | np.uint64(1)
+        slots = hashes >> np.uint64(7)
+        slots |= np.uint64(1)
         slots *= self.shifts.take((hashes & self._groups).view(np.int64))
         slots += hashes >> _HALF
         slots &= np.uint64(len(self.table) - 1)
@@ -157,16 +158,18 @@ class NameIndex:
         lengths = names.ends - names.starts
         width = min(max(_words(lengths.max(initial=0)), 1), self._width)
         data = names.data + bytes(_WORD * width)
-        words = _first_words(data, names.starts, lengths, width)
+        asked = np.empty((len(lengths), 1 + width), np.uint64)
+        asked[:, 0] = _shown(lengths)
+        asked[:, 1:] = words = _first_words(data, names.starts, lengths, width)
         hashes = _hashed(data, names.starts, lengths, words)
         found = self.table.take(self._slots(hashes))
         records = self._records.take(found, mode="wrap")  # none is the last
-        records = records.view(np.uint64).reshape(-1, 1 + self._width)
-        same = records[:, 0] == _shown(lengths)
-        for column in range(width):
-            same &= records[:, 1 + column] == words[:, column]
-        is_longer = lengths > _WORD * self._width
-        for at in np.flatnonzero(same & is_longer).tolist():
+        records = records.view(np.uint64).reshape(-1, 1 + self._width)[:, : 1 + width]
+        same = records == asked
+        if same.all() and lengths.max(initial=0) <= _WORD * width:
+            return found  # as mostly
+        same = same.all(axis=1)
+        for at in np.flatnonzero(same & (lengths > _WORD * width)).tolist():
             name = names.data[names.starts[at] : names.ends[at]]
             same[at] = self._name(found[at]) == name
         found[~same] = -1
@@ -196,20 +199,21 @@ class NameIndex:
     def prefixed(self, places: np.ndarray) -> bytes:
         """The names of some places, each after its length as four bytes. That of -1 is empty."""
         room, count = _WORD * self._width, len(self._ends) - 1
-        records = self._records.take(np.where(places < 0, count, places))
+        if places.min(initial=0) < 0:
+            places = np.where(places < 0, count, places)
+        records = self._records.take(places)
         lengths = records.view("<u4")[1 :: 2 + 2 * self._width].astype(np.int64)
-        within = np.minimum(lengths, room)
-        kept = _kept(self._width).take(within).view(bool)
-        text = records.view(np.uint8)[kept].tobytes()
-        longer = np.flatnonzero(lengths > room)
-        if not len(longer):
-            return text
-        ends, parts, done = np.cumsum(_LENGTH + within)[longer], [], 0
-        pairs = zip(places[longer].tolist(), ends.tolist(), strict=True)
-        for place, end in pairs:
-            parts += text[done:end], self._name(place)[room:]
-            done = end
-        return b"".join([*parts, text[done:]])
+        ends = np.cumsum(lengths + _LENGTH)
+        starts = ends - lengths - _LENGTH
+        size = int(ends[-1]) if len(ends) else _LENGTH
+        text = np.empty(size + room, np.uint8)
+        # Each name's zeros are written over by the next one: they are assigned in this order.
+        every = np.ndarray(size + 1 - _LENGTH, f"V{_LENGTH + room}", text, strides=(1,))
+        every[starts] = records.view(_within(self._width))["text"]
+        for at in np.flatnonzero(lengths > room).tolist():
+            left = self._name(places[at])[room:]
+            text[ends[at] - len(left) : ends[at]] = np.frombuffer(left, np.uint8)
+        return text[: ends[-1] if len(ends) else 0].tobytes()
 
 
 class Places(dict[str, int]):
@@ -300,9 +304,14 @@ def _hashed(
       words: the first ones.
     """
     hashed = lengths.astype(np.uint64)
+    least = lengths.min(initial=_WORD * words.shape[1])
     for column in range(words.shape[1]):
-        mixed = _mixed((hashed ^ words[:, column]) * np.uint64(_FACTOR))
-        hashed = np.where(lengths > _WORD * column, mixed, hashed)
+        mixed = hashed ^ words[:, column]
+        mixed *= np.uint64(_FACTOR)
+        mixed ^= mixed >> _HALF
+        if least <= _WORD * column:
+            mixed = np.where(lengths > _WORD * column, mixed, hashed)
+        hashed = mixed
     done = _WORD * words.shape[1]
     longer = np.flatnonzero(lengths > done)
     while len(longer):
@@ -350,13 +359,10 @@ def _masks(width: int) -> np.ndarray:
     return (is_name * np.uint8(255)).view(f"V{size}").ravel()
 
 
-@functools.cache
-def _kept(width: int) -> np.ndarray:
-    """For each length which bytes of a record are the length and the name."""
-    size = _WORD * width
-    at = np.arange(-_WORD, size)
-    is_kept = (at >= -_LENGTH) & (at < np.arange(size + 1)[:, None])
-    return is_kept.view(f"V{_WORD + size}").ravel()
+def _within(width: int) -> np.dtype:
+    """A record whose text is the length, as four bytes, and the name."""
+    before, text = _WORD - _LENGTH, _LENGTH + _WORD * width
+    return np.dtype([("before", f"V{before}"), ("text", f"V{text}")])
 
 
 def _shown(lengths: np.ndarray) -> np.ndarray:
