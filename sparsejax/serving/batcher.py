@@ -356,10 +356,10 @@ class Batcher:
 
 def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
     """The rows of each request that is complete. One with NaN fails alone."""
-    reals = [array for array in found if array.dtype.kind == "f"]
     bad = np.zeros(len(found[0]), bool)
-    for array in reals:
-        bad |= np.isnan(array).any(axis=tuple(range(1, array.ndim)))
+    for array in found:
+        if array.dtype.kind == "f" and (is_bad := np.isnan(array)).any():
+            bad |= is_bad.any(axis=tuple(range(1, array.ndim)))
     bad_rows = np.flatnonzero(bad).tolist()
     settled: list[_Settled] = []
     start = 0

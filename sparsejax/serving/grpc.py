@@ -204,7 +204,7 @@ class _Answers:
                 number,
                 functools.partial(read, request, service.settings.limits),
                 write,
-                size=sum(map(len, request.raw_input_contents)),
+                size=request.ByteSize() if request.raw_input_contents else 0,
                 seconds=context.time_remaining(),
             )
         except RefusedError as error:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import dataclasses
-import functools
 import os
 import time
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, TypeVar
 
@@ -38,9 +38,13 @@ SIMILAR = "similar"  # the name of the second model
 Written = TypeVar("Written")  # what a protocol writes
 # The device is given up after so many batches in a row that it could not run.
 _FAILURES = 3
-# Work on so many bytes or names runs in another thread. It takes .1 ms or more, and for most of it
-# NumPy leaves Python to other requests. Several such threads wait for Python's lock at each step.
+# So many bytes are read in another thread. It takes .1 ms or more, and for most of it NumPy leaves
+# Python to other requests. Several such threads wait for Python's lock at each step.
 _MANY = 4096
+_TOGETHER = 4  # such requests are put together at most
+# So many names of an answer are written there. Fewer take less than a millisecond, and to go
+# to another thread and back costs the loop as much as a tenth of that.
+_MANY_NAMES = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -114,6 +118,28 @@ class Version:
                 other.close()
 
 
+@dataclasses.dataclass(eq=False, slots=True)
+class _Request:
+    """A request in hand; see `Service.predict`.
+
+    Attributes:
+      begun: when it came, on the clock of `time.monotonic`.
+      seconds: that it may take.
+      future: gets its answer.
+      batcher: that it is put into, as soon as it is read.
+      told: so, too: who answers it, and what it asks.
+    """
+
+    model: str
+    number: str | None
+    read: Callable[[], Asked]
+    begun: float
+    seconds: float
+    future: asyncio.Future[Answer]
+    batcher: Any = None
+    told: Any = None
+
+
 class Service:
     """Answers requests for one model, whatever the protocol.
 
@@ -147,6 +173,7 @@ class Service:
             self.changing = Changing(settings.changes, self.metrics)
         self._in_hand = 0
         self._others = ThreadPoolExecutor(1, thread_name_prefix="large requests")
+        self._unread: collections.deque[_Request] = collections.deque()
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
@@ -372,12 +399,17 @@ class Service:
         Raises:
           RefusedError: the request cannot be answered.
         """
-        loop, late = asyncio.get_running_loop(), None
-        begun = time.monotonic()
+        loop, begun = asyncio.get_running_loop(), time.monotonic()
+        future: asyncio.Future[Answer] = loop.create_future()
+        request = _Request(model, number, read, begun, self._allowed(seconds), future)
+        late = loop.call_later(request.seconds, _expire, future)
         try:
-            queued = await self._queued(model, number, read, size, begun, seconds)
-            version, asked, question, future, deadline = queued
-            late = loop.call_later(deadline - time.monotonic(), _expire, future)
+            if size < _MANY:
+                self._read(request)
+                self._ask(request)
+            else:
+                self._unread.append(request)
+                self._others.submit(self._ask_unread)
             answer = await future
         except TooLargeError as error:
             raise RefusedError(422, str(error)) from None
@@ -394,55 +426,70 @@ class Service:
                 504, "the request was not answered within its time; ask for fewer rows"
             ) from None
         finally:
-            if late is not None:
-                late.cancel()
+            late.cancel()
+        version, asked, question = request.told
 
         def written() -> Written:
             found = wanted(asked, version.form.tensors(question, answer))
             return write(asked, version.model, version.name, found)
 
         rows = question.num_rows
-        return await self._called(rows * question.k, written), rows
+        if rows * question.k < _MANY_NAMES:
+            return written(), rows
+        return await loop.run_in_executor(self._others, written), rows
 
-    async def _called(self, size: int, function: Callable[[], Any]) -> Any:
-        """The result of a function; in another thread if it has to do with so many values."""
-        if size < _MANY:
-            return function()
-        return await asyncio.get_running_loop().run_in_executor(self._others, function)
+    def _ask_unread(self) -> None:
+        """Reads requests that wait for this thread, and puts them into a queue together.
 
-    async def _queued(
-        self,
-        model: str,
-        number: str | None,
-        read: Callable[[], Asked],
-        size: int,
-        begun: float,
-        seconds: float | None,
-    ) -> tuple[Version, Asked, Question, asyncio.Future[Answer], float]:
-        """Who answers a request that was put into a queue, and what it asks.
-
-        Returns:
-          The version, the request, its rows, the answer to come, and the deadline.
+        So they are one batch, which costs as many steps of Python as a single one.
         """
-        loop = asyncio.get_running_loop()
+        read: list[_Request] = []
+        while self._unread and len(read) < _TOGETHER:
+            request = self._unread.popleft()
+            with _to_its_future(request):
+                if not request.future.done():  # else the client has left
+                    self._read(request)
+                    read.append(request)
+        if not read:
+            return
+        with read[0].batcher.together():
+            for request in read:
+                with _to_its_future(request):
+                    self._ask(request)
+
+    def _read(self, request: _Request) -> None:
+        """Reads a request.
+
+        Raises:
+          Exception: as `predict` does.
+        """
+        version = self.version(request.model, request.number)
+        asked, question = self._question(version, request.read)
+        request.seconds = self._seconds(asked, request)
+        batcher = version.of_candidates if question.only else version.batcher
+        assert batcher is not None  # else such a request was refused
+        request.batcher, request.told = batcher, (version, asked, question)
+
+    def _ask(self, request: _Request) -> None:
+        """Puts a request that was read into a queue. Its future gets the answer.
+
+        Raises:
+          Exception: as `predict` and `Batcher.ask` do.
+        """
         while True:
-            version = self.version(model, number)
-            made = functools.partial(self._question, version, read)
-            asked, question = await self._called(size, made)
-            deadline = begun + self._seconds(asked, seconds)
-            batcher = version.of_candidates if question.only else version.batcher
-            assert batcher is not None  # else such a request was refused
-            future: asyncio.Future[Answer] = loop.create_future()
+            version, _, question = request.told
+            deadline = request.begun + request.seconds
             try:
-                batcher.ask(question.given, future, deadline=deadline)
+                request.batcher.ask(question.given, request.future, deadline=deadline)
             except ClosedError:
                 # While its rows were made, another version may have taken the place of this.
-                if self.version(model, number) is version:
+                if self.version(request.model, request.number) is version:
                     raise
+                self._read(request)
                 continue
             if question.unknown is not None:
                 self.metrics.unknown(int(question.unknown.sum()))
-            return version, asked, question, future, deadline
+            return
 
     def _question(
         self, version: Version, read: Callable[[], Asked]
@@ -458,17 +505,25 @@ class Service:
                 )
         return asked, version.form.question(asked, self.settings.limits)
 
-    def _seconds(self, asked: Asked, seconds: float | None) -> float:
-        """The time for a request: the least of what it says itself and the service allows."""
-        allowed = [self.settings.timeout]
-        if seconds is not None:
-            allowed.append(seconds)
+    def _allowed(self, seconds: float | None) -> float:
+        """The time for a request: the least of what its client and the service allow."""
+        allowed = self.settings.timeout
+        return allowed if seconds is None else min(allowed, seconds)
+
+    def _seconds(self, asked: Asked, request: _Request) -> float:
+        """The time for a request, which may say itself that it is shorter."""
         timeout = asked.parameters.get("timeout", 0)
         if type(timeout) is not int or timeout < 0:
             raise RefusedError(
                 422, f"timeout must be a number of microseconds, got {timeout!r:.40}"
             )
-        return min(allowed + [timeout / 1e6] * (timeout > 0))
+        own = timeout / 1e6
+        if not 0 < own < request.seconds:
+            return request.seconds
+        left = request.begun + own - time.monotonic()
+        loop, future = request.future.get_loop(), request.future
+        loop.call_soon_threadsafe(loop.call_later, max(left, 0.0), _expire, future)
+        return own
 
     def begin(self) -> None:
         """Counts a request that came.
@@ -490,7 +545,21 @@ class Service:
         self._in_hand -= 1
 
 
+@contextlib.contextmanager
+def _to_its_future(request: _Request) -> Generator[None]:
+    """Within it an error is given to the future of a request, by its loop."""
+    try:
+        yield
+    except Exception as error:  # noqa: BLE001 - the future raises it
+        future = request.future
+        future.get_loop().call_soon_threadsafe(_fail, future, error)
+
+
 def _expire(future: asyncio.Future) -> None:
     """Lets nobody wait any longer."""
+    _fail(future, TimeoutError())
+
+
+def _fail(future: asyncio.Future, error: Exception) -> None:
     if not future.done():
-        future.set_exception(TimeoutError())
+        future.set_exception(error)

@@ -19,6 +19,7 @@ import sparsejax as sj
 from sparsejax.cli import flags
 from sparsejax.cli.main import main
 from sparsejax.serving import logs, server
+from sparsejax.serving import service as serving_service
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.protocol import Limits
 from sparsejax.serving.service import Service, Settings
@@ -606,6 +607,22 @@ def test_busy_late_and_draining(held):
         body = json.dumps({"inputs": [ITEMS], "parameters": {"timeout": 1000}}).encode()
         late = head(len(body)).replace(b"host: x", b"connection: close") + body
         assert raw(port, late).startswith(b"HTTP/1.1 504")
+
+
+@pytest.mark.parametrize("many", [0, 2**30])
+def test_large_requests_are_read_in_another_thread(client, service, monkeypatch, many):
+    """With the same answers, refusals and deadlines; so are large answers written."""
+    monkeypatch.setattr(serving_service, "_MANY", many)
+    monkeypatch.setattr(serving_service, "_MANY_NAMES", many)
+    status, found = client.infer(ITEMS, parameters={"k": 1})
+    assert status == 200 and found["items"]["shape"] == [1]
+    status, error = client.infer(ITEMS, parameters={"k": 0})
+    assert status == 422 and "k must be a whole number from 1" in error
+    status, error = client.infer(ITEMS, parameters={"timeout": 1})
+    assert status == 504 and "within its time" in error
+    monkeypatch.setattr(service.version("films", None).form, "question", None)
+    assert client.infer(ITEMS)[0] == 500  # a bug
+    _until(lambda: service.in_hand == 0)
 
 
 def test_a_device_that_is_lost_ends_the_life_of_a_service(client, service, monkeypatch):
