@@ -27,11 +27,12 @@ made from them.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -47,7 +48,6 @@ from pallas_kernels.matmul_tiles import (
     ROWS,
     call,
     num_programs,
-    numbers,
     store,
     transforms,
 )
@@ -66,6 +66,7 @@ _SLOTS = 64  # sums of buckets that a thread has, in the memory of these rows
 _FEW = 4  # buckets for which a tile is read once each
 _RATIO = 0.301  # see `sparsejax.ops.history_attention`
 _LOG2E = math.log2(math.e)
+_FEW_TILES = 2048  # that are put in order without sorting
 _LEAST = -3e38  # below any score, and finite, so that differences of two are numbers
 
 
@@ -89,62 +90,114 @@ class Spans:
     """Which entries count for each entry, and what follows from it for tiles.
 
     Args:
-      starts: `[tokens]`, ascending where they are not negative: the first entry of each
-        entry's history; `tokens` or more, or negative, if it has none.
+      starts: `[tokens]`: the first entry of each entry's history; `tokens` or more if it has
+        none, and -1 less the first entry where the history is wrong, and counts for nothing.
+      ends: `[tokens]`: the entry after the last of each entry's history, and for what has
+        no history, which comes last, the number of entries before it.
       times: float32, ascending within a history, or None.
-      dim: of a head.
     """
 
     def __init__(
-        self, starts: Int[Array, "tokens"], times: Float[Array, "tokens"] | None
+        self,
+        starts: Int[Array, "tokens"],
+        ends: Int[Array, "tokens"],
+        times: Float[Array, "tokens"] | None,
     ):
         tokens = len(starts)
         place = jnp.arange(tokens, dtype=jnp.int32)
+        self.starts, self.ends, self.times = starts, ends, times
         self.inside = (starts >= 0) & (starts < tokens)
+        self.used = jnp.minimum(ends[-1], tokens)
         far = jnp.int32(2 * tokens + TILE)
         first = jnp.where(self.inside, starts, far)
-        changes = jnp.append(first[1:] != first[:-1], True)
-        end = lax.cummin(jnp.where(changes, place + 1, far), reverse=True)
-        end = jnp.where(self.inside, end, -far)
-        self.times = times
         # (low, high) of the columns of each row.
         self.of_queries = first, jnp.where(self.inside, place, -far)
-        self.of_keys = jnp.where(self.inside, place, far), end - 1
-        self.longest: dict[bool, jax.Array | None] = {True: None, False: None}
-        self.gaps: dict[bool, jax.Array] = {}
-        if times is not None:
-            since = times - times[jnp.clip(first, 0, tokens - 1)]
-            until = times[jnp.clip(end - 1, 0, tokens - 1)] - times
-            for name, apart in ((True, since), (False, until)):
-                apart = jnp.where(self.inside, apart, 0).reshape(-1, ROWS)
-                self.longest[name] = jnp.max(apart, axis=1)
-            # The least difference of two entries of a history, and of an entry's time to the
-            # one before or after it.
-            gap = times - jnp.roll(times, 1)
-            gap = jnp.where(self.inside & (place > first), gap, jnp.inf)
-            gaps = {True: gap, False: jnp.append(gap[1:], jnp.inf)}
-            self.gaps = {
-                name: jnp.min(x.reshape(-1, ROWS), axis=1) for name, x in gaps.items()
-            }
+        last = jnp.where(self.inside, ends - 1, -far)
+        self.of_keys = jnp.where(self.inside, place, far), last
 
-    def of_blocks(self, of_queries: bool, columns: int):
-        """For each 64 rows: its first and last tile + 1, and columns that all rows have."""
-        low, high = self.of_queries if of_queries else self.of_keys
-        some = jnp.any(self.inside.reshape(-1, ROWS), axis=1)
-        low, high = low.reshape(-1, ROWS), high.reshape(-1, ROWS)
-        start = jnp.where(some, jnp.min(low, axis=1) // columns, 0)
-        stop = jnp.where(some, jnp.max(high, axis=1) // columns + 1, 0)
+    def orders(self, columns: int) -> Int[Array, "2 tiles"]:
+        """The tiles of queries and of keys, those that meet most tiles of columns first.
+
+        Both are found by the same programs of XLA.
+        """
+        tiles = len(self.starts) // TILE
+        tile = jnp.arange(tiles, dtype=jnp.int32)
+        rows = [tile * TILE + w * ROWS for w in range(_WARPGROUPS)]
+        steps = []
+        for of_queries in (True, False):
+            of_rows = self.starts if of_queries else self.ends
+            known = [
+                of_rows[self.number_at(row, self.used, of_queries, len(of_rows))]
+                for row in rows
+            ]
+            ranges = ranges_of(rows, known, self.used, of_queries, columns)
+            start, stop = joined(ranges)
+            steps.append(stop - start)
+        steps = jnp.stack(steps)
+        if tiles > _FEW_TILES:
+            return jnp.argsort(-steps, axis=1).astype(jnp.int32)
+        # Quicker than to sort. No two have the same key.
+        key = steps * tiles - tile[None]
+        before = key[:, None] > key[:, :, None]
+        rank = jnp.sum(before, axis=2, dtype=jnp.int32)
+        mine = rank[:, None] == tile[None, :, None]
+        return jnp.sum(jnp.where(mine, tile[None, None], 0), axis=2, dtype=jnp.int32)
+
+    @staticmethod
+    def number_at(row, used, of_queries: bool, tokens: int):
+        """The entry whose history says which columns the 64 rows from `row` on meet."""
+        if of_queries:
+            return row
+        return jnp.clip(jnp.minimum(row + ROWS, used) - 1, 0, tokens - 1)
+
+    def apart(self, of_queries: bool):
+        """For each 64 rows: how far times of one history are apart, at most and at least."""
+        assert self.times is not None
+        times, tokens = self.times, len(self.times)
+        place = jnp.arange(tokens)
+        raw = jnp.where(self.inside, self.starts, place)
+        if of_queries:
+            apart = times - times[raw]
+        else:
+            apart = times[jnp.clip(self.ends - 1, 0, tokens - 1)] - times
+        apart = jnp.where(self.inside, apart, 0).reshape(-1, ROWS)
+        # The difference to the entry before or after.
+        gap = jnp.where(
+            self.inside & (place > raw), times - jnp.roll(times, 1), jnp.inf
+        )
+        gap = gap if of_queries else jnp.append(gap[1:], jnp.inf)
+        return jnp.max(apart, axis=1), jnp.min(gap.reshape(-1, ROWS), axis=1)
+
+
+def ranges_of(rows, known, used, of_queries: bool, columns: int):
+    """For each warpgroup of a tile: the first and the last + 1 tile of columns that it meets.
+
+    Args:
+      rows: the first of each warpgroup.
+      known: of `Spans.number_at`: for queries the starts of histories, for keys the ends.
+      used: number of entries that are no padding.
+      of_queries: whether rows are queries.
+      columns: of a tile.
+    """
+    found = []
+    for row, its in zip(rows, known, strict=True):
+        if of_queries:
+            first = jnp.minimum(jnp.where(its < 0, -1 - its, its), row)
+            last = jnp.minimum(row + ROWS, used) - 1
+        else:
+            first, last = row, jnp.maximum(jnp.minimum(its, used) - 1, row)
+        start, stop = div(first, columns), div(last, columns) + 1
         # The other warpgroup of an empty one begins and ends where this one has nothing.
-        pair = [x.reshape(-1, _WARPGROUPS) for x in (start, stop, some)]
-        starts, stops, somes = pair
-        least = jnp.min(jnp.where(somes, starts, 2**30), axis=1, keepdims=True)
-        least = jnp.where(least == 2**30, 0, least)
-        starts = jnp.where(somes, starts, least)
-        stops = jnp.where(somes, stops, least)
-        steps = jnp.max(stops, axis=1) - least[:, 0]
-        order = jnp.argsort(-steps).astype(jnp.int32)
-        ranges = [x[order].reshape(-1).astype(jnp.int32) for x in (starts, stops)]
-        return order, *ranges, jnp.max(low, axis=1), jnp.min(high, axis=1)
+        empty = row >= used
+        start = jnp.where(empty, found[0][0] if found else 0, start)
+        found.append((start, jnp.where(empty, start, stop)))
+    return found
+
+
+def joined(ranges):
+    """The first and the last + 1 tile of columns of all warpgroups."""
+    starts, stops = zip(*ranges, strict=True)
+    return functools.reduce(jnp.minimum, starts), functools.reduce(jnp.maximum, stops)
 
 
 def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
@@ -163,10 +216,11 @@ def attend(
     k: Float[Array, "tokens heads dim"],
     v: Float[Array, "tokens heads dim"],
     starts: Int[Array, "tokens"],
+    ends: Int[Array, "tokens"],
     place_bias: Float[Array, "places"] | None,
     times: Float[Array, "tokens"] | None,
     time_bias: Float[Array, "buckets"] | None,
-    thresholds: Float[Array, "buckets"] | None,
+    thresholds: Sequence[float] | None,
     *,
     activation: str,
     scale: float,
@@ -180,19 +234,21 @@ def attend(
     Args:
       q: see `unsupported`, as are `k` and `v`.
       starts: see `Spans`.
+      ends: see `Spans`.
       place_bias: float32, or None.
       times: float32, or None.
       time_bias: float32, or None.
-      thresholds: float32, of the buckets.
+      thresholds: of the buckets, float32 numbers.
       activation: "silu" or "softmax".
       scale: of the products.
       divisor: of the results.
       config: how the work is cut.
     """
-    config = config or Config()
+    # Where the biases of tiles are found, six are slower.
+    biased = place_bias is not None or time_bias is not None
+    config = config or Config(stages=4 if biased else 6)
     step = _Scores(place_bias, times, time_bias, thresholds, scale, config.columns)
-    spans = Spans(starts, times)
-    wrong = jnp.where(starts < 0, jnp.nan, 0.0).astype(jnp.float32)
+    spans = Spans(starts, ends, times)
     softmax = activation == "softmax"
     norms = _norms(q, k, step, spans, config) if softmax else None
 
@@ -214,11 +270,10 @@ def attend(
         scores.multiply(y, scores.masked(weights).astype(q.dtype), v_smem)
         return carry, bias, None
 
-    def finish(sums, carry, row, outputs, head):
-        wrong_gmem, out = outputs
+    def finish(sums, carry, row, spoilt, outputs, head):
         (y,) = sums
-        spoilt = spread_rows(row_vector(wrong_gmem, row), q.shape[2])
-        out(0, y * (1 / divisor) + spoilt)
+        (out,) = outputs
+        out(0, y * (1 / divisor) + spread_rows(spoilt, q.shape[2]))
 
     (y,) = _run(
         "history_attention",
@@ -231,7 +286,7 @@ def attend(
         sums=1,
         of_queries=True,
         by_head=[norms] if norms is not None else [],
-        extra=[wrong],
+        may_be_wrong=True,
         config=config,
         together=2,
     )
@@ -262,7 +317,7 @@ def _norms(q, k, step: _Scores, spans: Spans, config: Config):
         total = total * jnp.exp2(largest - top) + jnp.sum(weights, axis=1)
         return (top, total), bias, None
 
-    def finish(sums, carry, row, outputs, head):
+    def finish(sums, carry, row, spoilt, outputs, head):
         (norms_gmem,) = outputs
         largest, total = carry
         norm = largest + _LOG2E * jnp.log(total)
@@ -279,7 +334,6 @@ def _norms(q, k, step: _Scores, spans: Spans, config: Config):
         sums=0,
         of_queries=True,
         by_head=[],
-        extra=[],
         config=config,
         start=start,
     )
@@ -292,10 +346,11 @@ def slopes(
     v: Float[Array, "tokens heads dim"],
     dy: Float[Array, "tokens heads dim"],
     starts: Int[Array, "tokens"],
+    ends: Int[Array, "tokens"],
     place_bias: Float[Array, "places"] | None,
     times: Float[Array, "tokens"] | None,
     time_bias: Float[Array, "buckets"] | None,
-    thresholds: Float[Array, "buckets"] | None,
+    thresholds: Sequence[float] | None,
     *,
     y: Float[Array, "tokens heads dim"] | None = None,
     norms: Float[Array, "heads tokens"] | None = None,
@@ -313,7 +368,7 @@ def slopes(
     # With the sums for biases there is no room for more.
     of_queries = of_queries or Config(stages=2 if biased else 4)
     of_keys = of_keys or Config()
-    spans = Spans(starts, times)
+    spans = Spans(starts, ends, times)
     arguments = place_bias, times, time_bias, thresholds, scale
     inverse = 1 / divisor
     by_head = []
@@ -324,15 +379,18 @@ def slopes(
         products = jnp.where(of_y == 0, 0, dy * of_y)
         by_head = [norms, divisor * jnp.sum(products, axis=2).T]
 
+    # Sums of slopes are multiplied with it, not each slope.
+    factor = inverse if by_head else 0.5 * inverse
+
     def pull(scores, raw, bias, pulled):
-        """The slopes of scores, and the weights."""
+        """The slopes of scores without `factor`, and the weights."""
         if by_head:
             weights = scores.softmax(raw, bias)
             return weights * (pulled - scores.vector(1)), weights
         half = scores.half(raw, bias)
         t = jnp.tanh(half)
-        slope = 0.5 + 0.5 * (t + half * (1.0 - t * t))
-        return pulled * slope, half + half * t
+        more = t + half * (1.0 - t * t)
+        return pulled + pulled * more, half + half * t
 
     def work_on_queries(scores, rows_smem, columns, sums, bias, carry):
         (q_smem, dy_smem), (k_smem, v_smem) = rows_smem, columns
@@ -346,14 +404,14 @@ def slopes(
 
         bias, raw, pulled = pl.run_scoped(products, size, size)
         scores.arrived()
-        ds = scores.masked(inverse * pull(scores, raw, bias, pulled)[0])
+        ds = scores.masked(pull(scores, raw, bias, pulled)[0])
         scores.multiply(dq, ds.astype(q.dtype), k_smem)
         return carry, bias, ds
 
-    def finish_queries(sums, carry, row, outputs, head):
+    def finish_queries(sums, carry, row, spoilt, outputs, head):
         (dq,) = sums
         (out,) = outputs
-        out(0, scale * dq)
+        out(0, (scale * factor) * dq)
 
     dq, *of_biases = _run(
         "history_attention_queries",
@@ -366,7 +424,6 @@ def slopes(
         sums=1,
         of_queries=True,
         by_head=by_head,
-        extra=[],
         config=of_queries,
         with_biases=biased,
         together=2,
@@ -389,10 +446,10 @@ def slopes(
         scores.multiply(dk, ds.astype(q.dtype), q_smem, 1)
         return carry, bias, None
 
-    def finish_keys(sums, carry, row, outputs, head):
+    def finish_keys(sums, carry, row, spoilt, outputs, head):
         dk, dv = sums
         (out,) = outputs
-        out(0, (scale * inverse) * dk)
+        out(0, (scale * factor) * dk)
         out(1, inverse * dv)
 
     dk, dv = _run(
@@ -406,20 +463,19 @@ def slopes(
         sums=2,
         of_queries=False,
         by_head=by_head,
-        extra=[],
         config=of_keys,
     )
     dplace = dtime = None
     if place_bias is not None:
         # Element e of tile n has the distance 64 n + 63 - e.
-        tiles = jnp.sum(of_biases.pop(0), axis=(0, 1))
+        tiles = factor * jnp.sum(of_biases.pop(0), axis=(0, 1))
         later, earlier = tiles[:, :ROWS][:, ::-1], tiles[:, ROWS:][:, ::-1]
         dplace = later.reshape(-1)
         # Distances of 64 n - 1 and less are those of the tile before.
         dplace = dplace.at[:-ROWS].add(earlier[1:].reshape(-1))
     if time_bias is not None:
         sums = jnp.sum(of_biases.pop(0), axis=(0, 1)).reshape(-1, _WARPS)
-        dtime = jnp.sum(sums, axis=1)[: len(time_bias)]
+        dtime = factor * jnp.sum(sums, axis=1)[: len(time_bias)]
     return dq, dk, dv, dplace, dtime
 
 
@@ -452,11 +508,10 @@ class _Scores:
         self.scale, self.columns, self.of_queries = scale, columns, of_queries
         self.scratch: Any = None
         self.table: Any = None
-        self.times: Any = None
         self.time_bias: Any = None
         self.thresholds: Any = None
-        self.edges: Any = None
-        self.of_cells: Any = None
+        self.cells: Any = None
+        self.cells_smem: Any = None
         self.buckets = 0 if time_bias is None else len(time_bias)
         # One for each warp, and what `add_sums_of_slots` may write to, rounded up.
         sums = (self.buckets + _SLOTS) * _WARPS
@@ -468,35 +523,34 @@ class _Scores:
             self.arrays.append(table)
             self.names.append("table")
         if time_bias is not None:
-            cells = _cells(time_bias, thresholds)
-            self.cells = len(cells[0])
-            thresholds = jnp.append(thresholds, jnp.inf)  # of none
-            self.arrays += [times, time_bias, thresholds, *cells]
-            self.names += ["times", "time_bias", "thresholds", "edges", "of_cells"]
+            cells, self.count_of_cells = _cells(time_bias, thresholds)
+            thresholds = jnp.asarray(thresholds, jnp.float32)
+            self.arrays += [time_bias, thresholds, cells]
+            self.names += ["time_bias", "thresholds", "cells"]
 
     def bind(self, refs):
         """Takes the references to `arrays`, and returns the others."""
         mine = dict(zip(self.names, refs[: len(self.names)], strict=True))
         self.table = mine.get("table")
-        self.times = mine.get("times")
         self.time_bias, self.thresholds = mine.get("time_bias"), mine.get("thresholds")
-        self.edges, self.of_cells = mine.get("edges"), mine.get("of_cells")
+        self.cells = mine.get("cells")
         return refs[len(self.names) :]
 
     def at(self, row, column, of_rows) -> None:
         self.row, self.column = row, column
         self.low, self.high, self.all_low, self.all_high, *of_times = of_rows
-        self.longest, self.gap, self.own = of_times
+        self.longest, self.gap, self.own, self.times_of_rows = of_times
         last = column + self.columns - 1
         self.full = (column >= self.all_low) & (last <= self.all_high)
 
-    def of_head(self, head, by_head, of_heads, arrived) -> None:
+    def of_head(self, head, by_head, of_heads, times, arrived) -> None:
         """Sets the head.
 
-        `arrived` is called when all products that were started before have ended.
+        `times` are those of the columns, or None. `arrived` is called when all products that
+        were started before have ended.
         """
         self.head, self.by_head, self.of_heads = head, by_head, of_heads
-        self.arrived = arrived
+        self.times, self.arrived = times, arrived
 
     def multiply(self, sums, weights, columns_smem, n=0) -> None:
         """Starts the n-th product of a tile."""
@@ -572,15 +626,8 @@ class _Scores:
         """`[64, columns]`"""
         since = self.since()
         if self.scratch is None:
-            from pallas_kernels import lanes  # not before it is needed: see `mosaic`
-
-            # A quarter of an octave has at most one threshold: two look-ups.
-            layout = plgpu.Layout.WGMMA
-            bits = lax.bitcast_convert_type(jnp.maximum(since, 1.0), jnp.int32)
-            cell = jnp.minimum((bits >> _CELL_BITS) - _FIRST_CELL, self.cells - 1)
-            later = since >= lanes.look_up(self.edges, cell, layout)
-            cell = 2 * cell + jnp.where(later, jnp.int32(1), jnp.int32(0))
-            return lanes.look_up(self.of_cells, cell, layout)
+            edge, _, before, after = self.cell_of(since, 4)
+            return jnp.where(since >= edge, after, before)
         first, second, last = self.range_of_buckets()
         zeros = jnp.zeros((ROWS, self.columns), jnp.float32)
         zeros = plgpu.layout_cast(zeros, plgpu.Layout.WGMMA)
@@ -590,6 +637,17 @@ class _Scores:
 
         return lax.fori_loop(second, last + 1, later, zeros + self.time_bias[first])
 
+    def cell_of(self, since, count):
+        """The first numbers that `_cells` has for each difference of times."""
+        from pallas_kernels import lanes  # not before it is needed: see `mosaic`
+
+        bits = lax.bitcast_convert_type(jnp.maximum(since, 1.0), jnp.int32)
+        # Padding may be anything.
+        cell = jnp.clip((bits >> _CELL_BITS) - _FIRST_CELL, 0, self.count_of_cells - 1)
+        size = math.prod(self.cells_smem.shape)
+        table = self.cells_smem.reshape(size)
+        return lanes.look_up_ends(table, cell, plgpu.Layout.WGMMA, count)
+
     def distance(self, c):
         """The number of the table's tile for the columns from c on."""
         apart = self.row - self.column - c
@@ -598,15 +656,14 @@ class _Scores:
 
     def since(self):
         """Differences of times."""
-        columns = spread_columns(self.times, self.column, self.columns)
+        columns = spread_columns(self.times, 0, self.columns)
         rows = spread_rows(self.own, self.columns)
         return rows - columns if self.of_queries else columns - rows
 
     def range_of_buckets(self):
         """The first, the second, and the last bucket that the tile may have."""
-        ends = self.column, self.column + self.columns - 1
-        rows = self.row, self.row + ROWS - 1
-        (a, b), (c, d) = ([self.times[i] for i in x] for x in (rows, ends))
+        a, b = (self.times_of_rows[i] for i in (0, ROWS - 1))
+        c, d = (self.times[i] for i in (0, self.columns - 1))
         if self.of_queries:
             least, largest, one = a - d, b - c, self.column >= self.all_low
         else:
@@ -695,12 +752,9 @@ class _Scores:
             plgpu.commit_smem()
 
         since = self.since()
-        since = jnp.where(since >= 1.0, since, 1.0)  # padding may be anything
-        # A little less, so that only the next bucket may be the right one.
-        guess = (jnp.log(since) * (1 / _RATIO) - 1e-3).astype(jnp.int32)
-        guess = jnp.minimum(guess, self.buckets - 1)
-        least = lanes.look_up(self.thresholds, guess + 1, plgpu.Layout.WGMMA)
-        bucket = guess + jnp.where(since >= least, jnp.int32(1), jnp.int32(0))
+        edge, bucket = self.cell_of(since, 2)
+        bucket = lax.bitcast_convert_type(bucket, jnp.int32)
+        bucket += jnp.where(since >= edge, jnp.int32(1), jnp.int32(0))
         # The first bucket is no neighbour of the second. Pairs that do not count are 0.
         slot = jnp.clip(bucket - (second - 1), 0, count - 1)
         clear()
@@ -751,16 +805,24 @@ def _table_of_places(bias: Float[Array, "places"], tiles: int, of_queries: bool)
     return bias[jnp.clip(apart, 0, len(bias) - 1)]
 
 
-def _cells(bias: Float[Array, "buckets"], thresholds: Float[Array, "buckets"]):
-    """Tables by quarters of octaves: the threshold in each, and the biases before and after."""
+def _cells(bias: Float[Array, "buckets"], thresholds: Sequence[float]):
+    """A table by quarters of octaves, each of which has one threshold at most.
+
+    For each it has the threshold, the bucket before it, and the biases before and after, in
+    rows of 128 numbers; beside the table, the number of quarters.
+    """
     fraction, octave = math.frexp(math.exp(_RATIO * (len(bias) - 1)))
     count = 4 * (octave - 1) + int(4 * (2 * fraction - 1)) + 2
-    starts = (_FIRST_CELL + jnp.arange(count, dtype=jnp.int32)) << _CELL_BITS
-    starts = lax.bitcast_convert_type(starts, jnp.float32)
-    bucket = jnp.sum(thresholds[None] <= starts[:, None], axis=1) - 1
-    edges = jnp.append(thresholds, jnp.inf)[bucket + 1]
+    size = -(-count // ROWS) * ROWS
+    starts = [2.0 ** (n // 4) * (1 + n % 4 / 4) for n in range(min(size, 512))]
+    starts += [math.inf] * (size - len(starts))
+    bucket = [bisect.bisect(thresholds, x) - 1 for x in starts]
+    edges = [(*thresholds, math.inf)[b + 1] for b in bucket]
+    edges, bucket = jnp.asarray(edges, jnp.float32), jnp.asarray(bucket, jnp.int32)
+    before = lax.bitcast_convert_type(bucket, jnp.float32)
     after = jnp.minimum(bucket + 1, len(bias) - 1)
-    return edges, jnp.stack([bias[bucket], bias[after]], axis=1).reshape(-1)
+    table = jnp.stack([edges, before, bias[bucket], bias[after]], axis=1)
+    return table.reshape(-1, TILE), count
 
 
 def _run(
@@ -775,8 +837,8 @@ def _run(
     sums: int,
     of_queries: bool,
     by_head,
-    extra,
     config: Config,
+    may_be_wrong: bool = False,
     with_biases: bool = False,
     together: int = 1,
     start: Callable[[], tuple] = tuple,
@@ -797,7 +859,7 @@ def _run(
         `[heads, tokens]` float32, and `finish` writes it.
       of_queries: whether rows are queries.
       by_head: `[heads, tokens]` float32 of the queries, for `scores.vector`.
-      extra: vectors for `finish`.
+      may_be_wrong: whether `finish` needs NaN where the history is wrong, and 0 elsewhere.
       config: how the work is cut.
       with_biases: whether the gradients of the biases are made.
       together: heads whose sums a program has at once, at most, where there are biases:
@@ -806,13 +868,11 @@ def _run(
     """
     tokens, heads, dim = rows[0].shape
     dtype, size, stages = rows[0].dtype, config.columns, config.stages
-    order, starts, stops, all_low, all_high = spans.of_blocks(of_queries, size)
+    orders, number_of_order = spans.orders(size), 0 if of_queries else 1
     low, high = spans.of_queries if of_queries else spans.of_keys
-    longest = spans.longest[of_queries]
-    used = jnp.max(jnp.where(spans.inside, jnp.arange(tokens) + 1, 0))
     # Padding may be anything, and 0 NaN is NaN. From here on 64 rows come from `tails`.
-    tail = div(used.astype(jnp.int32), ROWS) * ROWS
-    tails = [_tail(x, tail, spans.inside) for x in (*rows, *columns)]
+    tail = div(spans.used, ROWS) * ROWS
+    tails = [_tail(x, tail, spans.used) for x in (*rows, *columns)]
     # A program has all heads of a tile after each other, if that leaves work for all.
     tiles = tokens // TILE
     together = math.gcd(heads, together) if scores.arrays else 1
@@ -822,16 +882,25 @@ def _run(
     programs = num_programs()
     # With the sums for biases there is no room for the next rows.
     row_slots = 1 if with_biases else 2
-    vectors = [order, starts, stops, all_low, all_high, low, high]
-    vectors += [] if longest is None else [longest, spans.gaps[of_queries]]
+    timed = scores.buckets > 0
+    looks_up = timed and not config.interpretable
+    of_rows = [low, high]
+    if spans.times is not None and timed:
+        of_rows.append(spans.times)
+    of_rows += [spans.starts] if may_be_wrong else []
+    # The GPU's look-ups need no range of buckets.
+    ranged = timed and (with_biases or config.interpretable)
+    apart = spans.apart(of_queries) if ranged else ()
     operands = [
-        *numbers(tail),
-        *vectors,
+        orders,
+        spans.starts,
+        spans.ends,
+        *of_rows,
+        *apart,
         *rows,
         *columns,
         *tails,
         *by_head,
-        *extra,
         *scores.arrays,
     ]
     of_places = with_biases and scores.tiles > 0
@@ -854,19 +923,19 @@ def _run(
             taken, refs[:] = refs[:count], refs[count:]
             return taken
 
-        (tail_gmem,) = take(1)
-        order, starts, stops, all_low, all_high, low, high = take(7)
-        longest, gaps = take(2) if spans.times is not None else (None, None)
+        orders, starts, ends = take(3)
+        of_rows_gmem, apart_gmem = take(len(of_rows)), take(len(apart))
         rows_gmem, columns_gmem = take(len(rows)), take(len(columns))
         rows_tail, columns_tail = take(len(rows)), take(len(columns))
         by_head_gmem = take(len(by_head))
-        extra_gmem = take(len(extra))
         refs[:] = scores.bind(refs)
         outs_gmem = take(results)
         places_gmem: Any = take(1)[0] if of_places else None
         times_gmem: Any = take(1)[0] if of_times else None
         warpgroup, program = lax.axis_index("warpgroup"), lax.axis_index("program")
-        tail = tail_gmem[0]
+        used = jnp.minimum(ends[tokens - 1], tokens)
+        tail = div(used, ROWS) * ROWS
+        numbers_at = starts if of_queries else ends
 
         def each_item(function):
             """Calls `function(row, part, first, count, done, i, ranges)` for each item.
@@ -880,24 +949,51 @@ def _run(
             last = program if whole % 2 == 0 else back
             count = group * (whole + jnp.where(last < more, jnp.int32(1), jnp.int32(0)))
 
-            def item(i, done):
+            def place_of(i):
                 turn = div(i, group)
                 number = turn * programs + jnp.where(rem(turn, 2) == 0, program, back)
                 if group == 1:
-                    number, part = div(number, parts), rem(number, parts)
-                else:
-                    part = rem(i, group)
-                pair = [number * _WARPGROUPS + w for w in range(_WARPGROUPS)]
-                ranges = [(starts[b], stops[b]) for b in pair]
-                first = functools.reduce(jnp.minimum, [a for a, _ in ranges])
-                stop = functools.reduce(jnp.maximum, [b for _, b in ranges])
-                tile = order[number]
-                function(tile * TILE, part, first, stop - first, done, i, ranges)
-                return done + stop - first
+                    return div(number, parts), rem(number, parts)
+                return number, rem(i, group)
 
-            lax.fori_loop(jnp.int32(0), count, item, jnp.int32(0))
+            # All of it is loaded some items before it is needed.
+            def row_of(i):
+                at = jnp.minimum(place_of(i)[0], tiles - 1)
+                return orders[number_of_order, at] * TILE
 
-        def load(rows_smem, columns_smem, rows_full, rows_free, full, free):
+            def known_of(row):
+                rows = [row + w * ROWS for w in range(_WARPGROUPS)]
+                at = [spans.number_at(r, used, of_queries, tokens) for r in rows]
+                return tuple(numbers_at[i] for i in at)
+
+            def item(i, carry):
+                done, row, known, following = carry
+                after, known_after = row_of(i + 2), known_of(following)
+                rows = [row + w * ROWS for w in range(_WARPGROUPS)]
+                ranges = ranges_of(rows, known, used, of_queries, size)
+                first, stop = joined(ranges)
+                function(row, place_of(i)[1], first, stop - first, done, i, ranges)
+                return done + stop - first, following, known_after, after
+
+            zero, one = jnp.int32(0), jnp.int32(1)
+            row = row_of(zero)
+            start = zero, row, known_of(row), row_of(one)
+            lax.fori_loop(zero, count, item, start)
+
+        def load(
+            rows_smem,
+            columns_smem,
+            vectors_smem,
+            rows_full,
+            rows_free,
+            full,
+            free,
+            ready,
+        ):
+            of_rows_smem, times_smem, cells_smem = vectors_smem
+            if looks_up:
+                plgpu.copy_gmem_to_smem(scores.cells, cells_smem, ready)
+
             def copy(gmem, tail_gmem, row, head, smem, barrier):
                 @pl.when(row < tail)
                 def _():
@@ -929,6 +1025,11 @@ def _run(
                             rows_full.at[place],
                         )
 
+                for gmem, smem in zip(of_rows_gmem, of_rows_smem, strict=True):
+                    plgpu.copy_gmem_to_smem(
+                        gmem.at[pl.ds(row, TILE)], smem.at[place], rows_full.at[place]
+                    )
+
                 @pl.loop(0, count * together)
                 def _(n):
                     j, head = div(n, together), part * together + rem(n, together)
@@ -946,12 +1047,19 @@ def _run(
                             column = (first + j) * size + c
                             block = smem.at[slot, pl.ds(c, ROWS)]
                             copy(gmem, rest, column, head, block, full.at[slot])
+                    if timed:
+                        plgpu.copy_gmem_to_smem(
+                            of_rows_gmem[2].at[pl.ds((first + j) * size, size)],
+                            times_smem.at[slot],
+                            full.at[slot],
+                        )
 
             each_item(of_item)
 
         def compute(
             rows_smem,
             columns_smem,
+            vectors_smem,
             out_smem,
             biases,
             scratch,
@@ -959,8 +1067,20 @@ def _run(
             rows_free,
             full,
             free,
+            ready,
         ):
             scores.scratch = scratch
+            of_rows_smem, times_smem, scores.cells_smem = vectors_smem
+            if looks_up:
+                plgpu.barrier_wait(ready)
+
+            def leave(barrier):
+                if config.interpretable:
+                    # Hopper's copies are behind what was read before; the interpreter
+                    # wants it said.
+                    plgpu.commit_smem()
+                plgpu.barrier_arrive(barrier)
+
             refs = None
             if with_biases:
                 refs = start_biases(
@@ -974,13 +1094,7 @@ def _run(
                 ]
                 row = row + warpgroup * ROWS
                 block = div(row, ROWS)
-                of_rows = [row_vector(low, row), row_vector(high, row)]
-                of_rows += [all_low[block], all_high[block]]
-                if longest is None:
-                    of_rows += [None, None, None]
-                else:
-                    of_rows += [longest[block], gaps[block]]  # pyrefly: ignore
-                    of_rows += [row_vector(scores.times, row)]
+                of_block = [x[block] for x in apart_gmem] or [None, None]
                 all_heads = [part * together + h for h in range(together)]
                 of_heads = [
                     [
@@ -996,6 +1110,17 @@ def _run(
                     for h in range(together)
                 ]
                 plgpu.barrier_wait(rows_full.at[place])
+                vectors = [
+                    x.at[place, pl.ds(warpgroup * ROWS, ROWS)] for x in of_rows_smem
+                ]
+                low, high, *others = [row_vector(x, 0) for x in vectors]
+                # Where rows are of two histories, no tile has columns that all of them have.
+                all_rows = vectors[0][ROWS - 1], vectors[1][0]
+                own_times = [others.pop(0), vectors[2]] if timed else [None, None]
+                spoilt = None
+                if may_be_wrong:
+                    spoilt = jnp.where(others[0] < 0, jnp.nan, 0.0)
+                of_row = [low, high, *all_rows, *of_block, *own_times]
 
                 def multiply(*made):
                     of_each = [made[h * sums : (h + 1) * sums] for h in range(together)]
@@ -1003,8 +1128,8 @@ def _run(
                     def slot(j, h=0):
                         return rem((done + j) * together + h, stages)
 
-                    def leave(slot):
-                        plgpu.barrier_arrive(free.at[slot])
+                    def leave_slot(slot):
+                        leave(free.at[slot])
 
                     # Whether a tile's last product may still run when the next begins. Other
                     # heads of the tile hide it, too.
@@ -1012,30 +1137,35 @@ def _run(
 
                     def leave_before(j, h):
                         if h:
-                            leave(slot(j, h - 1))
+                            leave_slot(slot(j, h - 1))
                         elif late:
-                            pl.when(j > begin)(lambda: leave(slot(j - 1, together - 1)))
+                            pl.when(j > begin)(
+                                lambda: leave_slot(slot(j - 1, together - 1))
+                            )
 
                     def skip(begin, end):
                         @pl.loop(begin * together, end * together)
                         def _(n):
                             here = rem(done * together + n, stages)
                             plgpu.barrier_wait(full.at[here])
-                            leave(here)
+                            leave_slot(here)
 
                     begin, end = own[0] - first, own[1] - first
                     skip(0, begin)
 
                     def tile(j, carries):
                         carries = list(carries)
-                        scores.at(row, (first + j) * size, of_rows)
+                        scores.at(row, (first + j) * size, of_row)
                         bias = total = None
                         for h, head in enumerate(all_heads):
                             here = slot(j, h)
                             plgpu.barrier_wait(full.at[here])
                             # The tile before may be overwritten now.
                             arrived = partial(leave_before, j, h)
-                            scores.of_head(head, by_head_gmem, of_heads[h], arrived)
+                            times = times_smem.at[here] if timed else None
+                            scores.of_head(
+                                head, by_head_gmem, of_heads[h], times, arrived
+                            )
                             columns = [smem.at[here] for smem in columns_smem]
                             carries[h], bias, slopes = work(
                                 scores, mine[h], columns, of_each[h], bias, carries[h]
@@ -1045,7 +1175,7 @@ def _run(
                             scores.add_to_biases(total, refs)
                         if not late:
                             plgpu.wgmma_wait(0)
-                            leave(slot(j, together - 1))
+                            leave_slot(slot(j, together - 1))
                         return tuple(carries)
 
                     carries = tuple(start() for _ in all_heads)
@@ -1057,7 +1187,7 @@ def _run(
 
                 made = [plgpu.ACC((ROWS, dim))] * (sums * together)
                 found, carries = pl.run_scoped(multiply, *made) if made else multiply()
-                plgpu.barrier_arrive(rows_free.at[place])
+                leave(rows_free.at[place])
                 for h, head in enumerate(all_heads):
 
                     def out(n, values, head=head):
@@ -1071,7 +1201,7 @@ def _run(
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     mine = found[h * sums : (h + 1) * sums]
                     target = out if sums else outs_gmem[0]
-                    finish(mine, carries[h], row, [*extra_gmem, target], head)
+                    finish(mine, carries[h], row, spoilt, [target], head)
 
             each_item(of_item)
             if with_biases:
@@ -1112,16 +1242,19 @@ def _run(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(refs[2], times_gmem.at[program, warpgroup])
 
-        def scope(rows_smem, columns_smem, out_smem, biases, scratch, *barriers):
+        def scope(
+            rows_smem, columns_smem, vectors_smem, out_smem, biases, scratch, *barriers
+        ):
             @pl.when(warpgroup == _WARPGROUPS)
             def _():
                 plgpu.set_max_registers(_REGISTERS[1], action="decrease")
-                load(rows_smem, columns_smem, *barriers)
+                load(rows_smem, columns_smem, vectors_smem, *barriers)
 
             @pl.when(warpgroup < _WARPGROUPS)
             def _():
                 plgpu.set_max_registers(_REGISTERS[0], action="increase")
-                compute(rows_smem, columns_smem, out_smem, biases, scratch, *barriers)
+                buffers = rows_smem, columns_smem, vectors_smem, out_smem
+                compute(*buffers, biases, scratch, *barriers)
 
         def smem(*shape):
             return plgpu.SMEM((*shape, dim), dtype, transforms=transforms())
@@ -1131,6 +1264,11 @@ def _run(
             scope,
             [smem(row_slots, _WARPGROUPS, together, ROWS)] * len(rows),
             [smem(stages, size)] * len(columns),
+            (
+                [plgpu.SMEM((row_slots, TILE), x.dtype) for x in of_rows],
+                plgpu.SMEM((stages, size), f32) if timed else None,
+                plgpu.SMEM(scores.arrays[-1].shape, f32) if looks_up else None,
+            ),
             smem(_WARPGROUPS, sums, ROWS) if sums else None,
             [
                 plgpu.SMEM((_WARPGROUPS, ROWS + 1, _PITCH), f32)
@@ -1146,13 +1284,16 @@ def _run(
             if config.interpretable
             else None,
             plgpu.Barrier(
-                num_arrivals=len(rows) * _WARPGROUPS * together, num_barriers=row_slots
+                num_arrivals=len(rows) * _WARPGROUPS * together + len(of_rows),
+                num_barriers=row_slots,
             ),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=row_slots),
             plgpu.Barrier(
-                num_arrivals=len(columns) * (size // ROWS), num_barriers=stages
+                num_arrivals=len(columns) * (size // ROWS) + timed,
+                num_barriers=stages,
             ),
             plgpu.Barrier(num_arrivals=_WARPGROUPS, num_barriers=stages),
+            plgpu.Barrier(num_arrivals=1) if looks_up else None,
             collective_axes="warpgroup",
         )
 
@@ -1163,8 +1304,8 @@ def _run(
 _REGISTERS = 240, 24
 
 
-def _tail(x, tail, inside):
+def _tail(x, tail, used):
     """The 64 rows from `tail` on, with zeros in place of padding."""
-    rows = jnp.minimum(tail, len(x) - ROWS) + jnp.arange(ROWS)
-    kept = inside[rows] & (rows >= tail)
+    rows = jnp.minimum(tail, len(x) - ROWS) + jnp.arange(ROWS, dtype=jnp.int32)
+    kept = (rows >= tail) & (rows < used)
     return jnp.where(kept[:, None, None], x[rows], 0)

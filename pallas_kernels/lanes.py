@@ -160,34 +160,42 @@ def diagonals(numbers, first: int) -> jax.Array:
     return read(numbers)
 
 
-def look_up(table, index: jax.Array, layout) -> jax.Array:
-    """`table[index]`: floating numbers of a vector in memory, each at a place of its own."""
+def look_up_ends(table, index: jax.Array, layout, count: int) -> list[jax.Array]:
+    """The first `count` of four numbers that `table` has for each index, in one load.
+
+    Args:
+      table: a vector in shared memory, four float32 numbers for each index.
+      index: int32.
+      layout: of the index, and of the results.
+      count: 2 or 4.
+    """
     found = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=layout)
 
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=found)
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=[found] * count)
     def read(_, table, index):
-        registers = index.registers.copy()
+        results = [index.registers.copy() for _ in range(count)]
+        kind = ir.VectorType.get((count,), table.type.element_type)
         for at, places in enumerate(index.registers.flat):
-            (count,) = places.type.shape
-            numbers = [
-                memref.load(
+            (size,) = places.type.shape
+            rows = [
+                vector.load(
+                    kind,
                     table,
-                    [
-                        arith.index_cast(
-                            ir.IndexType.get(),
-                            vector.extract(
-                                places, dynamic_position=[], static_position=[i]
-                            ),
-                        )
-                    ],
+                    _index(arith.shli(_element(places, i), _constant(2))),
+                    alignment=4 * count,
                 )
-                for i in range(count)
+                for i in range(size)
             ]
-            kind = ir.VectorType.get((count,), numbers[0].type)
-            registers.flat[at] = vector.from_elements(kind, numbers)
-        return mgpu.FragmentedArray(
-            _registers=registers, _layout=index.layout, _is_signed=None
-        )
+            pair = ir.VectorType.get((size,), table.type.element_type)
+            for n, result in enumerate(results):
+                numbers = [_element(row, n) for row in rows]
+                result.flat[at] = vector.from_elements(pair, numbers)
+        return [
+            mgpu.FragmentedArray(
+                _registers=result, _layout=index.layout, _is_signed=None
+            )
+            for result in results
+        ]
 
     return read(table, index)
 

@@ -23,7 +23,6 @@ from sparsejax.ops.implementations import (
 )
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.precision import Precision, check_precision, of_xla
-from sparsejax.sparse import segment_ids
 
 Activation = Literal["silu", "softmax"]
 
@@ -124,7 +123,7 @@ def history_attention(
         return jnp.zeros_like(v)
     sums = accumulator(q.dtype)
     times = None if times is None else jnp.asarray(times, sums)
-    starts = _starts(jnp.asarray(indptr), times, len(q))
+    spans = _spans(jnp.asarray(indptr), times, len(q))
     place_bias, time_bias = (
         None if bias is None else bias.astype(sums) for bias in (place_bias, time_bias)
     )
@@ -133,10 +132,10 @@ def history_attention(
         implementation = None if _unsupported(q) else "mosaic_gpu"
     if implementation == "mosaic_gpu" and (why := _unsupported(q)):
         raise NotImplementedError(f"the GPU program {why}")
-    q, k, v, starts, times, biases = vary_alike(
-        q, k, v, starts, times, Biases(place_bias, time_bias)
+    q, k, v, spans, times, biases = vary_alike(
+        q, k, v, spans, times, Biases(place_bias, time_bias)
     )
-    return _attention(q, k, v, biases, starts, times, rule, implementation, precision)
+    return _attention(q, k, v, biases, spans, times, rule, implementation, precision)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,25 +273,43 @@ def _check_numbers(indptr: np.ndarray, times, tokens: int) -> None:
         )
 
 
-def _starts(
-    indptr: Int[Array, "histories_plus_1"], times: jax.Array | None, tokens: int
-) -> Int[Array, "tokens"]:
-    """The first entry of each token's history.
+class _Spans(NamedTuple):
+    """The history of each token.
 
-    It is `_NONE` for padding, and -1 where the result is NaN.
+    Attributes:
+      starts: its first entry; `_NONE` for padding, and -1 less the entry where the result is
+        NaN.
+      ends: the entry after its last; for padding, which comes last, where that begins.
     """
+
+    starts: Int[Array, "tokens"]
+    ends: Int[Array, "tokens"]
+
+
+def _spans(
+    indptr: Int[Array, "histories_plus_1"], times: jax.Array | None, tokens: int
+) -> _Spans:
     place = jnp.arange(tokens, dtype=jnp.int32)
     indptr = indptr.astype(jnp.int32)
-    history = jnp.minimum(segment_ids(indptr, tokens), max(len(indptr) - 2, 0))
+    last = max(len(indptr) - 2, 0)
+    # The last history that has begun. This needs one GPU program, and to count ends six.
+    history = jnp.zeros_like(place)
+    for bit in reversed(range(last.bit_length())):
+        later = history + (1 << bit)
+        begun = (later <= last) & (indptr[jnp.minimum(later, last)] <= place)
+        history = jnp.where(begun, later, history)
     starts, ends = indptr[history], indptr[jnp.minimum(history + 1, len(indptr) - 1)]
     inside = (place >= starts) & (place < ends)
     wrong = ends > tokens
     if times is not None:
         back = (times < jnp.roll(times, 1)) & (place > starts)
-        bad = jnp.cumsum(inside & (back | ~jnp.isfinite(times)), dtype=jnp.int32)
-        before = jnp.where(starts > 0, bad[jnp.maximum(starts - 1, 0)], 0)
-        wrong |= bad[jnp.clip(ends - 1, 0, tokens - 1)] != before
-    return jnp.where(inside, jnp.where(wrong, -1, starts), _NONE)
+        bad = inside & (back | ~jnp.isfinite(times))
+        # Only what is wrong is written, so that none wait for each other.
+        found = jnp.zeros(last + 1, jnp.int32)
+        found = found.at[jnp.where(bad, history, last + 1)].max(1, mode="drop")
+        wrong |= found[history] > 0
+    starts = jnp.where(wrong, -1 - starts, starts)
+    return _Spans(jnp.where(inside, starts, _NONE), ends)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7, 8))
@@ -301,18 +318,18 @@ def _attention(
     k: Float[Array, "tokens heads dim"],
     v: Float[Array, "tokens heads dim"],
     biases: Biases,
-    starts: Int[Array, "tokens"],
+    spans: _Spans,
     times: Float[Array, "tokens"] | None,
     rule: Rule,
     implementation: Implementation,
     precision: Precision,
 ) -> Float[Array, "tokens heads dim"]:
-    operands = q, k, v, biases, starts, times
+    operands = q, k, v, biases, spans, times
     return _attend(operands, rule, implementation, precision)[0]
 
 
-def _forward(q, k, v, biases, starts, times, rule, implementation, precision):
-    operands = q, k, v, biases, starts, times
+def _forward(q, k, v, biases, spans, times, rule, implementation, precision):
+    operands = q, k, v, biases, spans, times
     y, norms = _attend(operands, rule, implementation, precision)
     return y, (operands, y if rule.activation == "softmax" else None, norms)
 
@@ -372,13 +389,15 @@ def _unsupported(q: jax.Array) -> str | None:
 
 def _for_program(operands) -> Any:
     """The operands as the GPU programs take them."""
-    q, k, v, (place, time), starts, times = operands
+    q, k, v, (place, time), (starts, ends), times = operands
+    ends = jnp.pad(ends, (0, -len(ends) % mosaic.TILE), mode="edge")
     q, k, v = (_padded(x, 0) for x in (q, k, v))
     thresholds = None
     if time is not None:
         times = _padded(times, 0)
-        thresholds = jnp.asarray(time_thresholds(len(time)))
-    return q, k, v, _padded(starts, _NONE), place, times, time, thresholds
+        thresholds = time_thresholds(len(time)).tolist()
+    starts = _padded(starts, _NONE)
+    return q, k, v, starts, ends, place, times, time, thresholds
 
 
 def _padded(x: jax.Array, fill) -> jax.Array:
@@ -434,7 +453,7 @@ class _Blocks(NamedTuple):
 
     @classmethod
     def of(cls, operands, form: _Form) -> _Blocks:
-        q, k, v, biases, starts, times = operands
+        q, k, v, biases, (starts, _), times = operands
         tokens, block = len(q), form.block
         blocks = -(-tokens // block)
         chunk = min(blocks, form.chunk)

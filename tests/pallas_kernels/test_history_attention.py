@@ -1,5 +1,7 @@
 """The GPU programs of history_attention: interpreted on a CPU, and on a GPU."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -13,31 +15,33 @@ PLACES, BUCKETS = 90, 9
 INTERPRETED = jax.default_backend() != "gpu"
 
 
-def make(dim=64, tokens=256, heads=1, lengths=LENGTHS, seed=0):
+def make(dim=64, tokens=256, heads=1, lengths=LENGTHS, seed=0) -> Any:
     rng = np.random.default_rng(seed)
     shape = 4, tokens, heads, dim
     operands = jnp.asarray(rng.standard_normal(shape) / 2, jnp.bfloat16)
     starts = np.full(tokens, tokens, np.int32)
+    ends = np.full(tokens, sum(lengths), np.int32)
     place = 0
     times = np.cumsum(np.floor(np.exp(rng.uniform(-2, 2, tokens)))).astype(np.float32)
     for n in lengths:
         starts[place : place + n] = place
+        ends[place : place + n] = place + n
         place += n
     operands = operands.at[:, place:].set(jnp.nan)
     biases = [jnp.float32(rng.standard_normal(n) / 2) for n in (PLACES, BUCKETS)]
     least = np.exp(0.301 * np.arange(BUCKETS)).astype(np.float32)
     least[0] = -np.inf
-    starts, times, least = map(jnp.asarray, (starts, times, least))
-    return *operands, starts, times, *biases, least
+    starts, ends, times = map(jnp.asarray, (starts, ends, times))
+    return *operands, (starts, ends), times, *biases, least
 
 
-def oracle(q, k, v, dy, starts, times, place, time, least, rule):
+def oracle(q, k, v, dy, spans, times, place, time, least, rule):
     """`rule` is the activation, the scale and the divisor."""
     activation, scale, divisor = rule
     q, k, v, dy = (np.nan_to_num(np.asarray(x, np.float64)) for x in (q, k, v, dy))
     tokens = len(q)
     apart = np.arange(tokens)[:, None] - np.arange(tokens)
-    seen = (apart >= 0) & (np.arange(tokens) >= np.asarray(starts)[:, None])
+    seen = (apart >= 0) & (np.arange(tokens) >= np.asarray(spans[0])[:, None])
     scores = scale * np.einsum("thd,shd->hts", q, k)
     distance = np.clip(apart, 0, PLACES - 1)
     since = np.asarray(times)[:, None] - np.asarray(times)
@@ -83,31 +87,32 @@ def close(actual, want, error=1e-2):
     ],
 )
 def test_forward(run_program, activation, columns, of_places, of_times):
-    q, k, v, dy, starts, times, place, time, least = make(heads=1 + of_places)
+    q, k, v, dy, spans, times, place, time, least = make(heads=1 + of_places)
     place = place if of_places else None
-    timed = (times, time, least) if of_times else (None, None, None)
-    starts = starts.at[:1].set(-1)  # the first history is wrong
+    timed = (times, time) if of_times else (None, None)
+    # The first two histories are wrong.
+    wrong = sum(LENGTHS[:2])
+    spans = -1 - spans[0].at[wrong:].set(-1 - spans[0][wrong:]), spans[1]
 
-    def call(q, k, v, starts, place, timed):
+    def call(q, k, v, spans, place, timed):
         config = mosaic.Config(columns=columns, stages=2, interpretable=INTERPRETED)
+        operands: Any = *spans, place, *timed, least.tolist() if of_times else None
         return mosaic.attend(
             q,
             k,
             v,
-            starts,
-            place,
-            *timed,
+            *operands,
             activation=activation,
             scale=0.5,
             divisor=3.0,
             config=config,
         )[0]
 
-    y = run_program(call, q, k, v, starts, place, timed)
+    y = run_program(call, q, k, v, spans, place, timed)
     rule = activation, 0.5, 3.0
-    want = oracle(q, k, v, dy, starts, times, place, timed[1], least, rule)[0]
-    assert np.all(np.isnan(y[:1].astype(np.float32)))
-    close(y[1:], want[1:])
+    want = oracle(q, k, v, dy, spans, times, place, timed[1], least, rule)[0]
+    assert np.all(np.isnan(y[:wrong].astype(np.float32)))
+    close(y[wrong:], want[wrong:])
     assert not np.any(y[sum(LENGTHS) :])
 
 
@@ -121,14 +126,14 @@ def test_forward(run_program, activation, columns, of_places, of_times):
     ],
 )
 def test_backward(run_program, activation, of_places, of_times, heads):
-    q, k, v, dy, starts, times, place, time, least = make(heads=heads)
+    q, k, v, dy, spans, times, place, time, least = make(heads=heads)
     place = place if of_places else None
-    timed = (times, time, least) if of_times else (None, None, None)
+    timed = (times, time) if of_times else (None, None)
 
-    def call(q, k, v, dy, starts, place, timed):
+    def call(q, k, v, dy, spans, place, timed):
         config = mosaic.Config(stages=2, interpretable=INTERPRETED)
         rule = {"scale": 0.5, "divisor": 3.0}
-        operands = starts, place, *timed
+        operands: Any = *spans, place, *timed, least.tolist() if of_times else None
         y, norms = mosaic.attend(
             q, k, v, *operands, activation=activation, config=config, **rule
         )
@@ -141,9 +146,9 @@ def test_backward(run_program, activation, of_places, of_times, heads):
             **rule,
         )
 
-    dq, dk, dv, dplace, dtime = run_program(call, q, k, v, dy, starts, place, timed)
+    dq, dk, dv, dplace, dtime = run_program(call, q, k, v, dy, spans, place, timed)
     rule = activation, 0.5, 3.0
-    _, *want = oracle(q, k, v, dy, starts, times, place, timed[1], least, rule)
+    _, *want = oracle(q, k, v, dy, spans, times, place, timed[1], least, rule)
     for found, exact in zip((dq, dk, dv), want, strict=False):
         close(found, exact)
         assert not np.any(found[sum(LENGTHS) :])
@@ -156,14 +161,14 @@ def test_backward(run_program, activation, of_places, of_times, heads):
 
 @pytest.mark.parametrize("activation", ["silu", "softmax"])
 def test_lowers_for_cuda(activation):
-    q, k, v, dy, starts, times, place, time, least = make(
+    q, k, v, dy, spans, times, place, time, least = make(
         tokens=256, heads=2, lengths=(100,)
     )
-    timed = times, time, least
+    timed = times, time
 
     def call(q, k, v, dy):
         rule = {"scale": 0.5, "divisor": 3.0}
-        operands = starts, place, *timed
+        operands: Any = *spans, place, *timed, least.tolist()
         y, norms = mosaic.attend(q, k, v, *operands, activation=activation, **rule)
         return y, mosaic.slopes(q, k, v, dy, *operands, y=y, norms=norms, **rule)
 
