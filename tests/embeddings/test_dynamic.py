@@ -356,15 +356,20 @@ def test_a_mesh_has_the_same_rows(shape):
             train(model, optimizer, packed, rng.random((BATCH, 4)).astype(np.float32))
         (kernel,) = model.embeddings.kernels.values()
         stats = model.embeddings.stats()
-        return arrays_of(model.embeddings.indexes), np.asarray(kernel[...]), stats
+        unknown = WideIds.of(NAMES[:BATCH] + np.uint64(1))
+        first = model.embeddings.concat(dict.fromkeys(features, unknown))
+        assert np.all(np.any(first != 0, axis=1))
+        arrays = np.asarray(kernel[...]), np.asarray(first)
+        return arrays_of(model.embeddings.indexes), arrays, stats
 
-    indexes, kernel, stats = trained()
+    indexes, rows, stats = trained()
     data, model_parts = shape
     with jax.set_mesh(sj.make_mesh(data=data, model=model_parts)):
-        indexes_of_many, kernel_of_many, stats_of_many = trained()
+        indexes_of_many, rows_of_many, stats_of_many = trained()
     for a, b in zip(indexes, indexes_of_many, strict=True):
         np.testing.assert_array_equal(a, b)
-    np.testing.assert_allclose(kernel, kernel_of_many, atol=1e-5)
+    for a, b in zip(rows, rows_of_many, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
     assert stats == stats_of_many
 
 

@@ -132,8 +132,7 @@ class Assign:
         first_part: int | jax.Array,
     ) -> tuple[State, Trained, Int[Array, "ids"]]:
         """The same for some parts; rows are numbered from their first one on."""
-        state, found, new = self._given(state, keys, wanted, moment, first_part)
-        return state, self._begun(trained, new, moment), found
+        return self._given(state, trained, keys, wanted, moment, first_part)
 
     def numbers(
         self, state: State, x: CSR, keys: TableKeys, moment: Moment
@@ -147,12 +146,12 @@ class Assign:
         if x.nse == 0:
             return state, jnp.asarray(x.indices), wanted
         if not mesh_is_set():
-            state, rows, new = self._given(state, keys, wanted, moment, 0)
+            state, new, rows = self._given(state, None, keys, wanted, moment, 0)
             return state, _columns(x, rows), new
 
         def part(state, keys, wanted, moment):
             first = lax.axis_index("model") * len(state.last)
-            state, rows, new = self._given(state, keys, wanted, moment, first)
+            state, new, rows = self._given(state, None, keys, wanted, moment, first)
             new = lax.pmax(new.astype(jnp.int32), "model") > 0
             return state, _over_devices(self.stack, rows, first), new
 
@@ -215,32 +214,57 @@ class Assign:
     def _given(
         self,
         state: State,
+        trained: Trained | None,
         keys: TableKeys,
         wanted: Bool[Array, "ids"],
         moment: Moment,
         first_part: int | jax.Array,
-    ) -> tuple[State, Int[Array, "ids"], Any]:
-        """The row of each id of some parts; and the new ones, see `_insert`."""
+    ) -> tuple[State, Any, Int[Array, "ids"]]:
+        """The row of each id of some parts.
+
+        Returns:
+          The state; the trained rows, of which new ones have begun; and the row of each id. If
+          rows are in host memory, `trained` is None, and `[ids]` bool in its place: which ids
+          got their row now, one for each row.
+        """
         layout, parts = layout_of(self.stack), len(state.last)
         found = hash_index.find(layout, state.index, keys, wanted, first_part)
         part = hash_index.part_of(keys) - first_part
         wanted = wanted & (part >= 0) & (part < parts)
         missing = wanted & (found < 0)
-        state = _seen(state, found, moment.now)
-        known = _per_table(state, part, keys.table, wanted & ~missing)
-        state = counted(state, FOUND, known)
+        # Rows that are found stay, so nothing else waits for what is counted of them: it can be
+        # done while rows cross. But counts of "lfu" halve with what this batch has added.
+        halves = any(config.evict == "lfu" for config in configs_of(self.stack))
+        known = found
+        if halves:
+            state = _seen(state, known, moment.now)
         size, count = len(found), jnp.sum(missing, dtype=jnp.int32)
-        insert, operands = self._insert, (state, keys, missing, found, moment)
+
+        def insert(few, *operands):
+            state, trained, *more = operands
+            state, rows, new = self._insert(few, first_part, state, *more)
+            if trained is not None:
+                new = self._begun(trained, new, moment)
+            return state, new, rows
+
+        def nothing_new(state, trained, _, missing, found, moment):
+            new = jnp.zeros_like(missing) if trained is None else trained
+            return state, new, found
+
+        operands = state, trained, keys, missing, found, moment
         if size < _LEAST_FOR_TIERS:
-            state, found, new = insert(size, first_part, *operands)
+            state, new, found = insert(size, *operands)
         else:
             sizes = [*(-(-size // part) for part in _TIERS), size]
-            programs = [functools.partial(insert, few, first_part) for few in sizes]
+            programs = [functools.partial(insert, few) for few in sizes]
             limits = 0, *sizes[:-1]
             tier = sum((count > few).astype(jnp.int32) for few in limits)
-            none = self._nothing_new
-            state, found, new = lax.switch(tier, [none, *programs], *operands)
-        return state, found, new
+            branches = [nothing_new, *programs]
+            state, new, found = lax.switch(tier, branches, *operands)
+        if not halves:
+            state = _seen(state, known, moment.now)
+        known = _per_table(state, part, keys.table, wanted & ~missing)
+        return counted(state, FOUND, known), new, found
 
     def _insert(
         self,
@@ -314,10 +338,10 @@ class Assign:
         if self.stack.device_rows is not None:
             firsts = jnp.zeros(size, bool).at[of.place].set(got, unique_indices=True)
             return state, back, missing & firsts[at]
-        at = jnp.where(got, jnp.cumsum(got, dtype=jnp.int32) - 1, ids)
+        at = jnp.where(got, jnp.cumsum(got, dtype=jnp.int32) - 1, size)
         made = _New(
-            _put(ids, at, rows),
-            TableKeys(*(_put(ids, at, word) for word in of.keys)),
+            _put(size, at, rows),
+            TableKeys(*(_put(size, at, word) for word in of.keys)),
             jnp.sum(got, dtype=jnp.int32),
         )
         return state, back, made
@@ -351,19 +375,6 @@ class Assign:
         return lax.while_loop(
             lambda state: state[0] < new.count, begin, (jnp.int32(0), trained)
         )[1]
-
-    def _nothing_new(
-        self, state: State, keys: TableKeys, missing: Any, found: Any, _: Any
-    ) -> tuple[State, Int[Array, "ids"], Any]:
-        """Returns what `_insert` does where all ids have rows."""
-        if self.stack.device_rows is not None:
-            return state, found, jnp.zeros_like(missing)
-        none = jnp.zeros_like(found)
-        return (
-            state,
-            found,
-            _New(none, jax.tree.map(jnp.zeros_like, keys), jnp.int32(0)),
-        )
 
 
 assign = jax.jit(lambda how, *operands: how(*operands), static_argnums=0)
@@ -438,13 +449,14 @@ def _over_devices(
 
 
 def _seen(state: State, found: Int[Array, "ids"], now: jax.Array) -> State:
+    # Otherwise XLA moves the reshapes into branches before and behind, and copies both arrays.
+    state = lax.optimization_barrier(state)
     last, count = state.last.reshape(-1), state.count.reshape(-1)
     at = jnp.where(found >= 0, found, last.size)
     last = last.at[at].set(now, mode="drop")
     count = count.at[at].add(1, mode="drop")
     shape = state.last.shape
     state = state._replace(last=last.reshape(shape), count=count.reshape(shape))
-    # Otherwise XLA moves the reshapes into the branches that follow, and copies both arrays.
     return lax.optimization_barrier(state)
 
 

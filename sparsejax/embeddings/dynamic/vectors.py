@@ -8,10 +8,12 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
 from sparsejax.embeddings.feature_batch import WITHOUT_ROW
 from sparsejax.embeddings.placement import Stack, column, drawn_rows
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR
@@ -92,11 +94,44 @@ def with_guests(
     stack: Stack, y: Float[Array, "bags dim"], guests: Guests, seed: jax.Array
 ) -> Float[Array, "bags dim"]:
     """`y` with the vectors of ids without a row added to their bags. They have no gradient."""
-    return _added(stack, y, guests, seed)
+    return _added(stack, False, y, guests, seed)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _added(stack: Stack, y: jax.Array, guests: Guests, seed: jax.Array) -> jax.Array:
+def with_guests_on_devices(
+    stack: Stack, y: Float[Array, "bags dim"], guests: Guests, seed: jax.Array
+) -> Float[Array, "bags dim"]:
+    """The same, where devices divide the bags: each adds the vectors of its own ones."""
+    return _added(stack, True, y, guests, seed)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _added(
+    stack: Stack, divided: bool, y: jax.Array, guests: Guests, seed: jax.Array
+) -> jax.Array:
+    if not divided:
+        return _with_some(stack, y, guests, jnp.int32(0), seed)
+
+    def part(y, guests, seed):
+        number = lax.axis_index("data") * axis_sizes()[1] + lax.axis_index("model")
+        bag = guests.bag - number * len(y)
+        # Guests are in the order of bags, so those of a device are neighbours.
+        used = jnp.arange(len(bag), dtype=jnp.int32) < guests.count
+        first, end = (
+            jnp.sum(used & (bag < bound), dtype=jnp.int32) for bound in (0, len(y))
+        )
+        mine = guests._replace(bag=bag, count=end)
+        return _with_some(stack, y, mine, first, seed)
+
+    by_device = P(("data", "model"))
+    return call_on_each_device(
+        part, y, guests, seed, in_specs=(by_device, P(), P()), out_specs=by_device
+    )
+
+
+def _with_some(
+    stack: Stack, y: jax.Array, guests: Guests, start: jax.Array, seed: jax.Array
+) -> jax.Array:
+    """`y` with the vectors of the guests from `start` to their count."""
     size = guests.bag.shape[0]
     if isinstance(size, int):
         block = min(BLOCK, size)
@@ -136,12 +171,10 @@ def _added(stack: Stack, y: jax.Array, guests: Guests, seed: jax.Array) -> jax.A
         y = y.at[at].set(after, mode="drop", unique_indices=True)
         return start + block, y
 
-    return lax.while_loop(
-        lambda state: state[0] < guests.count, add, (jnp.int32(0), y)
-    )[1]
+    return lax.while_loop(lambda state: state[0] < guests.count, add, (start, y))[1]
 
 
 _added.defvjp(
-    lambda stack, y, guests, seed: (_added(stack, y, guests, seed), None),
-    lambda stack, _, slope: (slope, None, None),
+    lambda stack, divided, *operands: (_added(stack, divided, *operands), None),
+    lambda stack, divided, _, slope: (slope, None, None),
 )
