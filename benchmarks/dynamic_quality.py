@@ -1,6 +1,7 @@
 """Clicks of 20 days on whose each day a tenth of the users is new: which table tells the next day?
 
-    python benchmarks/dynamic_quality.py --output benchmarks/results/dynamic_quality.json
+    python benchmarks/dynamic_quality.py --seeds 5 --output benchmarks/results/dynamic_quality.json
+    python benchmarks/dynamic_quality.py --zipf 1.05 --active 10000 --examples 20 --seeds 5
 
 Users that leave do not come back, and few users make most clicks: the n-th of a day n^-zipf as many
 as the first. A model is trained on each day,
@@ -30,10 +31,10 @@ INIT = jax.nn.initializers.normal(0.05)
 class Model(nnx.Module):
     """A bias of the user and of the item, and the product of their vectors."""
 
-    def __init__(self, table):
+    def __init__(self, table, seed):
         tables = {"user": table, "item": TableConfig(ITEMS, DIM, init=INIT)}
         self.embeddings = sj.embeddings.EmbeddingCollection(
-            tables, {name: FeatureConfig(name) for name in tables}, rngs=nnx.Rngs(0)
+            tables, {name: FeatureConfig(name) for name in tables}, rngs=nnx.Rngs(seed)
         )
 
     def __call__(self, ids):
@@ -61,8 +62,8 @@ def scored(model, optimizer, ids):
         return model(ids)
 
 
-def days(active, examples, zipf, seed=0):
-    """For each day the users, the items and whether they were clicked."""
+def days(active, examples, zipf, seed):
+    """For each day the users, the items, whether they were clicked; and who is there."""
     rng = np.random.default_rng(seed)
     names = rng.permutation(4 * active).astype(np.uint64) * np.uint64(2**40 + 27)
     planted = rng.normal(size=(4 * active, DIM)) / np.sqrt(DIM) * 1.5
@@ -76,19 +77,20 @@ def days(active, examples, zipf, seed=0):
         logit = planted[user, 0] * 2 + items[item, 0]
         logit += np.sum(planted[user, 1:] * items[item, 1:], axis=1) * 2
         click = rng.random(examples) < 1 / (1 + np.exp(-logit))
-        yield names[user], item.astype(np.int32), click.astype(np.float32)
+        there = names[here]  # the most active one first
+        yield names[user], item.astype(np.int32), click.astype(np.float32), there
         # As many are new, at places of all activities.
         leaving = rng.choice(active, active // 10, replace=False)
         here[leaving] = np.arange(arrived, arrived + len(leaving))
         arrived += len(leaving)
 
 
-def measured(events, table, encode):
+def measured(events, table, encode, seed):
     """The AUC of each day but the first, before it is trained on."""
-    model = Model(table)
+    model = Model(table, seed)
     optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.2))
     found = []
-    for day, (users, items, clicks) in enumerate(events):
+    for day, (users, items, clicks, _) in enumerate(events):
         batches = [
             model.embeddings.pack({"user": encode(users[i]), "item": items[i]})
             for i in np.split(np.arange(len(users)), len(users) // BATCH)
@@ -101,10 +103,10 @@ def measured(events, table, encode):
     return found, model.embeddings.stats().get("user")
 
 
-def compared(active, examples, zipf):
-    """The AUC of each form of table, on one stream."""
-    events = list(days(active, examples, zipf))
-    seen = np.unique(np.concatenate([users for users, _, _ in events]))
+def compared(active, examples, zipf, seed):
+    """The AUC of each form of table, on the stream and from the first vectors of one seed."""
+    events = list(days(active, examples, zipf, seed))
+    seen = np.unique(np.concatenate([users for users, *_ in events]))
     few = int(0.3 * len(seen))
     first, counts = np.unique(events[0][0], return_counts=True)
     known = np.sort(first[np.argsort(-counts, kind="stable")[:few]])
@@ -129,19 +131,18 @@ def compared(active, examples, zipf):
     forms = {
         "without limit": (dynamic(2 * len(seen), evict=None), same),
         "dynamic, lru": (dynamic(few), same),
-        "vocabulary of day 1": (static(len(known) + 1), of_vocabulary),
         "hashed": (static(few), hashed),
+        "vocabulary of day 1": (static(len(known) + 1), of_vocabulary),
         "dynamic, lfu": (dynamic(few, evict="lfu"), same),
         "dynamic, lru, seen twice": (dynamic(few, admit=Admit(count=2)), same),
     }
     result = {"users": len(seen), "rows": few, "auc": {}}
-    print(f"zipf {zipf}: {len(seen):,} users, {few:,} rows", flush=True)
+    print(f"zipf {zipf}, seed {seed}: {len(seen):,} users, {few:,} rows", flush=True)
     for name, (table, encode) in forms.items():
         start = time.perf_counter()
-        found, stats = measured(events, table, encode)
+        found, stats = measured(events, table, encode, seed)
         result["auc"][name] = {
             "days 11 to 20": float(np.mean(found[10:])),
-            "each": found,
             "refused": None if stats is None else stats.refused,
             "evicted": None if stats is None else stats.evicted,
         }
@@ -150,17 +151,43 @@ def compared(active, examples, zipf):
     return result
 
 
+def summed_up(runs):
+    """For each form the mean of all seeds, and how far it is from tables without limit."""
+    found = {}
+    for name in runs[0]["auc"]:
+        pairs = [
+            [run["auc"][form]["days 11 to 20"] for form in (name, "without limit")]
+            for run in runs
+        ]
+        off = np.subtract(*np.transpose(pairs))
+        found[name] = {
+            "mean": float(np.mean(pairs, axis=0)[0]),
+            "off": float(np.mean(off)),
+            "of each seed": off.tolist(),
+        }
+    return found
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--active", type=int, default=40_000, help="users of a day")
     parser.add_argument("--examples", type=int, default=40, help="batches of a day")
     parser.add_argument("--zipf", type=float, nargs="+", default=[1.5, 1.3, 1.2])
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--first", type=int, default=0, help="seed")
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     sizes = args.active, args.examples * BATCH
-    found = {"active": args.active, "examples a day": sizes[1], "zipf": {}}
+    found = {}
     for zipf in args.zipf:
-        found["zipf"][str(zipf)] = compared(*sizes, zipf)
+        seeds = range(args.first, args.first + args.seeds)
+        runs = [compared(*sizes, zipf, seed) for seed in seeds]
+        found[f"zipf {zipf}"] = {
+            "active": args.active,
+            "examples a day": sizes[1],
+            "all": summed_up(runs),
+            "seeds": runs,
+        }
     if args.output:
         with open(args.output, "w", encoding="utf-8") as file:
             file.write(json.dumps(found, indent=2) + "\n")

@@ -6,17 +6,24 @@
     python benchmarks/dynamic_tables.py evict
     python benchmarks/dynamic_tables.py step --devices 2
     python benchmarks/dynamic_tables.py dlrm --devices 2
+    python benchmarks/dynamic_tables.py ten
+    python benchmarks/dynamic_tables.py bits --devices 2
 
-`keys` looks for a million ids in a full table; `lookup` reads batches of 65,536 examples of 26 ids
+`keys` looks for a million ids in a full table, also eight times in one call; `lookup` reads batches of 65,536 examples of 26 ids
 from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
 `evict` frees a 32nd of all parts of a table; `step` trains on the batches of `lookup` and `new`, also
 on several devices, over which the rows are divided. `dlrm` trains a DLRM of 26 tables, dynamic and
-static, on batches of zipf 1.05; on several devices by a plan that knows this law.
+static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `ten` has
+the sizes of dynamicemb's own benchmark: ten tables, 1.05 million ids a step by a power law of 1.05,
+350,000 of them distinct, 128 wide; read, and trained by rules of two kinds, static tables beside.
+`bits` prints digests of a training whose rows are divided, and come and go: of the losses, and of
+each device's rows and keys. `--process 0` and `--process 1` are two processes with a device each.
 """
 
 import argparse
 import contextlib
 import functools
+import hashlib
 import json
 import time
 
@@ -29,12 +36,17 @@ from timing import time_kernels
 from workloads import click_update, zipf_ids
 
 import sparsejax as sj
-from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
+from sparsejax.embeddings import (
+    DynamicTableConfig,
+    FeatureConfig,
+    TableConfig,
+    WideIds,
+)
 from sparsejax.embeddings.dynamic import eviction
 from sparsejax.embeddings.dynamic import state as states
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 
-BATCH, FEATURES = 65_536, 26
+BATCH, FEATURES, POWER = 65_536, 26, 1.05
 
 
 def seconds(call, rounds=10):
@@ -71,6 +83,11 @@ def assign_and_read(embeddings, optimizer, ids):
 @sj.jit
 def read(embeddings, ids):
     return embeddings.concat(ids)
+
+
+@sj.jit
+def rows_of(embeddings, ids):
+    return [x.indices for x in embeddings._found(ids).stacks.values()]
 
 
 def ids_of(rng, names, size, width=None):
@@ -118,12 +135,16 @@ def keys(rows, count=2**20):
     stats = embeddings.stats()["id"]
     batch = put(embeddings.pack({"id": ids_of(rng, names, count)}))
 
+    batches = [
+        put(embeddings.pack({"id": ids_of(rng, names, count)})) for _ in range(8)
+    ]
+
     @sj.jit
-    def found(embeddings, ids):
-        return [x.indices for x in embeddings._found(ids).stacks.values()]
+    def eight(embeddings, batches):
+        return [rows_of(embeddings, each) for each in batches]
 
     times = {
-        "find": both(lambda: found(embeddings, batch)),
+        "find": both(lambda: rows_of(embeddings, batch)),
         "find and read": both(lambda: read(embeddings, batch)),
         "find or insert": both(lambda: assign(embeddings, optimizer, batch)),
         "find or insert, and read": both(
@@ -134,6 +155,8 @@ def keys(rows, count=2**20):
         name: {"seconds": t, "kernel_seconds": k, "keys_per_second": count / t}
         for name, (t, k) in times.items()
     }
+    taken = seconds(lambda: eight(embeddings, batches)) / len(batches)
+    each["find"]["keys_per_second_of_eight"] = count / taken
     return {"rows": stats.rows, "capacity": stats.capacity, "ids": count, **each}
 
 
@@ -170,7 +193,9 @@ def lookup(rows, dim):
         wide = {name: WideIds.of(names[at]) for name, at in places.items()}
         batch = put(embeddings.pack(wide))
         taken, kernels = both(functools.partial(read, embeddings, batch))
+        index = both(functools.partial(rows_of, embeddings, batch))
         found[kind] = {"dynamic": taken, "dynamic_kernels": kernels}
+        found[kind] |= dict(zip(("index", "index_kernels"), index, strict=True))
     del embeddings
     tables = {name: TableConfig(rows, dim, placement="rows") for name in features}
     static = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
@@ -255,7 +280,11 @@ def dlrm_step(kind, rows, dim, devices, batch):
             {name: name for name in sizes},
             batch_size=batch,
             model=devices,
-            popularity=dict.fromkeys(sizes, 1.05),
+            # A table has room for more ids than some features have.
+            popularity={
+                name: np.arange(1.0, size + 1) ** -1.05 if size < rows else 1.05
+                for name, size in sizes.items()
+            },
             rule=rule,
         )
     features = dict.fromkeys(sizes, 2**64) if dynamic else sizes
@@ -281,6 +310,119 @@ def dlrm_step(kind, rows, dim, devices, batch):
         clicks = (rng.random(batch) < 0.2).astype(np.float32)
         batches.append(put((dense, model.embeddings.pack(given), clicks)))
     return seconds(lambda: [train(model, optimizer, *each) for each in batches]) / 3
+
+
+def ten(
+    rows, dim, batch=2**20 // 10, ids=2_500_000, *, names=("sgd", "lazy_adam", "adam")
+):
+    features = {f"f{i}": f"f{i}" for i in range(10)}
+    rng, found = np.random.default_rng(0), {"rows": rows, "dim": dim}
+    given = [
+        {name: zipf_ids(rng, batch, ids, POWER) for name in features} for _ in range(4)
+    ]
+    found["distinct"] = float(
+        np.mean([sum(len(np.unique(v)) for v in each.values()) for each in given])
+    )
+    slope = jnp.asarray(rng.standard_normal((batch, 10 * dim), np.float32))
+    rules = {
+        "sgd": sj.optimizers.sgd(0.1),
+        "lazy_adam": sj.optimizers.lazy_adam(0.01),
+        "adam": sj.optimizers.adam(0.01),
+    }
+
+    @sj.jit
+    def step(embeddings, optimizer, given, slope):
+        if embeddings.indexes:
+            given = embeddings.assign_rows(given, optimizer)
+
+        def loss_fn(embeddings):
+            return jnp.vdot(embeddings.concat(given), slope)
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(embeddings)
+        optimizer.update(embeddings, grads)
+        return loss
+
+    for kind in ("dynamic", "static"):
+        if kind == "dynamic":
+            tables = dict.fromkeys(features, DynamicTableConfig(rows, dim))
+            named = [
+                {name: WideIds.of(v.astype(np.uint64)) for name, v in each.items()}
+                for each in given
+            ]
+        else:
+            tables = dict.fromkeys(features, TableConfig(ids, dim, placement="rows"))
+            named = given
+        found[kind] = {}
+        for rule in names:
+            embeddings = sj.embeddings.EmbeddingCollection(
+                tables, features, rngs=nnx.Rngs(0)
+            )
+            optimizer = sj.Optimizer(embeddings, rules[rule])
+            batches = [put(embeddings.pack(each)) for each in named]
+            for _ in range(2):  # new ids, then CUDA graphs
+                for each in batches:
+                    jax.block_until_ready(step(embeddings, optimizer, each, slope))
+            taken, kernels = both(
+                lambda embeddings=embeddings, optimizer=optimizer, batches=batches: [
+                    step(embeddings, optimizer, each, slope) for each in batches
+                ]
+            )
+            found[kind][rule] = {"seconds": taken / 4, "kernel_seconds": kernels / 4}
+            if rule == "sgd":
+                taken, kernels = both(
+                    lambda embeddings=embeddings, batches=batches: [
+                        read(embeddings, each) for each in batches
+                    ]
+                )
+                found[kind]["read"] = {
+                    "seconds": taken / 4,
+                    "kernel_seconds": kernels / 4,
+                }
+            del embeddings, optimizer, batches
+    return found
+
+
+def bits(rows, dim, devices, steps=30):
+    def digest(array):
+        return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()[:10]
+
+    def of_devices(array):
+        return {s.device.id % devices: digest(s.data) for s in array.addressable_shards}
+
+    @functools.partial(sj.jit, deterministic=True)
+    def step(embeddings, optimizer, ids):
+        found = embeddings.assign_rows(ids, optimizer)
+
+        def loss_fn(embeddings):
+            return jnp.mean(jnp.tanh(embeddings.concat(found)) ** 2)
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(embeddings)
+        optimizer.update(embeddings, grads)
+        return loss
+
+    rng, losses = np.random.default_rng(0), []
+    with jax.set_mesh(sj.make_mesh(data=1, model=devices)):
+        features = {"id": FeatureConfig("id", combiner=None, length=8)}
+        embeddings = sj.embeddings.EmbeddingCollection(
+            {"id": DynamicTableConfig(rows, dim)}, features, rngs=nnx.Rngs(0)
+        )
+        optimizer = sj.Optimizer(embeddings, sj.optimizers.adam(0.01))
+        for i in range(steps):
+            names = np.minimum(rng.zipf(1.3, (2048, 8)), 10**9)
+            names += 1500 * i * (rng.random(names.shape) < 0.5)
+            batch = embeddings.pack({"id": WideIds.of(names.astype(np.uint64))})
+            losses.append(step(embeddings, optimizer, put(batch)))
+        optimizer.flush(embeddings)
+        (kernel,) = embeddings.kernels.values()
+        (known,) = embeddings.indexes.values()
+        return {
+            "devices": devices,
+            "processes": jax.process_count(),
+            "evicted": embeddings.stats()["id"].evicted,
+            "losses": digest(np.array([float(each) for each in losses], np.float32)),
+            "rows": of_devices(kernel[...]),
+            "keys": of_devices(known["keys"][...]),
+        }
 
 
 def evict(rows):
@@ -327,6 +469,8 @@ PARTS = {
     "evict": evict,
     "step": step,
     "dlrm": dlrm,
+    "ten": ten,
+    "bits": bits,
 }
 
 
@@ -335,12 +479,18 @@ def main():
     parser.add_argument("part", choices=[*PARTS])
     parser.add_argument("--rows", type=int, help="of each table")
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--devices", type=int, default=1, help="of `step` and `dlrm`")
+    parser.add_argument(
+        "--devices", type=int, default=1, help="of `step`, `dlrm` and `bits`"
+    )
+    parser.add_argument("--process", type=int, help="of `bits`: number of this one")
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
-    rows = args.rows or {"keys": 2**24, "evict": 50_000_000}.get(args.part, 2**20)
+    if args.process is not None:
+        jax.distributed.initialize("localhost:12411", args.devices, args.process)
+    sizes = {"keys": 2**24, "evict": 50_000_000, "bits": 2**14}
+    rows = args.rows or sizes.get(args.part, 2**20)
     options = {} if args.part in ("keys", "evict") else {"dim": args.dim}
-    if args.part in ("step", "dlrm"):
+    if args.part in ("step", "dlrm", "bits"):
         options["devices"] = args.devices
     result = PARTS[args.part](rows, **options)
     result = {"device": jax.devices()[0].device_kind, "part": args.part, **result}
