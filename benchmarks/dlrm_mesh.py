@@ -36,7 +36,7 @@ places at each owner, of which the other GPU gets 73 MB::
     in all                                            4,690         3,035
     less what crosses while layers work                   -           380
 
-What remains above that: the products of pairs and their gradient take 1,500 us on one GPU, twice what their
+What remains above that: the products of pairs and their gradient take 1,230 us on one GPU, 1.6 times what their
 bytes take, and the layers some 4,000, both by programs of cuBLAS. Rows cross beside the bottom layers, and their
 gradients beside the products of the layers' gradients. GPUs of one process copy them to each other, at 380 GB/s:
 NCCL's programs take processors meanwhile, and products beside them took 300 us more. The kernels of each of two
