@@ -671,7 +671,7 @@ def _torch_forms(kind: str, batch: int, width: int, dtype: str):
 def _write_table() -> None:
     """Of the committed reports, those that are there."""
     lines: list[str] = []
-    for cases in ("gpu", "cpu"):
+    for cases in ("gpu", "fits", "cpu"):
         path = RESULTS / f"steps_{cases}.json"
         if not path.exists():
             continue
