@@ -535,12 +535,12 @@ class SparseOutput(nnx.Module):
 
     def queries(
         self,
-        h: Float[Array, "batch hidden"],
-        u: Float[Array, "batch rank"] | None = None,
-    ) -> Float[Array, "batch width"]:
+        h: Float[Array, "*batch hidden"],
+        u: Float[Array, "*batch rank"] | None = None,
+    ) -> Float[Array, "*batch width"]:
         """The vectors that are multiplied with those of items: `hidden_operand`, then `u`."""
         h = self.hidden_operand(h)
-        return h if u is None else jnp.concatenate([h, u.astype(h.dtype)], axis=1)
+        return h if u is None else jnp.concatenate([h, u.astype(h.dtype)], axis=-1)
 
     def score_scale(
         self, kernel: Float[Array, "items hidden"]
