@@ -499,7 +499,9 @@ def rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
     return jnp.where((ids >= 0)[:, None], drawn_rows(stack, keys, table), 0)
 
 
-def drawn_rows(stack: Stack, keys: jax.Array, table: jax.Array) -> jax.Array:
+def drawn_rows(
+    stack: Stack, keys: jax.Array, table: jax.Array | np.ndarray
+) -> jax.Array:
     """`[keys, dim]`: what tables, by their places in the stack, begin with.
 
     Args:
@@ -523,7 +525,7 @@ def drawn_rows(stack: Stack, keys: jax.Array, table: jax.Array) -> jax.Array:
 
 
 def _drawn(
-    stack: Stack, config: TableConfig, keys: jax.Array, table: jax.Array
+    stack: Stack, config: TableConfig, keys: jax.Array, table: jax.Array | np.ndarray
 ) -> jax.Array:
     """A whole row for each key."""
     if (init := config.init) is not None:

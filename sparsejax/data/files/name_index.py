@@ -328,7 +328,7 @@ def _mixed(hashed: np.ndarray) -> np.ndarray:
     return hashed ^ (hashed >> _HALF)
 
 
-def _words(count: int) -> int:
+def _words(count: int | np.integer) -> int:
     """The words of so many bytes."""
     return -(-int(count) // _WORD)
 

@@ -427,7 +427,7 @@ def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Pi
     return found
 
 
-def _column(name: str, array: jax.Array, table: StackedTable) -> Column:
+def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Column:
     dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
     if name == "row":
         return Column(name, dtype.name, table.config.dim)
