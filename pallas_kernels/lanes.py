@@ -160,6 +160,27 @@ def diagonals(numbers, first: int) -> jax.Array:
     return read(numbers)
 
 
+def look_up(table, index: jax.Array, layout) -> jax.Array:
+    """`table[index]`: floating numbers of a vector in memory, each at a place of its own."""
+    found = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=layout)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=found)
+    def read(_, table, index):
+        registers = index.registers.copy()
+        for at, places in enumerate(index.registers.flat):
+            (count,) = places.type.shape
+            numbers = [
+                memref.load(table, _index(_element(places, i))) for i in range(count)
+            ]
+            kind = ir.VectorType.get((count,), numbers[0].type)
+            registers.flat[at] = vector.from_elements(kind, numbers)
+        return mgpu.FragmentedArray(
+            _registers=registers, _layout=index.layout, _is_signed=None
+        )
+
+    return read(table, index)
+
+
 def look_up_ends(table, index: jax.Array, layout, count: int) -> list[jax.Array]:
     """The first `count` of four numbers that `table` has for each index, in one load.
 
