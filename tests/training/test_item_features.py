@@ -227,9 +227,8 @@ def test_a_predictor_takes_new_items(tmp_path, features, name):
         )
     with pytest.raises(ValueError, match="no tag .* is one that the model knows"):
         again.add_items(sj.read_item_features([{"item": "i50", "kind": "other"}]))
-    with pytest.raises(
-        TypeError, match="item_features"
-    ):  # also where types are checked
+    # Both the library and a check of types name it.
+    with pytest.raises(TypeError, match="item_features"):
         again.add_items(cast(Any, {"i50": ["k1"]}))
     with pytest.raises(TypeError, match="was not loaded from a file"):
         pickle.dumps(last)
