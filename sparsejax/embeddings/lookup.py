@@ -123,13 +123,11 @@ def look_up(
     with in_turns(_period(stack, rows, rows.num_rows // bags)):
         y = gradients.lookup(kernel, rows, dtype=dtype, implementation=implementation)
     shape = (rows.num_rows // bags, bags, stack.dim)
-    add_guests = vectors.with_guests
-    if isinstance(rows, DividedRows):
-        add_guests = vectors.with_guests_on_devices
+    divided = isinstance(rows, DividedRows)
 
     def shaped(y, guests, seed):
         if guests is not None and seed is not None:
-            y = add_guests(stack, y, guests, seed)
+            y = vectors.with_guests(stack, y, guests, seed, divided=divided)
         return y.reshape(shape)
 
     y = call_with_auto_axes(shaped, y, guests, seed, out_specs=P("data"))

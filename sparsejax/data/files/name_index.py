@@ -308,7 +308,7 @@ def _hashed(
     for column in range(words.shape[1]):
         mixed = hashed ^ words[:, column]
         mixed *= np.uint64(_FACTOR)
-        mixed ^= mixed >> _HALF
+        mixed = _mixed(mixed)
         if least <= _WORD * column:
             mixed = np.where(lengths > _WORD * column, mixed, hashed)
         hashed = mixed
@@ -324,8 +324,9 @@ def _hashed(
 
 
 def _mixed(hashed: np.ndarray) -> np.ndarray:
-    """Lets the low bits depend on all bits, too; a product's high ones do so."""
-    return hashed ^ (hashed >> _HALF)
+    """Lets the low bits depend on all bits, too; a product's high ones do so. In place."""
+    hashed ^= hashed >> _HALF
+    return hashed
 
 
 def _words(count: int | np.integer) -> int:

@@ -91,17 +91,18 @@ def apart(
 
 
 def with_guests(
-    stack: Stack, y: Float[Array, "bags dim"], guests: Guests, seed: jax.Array
+    stack: Stack,
+    y: Float[Array, "bags dim"],
+    guests: Guests,
+    seed: jax.Array,
+    *,
+    divided: bool,
 ) -> Float[Array, "bags dim"]:
-    """`y` with the vectors of ids without a row added to their bags. They have no gradient."""
-    return _added(stack, False, y, guests, seed)
+    """`y` with the vectors of ids without a row added to their bags. They have no gradient.
 
-
-def with_guests_on_devices(
-    stack: Stack, y: Float[Array, "bags dim"], guests: Guests, seed: jax.Array
-) -> Float[Array, "bags dim"]:
-    """The same, where devices divide the bags: each adds the vectors of its own ones."""
-    return _added(stack, True, y, guests, seed)
+    Where devices divide the bags, each adds the vectors of its own ones.
+    """
+    return _added(stack, divided, y, guests, seed)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
