@@ -507,16 +507,22 @@ def test_gradients_grow_with_the_items():
 
 
 def test_negatives_replace_what_grows_with_the_items():
+    def config(count, **options):
+        return dataclasses.replace(SASREC, negatives=count, blocks=1, **options)
+
     def drawing(count, **options):
-        config = dataclasses.replace(SASREC, negatives=count, blocks=1)
-        return compiled_histories(config, **{"inputs": 200_000, **options})
+        return compiled_histories(config(count), **{"inputs": 200_000, **options})
 
     few, large, many = drawing(64), drawing(64, inputs=400_000), drawing(1064)
     assert few[0].output_gradient == 0
     assert large[0].temporary == few[0].temporary
     assert large[1] == pytest.approx(few[1], rel=0.01)
     more = many[0].chunk - few[0].chunk
+    # A CPU also keeps a byte for each score: whether it counts.
     assert many[1] - few[1] == pytest.approx(more, rel=0.25)
+    half = of_histories(config(1064, dtype="bfloat16"))
+    assert half.chunk == 1.5 * many[0].chunk
+    assert of_histories(config(1064), data=2, model=4).chunk == half.chunk / 2
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,6 @@ _GRADIENTS = 16
 _OF_TARGETS = 4
 # Arrays of the scores of attention: weights, and gradients.
 _OF_SCORES = 5
-# Arrays of [targets, negatives + 1]: scores, where they count, and their gradients.
-_OF_NEGATIVES = 4
 # Where so many times the vectors of the items fit, it makes no difference to store them.
 _FEW_VECTORS = 20
 # Lengths are taken at so many quantiles.
@@ -194,7 +192,7 @@ class HistoryWorkload(Workload):
         if self.by_parts:
             output = self._by_parts(scored)
         else:
-            made = self._output(targets, items)
+            made = self._output(targets, items, data)
             output = with_content(self, made, scored, CHUNK_ITEMS, SORTED_TAGS)
         touched = self._input_gradient(read, targets, data, model)
         stages = (
@@ -218,12 +216,14 @@ class HistoryWorkload(Workload):
             over_model=over_model,
         )
 
-    def _output(self, targets: int, items: int) -> Output:
+    def _output(self, targets: int, items: int, data: int) -> Output:
         """Memory of the softmax over all items, or over the items that are drawn."""
         dtype, width = jnp.dtype(jnp.float32), self.network.width
         temperature, drawn = self.network.temperature, self.network.negatives
         if drawn is not None:
-            return Output(0, 0, 4 * _OF_NEGATIVES * targets * (drawn + 1), True)
+            # Scores in float32. Slopes in bfloat16, or on a mesh, do not take their place.
+            each = 4 if self._dtype == "float32" and data == 1 else 6
+            return Output(0, 0, each * -(-targets // data) * drawn, True)
         scored = Scored(targets, items, width, dtype, dtype, temperature, None)
         product = chunked_loss.operand_dtype(None, dtype, targets, items)
         if product == dtype:
@@ -265,8 +265,12 @@ class HistoryWorkload(Workload):
         if not (heads := getattr(self.network, "heads", 0)):
             return 0
         dim = self.network.width // heads
-        dtype = getattr(self.network, "dtype", None) or "float32"
-        return 4 * _OF_SCORES * scores_at_once(tokens, heads, dim, dtype)
+        return 4 * _OF_SCORES * scores_at_once(tokens, heads, dim, self._dtype)
+
+    @property
+    def _dtype(self) -> str:
+        """The dtype of the operands of products."""
+        return getattr(self.network, "dtype", None) or "float32"
 
     @functools.cached_property
     def _kept_of_token(self) -> int:
