@@ -13,7 +13,7 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 MODEL_VERSION = 1  # of the JSON of a `ModelConfig`
@@ -229,12 +229,18 @@ class ModelConfig:
           ValueError: not an object, an unknown version, model or key, or a wrong value.
         """
         given = without_version(document, MODEL_VERSION, "the model")
-        kinds = {
-            kind.model: kind
-            for kind in (cls, *cls.__subclasses__())
-            if hasattr(kind, "model")
-        }
+        kinds: dict[str, type[Self]] = {}
+        for kind in _family(cls):
+            if hasattr(kind, "model"):
+                kinds.setdefault(kind.model, kind)
         return read_tagged(kinds, "model", given, "the model")
+
+
+def _family[T](kind: type[T]) -> Iterator[type[T]]:
+    """A class, and all that are derived from it."""
+    yield kind
+    for each in kind.__subclasses__():
+        yield from _family(each)
 
 
 def value(hint: Any, given: object, label: str, key: str = "") -> Any:

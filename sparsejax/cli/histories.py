@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from sparsejax.cli import flags, interactions
 from sparsejax.cli.kind import CLICKS, TEMPERATURES, Commands, Range
 from sparsejax.kinds.histories.footprint import assumed_lengths
-from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.config import AttentionConfig, SequenceConfig
 
 
 class Histories(interactions.Interactions):
@@ -62,7 +62,8 @@ class Histories(interactions.Interactions):
         return {name: getattr(config, name) for name in tuned}
 
     def choices(self, command: flags.Tune) -> Mapping[str, Range | tuple[int, ...]]:
-        heads = getattr(self.described(command)[0], "heads", 1)
+        config, _ = self.described(command)
+        heads = config.heads if isinstance(config, AttentionConfig) else 1
         widths = self.tuned["width"]
         assert isinstance(widths, tuple)
         divided = tuple(int(width) for width in widths if width % heads == 0)

@@ -107,7 +107,30 @@ class SequenceConfig(ModelConfig):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class SASRecConfig(SequenceConfig):
+class AttentionConfig(SequenceConfig):
+    """Settings of the models with attention; each says what they are."""
+
+    heads: int = 2
+    dtype: str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.width % self.heads:
+            raise ValueError(
+                f"width must be a multiple of heads, got {self.width} and {self.heads}"
+            )
+        if self.dtype not in (None, "float32", "bfloat16"):
+            raise ValueError(f'dtype is "float32" or "bfloat16", got {self.dtype!r}')
+
+    def suited_to_lengths(self, lengths: np.ndarray) -> Self:
+        suited = super().suited_to_lengths(lengths)
+        if suited.dtype is None and custom_call_can_run(HOPPER, divided=True):
+            return dataclasses.replace(suited, dtype="bfloat16")
+        return suited
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SASRecConfig(AttentionConfig):
     """Settings of a `SASRec`; see `SequenceConfig` too.
 
     >>> SASRecConfig(width=64, temperature=0.05).to_json()
@@ -125,19 +148,10 @@ class SASRecConfig(SequenceConfig):
     """
 
     model = "sasrec"
-    heads: int = 2
-    dtype: str | None = None
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_attention(self)
-
-    def suited_to_lengths(self, lengths: np.ndarray) -> SASRecConfig:
-        return _for_device(super().suited_to_lengths(lengths))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class HSTUConfig(SequenceConfig):
+class HSTUConfig(AttentionConfig):
     """Settings of an `HSTU`; see `SequenceConfig` too.
 
     >>> HSTUConfig(heads=4).to_json()
@@ -157,18 +171,15 @@ class HSTUConfig(SequenceConfig):
     """
 
     model = "hstu"
-    heads: int = 2
-    dtype: str | None = None
     divisor: float | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_attention(self)
         if self.divisor is not None:
             check_positive("divisor", self.divisor)
 
-    def suited_to_lengths(self, lengths: np.ndarray) -> HSTUConfig:
-        suited = _for_device(super().suited_to_lengths(lengths))
+    def suited_to_lengths(self, lengths: np.ndarray) -> Self:
+        suited = super().suited_to_lengths(lengths)
         if self.divisor is None and suited.max_length > _LENGTHS[0]:
             return dataclasses.replace(suited, divisor=float(_LENGTHS[0]))
         return suited
@@ -192,21 +203,9 @@ def entries_cut_off(lengths: np.ndarray, max_length: int) -> int:
     return int(np.maximum(lengths - max_length - 1, 0).sum())
 
 
-def check_attention(config: SASRecConfig | HSTUConfig) -> None:
-    """Checks that heads divide the width, and that there is such a dtype."""
-    if config.width % config.heads:
-        raise ValueError(
-            f"width must be a multiple of heads, got {config.width} and {config.heads}"
-        )
-    if config.dtype not in (None, "float32", "bfloat16"):
-        raise ValueError(f'dtype is "float32" or "bfloat16", got {config.dtype!r}')
-
-
-def _for_device[Config: SASRecConfig | HSTUConfig](config: Config) -> Config:
-    """The config with bfloat16, if it has no dtype and a GPU has programs for that."""
-    if config.dtype is None and custom_call_can_run(HOPPER, divided=True):
-        return dataclasses.replace(config, dtype="bfloat16")
-    return config
+def operand_dtype(config: SequenceConfig) -> str:
+    """The dtype of the operands of products; a model without attention has no choice."""
+    return (isinstance(config, AttentionConfig) and config.dtype) or "float32"
 
 
 def check_number(name: str, value: object) -> None:

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from sparsejax.sequence.config import HSTUConfig
+from sparsejax.sequence.config import HSTUConfig, operand_dtype
 from sparsejax.sequence.model import TokenModel, TokenVectors, normal
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
 
@@ -54,7 +54,7 @@ class GatedAttention(Attention):
 
     def __init__(self, config: HSTUConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
-        dtype = jnp.dtype(config.dtype or "float32")
+        dtype = jnp.dtype(operand_dtype(config))
         self.divisor = config.divisor or config.max_length
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.gates, self.values, self.queries, self.keys = (

@@ -15,7 +15,7 @@ from sparsejax.nn.layers import SparseOutput
 from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.config import SequenceConfig, operand_dtype
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
 
 # Once: a program that is compiled for a function is not found for its like.
@@ -218,8 +218,7 @@ class SequenceModel(nnx.Module):
         else:
             drawn = NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
         negatives, log_q = drawn
-        # Only some models have a dtype.
-        half = getattr(self.config, "dtype", None) == "bfloat16"
+        half = operand_dtype(self.config) == "bfloat16"
         return self.output.sampled_cross_entropy(
             h, targets, negatives, log_q=log_q, dtype="bfloat16" if half else None
         )

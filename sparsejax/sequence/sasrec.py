@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.sequence.config import SASRecConfig
+from sparsejax.sequence.config import SASRecConfig, operand_dtype
 from sparsejax.sequence.model import TokenModel, TokenVectors
 from sparsejax.sequence.tokens import Attention, Dropout, Tokens
 
@@ -48,7 +48,7 @@ class Block(Attention):
 
     def __init__(self, config: SASRecConfig, *, rngs: nnx.Rngs):
         width, self.heads = config.width, config.heads
-        dtype = jnp.dtype(config.dtype or "float32")
+        dtype = jnp.dtype(operand_dtype(config))
         self.norm1, self.norm2 = (nnx.LayerNorm(width, rngs=rngs) for _ in range(2))
         self.queries, self.keys, self.values, self.mixed = (
             nnx.Linear(width, width, use_bias=False, dtype=dtype, rngs=rngs)

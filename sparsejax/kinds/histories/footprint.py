@@ -51,7 +51,7 @@ from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.build import model_of
-from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.config import AttentionConfig, SequenceConfig, operand_dtype
 from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR
 
@@ -222,7 +222,7 @@ class HistoryWorkload(Workload):
         temperature, drawn = self.network.temperature, self.network.negatives
         if drawn is not None:
             # Scores in float32. Slopes in bfloat16, or on a mesh, do not take their place.
-            each = 4 if self._dtype == "float32" and data == 1 else 6
+            each = 4 if operand_dtype(self.network) == "float32" and data == 1 else 6
             return Output(0, 0, each * -(-targets // data) * drawn, True)
         scored = Scored(targets, items, width, dtype, dtype, temperature, None)
         product = chunked_loss.operand_dtype(None, dtype, targets, items)
@@ -262,15 +262,11 @@ class HistoryWorkload(Workload):
 
     def _scores(self, tokens: int) -> int:
         """Bytes of the attention's backward pass, of blocks that are worked on together."""
-        if not (heads := getattr(self.network, "heads", 0)):
+        if not isinstance(config := self.network, AttentionConfig):
             return 0
-        dim = self.network.width // heads
-        return 4 * _OF_SCORES * scores_at_once(tokens, heads, dim, self._dtype)
-
-    @property
-    def _dtype(self) -> str:
-        """The dtype of the operands of products."""
-        return getattr(self.network, "dtype", None) or "float32"
+        heads, dtype = config.heads, operand_dtype(config)
+        made = scores_at_once(tokens, heads, config.width // heads, dtype)
+        return 4 * _OF_SCORES * made
 
     @functools.cached_property
     def _kept_of_token(self) -> int:
