@@ -292,12 +292,10 @@ def _spans(
     place = jnp.arange(tokens, dtype=jnp.int32)
     indptr = indptr.astype(jnp.int32)
     last = max(len(indptr) - 2, 0)
-    # The last history that has begun. This needs one GPU program, and to count ends six.
-    history = jnp.zeros_like(place)
-    for bit in reversed(range(last.bit_length())):
-        later = history + (1 << bit)
-        begun = (later <= last) & (indptr[jnp.minimum(later, last)] <= place)
-        history = jnp.where(begun, later, history)
+    # The last history that has begun. This way is part of a GPU program; others have loops.
+    history = jnp.searchsorted(
+        indptr[1:-1], place, side="right", method="scan_unrolled"
+    )
     starts, ends = indptr[history], indptr[jnp.minimum(history + 1, len(indptr) - 1)]
     inside = (place >= starts) & (place < ends)
     wrong = ends > tokens
