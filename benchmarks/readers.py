@@ -39,7 +39,7 @@ _PAIRS, _USERS, _MOVIES = 20_000_263, 138_493, 26_744
 _CHUNK_ROWS = 2**16
 # Where the time of the first file goes: (file, function) of the profile.
 _PARTS = {
-    "pyarrow: CSV, values, names of each block": [("pairs.py", "pair_blocks")],
+    "pyarrow: CSV, values, names of each block": [("block.py", "blocks")],
     "names over all blocks": [("names.py", "add"), ("names.py", "finish")],
     "SciPy: COO to CSR, adding duplicates": [("_coo.py", "tocsr")],
     "SciPy: sorting rows in the vocabulary's order": [("sparse.py", "from_scipy")],

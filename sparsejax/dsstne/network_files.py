@@ -196,8 +196,8 @@ class _Reader:
             )
         return tuple(self.file.count(name, at_least=at_least) for name in names[:count])
 
-    def optional(self, name: str, default: float = 0) -> float:
-        return self.file.number(name) if self.file.has_attribute(name) else default
+    def optional(self, name: str) -> float:
+        return self.file.number(name) if self.file.has_attribute(name) else 0.0
 
     def definition(self, connections: Mapping[Pair, tuple[int, Connection]]):
         file = self.file

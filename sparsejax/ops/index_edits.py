@@ -95,13 +95,6 @@ def _keys(table: int, ids: np.ndarray) -> TableKeys:
     return TableKeys(np.full(len(ids), table, np.int32), words.high, words.low)
 
 
-def whole_table(layout: Layout, table: int) -> np.ndarray:
-    """A mask of all rows: true for those of a table."""
-    first, mask = layout.firsts[table], np.zeros((PARTS, layout.rows), bool)
-    mask[:, first : first + layout.sizes[table]] = True
-    return mask
-
-
 def replace(
     layout: Layout, table: int, index: Index, gone: np.ndarray, ids: np.ndarray
 ) -> tuple[Index, np.ndarray]:

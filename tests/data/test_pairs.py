@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsejax.data import DataError, read_pairs
+from sparsejax.data.events.block import Check
 from sparsejax.data.events.pair_layout import find_layout
-from sparsejax.data.events.pairs import pair_blocks
+from sparsejax.data.events.records import record_cells
 from sparsejax.data.files.columns import Chosen
 from sparsejax.data.files.opening import open_data
 from sparsejax.data.sets.assemble import assemble
@@ -32,7 +33,9 @@ def read_in_blocks(path: pathlib.Path, **options: int):
     """`read_pairs` with blocks of another size."""
     layout = find_layout(path, Chosen())
     with open_data(path) as stream:
-        blocks = pair_blocks(stream, path, layout, **options)
+        encoded = "user", "item"
+        cells = record_cells(stream, path, layout, layout.places, encoded, **options)
+        blocks = Check(layout.columns, encoded=False).blocks(cells)
         return assemble(blocks, path, features=None, columns=layout.columns)
 
 

@@ -306,12 +306,6 @@ def dense_row(features: tuple[int, ...] | jax.ShapeDtypeStruct) -> jax.ShapeDtyp
     return features
 
 
-def rows_of_inputs(features: Features) -> tuple[jax.ShapeDtypeStruct | None, ...]:
-    """For each input None if it is sparse, else shape and dtype of a row."""
-    each = features.values() if isinstance(features, Mapping) else [features]
-    return tuple(None if isinstance(f, int) else dense_row(f) for f in each)
-
-
 def check_inputs(inputs: Inputs, features: Features) -> None:
     """Raises ValueError unless a model with these features takes the inputs."""
     if not isinstance(features, Mapping):

@@ -77,11 +77,9 @@ def predict(
     return _probabilities(found.logits).astype(np.float32)
 
 
-def logits_of(
-    model: ClickModel, clicks: Clicks, *, batch_size: int = 8192
-) -> tuple[np.ndarray, np.ndarray]:
+def logits_of(model: ClickModel, clicks: Clicks) -> tuple[np.ndarray, np.ndarray]:
     """`[examples]` logits and labels."""
-    found = _Scores(model, None, batch_size).of_all(clicks)
+    found = _Scores(model, None, batch_size=8192).of_all(clicks)
     return found.logits, found.labels
 
 
