@@ -12,6 +12,7 @@ that were seen, and nothing is written at the start.
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import weakref
@@ -48,7 +49,7 @@ from sparsejax.embeddings.host_slots import (
 )
 from sparsejax.embeddings.placement import Stack, rows_at
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.layout import axis_sizes, mesh_is_set, without_mesh
+from sparsejax.mesh.layout import axis_sizes, current_mesh, mesh_is_set, without_mesh
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import HostSettler, first_state
 from sparsejax.optimizers.rules import Rule
@@ -206,7 +207,7 @@ class HostRows:
             # Names in their order: "known" comes first, and tells whether a piece has rows.
             self._pieces = Pieces({_KNOWN: self._known, **self._arrays})
             self._touch(slice(None))
-        self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        self._mesh = current_mesh()
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
 
     def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
@@ -236,9 +237,13 @@ class HostRows:
             if isinstance(columns, np.ndarray):
                 columns = np.ascontiguousarray(columns, np.int32)
             looked = self._slots.look(columns.reshape(-1), training=training)
-            mesh = jax.sharding.get_mesh() if mesh_is_set() else None
             gather = functools.partial(
-                self._gathered, self._slots, looked, self._arrays, self._leaving, mesh
+                self._gathered,
+                self._slots,
+                looked,
+                self._arrays,
+                self._leaving,
+                current_mesh(),
             )
             return Coming(looked, beside("coming").submit(gather))
 
@@ -291,8 +296,7 @@ class HostRows:
                     "one was deleted with all rows: keep it, or load a checkpoint"
                 )
             return
-        mesh = without_mesh() if self._mesh is None else jax.set_mesh(self._mesh)
-        with interrupts.uninterrupted(), mesh:
+        with interrupts.uninterrupted(), _on(self._mesh):
             self._collect()
             room, devices = 8 * _BLOCK, self._slots.devices
             changed = self._slots.changed()
@@ -487,7 +491,7 @@ class HostRows:
           before: puts rows here that have just left.
           mesh: of the batch.
         """
-        with without_mesh() if mesh is None else jax.set_mesh(mesh):
+        with _on(mesh):
             wanted = table.wanted(looked)
             if wanted is None:
                 return None
@@ -568,8 +572,7 @@ class HostRows:
                 first = owned * np.arange(devices, dtype=np.int32)[:, None]
                 self._put(np.where(ours < 0, -1, ours + first), arrays)
 
-            mesh = jax.sharding.get_mesh() if mesh_is_set() else None
-            self._leaving = beside("leaving").submit(_on_mesh, mesh, put)
+            self._leaving = beside("leaving").submit(_on_mesh, current_mesh(), put)
         return slots, leave
 
     def _collect(self) -> None:
@@ -745,9 +748,14 @@ def _swap(
     )
 
 
+def _on(mesh: jax.sharding.Mesh | None) -> contextlib.AbstractContextManager[Any]:
+    """Within it this mesh is set, or none."""
+    return without_mesh() if mesh is None else jax.set_mesh(mesh)
+
+
 def _on_mesh(mesh: jax.sharding.Mesh | None, work: Callable[[], None]) -> None:
     """Does work in a thread, where no mesh is set."""
-    with without_mesh() if mesh is None else jax.set_mesh(mesh):
+    with _on(mesh):
         work()
 
 

@@ -11,7 +11,13 @@ import numpy as np
 
 from sparsejax.data.reading.sources import Inputs
 from sparsejax.mesh.blocks import ShardedCSR, SparseRows
-from sparsejax.mesh.layout import axis_sizes, mesh_is_set, padded_rows, put_rows
+from sparsejax.mesh.layout import (
+    axis_sizes,
+    current_mesh,
+    mesh_is_set,
+    padded_rows,
+    put_rows,
+)
 from sparsejax.sparse import CSR, take_rows
 
 Array = jax.Array | np.ndarray
@@ -163,7 +169,7 @@ class DenseBatches:
     @classmethod
     def of(cls, array: Array, rows: np.ndarray, batch_size: int) -> DenseBatches:
         """The batches of these rows, see `Batches.of`."""
-        mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        mesh = current_mesh()
         return cls(array, _in_batches(rows, batch_size), mesh)
 
     def __iter__(self) -> Iterator[DenseBatch]:

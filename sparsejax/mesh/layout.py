@@ -186,6 +186,11 @@ def mesh_is_set() -> bool:
     return not mesh.empty and "model" in mesh.shape and not mesh.manual_axes
 
 
+def current_mesh() -> jax.sharding.Mesh | None:
+    """The mesh that is set, if there is one; see `mesh_is_set`."""
+    return jax.sharding.get_mesh() if mesh_is_set() else None
+
+
 def axis_sizes() -> tuple[int, int]:
     """Sizes of "data" and "model" in the mesh that is set; also under tracing.
 

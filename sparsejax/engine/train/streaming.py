@@ -28,7 +28,7 @@ from sparsejax.engine.train.resident import (
     first_row,
 )
 from sparsejax.mesh.blocks import ShardedCSR, parts_of_process
-from sparsejax.mesh.layout import VIRTUAL_SHARDS, device_memory, mesh_is_set, put_rows
+from sparsejax.mesh.layout import VIRTUAL_SHARDS, current_mesh, device_memory, put_rows
 from sparsejax.sparse import CSR
 
 # Data that takes at most the first share of the devices' memory is read once. Otherwise a
@@ -88,7 +88,7 @@ class Stream:
             raise ValueError("inputs has no rows")
         self._weights = checked_weights(weights, self.num_rows)
         # Kept, because the thread that reads does not see what this one has set.
-        self._mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+        self._mesh = current_mesh()
         self._device = jax.config.jax_default_device
         self.chunk_rows = rows.chunk_rows or self._rows_that_fit()
         self._ends = [0, *rows.ends(self.chunk_rows)]

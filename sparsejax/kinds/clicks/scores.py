@@ -25,7 +25,7 @@ from sparsejax.engine.rank.recommender import Recommender, merged, split
 from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.mesh.layout import (
     axis_sizes,
-    mesh_is_set,
+    current_mesh,
     put_on_mesh,
     put_rows,
     replicated,
@@ -319,7 +319,7 @@ def _batches(
 
     `on_host`, their ids are NumPy arrays.
     """
-    mesh = jax.sharding.get_mesh() if mesh_is_set() else None
+    mesh = current_mesh()
     parts = 1 if mesh is None else int(np.prod(axis_sizes()))
     size = -(-min(most, bucket(clicks.num_rows)) // parts) * parts
     starts = range(0, clicks.num_rows, size)
