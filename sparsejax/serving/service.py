@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
@@ -35,7 +35,6 @@ from sparsejax.serving.questions import Form, Lists, Question, Similar, form_of
 
 NAME, EXTENSIONS = "sparsejax", ["binary_tensor_data"]
 SIMILAR = "similar"  # the name of the second model
-Written = TypeVar("Written")  # what a protocol writes
 # The device is given up after so many batches in a row that it could not run.
 _FAILURES = 3
 # So many bytes are read in another thread. It takes .1 ms or more, and for most of it NumPy leaves
@@ -374,7 +373,7 @@ class Service:
             },
         }
 
-    async def predict(
+    async def predict[Written](
         self,
         model: str,
         number: str | None,
