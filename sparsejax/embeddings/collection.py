@@ -688,7 +688,7 @@ class EmbeddingCollection(nnx.Module):
             variables = self._columns(stack, optimizer, within)
             arrays: dict[str, jax.Array | np.ndarray] = {
                 column: variable[...]
-                if column not in _BY_PARTS
+                if column not in files.BY_PARTS
                 else files.flat(variable[...])
                 for column, variable in variables.items()
             }
@@ -737,7 +737,7 @@ class EmbeddingCollection(nnx.Module):
         variables = self._columns(stack, optimizer, within)
         like = {
             column: jax.ShapeDtypeStruct(
-                (stack.num_rows,) if column in _BY_PARTS else variable.shape,
+                (stack.num_rows,) if column in files.BY_PARTS else variable.shape,
                 variable.dtype,
             )
             for column, variable in variables.items()
@@ -755,7 +755,7 @@ class EmbeddingCollection(nnx.Module):
             if read.steps is None:
                 fresh = files.in_blocks(
                     lambda rows: first_state(rule, jnp.asarray(rows), step),
-                    columns["row"],
+                    columns[ROW],
                 )
                 columns |= {files.STATE + n: array for n, array in fresh.items()}
             elif read.steps != int(step):
@@ -783,13 +783,13 @@ class EmbeddingCollection(nnx.Module):
         _set_state(known, _state(known)._replace(index=index))
         if stack.device_rows is not None:
             host_of(self.kernels[stack.name]).put(rows, values)
-            variables = {name: variables[name] for name in _BY_PARTS}
+            variables = {name: variables[name] for name in files.BY_PARTS}
         for column, variable in variables.items():
             write = functools.partial(
                 files.overwritten,
                 rows=rows,
                 values=columns[column],
-                by_parts=column in _BY_PARTS,
+                by_parts=column in files.BY_PARTS,
             )
             _overwrite(variable, write)
 
@@ -887,8 +887,8 @@ class EmbeddingCollection(nnx.Module):
     ) -> dict[str, nnx.Variable]:
         """The variables that have something for each row, by their column of a file."""
         kernel = self.kernels[stack.name]
-        found: dict[str, nnx.Variable] = {"row": kernel}
-        found |= {name: self.indexes[stack.name][name] for name in _BY_PARTS}
+        found: dict[str, nnx.Variable] = {ROW: kernel}
+        found |= {name: self.indexes[stack.name][name] for name in files.BY_PARTS}
         if optimizer is not None:
             arrays = optimizer.rows_within((*within, "kernels", stack.name), kernel)
             found |= {files.STATE + name: array for name, array in arrays.items()}
@@ -903,17 +903,14 @@ class EmbeddingCollection(nnx.Module):
         reading: bool = False,
     ) -> dict[str, np.ndarray]:
         """The arrays of rows in host memory, by their column of a file."""
-        kernel, state, rule = self.kernels[stack.name], None, None
-        if optimizer is not None:
-            state = optimizer.rows_within((*within, "kernels", stack.name), kernel)
-            rule = optimizer.rule_of(kernel)
+        kernel, path = self.kernels[stack.name], (*within, "kernels", stack.name)
         host = host_of(kernel)
-        host.attach(kernel, state, rule, reading=reading)
-        arrays = host.arrays()
-        found = {"row": arrays[ROW]}
-        for name in state or ():
-            found[files.STATE + name] = arrays[name]
-        return found
+        host.attach_within(path, kernel, optimizer, reading=reading)
+        return {
+            name if name == ROW else files.STATE + name: array
+            for name, array in host.arrays().items()
+            if name == ROW or optimizer is not None
+        }
 
     def _dynamic_table(self, name: str) -> tuple[Stack, StackedTable]:
         stack, pieces = self._table(name)
@@ -1296,12 +1293,9 @@ def _hosts(
         for stack in collection.stacks:
             if stack.device_rows is None:
                 continue
-            kernel, state, rule = collection.kernels[stack.name], None, None
-            if optimizer is not None:
-                state = optimizer.rows_within((*path, "kernels", stack.name), kernel)
-                rule = optimizer.rule_of(kernel)
+            kernel = collection.kernels[stack.name]
             host = found[stack.name] = host_of(kernel)
-            host.attach(kernel, state, rule)
+            host.attach_within((*path, "kernels", stack.name), kernel, optimizer)
             if host.number is None:  # it may come from a checkpoint
                 host.number = collection.stage
                 host.last_number = int(collection.stage[...])
@@ -1349,10 +1343,6 @@ def every_row(kernel: RowParam) -> Iterator[np.ndarray]:
     array = host.arrays().get(ROW, np.zeros((rows, dim), host.stack.dtype))
     count = max(1, table_files.BLOCK_NUMBERS // dim)
     return (array[start : start + count] for start in range(0, rows, count))
-
-
-# Columns of a file that the index has.
-_BY_PARTS = "count", "last"
 
 
 class IndexState(nnx.Variable):

@@ -51,7 +51,8 @@ from sparsejax.embeddings.placement import Stack, rows_at
 from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import axis_sizes, current_mesh, mesh_is_set, without_mesh
 from sparsejax.optimizers import inplace
-from sparsejax.optimizers.optimizer import HostSettler, first_state
+from sparsejax.optimizers.gradients import Path, RowParam
+from sparsejax.optimizers.optimizer import HostSettler, Optimizer, first_state
 from sparsejax.optimizers.rules import Rule
 
 # The column of a kernel itself; others are the names of the optimizer's arrays.
@@ -209,6 +210,28 @@ class HostRows:
             self._touch(slice(None))
         self._mesh = current_mesh()
         self._slots = Slots(rows, self.stack.kernel_rows, devices)
+
+    def attach_within(
+        self,
+        path: Path,
+        kernel: RowParam,
+        optimizer: Optimizer | None,
+        *,
+        reading: bool = False,
+    ) -> None:
+        """`attach` to the state that an optimizer has; without one it stays as it was.
+
+        Args:
+          path: of the kernel in the model, or the end of it.
+          kernel: the parameter of the stack.
+          optimizer: that trains it, or None.
+          reading: see `attach`.
+        """
+        state, rule = None, None
+        if optimizer is not None:
+            state = optimizer.rows_within(path, kernel)
+            rule = optimizer.rule_of(kernel)
+        self.attach(kernel, state, rule, reading=reading)
 
     def check_state(self, state: Mapping[str, nnx.Variable]) -> None:
         """Raises ValueError if the rows have the state of another optimizer."""

@@ -50,8 +50,6 @@ _MOST_CHANGES = 4
 _HELD = 2**30
 # Rows in host memory that are compared together.
 _COMPARED = 2**16
-# Columns of a file that the index has.
-BY_PARTS = "count", "last"
 
 
 class Part(NamedTuple):
@@ -380,8 +378,8 @@ def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
     if optimizer is not None:
         w, arrays = optimizer.settled_within(part.within, part.kernel)
     if not part.stack.dynamic:
-        return Rows({"row": w}, None, None)
-    columns = {"row": w} | {name: part.known[name][...] for name in BY_PARTS}
+        return Rows({ROW: w}, None, None)
+    columns = {ROW: w} | {name: part.known[name][...] for name in files.BY_PARTS}
     if state:
         columns |= {files.STATE + name: array for name, array in arrays.items()}
     return Rows(columns, part.known["keys"][...], part.known["used"][...])
@@ -390,12 +388,10 @@ def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
 def _hosted_now(
     part: Part, host: HostRows, optimizer: Optimizer | None, *, state: bool
 ) -> Rows:
-    arrays, rule, settled = None, None, None
+    settled = None
     if optimizer is not None:
-        arrays = optimizer.rows_within(part.within, part.kernel)
-        rule = optimizer.rule_of(part.kernel)
         settled = optimizer.host_settler_within(part.within, part.kernel)
-    host.attach(part.kernel, arrays, rule, reading=True)
+    host.attach_within(part.within, part.kernel, optimizer, reading=True)
     like = {
         name if name == ROW else files.STATE + name: array
         for name, array in host.arrays().items()
@@ -406,7 +402,7 @@ def _hosted_now(
         found = host.current(rows, settled)
         return {name: found[name.removeprefix(files.STATE)] for name in like}
 
-    columns = {name: part.known[name][...] for name in BY_PARTS}
+    columns = {name: part.known[name][...] for name in files.BY_PARTS}
     keys, used = (part.known[name][...] for name in ("keys", "used"))
     return Rows(columns, keys, used, Hosted(like, read, host.drifts))
 
@@ -429,9 +425,9 @@ def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Pi
 
 def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Column:
     dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
-    if name == "row":
+    if name == ROW:
         return Column(name, dtype.name, table.config.dim)
-    alone = name in BY_PARTS or array.ndim == 1
+    alone = name in files.BY_PARTS or array.ndim == 1
     return Column(name, dtype.name, 0 if alone else array.shape[1])
 
 
@@ -480,7 +476,7 @@ def _nothing_on_host(part: Part) -> _OnHost:
 
 def _flat(rows: Rows) -> list[jax.Array]:
     return [
-        array.reshape(-1) if name in BY_PARTS else array
+        array.reshape(-1) if name in files.BY_PARTS else array
         for name, array in rows.columns.items()
     ]
 
@@ -532,7 +528,7 @@ def _dynamic_changes(
     order = np.argsort(ids)
     ids, at = ids[order], at[order]
     arrays = [
-        files.flat(array) if name in BY_PARTS else array
+        files.flat(array) if name in files.BY_PARTS else array
         for name, array in rows.columns.items()
     ]
     for some, found in files.gathered(at, arrays):
@@ -593,7 +589,7 @@ def _static_changes(
             found.append(ids[mine].astype(np.uint64))
     ids = np.unique(np.concatenate(found))
     places = [
-        (now[n].columns["row"], parts[n].stack.row_of(ids.astype(np.int64), t.place))
+        (now[n].columns[ROW], parts[n].stack.row_of(ids.astype(np.int64), t.place))
         for n, t in pieces
     ]
     gathered = [files.gathered(rows, [kernel]) for kernel, rows in places]
@@ -690,9 +686,11 @@ def _read(
             there = on_host[at]
             if there is not None:
                 names = [column.name for column in table.columns]
-                moved = [content.columns[n][here] for n in names if n not in BY_PARTS]
+                moved = [
+                    content.columns[n][here] for n in names if n not in files.BY_PARTS
+                ]
                 there.hashes[rows[here]] = _hashed(moved, np)
-                columns = [content.columns[n] for n in names if n in BY_PARTS]
+                columns = [content.columns[n] for n in names if n in files.BY_PARTS]
             told[at].used[rows[here]] = True
             hashes = _hashed([column[here] for column in columns], np)
             told[at].hashes[rows[here]] = hashes

@@ -30,6 +30,8 @@ from sparsejax.whole_files import check_writable, whole_file
 _STEPS = b"sparsejax.steps"
 # Before the names of arrays of an optimizer.
 STATE = "state."
+# Columns that the index has.
+BY_PARTS = "count", "last"
 # Rows that are read or written at a time.
 _BLOCK = 65_536
 

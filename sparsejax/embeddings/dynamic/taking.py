@@ -14,13 +14,13 @@ from flax import nnx
 from sparsejax.change_folders import Content, Link, Table, merged
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.changes import (
-    BY_PARTS,
     Part,
     Piece,
     rows_now,
     tables_of,
 )
 from sparsejax.embeddings.dynamic.state import layout_of, rows_of
+from sparsejax.embeddings.host_rows import ROW
 from sparsejax.embeddings.placement import StackedTable
 from sparsejax.mesh.layout import to_host
 from sparsejax.ops import index_edits
@@ -73,7 +73,7 @@ def apply(
             if table.num_rows:
                 rows = part.stack.row_of(content.ids.astype(np.int64), piece.place)
                 first = piece.first_column
-                columns = {"row": columns["row"][:, first : first + part.stack.dim]}
+                columns = {ROW: columns[ROW][:, first : first + part.stack.dim]}
             else:
                 index = indexes.get(at) or _index(part)
                 indexes[at], rows = _indexed(
@@ -103,7 +103,7 @@ def check_tables(link: Link, parts: Sequence[Part]) -> None:
             (table.name, table.num_rows, column)
             for table in tables
             for column in table.columns
-            if column.name == "row"
+            if column.name == ROW
         }
         for tables in (link.manifest.tables, _tables_of(parts))
     )
@@ -164,13 +164,13 @@ def _with_state(
 ) -> dict[str, np.ndarray]:
     """The columns with what the optimizer is to have of the rows."""
     given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
-    if optimizer is None or step is None or not len(columns["row"]):
+    if optimizer is None or step is None or not len(columns[ROW]):
         return given
     arrays = optimizer.rows_within(part.within, part.kernel)
     if not (with_state and part.stack.dynamic):
         begin = functools.partial(first_state, optimizer.rule_of(part.kernel))
         fresh = files.in_blocks(
-            lambda rows: begin(jnp.asarray(rows), step), columns["row"]
+            lambda rows: begin(jnp.asarray(rows), step), columns[ROW]
         )
         return given | {files.STATE + name: array for name, array in fresh.items()}
     wanted = {files.STATE + name for name in arrays}
@@ -183,30 +183,28 @@ def _with_state(
 
 
 def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
-    variables: dict[str, nnx.Variable] = {"row": part.kernel}
-    variables |= {name: part.known[name] for name in BY_PARTS if part.known}
-    arrays, rule = None, None
+    variables: dict[str, nnx.Variable] = {ROW: part.kernel}
+    variables |= {name: part.known[name] for name in files.BY_PARTS if part.known}
     if optimizer is not None:
         arrays = optimizer.rows_within(part.within, part.kernel)
-        rule = optimizer.rule_of(part.kernel)
         variables |= {files.STATE + name: array for name, array in arrays.items()}
     columns = plan.columns
     if part.host is not None:
-        part.host.attach(part.kernel, arrays, rule)
+        part.host.attach_within(part.within, part.kernel, optimizer)
         on_host = {
             name.removeprefix(files.STATE): values
             for name, values in columns.items()
-            if name not in BY_PARTS
+            if name not in files.BY_PARTS
         }
         part.host.put(plan.rows, on_host)
-        columns = {name: columns[name] for name in BY_PARTS}
+        columns = {name: columns[name] for name in files.BY_PARTS}
     for name, values in columns.items():
         variable = variables[name]
         write = functools.partial(
             files.overwritten,
             rows=plan.rows,
             values=values,
-            by_parts=name in BY_PARTS,
+            by_parts=name in files.BY_PARTS,
             divided=part.stack.divided,
         )
         inplace.overwrite([variable], _once(write, variable))
