@@ -32,9 +32,13 @@ def session(java) -> Iterator[Any]:
         patch.setenv(
             "PYTHONPATH", f"{root}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
         )
+        # For short jobs: optimizing code, and collecting garbage by threads, takes longer.
+        java_options = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
         settings = {
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.driver.host": "127.0.0.1",
+            "spark.driver.extraJavaOptions": java_options,
+            "spark.executor.extraJavaOptions": java_options,
             "spark.log.level": "ERROR",
             # So a stage of too many tasks fails soon.
             "spark.scheduler.barrier.maxConcurrentTasksCheck.interval": "2s",
