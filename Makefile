@@ -58,12 +58,12 @@ docs: $(VENV)/.installed
 
 # What differs between versions of JAX, Flax and orbax: sorts and scatters, meshes, how
 # tracing can be watched, checkpoints, and GPU programs, which are compiled as far as a CPU
-# can.
+# can. The quick tests of these suffice.
 OLD := $(addprefix tests/,test_sparse.py ops/test_gather_matmul.py ops/test_output_on_mesh.py optimizers/test_gradients.py)
-OLD += $(addprefix tests/training/,test_dispatch.py test_progress.py)
+OLD += $(addprefix tests/training/,test_dispatch.py test_checkpoint.py)
 test-oldest: $(OLDEST)/.installed
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -m "not release" $(OPTIONS) $(OLD)
-	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -m "not release" $(OPTIONS) -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -m "not slow and not release" $(OPTIONS) $(OLD)
+	$(OLDEST)/bin/pytest --numprocesses 2 --dist worksteal -m "not slow and not release" $(OPTIONS) -k lowers_for_cuda $(addprefix --ignore=,$(OLD)) \
 	  tests/ops tests/pallas_kernels
 
 # Without Java the tests are skipped, and say so.
