@@ -199,7 +199,9 @@ def test_wrong_flags(file, capsys, words, message):
 def test_a_run_is_served(tmp_path, capsys):
     lines = "".join(f"u{u},i{i}\n" for u in range(6) for i in range(u % 2, 6, 2))
     (tmp_path / "plays.csv").write_text("user,item\n" + lines)
-    run = sj.Run.train(tmp_path / "plays.csv", tmp_path / "run", num_epochs=1)
+    run = sj.Run.train(
+        tmp_path / "plays.csv", tmp_path / "run", num_epochs=1, optimizer="sgd"
+    )
     command = flags.Serve(model=str(run.directory))
     with commands.exported(command) as served:
         predictor = sj.load_predictor(served.model)

@@ -24,7 +24,7 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
     clicks = sj.read_clicks(records, schema)
     config = WideDeepConfig(dim=4, hidden=(4,), dynamic=DynamicTables(num_rows=512))
     model = WideDeep(config, num_dense=0, features=clicks.num_ids, rngs=nnx.Rngs(0))
-    optimizer = sj.Optimizer(model, sj.optimizers.adam(0.1))
+    optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.1))
     sj.export_predictor(model, path, names=clicks, batch_size=1)
     sj.load_predictor(path).save(path)  # with an answer, which is compared
     service = Service(

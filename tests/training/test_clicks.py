@@ -231,6 +231,7 @@ def test_streamed_clicks_on_a_mesh(tmp_path):
 
 
 def test_a_resume_gives_the_same_bits(tmp_path):
+    """From disk; `cli/test_clicks.py` has clicks in memory."""
     path = tmp_path / "clicks.parquet"
     made().save(path)
     options: dict[str, Any] = {"num_epochs": 3, "validation": made(90, seed=1)}
@@ -242,16 +243,16 @@ def test_a_resume_gives_the_same_bits(tmp_path):
         if epoch == 2:
             raise Killed
 
-    for clicks in (made(), sj.data.scan_clicks(path, chunk_rows=130)):
-        expected, history = trained(clicks, **options)
-        folder: dict[str, Any] = {"checkpoint_dir": tmp_path / type(clicks).__name__}
-        folder["checkpoint_seconds"] = 0
-        with pytest.raises(Killed):
-            trained(clicks, **options, **folder, after_epoch=killed)
-        model, resumed = trained(clicks, **options, **folder, resume=True)
-        assert losses(resumed) == losses(history)
-        for ours, theirs in zip(*map(leaves, (model, expected)), strict=True):
-            np.testing.assert_array_equal(ours, theirs)
+    clicks = sj.data.scan_clicks(path, chunk_rows=130)
+    expected, history = trained(clicks, **options)
+    folder: dict[str, Any] = {"checkpoint_dir": tmp_path / "run"}
+    folder["checkpoint_seconds"] = 0
+    with pytest.raises(Killed):
+        trained(clicks, **options, **folder, after_epoch=killed)
+    model, resumed = trained(clicks, **options, **folder, resume=True)
+    assert losses(resumed) == losses(history)
+    for ours, theirs in zip(*map(leaves, (model, expected)), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
     other = made(seed=5)
     with pytest.raises(ValueError, match="cannot resume with other data"):
         sj.fit(*build(), other, batch_size=64, **options, **folder, resume=True)

@@ -52,7 +52,7 @@ def build(rule=None, hidden=(8, 4), **network: Any):
     noise: dict[str, Any] = {"corruption": 0.3, "dropout": 0.2}
     config = NetworkConfig.autoencoder(hidden, temperature=None, **noise, **network)
     model = Counted(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
-    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
+    return model, optimizers.Optimizer(model, rule or optimizers.adagrad(0.1))
 
 
 def trained(shape: Shape, rule=None, network: Any = None, **options: Any):

@@ -45,7 +45,7 @@ def trained(path, shape=None, *, chunk_rows=None, features=None, **options):
     with on(shape):
         config = sj.NetworkConfig.autoencoder((4,), temperature=None)
         model = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
-        optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-2))
+        optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.1))
         scanned = sj.data.scan_parquet(path, chunk_rows=chunk_rows, features=features)
         settings: dict[str, Any] = {"batch_size": 64, "num_epochs": 2} | options
         history = sj.fit(model, optimizer, scanned, **settings)

@@ -97,7 +97,7 @@ def test_items(rule, flagged, tmp_path):
 def test_networks(options, flagged):
     data = rows(np.float32)
     model, _ = sj.build(sj.NetworkConfig.autoencoder((4,), **options), data)
-    trained(model, sj.optimizers.adam(0.01), data, weights=np.ones(16))
+    trained(model, sj.optimizers.adagrad(0.01), data, weights=np.ones(16))
     sj.recommend(model, data, 2, exclude=None)
 
 
@@ -121,7 +121,7 @@ def test_histories(config, flagged, tmp_path):
     )
     train, heldout = data.split_last()
     model, _ = sj.build(config, train)
-    trained(model, sj.optimizers.adamw(0.01), train, validation=heldout, k=2)
+    trained(model, sj.optimizers.adagrad(0.01), train, validation=heldout, k=2)
     sj.recommend(model, train, 2, exclude=train)
     sj.export_predictor(model, tmp_path / "p", k=2, names=train, batch_size=1)
     sj.load_predictor(tmp_path / "p").recommend(train)
