@@ -135,6 +135,20 @@ class _Told(NamedTuple):
     keys: UInt32[Array, "rows 2"] | None
 
 
+class _Difference(NamedTuple):
+    """What differs between the rows of a stack and a folder.
+
+    Attributes:
+      changed: whether the folder shall have a row that it has not.
+      gone: whether it has a key of a row that has another now, or none.
+      keys: of dynamic tables, those that it has.
+    """
+
+    changed: np.ndarray
+    gone: np.ndarray
+    keys: jax.Array | None
+
+
 @dataclasses.dataclass
 class _Memory:
     """A folder of changes, as far as it is known.
@@ -271,23 +285,9 @@ def export(
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
     memory, last = _recalled(folder, memories.pop(folder, None), parts, tables)
+    told, on_host, differences = _differing(parts, now, memory)
     # Rows that differ are copied on the device. Then the training may go on.
-    told, on_host_now, removed, blocks = [], [], [], []
-    differences = []
-    for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
-        before = _nothing(part.stack) if memory is None else memory.told[number]
-        spec = _spec(part.stack)
-        compare = jit_sharded(_compared, spec, static=(0,))
-        after, changed, gone = compare(spec, rows._replace(hosted=None), before)
-        told.append(after)
-        changed, there = to_host(changed), None
-        if rows.hosted is not None:
-            there = None if memory is None else memory.on_host[number]
-            there = there or _nothing_on_host(part)
-            changed = changed | _compared_on_host(rows, there)
-        on_host_now.append(there)
-        differences.append((changed, to_host(gone), before.keys))
-    held = _Held()
+    held, removed, blocks = _Held(), [], []
     for number, (table, pieces) in enumerate(tables.items()):
         if table.num_rows:
             found = _static_changes(parts, now, pieces, differences)
@@ -295,8 +295,9 @@ def export(
         else:
             (piece,) = pieces
             at = piece.part
-            found = _dynamic_changes(parts[at], now[at], told[at], piece, differences)
-            lost = _lost(parts[at].stack, piece, differences)
+            mine = differences[at]
+            found = _dynamic_changes(parts[at], now[at], told[at], piece, mine)
+            lost = _lost(parts[at].stack, piece, mine)
         some: list[_Block] = [(ids, held.kept(arrays)) for ids, arrays in found]
         if memory is not None:
             lost = np.union1d(lost, memory.lost[number])
@@ -304,13 +305,13 @@ def export(
         removed.append(
             np.setdiff1d(lost, np.concatenate([_NONE, *(i for i, _ in some)]))
         )
-    on_host = {name: to_host(value) for name, value in values.items()}
+    layers = {name: to_host(value) for name, value in values.items()}
     steps = None if optimizer is None else int(optimizer.step[...])
     written = 0 if memory is None else memory.written
     is_base = memory is None
 
     def write() -> Changes:
-        for name, value in on_host.items():
+        for name, value in layers.items():
             _check_finite(f"the layer '{name}'", value)
         given = {
             table: (_on_host(table, some), gone)
@@ -322,12 +323,12 @@ def export(
             is_base=is_base,
             steps=steps,
             tables=given,
-            values=on_host,
+            values=layers,
         )
         changes = link.changes
         count = written + (0 if is_base else changes.rows + changes.removed)
         lost = [_NONE] * len(tables)
-        memories[folder] = _Memory(link, told, on_host_now, lost, count)
+        memories[folder] = _Memory(link, told, on_host, lost, count)
         if is_base and last is not None:
             # Who is behind takes the new base, or still reads those of the last one.
             change_folders.remove_before_base(folder, last)
@@ -434,6 +435,27 @@ def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Co
 # --- what differs ---
 
 
+def _differing(
+    parts: Sequence[Part], now: Sequence[Rows], memory: _Memory | None
+) -> tuple[list[_Told], list[_OnHost | None], list[_Difference]]:
+    """The rows of each stack as the folder shall have them, and which of them differ."""
+    told, on_host, differences = [], [], []
+    for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
+        before = _nothing(part.stack) if memory is None else memory.told[number]
+        spec = _spec(part.stack)
+        compare = jit_sharded(_compared, spec, static=(0,))
+        after, changed, gone = compare(spec, rows._replace(hosted=None), before)
+        told.append(after)
+        changed, there = to_host(changed), None
+        if rows.hosted is not None:
+            there = None if memory is None else memory.on_host[number]
+            there = there or _nothing_on_host(part)
+            changed = changed | _compared_on_host(rows, there)
+        on_host.append(there)
+        differences.append(_Difference(changed, to_host(gone), before.keys))
+    return told, on_host, differences
+
+
 def _compared(spec: P, rows: Rows, told: _Told):
     """The rows that the folder shall have, those that differ, and those that are gone."""
 
@@ -520,10 +542,9 @@ def _dynamic_changes(
     rows: Rows,
     told: _Told,
     piece: Piece,
-    differences: Sequence[Any],
+    difference: _Difference,
 ) -> Iterator[_Block]:
-    changed, _, _ = differences[piece.part]
-    at = _rows_in(part.stack, piece.table, changed)
+    at = _rows_in(part.stack, piece.table, difference.changed)
     ids = _ids(told.keys, at)
     order = np.argsort(ids)
     ids, at = ids[order], at[order]
@@ -551,10 +572,9 @@ def _read_later(
     return _Later(len(at) * row, read)
 
 
-def _lost(stack: Stack, piece: Piece, differences: Sequence[Any]) -> np.ndarray:
+def _lost(stack: Stack, piece: Piece, difference: _Difference) -> np.ndarray:
     """Ids whose rows were taken from them, or moved."""
-    _, gone, keys = differences[piece.part]
-    return _ids(keys, _rows_in(stack, piece.table, gone))
+    return _ids(difference.keys, _rows_in(stack, piece.table, difference.gone))
 
 
 def _rows_in(stack: Stack, table: StackedTable, mask: np.ndarray) -> np.ndarray:
@@ -574,12 +594,12 @@ def _static_changes(
     parts: Sequence[Part],
     now: Sequence[Rows],
     pieces: Sequence[Piece],
-    differences: Sequence[Any],
+    differences: Sequence[_Difference],
 ) -> Iterator[_Block]:
     found = [_NONE]
     for number, table in pieces:
         stack = parts[number].stack
-        rows = np.flatnonzero(differences[number][0]).astype(np.int32)
+        rows = np.flatnonzero(differences[number].changed).astype(np.int32)
         block = index_edits.block(len(rows))
         for start in range(0, len(rows), block):
             some = rows[start : start + block]
