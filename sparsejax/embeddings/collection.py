@@ -28,6 +28,7 @@ from sparsejax.embeddings.config import (
     TableConfig,
     Unknown,
     check_floating,
+    feature_configs,
 )
 from sparsejax.embeddings.dynamic import admission, changes, files, vectors
 from sparsejax.embeddings.dynamic import state as dynamic
@@ -144,18 +145,9 @@ class EmbeddingCollection(nnx.Module):
         rngs: nnx.Rngs,
     ):
         check_implementation(implementation)
-        configs = {
-            name: FeatureConfig(f) if isinstance(f, str) else f
-            for name, f in features.items()
-        }
+        configs = feature_configs(features, tables)
         if not configs:
             raise ValueError("a collection needs at least one feature")
-        for name, config in configs.items():
-            if config.table not in tables:
-                raise ValueError(
-                    f"feature {name!r} reads the table {config.table!r}, but the tables "
-                    f"are {sorted(tables)}"
-                )
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.implementation: Implementation = implementation
         distinct = None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Literal, get_args
 
 import jax
@@ -293,6 +293,27 @@ class FeatureConfig:
     def bags(self) -> int:
         """How many rows of numbers an example gets: `length`, or 1."""
         return 1 if self.length is None else self.length
+
+
+def feature_configs(
+    features: Mapping[str, str | FeatureConfig], tables: Mapping[str, TableConfig]
+) -> dict[str, FeatureConfig]:
+    """The configuration of each feature, which may be given as the name of its table.
+
+    Raises:
+      ValueError: there is no such table.
+    """
+    configs = {
+        name: FeatureConfig(f) if isinstance(f, str) else f
+        for name, f in features.items()
+    }
+    for name, config in configs.items():
+        if config.table not in tables:
+            raise ValueError(
+                f"feature {name!r} reads the table {config.table!r}, but the tables are "
+                f"{sorted(tables)}"
+            )
+    return configs
 
 
 def check_placement(placement: str) -> None:

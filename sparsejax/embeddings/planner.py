@@ -10,7 +10,7 @@ import numpy as np
 from jax.typing import ArrayLike
 
 from sparsejax.embeddings import search
-from sparsejax.embeddings.config import FeatureConfig, TableConfig
+from sparsejax.embeddings.config import FeatureConfig, TableConfig, feature_configs
 from sparsejax.embeddings.host_slots import ROW_BYTES, SLOT_BYTES
 from sparsejax.embeddings.placement import Stack, stack_tables
 from sparsejax.embeddings.plan import EmbeddingPlan, PlannedDevice, PlannedTable
@@ -83,16 +83,7 @@ def plan_embeddings(
             f"batch_size must be a positive multiple of the {data * model} devices, got "
             f"{batch_size}"
         )
-    configs = {
-        name: FeatureConfig(f) if isinstance(f, str) else f
-        for name, f in features.items()
-    }
-    for name, config in configs.items():
-        if config.table not in tables:
-            raise ValueError(
-                f"feature {name!r} reads the table {config.table!r}, but the tables are "
-                f"{sorted(tables)}"
-            )
+    configs = feature_configs(features, tables)
     hotness = {} if hotness is None else dict(hotness)
     for name, hot in hotness.items():
         if name not in configs:
@@ -231,14 +222,13 @@ def _figures(problem: Problem, stacks: Sequence[Stack]) -> _Figures:
             owned = stack.ids_of_owners(problem.model)
         entries += owned * problem.batch / problem.data
         work += owned * problem.batch / problem.data * row
-        weighted = (f.config.combiner in ("mean", "sqrtn") for f in stack.features)
         crossing = sent_for(
             problem,
             bags=stack.bags,
             ids=ids,
             dim=stack.dim,
             dtype=stack.dtype,
-            weighted=any(weighted),
+            weighted=any(problem.is_weighted(table.name) for table in stack.tables),
             owned=owned,
             owner_bags=stack.bags_of_owner(problem.model),
             distinct=stack.distinct_of_owner(problem.model, *problem.known()),
