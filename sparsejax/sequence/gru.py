@@ -12,7 +12,7 @@ from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors
 
 
 class GRU(SequenceModel):
-    """Gated recurrent units (GRU4Rec, Hidasi et al., 2016), with the exact softmax.
+    """Gated recurrent units (GRU4Rec, Hidasi et al., 2016), by default with the exact softmax.
 
     >>> model = GRU(GRUConfig(max_length=4, width=8), items=100, rngs=nnx.Rngs(0))
     >>> model.loss(jnp.array([[7, 3, 7, 9, 2], [5, 1, -1, -1, -1]])).shape

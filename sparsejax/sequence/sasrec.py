@@ -1,4 +1,4 @@
-"""SASRec: self-attention over a history, with the exact softmax over all items."""
+"""SASRec: self-attention over a history."""
 
 from __future__ import annotations
 
