@@ -136,7 +136,7 @@ class _Told(NamedTuple):
 
 
 class _Difference(NamedTuple):
-    """What differs between the rows of a stack and a folder.
+    """Differences between the rows of a stack and a folder.
 
     Attributes:
       changed: whether the folder shall have a row that it has not.
