@@ -210,11 +210,9 @@ class _Answers:
         except RefusedError as error:
             refused = error
         except Exception as error:  # noqa: BLE001 - a bug, which the log has
-            logs.error(identity, error)
-            text = f"the service failed; its log says why at request {identity}"
-            refused = RefusedError(500, text)
+            refused = RefusedError(500, logs.error(identity, error))
         except BaseException:  # the client has left
-            code = 499
+            code = logs.GONE
             raise
         finally:
             if in_hand:
