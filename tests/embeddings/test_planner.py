@@ -137,7 +137,8 @@ def test_how_many_ids_differ():
             found = planner.distinct_ids("item", popularity, num_rows, 2_000)
             assert found == pytest.approx(want, rel=0.02)
     assert planner.distinct_ids("item", 0.0, 1, 9) == pytest.approx(1)
-    wrongs: list[Any] = [-1.0, math.nan, [0, 0], [1, -1], [[1.0]], np.ones(51)]
+    counts = map(np.array, ([0, 0], [1, -1], [[1.0]], [1.0] * 51))
+    wrongs: list[Any] = [-1.0, math.nan, *counts]
     for wrong in wrongs:
         with pytest.raises(
             ValueError, match="popularity of 'item' must be the exponent"
