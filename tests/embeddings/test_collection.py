@@ -766,13 +766,14 @@ def test_ahead():
             assert int(collection.overflows[...]) == 1
         jax.tree.map(np.testing.assert_array_equal, *results)
         first = jnp.ones((256, 4))
+        joined = nnx.jit(lambda c, ids: c.joined(first, ids, blank=2))
         np.testing.assert_array_equal(
-            collection.joined(first, given[0], blank=2),
-            collection.joined(first, batches[0], blank=2),
+            joined(collection, given[0]), joined(collection, batches[0])
         )
-        right = collection.concat(given[1])
+        concat = nnx.jit(lambda c, ids: c.concat(ids))
+        right = concat(collection, given[1])
         routes = {name: rows.certain() for name, rows in given[1].routes.items()}
-        wrong = collection.concat(dataclasses.replace(given[1], routes=routes))
+        wrong = concat(collection, dataclasses.replace(given[1], routes=routes))
         assert not np.array_equal(right, wrong)  # so a batch that fits is not asked
 
 
