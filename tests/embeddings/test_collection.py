@@ -766,11 +766,11 @@ def test_ahead():
             assert int(collection.overflows[...]) == 1
         jax.tree.map(np.testing.assert_array_equal, *results)
         first = jnp.ones((256, 4))
-        joined = nnx.jit(lambda c, ids: c.joined(first, ids, blank=2))
+        joined = sj.jit(lambda c, ids: c.joined(first, ids, blank=2))
         np.testing.assert_array_equal(
             joined(collection, given[0]), joined(collection, batches[0])
         )
-        concat = nnx.jit(lambda c, ids: c.concat(ids))
+        concat = sj.jit(lambda c, ids: c.concat(ids))
         right = concat(collection, given[1])
         routes = {name: rows.certain() for name, rows in given[1].routes.items()}
         wrong = concat(collection, dataclasses.replace(given[1], routes=routes))

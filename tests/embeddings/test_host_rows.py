@@ -312,7 +312,7 @@ def test_a_batch_reads_nan_if_the_next_does_not_fit():
         ValueError, match=f"of {room + 1:,} rows of the tables {second},"
     ):
         next(embeddings.staged([large]))
-    concat = nnx.jit(lambda embeddings, ids: embeddings.concat(ids))
+    concat = sj.jit(lambda embeddings, ids: embeddings.concat(ids))
     assert np.isnan(concat(embeddings, before)).any()
 
 
