@@ -58,7 +58,8 @@ from sparsejax.optimizers.optimizer import Optimizer
 # A program is compiled for this many epochs: it has room for the largest of their batches.
 _EPOCHS_OF_A_PROGRAM = 32
 
-# Entries of all batches of a dispatch: about 300 MB, and several milliseconds of work.
+# Entries of all batches of a dispatch: about 300 MB, and several milliseconds of work. The host
+# needs a millisecond or two for a dispatch, and cannot hide it where steps have conditions.
 _DISPATCH_ENTRIES = 2**23
 
 
@@ -464,7 +465,7 @@ def run_steps(
 
     def step(i, carry):
         state, losses, derived = carry
-        used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
+        used = [_of_step(batch, i) for batch in batches]
         x, labels = data.roles.of(used)
         if staged is not None:
             here = jax.tree.map(lambda leaf: leaf[i], staged)
@@ -507,12 +508,22 @@ def run_steps(
     return with_shardings(state, how.layout), losses
 
 
+def _of_step[Batch](batches: Batch, i: jax.Array) -> Batch:
+    """The batch of a step."""
+    batch = jax.tree.map(lambda leaf: leaf[i], batches)
+    if not isinstance(batch, jax.Array) or batch.dtype != jnp.float32:
+        return batch
+    # Otherwise XLA makes one operation of the slice and a product that reads it, for which it
+    # compares no algorithms: the gradient of a layer with 13 inputs took 670 us in place of 25.
+    return lax.optimization_barrier(batch)
+
+
 def steps_per_dispatch(entries: int) -> int:
     """Steps of a dispatch: enough to hide its launch.
 
     On a CPU they are few, since a step may take seconds there. The batches of all steps
-    of a dispatch exist at once and are sorted together. Each has `entries` entries, and
-    the sort takes about 40 bytes per entry.
+    of a dispatch exist at once and are sorted together. Each has `entries` entries, see
+    `entries_of_step`, and the sort takes about 40 bytes per entry.
     """
     return 16 if jax.default_backend() == "cpu" else steps_on_gpu(entries)
 
@@ -543,14 +554,20 @@ def even_steps(total: int, most: int) -> int:
 def entries_of_step(
     capacities: Sequence[int], parts: int, sparse_inputs: Collection[int] = (0,)
 ) -> int:
-    """Entries that a device works on in a step, by the room in its block of each matrix.
+    """Entries that a device sorts in a step, and a tenth of the numbers that it only copies.
 
     For a sparse input, a device sorts the entries of its columns, from all parts of the
     batch.
+
+    Args:
+      capacities: for each matrix the room in a device's block of a batch.
+      parts: in which batches are divided.
+      sparse_inputs: the places of the matrices that are sorted.
     """
-    return sum(
-        room * (parts if i in sparse_inputs else 1) for i, room in enumerate(capacities)
-    )
+    is_sorted = [i in sparse_inputs for i in range(len(capacities))]
+    rooms = list(zip(is_sorted, capacities, strict=True))
+    copied = sum(room for by_column, room in rooms if not by_column)
+    return sum(parts * room for by_column, room in rooms if by_column) + copied // 10
 
 
 def sorts_ahead() -> bool:
