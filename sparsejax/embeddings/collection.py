@@ -391,26 +391,30 @@ class EmbeddingCollection(nnx.Module):
                 if stack.name not in batch.new:
                     continue
                 trained = how.begin(
-                    _trained(kernel, arrays),
+                    Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
                     jnp.asarray(stacks[stack.name].indices),
                     batch.keys[stack.name],
                     jnp.asarray(batch.new[stack.name]),
                     Moment(self.seed[...], now, step),
                 )
-                _set_trained(kernel, arrays, trained)
+                kernel.set_value(trained.w)
+                for name, variable in arrays.items():
+                    variable.set_value(trained.arrays[name])
                 continue
             x = jax.tree.map(jnp.asarray, stacks[stack.name])
             keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
             state, trained, columns = assign(
                 how,
                 _state(known),
-                _trained(kernel, arrays),
+                Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
                 x,
                 keys,
                 Moment(self.seed[...], now, step),
             )
             _set_state(known, state)
-            _set_trained(kernel, arrays, trained)
+            kernel.set_value(trained.w)
+            for name, variable in arrays.items():
+                variable.set_value(trained.arrays[name])
             stacks[stack.name] = _with_columns(x, columns)
         return dataclasses.replace(batch, stacks=stacks, assigned=True)
 
@@ -1365,18 +1369,6 @@ def _arrays_of(state: dynamic.State) -> dict[str, jax.Array]:
 def _set_state(known: Mapping[str, nnx.Variable], state: dynamic.State) -> None:
     for name, array in _arrays_of(state).items():
         known[name].set_value(array)
-
-
-def _trained(kernel: RowParam, arrays: Mapping[str, nnx.Variable]) -> Trained:
-    return Trained(kernel[...], {n: v[...] for n, v in arrays.items()})
-
-
-def _set_trained(
-    kernel: RowParam, arrays: Mapping[str, nnx.Variable], trained: Trained
-) -> None:
-    kernel.set_value(trained.w)
-    for name, variable in arrays.items():
-        variable.set_value(trained.arrays[name])
 
 
 _find = jax.jit(find, static_argnums=0)

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -30,10 +30,11 @@ from sparsejax.mesh.layout import (
     call_on_each_device,
     call_with_auto_axes,
     mesh_is_set,
+    replicated,
 )
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
-from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids
+from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids, sums_so_far
 from sparsejax.wide_ids import WideIds
 
 Array = jax.Array | np.ndarray
@@ -229,6 +230,9 @@ def _packed_keys(
     words: Sequence[WideIds],
 ) -> tuple[CSR, TableKeys]:
     """The matrix of a stack of dynamic tables, without columns, and its keys."""
+    sizes = sum(ids.low.size for ids in words)
+    if nse == sizes and all(w.present is None and w.offsets is None for w in words):
+        return _whole_keys(xp, stack, batch, words)
     starts = np.cumsum([0, *(ids.low.size for ids in words)], dtype=np.int32)
 
     def moved(value, start):
@@ -254,6 +258,59 @@ def _packed_keys(
     columns = xp.minimum(xp.asarray(x.indices), 0)  # WRONG stays
     leaves = (x.data, columns, x.indptr, None)
     return CSR.tree_unflatten(stack.num_rows, leaves), keys
+
+
+def _whole_keys(
+    xp: ModuleType, stack: Stack, batch: int, words: Sequence[WideIds]
+) -> tuple[CSR, TableKeys]:
+    """`_packed_keys` of ids in fixed shapes that are all there: none changes its place."""
+    pairs = [(f, ids.low) for f, ids in zip(stack.features, words, strict=True)]
+    widths = [_width(low) for _, low in pairs]
+    tables = list(stack.tables)
+    numbers = [tables.index(feature.table) for feature in stack.features]
+    numbers = np.repeat(np.asarray(numbers, np.int32), widths)
+
+    def joined(arrays):
+        columns = [
+            xp.asarray(array).reshape(batch, width)
+            for array, width in zip(arrays, widths, strict=True)
+        ]
+        return xp.concatenate(columns, axis=1).reshape(-1)
+
+    low = joined([ids.low for ids in words])
+    high = joined([ids.high for ids in words])
+    table = xp.broadcast_to(xp.asarray(numbers), (batch, len(numbers))).reshape(-1)
+    ends = np.cumsum(_lengths_of_bags(stack, pairs), dtype=np.int32)
+    indptr = _ends_of_bags(xp, batch, ends).reshape(-1)
+    indptr = xp.concatenate([xp.zeros(1, np.int32), indptr])
+    leaves = (None, xp.zeros(len(low), np.int32), indptr, None)
+    return CSR.tree_unflatten(stack.num_rows, leaves), TableKeys(table, high, low)
+
+
+def _ends_of_bags(xp: ModuleType, batch: int, ends: np.ndarray) -> Array:
+    """`[batch, bags]`: the entry behind each bag, from those of one example."""
+    examples = xp.arange(batch, dtype=np.int32)[:, None] * int(ends[-1])
+    return examples + ends[None]
+
+
+def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
+    """Ids of dynamic tables get no row where an example does not exist.
+
+    Args:
+      batch: whose ids are one for each example and feature.
+      exists: `[batch]` bool.
+    """
+
+    def of(x: CSR) -> CSR:
+        columns = jnp.asarray(x.indices).reshape(len(exists), -1)
+        columns = jnp.where(exists[:, None], columns, WITHOUT_ROW).reshape(-1)
+        # Otherwise XLA divides them, and all that is known of them crosses a mesh in the step.
+        columns = replicated(columns)
+        leaves = (x.data, columns, x.indptr, None)
+        return CSR.tree_unflatten(x.num_cols, leaves)
+
+    stacks = {n: of(x) if n in batch.keys else x for n, x in batch.stacks.items()}
+    return dataclasses.replace(batch, stacks=stacks)
 
 
 class _Entries(NamedTuple):
@@ -289,18 +346,21 @@ def _packed(
         parts.append(entries)
     entries = parts[0] if len(parts) == 1 else _joined(xp, *parts)
     rows, size = batch * stack.bags, len(entries.row)
+    sums: Callable[[Any], Array] = sums_so_far
+    if xp is np:
+        sums = functools.partial(np.cumsum, dtype=np.int32)
     zero = xp.zeros(1, np.int32)
     kept = entries.kept.astype(np.int32)
     # Kept entries before each entry, and behind the last one.
-    before = xp.concatenate([zero, xp.cumsum(kept, dtype=np.int32)])
+    before = xp.concatenate([zero, sums(kept)])
     if matrices:
         counts = _added(xp, rows, xp.where(entries.kept, entries.row, rows), kept)
-        indptr = xp.concatenate([zero, xp.cumsum(counts, dtype=np.int32)])
+        indptr = xp.concatenate([zero, sums(counts)])
         place = indptr[entries.row] + before[:-1] - before[entries.first]
     else:  # lists lie in the order of the bags
         ends = np.cumsum(_lengths_of_bags(stack, lists), dtype=np.int32)
-        examples = xp.arange(batch, dtype=np.int32)[:, None] * int(ends[-1])
-        indptr = xp.concatenate([zero, before[(examples + ends[None]).reshape(-1)]])
+        ends = _ends_of_bags(xp, batch, ends).reshape(-1)
+        indptr = xp.concatenate([zero, before[ends]])
         place = before[:-1]
     if cut is not None:
         # The first row that lacks ids, and all rows after it, are marked as overfull.

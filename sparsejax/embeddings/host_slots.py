@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.host_buffers import Buffers, arrived, leaving
 from sparsejax.mesh.layout import call_on_each_device, jit_sharded, mesh_is_set
+from sparsejax.sparse import sums_so_far
 
 # In place of a slot: there is none. `_LEFT - n` says that batch `n` took it from the row.
 _NO_SLOT, _LEFT = -1, -2
@@ -327,7 +328,7 @@ def _look(
         before = jnp.concatenate([jnp.full(1, -1, jnp.int32), rows[:-1]])
         is_new = (rows < owned) & (rows != before)
         most, count = min(len(rows), size), jnp.sum(is_new, dtype=jnp.int32)
-        place = jnp.cumsum(is_new, dtype=jnp.int32) - 1
+        place = sums_so_far(is_new) - 1
         place = jnp.where(is_new, place, most + jnp.arange(len(rows), dtype=jnp.int32))
         missing = jnp.full(most, -1, jnp.int32)
         missing = missing.at[place].set(rows, mode="drop", unique_indices=True)

@@ -45,7 +45,7 @@ from sparsejax.mesh.per_device import (
     gathered_columns,
     own_block,
 )
-from sparsejax.sparse import CSR, Transposed, segment_ids
+from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
 
 # The product of a matrix and an array, added in float32; rounded to a dtype if it is narrower.
 Add = Callable[[CSR, jax.Array, np.dtype | None], jax.Array]
@@ -597,9 +597,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
         jnp.concatenate([bag[:1], bag[:-1]]),
     )
     first = ((owner != before[0]) | (bag != before[1])) & (owner < model)
-    passed = jnp.concatenate(
-        [jnp.zeros(1, jnp.int32), jnp.cumsum(first, dtype=jnp.int32)]
-    )
+    passed = jnp.concatenate([jnp.zeros(1, jnp.int32), sums_so_far(first)])
     slot = jnp.minimum(passed[1:] - 1 - passed[starts[owner]], slots)
     crowded = jnp.max(counts) > count
     crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
@@ -619,7 +617,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     came = _exchanged(came)
     column, of_slot = came[..., 0], came[..., 1]
     filled = jnp.sum(of_slot < slots, axis=1, dtype=jnp.int32)
-    before = jnp.concatenate([jnp.zeros(1, jnp.int32), jnp.cumsum(filled)])
+    before = jnp.concatenate([jnp.zeros(1, jnp.int32), sums_so_far(filled)])
     # Slots in use are at the front of what has come from a device.
     entry = jnp.arange(model * count, dtype=jnp.int32)
     device = jnp.minimum(segment_ids(before, model * count), model - 1)
@@ -656,9 +654,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
         .set(jnp.where(first, number, -1), unique_indices=True)
     )
     first = number >= 0
-    passed = jnp.concatenate(
-        [jnp.zeros(1, jnp.int32), jnp.cumsum(first, dtype=jnp.int32)]
-    )
+    passed = jnp.concatenate([jnp.zeros(1, jnp.int32), sums_so_far(first)])
     asked = jnp.zeros(mine, jnp.int32)
     asked = asked.at[jnp.where(first, passed[:-1], mine + position)].set(
         number, mode="drop", unique_indices=True

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from sparsejax.mesh.layout import axis_sizes
-from sparsejax.sparse import CSR, Transposed, segment_ids
+from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
 
 
 def own_block(tree: Any) -> Any:
@@ -59,7 +59,7 @@ def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
     wrong = count * nse  # the place of an index that is no column
     starts = jnp.where(cut, wrong, starts).reshape(-1)
     lengths = jnp.where(cut, 1, jnp.diff(indptr, axis=1)).reshape(-1)
-    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    ends = sums_so_far(lengths)
     joined = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     positions = jnp.arange(count * nse, dtype=jnp.int32)
     row = jnp.minimum(segment_ids(joined, count * nse), lengths.shape[0] - 1)
@@ -85,7 +85,7 @@ def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     wrong = (columns < 0) | (columns >= x.num_cols)
     inside = ~wrong & (columns // width == part)
     kept = (inside | (wrong & (part == 0))) & (row < x.num_rows)
-    place = jnp.where(kept, jnp.cumsum(kept) - 1, x.nse)
+    place = jnp.where(kept, sums_so_far(kept) - 1, x.nse)
 
     def compact(values):
         return jnp.zeros_like(values).at[place].set(values, mode="drop")
@@ -95,7 +95,7 @@ def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
         .at[row]
         .add(kept.astype(jnp.int32), mode="drop")
     )
-    ends = jnp.cumsum(lengths, dtype=jnp.int32)
+    ends = sums_so_far(lengths)
     ends = jnp.where(cut, x.nse + 1, ends)
     indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
     indices = compact(jnp.where(wrong, -1, columns - part * width))

@@ -34,7 +34,7 @@ from sparsejax.ops.implementations import (
     Implementation,
     custom_call_can_run,
 )
-from sparsejax.sparse import MAX_ENTRIES
+from sparsejax.sparse import MAX_ENTRIES, sums_so_far
 
 PARTS = ROW_MULTIPLE
 SLOTS = mosaic.SLOTS
@@ -320,7 +320,7 @@ def insert(
         rank = jnp.zeros_like(ranks).at[key].set(ranks, unique_indices=True)
         fits = left & (rank < room)
         free = ~jnp.take_along_axis(taken, choice[:, None, None], axis=1)[:, 0]
-        nth = jnp.cumsum(free, axis=1, dtype=jnp.int32) == rank[:, None] + 1
+        nth = sums_so_far(free) == rank[:, None] + 1
         inside = jnp.argmax(nth & free, axis=1).astype(jnp.int32)
         slot = jnp.where(fits, bucket * SLOTS + inside, slot)
         # Other tags of the word are added to zeros.
@@ -368,7 +368,7 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
     mask = jnp.where(of_slot, jnp.uint32(255) << shift, 0)
     cleared = jnp.sum(mask, axis=3, dtype=jnp.uint32)
     # The freed rows of a table follow those that are free already, in ascending order.
-    before = jnp.cumsum(gone, axis=1, dtype=jnp.int32) - gone
+    before = sums_so_far(gone) - gone
     table, first = layout.table_of_rows(), jnp.asarray(layout.firsts, jnp.int32)
     rank = before - before[:, first][:, table]
     at = (first[None] + index.num_free)[:, table] + rank
@@ -422,5 +422,5 @@ def _rank(
     counts: Bool[Array, "keys"], group: UInt32[Array, "keys"]
 ) -> Int[Array, "keys"]:
     """How many before each one count in its group; groups lie behind each other."""
-    before = jnp.cumsum(counts, dtype=jnp.int32) - counts
+    before = sums_so_far(counts) - counts
     return before - lax.cummax(jnp.where(_differs(group), before, 0))

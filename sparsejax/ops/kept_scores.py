@@ -31,6 +31,7 @@ from sparsejax.ops import item_chunks, softmax
 from sparsejax.ops.chunked_loss import Layer, LossBatch, Method, with_mosaic
 from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.targets import TargetColumns, Targets
+from sparsejax.sparse import sums_so_far
 
 # Exponentials in a block: .9 GB; with wide vectors a bit more, as their kernel's gradient
 # takes longer to add up (8,192 x 2,304 x 256,000: 39.8 ms with 2,048 rows, 42.8 with 1,664).
@@ -228,8 +229,8 @@ def _wanted_first(
 ) -> tuple[Int[Array, "size"], Int[Array, "batch"]]:
     """The rows in the order of the blocks, `batch` for none; and the place of each row."""
     batch = len(skipped)
-    wanted = jnp.cumsum(~skipped) - 1
-    place = jnp.where(skipped, wanted[-1] + jnp.cumsum(skipped), wanted)
+    wanted = sums_so_far(~skipped) - 1
+    place = jnp.where(skipped, wanted[-1] + sums_so_far(skipped), wanted)
     place = place.astype(jnp.int32)
     order = jnp.full(size, batch, jnp.int32)
     numbers = jnp.arange(batch, dtype=jnp.int32)

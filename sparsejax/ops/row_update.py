@@ -35,7 +35,7 @@ from sparsejax.ops.gather_sum import added, gather_sum, mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.scatter_gradient import COUNTING_LIMIT, Terms, rank_by_count
-from sparsejax.sparse import CSR, segment_ids
+from sparsejax.sparse import CSR, segment_ids, sums_so_far
 
 State = dict[str, jax.Array]
 
@@ -746,7 +746,7 @@ def _chosen(
     used, size = jnp.sum(mask, dtype=jnp.int32), mask.shape[0]
 
     def pack():
-        places = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size)
+        places = jnp.where(mask, sums_so_far(mask) - 1, size)
         return jnp.zeros_like(ids).at[places].set(ids, mode="drop")
 
     return lax.cond(used > 0, pack, lambda: ids), used

@@ -40,7 +40,7 @@ from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.row_update import takes_rows
 from sparsejax.optimizers.row_gradient import RowGradient, RowSums, RowTerms
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, sums_so_far
 
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
@@ -114,7 +114,7 @@ def rows_of(
         # Out of range, so that zeros have no part in the gradient.
         ids = jnp.where(used, ids, kernel.shape[0])
         return kernel[...].at[ids].get(mode="fill", fill_value=0)
-    ends = jnp.cumsum(used, dtype=jnp.int32)
+    ends = sums_so_far(used)
     places = jnp.where(used, ends - 1, len(ids) + jnp.arange(len(ids)))
     packed = jnp.zeros_like(ids).at[places].set(ids, mode="drop", unique_indices=True)
     indptr = jnp.append(jnp.int32(0), ends)

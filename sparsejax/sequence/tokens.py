@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 from sparsejax.mesh.layout import axis_sizes, call_on_each_device, dealt, mesh_is_set
 from sparsejax.ops.history_attention import history_attention
 from sparsejax.ops.implementations import Implementation
-from sparsejax.sparse import segment_ids
+from sparsejax.sparse import segment_ids, sums_so_far
 
 PADDING = -1  # where a history has ended
 
@@ -82,7 +82,7 @@ class Tokens(NamedTuple):
 
         def of_part(rows, histories, times):
             counts = jnp.sum(histories[:, 1:] != PADDING, axis=1)
-            indptr = jnp.append(jnp.int32(0), jnp.cumsum(counts, dtype=jnp.int32))
+            indptr = jnp.append(jnp.int32(0), sums_so_far(counts))
             row = jnp.minimum(segment_ids(indptr, room), len(rows) - 1)
             places = jnp.arange(room, dtype=jnp.int32) - indptr[row]
             used = jnp.arange(room) < indptr[-1]

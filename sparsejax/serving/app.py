@@ -30,6 +30,8 @@ _DEADLINE = b"x-envoy-expected-rq-timeout-ms"
 _CLOSE = {"connection": "close"}
 _INFER = re.compile("/v2/models/[^/]+(/versions/[^/]+)?/infer")
 _JSON = b"application/json"
+# As nginx calls a client that left; nobody reads it.
+_GONE = 499
 
 
 @runtime_checkable
@@ -242,7 +244,7 @@ class _Inference:
         except asyncio.CancelledError:
             if not connection.has_left:
                 raise
-            answer = Response(status_code=logs.GONE)
+            answer = Response(status_code=_GONE)
         except Exception as error:  # noqa: BLE001 - told to the client or the log
             answer = _instead(error, identity)
         finally:
@@ -271,8 +273,10 @@ def _instead(error: Exception, identity: str) -> Response:
     if isinstance(error, RefusedError):
         return _refusal(error)
     if isinstance(error, ClientDisconnect):
-        return Response(status_code=logs.GONE)
-    return _json({"error": logs.error(identity, error)}, 500)  # a bug
+        return Response(status_code=_GONE)
+    logs.error(identity, error)  # a bug
+    text = f"the service failed; its log says why at request {identity}"
+    return _json({"error": text}, 500)
 
 
 async def _infer(

@@ -210,9 +210,11 @@ class _Answers:
         except RefusedError as error:
             refused = error
         except Exception as error:  # noqa: BLE001 - a bug, which the log has
-            refused = RefusedError(500, logs.error(identity, error))
+            logs.error(identity, error)
+            text = f"the service failed; its log says why at request {identity}"
+            refused = RefusedError(500, text)
         except BaseException:  # the client has left
-            code = logs.GONE
+            code = 499
             raise
         finally:
             if in_hand:

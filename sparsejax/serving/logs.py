@@ -19,8 +19,8 @@ _TRACE = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 # New ids follow a random one. To draw each would ask the kernel.
 _NEW = itertools.count(secrets.randbits(64))
-# The status of a request whose client left, as nginx calls it; nobody reads the answer.
-GONE = 499
+
+
 # Lines of requests of this thread, which are written together after so many seconds.
 _waiting, _MOMENT = threading.local(), 0.05
 
@@ -78,7 +78,6 @@ def write_waiting() -> None:
         _write(text)
 
 
-def error(identity: str, error: Exception) -> str:
-    """Writes a bug that a request has met. Returns what its client is told."""
+def error(identity: str, error: Exception) -> None:
+    """Writes a bug that a request has met."""
     log("error", request_id=identity, error=traceback.format_exception(error))
-    return f"the service failed; its log says why at request {identity}"

@@ -1,6 +1,7 @@
 """Dynamic tables against static ones, and against a dictionary."""
 
 import contextlib
+import dataclasses
 import math
 import pathlib
 import runpy
@@ -493,6 +494,31 @@ def test_ids_are_admitted_with_a_probability():
 
 
 # --- input ---
+
+
+@pytest.mark.parametrize("batch", [0, 1, 5])
+@pytest.mark.parametrize("traced", [False, True])
+def test_ids_that_are_all_there_are_packed_as_those_of_a_mask(batch, traced):
+    tables = {"a": DynamicTableConfig(512, 4), "b": DynamicTableConfig(512, 4)}
+    features = {
+        "one": "a",
+        "bag": "b",
+        "none": "b",
+        "order": FeatureConfig("a", combiner=None, length=3),
+    }
+    embeddings = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    rng = np.random.default_rng(0)
+    shapes = {"one": (), "bag": (2,), "none": (0,), "order": (2,)}
+    sizes = {name: (batch, *shape) for name, shape in shapes.items()}
+    ids = {n: rng.integers(0, 2**64, s, np.uint64) for n, s in sizes.items()}
+    pack = jax.jit(embeddings.pack) if traced else embeddings.pack
+    found = pack({name: WideIds.of(value) for name, value in ids.items()})
+    masked = {
+        name: dataclasses.replace(WideIds.of(value), present=np.ones(value.shape, bool))
+        for name, value in ids.items()
+    }
+    expected = pack(masked)
+    jax.tree.map(np.testing.assert_array_equal, found, expected)
 
 
 def test_ids_in_every_form():

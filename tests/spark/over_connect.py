@@ -16,9 +16,6 @@ def main(
 ) -> None:
     builder = SparkSession.builder.remote("local[2]")
     builder = builder.config("spark.checkpoint.dir", checkpoints)
-    # As in `conftest.py`.
-    java_options = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC"
-    builder = builder.config("spark.driver.extraJavaOptions", java_options)
     session = builder.config("spark.sql.shuffle.partitions", "2").getOrCreate()
     table = session.read.parquet(events)
     # An indeterminate plan.

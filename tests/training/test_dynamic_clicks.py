@@ -14,7 +14,9 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
+from sparsejax.data.files.stored import id_lists
 from sparsejax.embeddings import DLRMConfig, DynamicTables, WideDeep, WideDeepConfig
+from sparsejax.engine.train import dispatch
 from sparsejax.wide_ids import NUM_IDS
 
 SCHEMA = ClickSchema(
@@ -225,6 +227,41 @@ def test_a_fit_goes_on_on_another_mesh(clicks, tmp_path):
     assert_same(ids, expected[0])
     np.testing.assert_allclose(found, expected[1], rtol=1e-4)
     assert stats == expected[2]
+
+
+def sums_outside(jaxpr) -> list[str]:
+    """Cumulative sums that a compiler may divide over a mesh."""
+    found = []
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name.startswith("cum"):
+            found.append(str(equation))
+        elif name != "shard_map":
+            for inner in jax.tree.leaves(list(equation.params.values())):
+                inner = getattr(inner, "jaxpr", inner)
+                found += sums_outside(inner) if hasattr(inner, "eqns") else []
+    return found
+
+
+def test_a_mesh_divides_no_sum_over_entries():
+    """A GPU would take a step of a loop for each number of it."""
+    ids = {"user": KeyColumn(), "tags": HashedColumn(20)}
+    tags = id_lists(np.arange(20, dtype=np.int32), np.arange(21), 20)
+    values = {"user": np.arange(20, dtype=np.uint64), "tags": tags}
+    zeros = np.zeros(20, np.float32)
+    schema = ClickSchema("click", {"age": DenseColumn()}, ids)
+    data = sj.ClickDataset(zeros, zeros[:, None], values, schema, {})
+    with jax.set_mesh(sj.make_mesh(data=1, model=2, devices=jax.devices()[:2])):
+        program = sj.training.Program(*new(data))
+        epochs = sj.training.Epochs(sj.training.place(data), batch_size=64)
+        part = next(epochs.dispatches(0))
+        arrays = [variable.get_raw_value() for variable in program.variables]
+        how, *arguments, sizes = program._arguments(part, arrays)
+
+        def steps(*arguments):
+            return dispatch.run_steps[False](how, *arguments, sizes)
+
+        assert not sums_outside(jax.make_jaxpr(steps)(*arguments).jaxpr)
 
 
 def test_refused_ids_are_warned_of(clicks):

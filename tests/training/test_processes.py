@@ -148,15 +148,15 @@ def test_a_run_survives_its_processes(tmp_path):
     newest = checkpoints.steps()[-1]
     assert 0 < newest < expected[0]["step"]
 
-    # Two go on, on another mesh, and one is told to end: both save, and end.
+    # Four go on, and one is told to end: all save, and end.
     argv += ["--resume"]
-    flags = ["--epochs", "2", "--mesh", "model=2"]
-    two = start([*argv, *flags], tmp_path, processes=2, devices=1)
-    wait_for(newest, checkpoints, two)
-    two[1].send_signal(signal.SIGTERM)
-    assert ended(two) == [130] * 2, said(tmp_path, 0)
+    flags = ["--epochs", "2", "--mesh", "data=2,model=2"]
+    four = start([*argv, *flags], tmp_path, processes=4, devices=1)
+    wait_for(newest, checkpoints, four)
+    four[2].send_signal(signal.SIGTERM)
+    assert ended(four) == [130] * 4, said(tmp_path, 0)
     assert "interrupted; to continue, repeat the command with --resume" in said(
-        tmp_path, 1
+        tmp_path, 2
     )
     assert newest < checkpoints.steps()[-1] < expected[1]["step"]
 

@@ -35,7 +35,7 @@ from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import first_state
 from sparsejax.optimizers.rules import Rule
-from sparsejax.sparse import CSR, MAX_ENTRIES
+from sparsejax.sparse import CSR, MAX_ENTRIES, sums_so_far
 
 # Programs for fewer new ids than the batch has ids: for none, for a 64th and for an 8th of them.
 # Small batches have one for all.
@@ -189,7 +189,7 @@ class Assign:
             size, ids = len(trained.w), len(slots)
             slots = slots - device * size
             mine = new & (slots >= 0) & (slots < size)
-            at = jnp.where(mine, jnp.cumsum(mine, dtype=jnp.int32) - 1, ids)
+            at = jnp.where(mine, sums_so_far(mine) - 1, ids)
             count = jnp.sum(mine, dtype=jnp.int32)
             rows, *words = (_put(ids, at, each) for each in (slots, *keys))
             return self._begun(trained, _New(rows, TableKeys(*words), count), moment)
@@ -284,7 +284,7 @@ class Assign:
         """
         stack, layout = self.stack, layout_of(self.stack)
         configs, ids = configs_of(stack), len(found)
-        place = jnp.cumsum(missing, dtype=jnp.int32) - 1
+        place = sums_so_far(missing) - 1
         at = jnp.where(missing, place, ids + jnp.arange(ids, dtype=jnp.int32))
         few = TableKeys(*(_put(size, at, word) for word in keys))
         given = jnp.arange(size, dtype=jnp.int32) <= place[-1]
@@ -338,7 +338,7 @@ class Assign:
         if self.stack.device_rows is not None:
             firsts = jnp.zeros(size, bool).at[of.place].set(got, unique_indices=True)
             return state, back, missing & firsts[at]
-        at = jnp.where(got, jnp.cumsum(got, dtype=jnp.int32) - 1, size)
+        at = jnp.where(got, sums_so_far(got) - 1, size)
         made = _New(
             _put(size, at, rows),
             TableKeys(*(_put(size, at, word) for word in of.keys)),
@@ -429,9 +429,9 @@ def find(
 
 
 def _wanted(x: CSR) -> Bool[Array, "ids"]:
-    """Which entries of a matrix have a key."""
+    """Which entries of a matrix ask for the row of their key."""
     place = jnp.arange(x.nse, dtype=jnp.int32)
-    return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) != WRONG)
+    return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
 
 
 def _columns(x: CSR, rows: Int[Array, "ids"]) -> Int[Array, "ids"]:

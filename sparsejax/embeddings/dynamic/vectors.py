@@ -16,7 +16,7 @@ from sparsejax.embeddings.placement import Stack, column, drawn_rows
 from sparsejax.mesh.layout import axis_sizes, call_on_each_device
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
-from sparsejax.sparse import CSR
+from sparsejax.sparse import CSR, sums_so_far
 
 # Ids whose vectors are made at a time; and in a predictor, which is asked for few examples.
 BLOCK = 8192
@@ -63,14 +63,14 @@ def apart(
     entries = x.data, jnp.asarray(x.indices), ends, order
 
     def moved(mask, values):
-        at = jnp.where(mask, jnp.cumsum(mask, dtype=jnp.int32) - 1, size + place)
+        at = jnp.where(mask, sums_so_far(mask) - 1, size + place)
         zeros = jnp.zeros_like(values)
         return zeros.at[at].set(values, mode="drop", unique_indices=True)
 
     def some():
         ids = TableKeys(*(moved(without, word) for word in keys))
         guests = ids, moved(without, x.row_ids()), moved(without, weight)
-        counted = jnp.cumsum(kept, dtype=jnp.int32)
+        counted = sums_so_far(kept)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])
         # A row that lacks ids still says so.
         indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])

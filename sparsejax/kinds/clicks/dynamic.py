@@ -6,9 +6,11 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from jaxtyping import Array, Bool
+
 from sparsejax.callers import warn_caller
 from sparsejax.embeddings.collection import collections_of
-from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.embeddings.feature_batch import FeatureBatch, without_examples
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
 
@@ -19,11 +21,21 @@ _RATES = "found", "inserted", "refused", "evicted"
 
 
 def assigned(
-    model: Any, optimizer: Optimizer, ids: Mapping[str, Any] | FeatureBatch
+    model: Any,
+    optimizer: Optimizer,
+    ids: Mapping[str, Any] | FeatureBatch,
+    exists: Bool[Array, "batch"],
 ) -> FeatureBatch:
     """The ids of a batch for all collections of a model; new ones get a row.
 
-    Those of a `FeatureBatch`, in which rows of tables in host memory have come, are packed.
+    A `FeatureBatch`, in which rows of tables in host memory have come, is packed, and has no
+    ids of examples that do not exist.
+
+    Args:
+      model: whose tables are asked.
+      optimizer: that trains it.
+      ids: one for each example and feature.
+      exists: `[batch]` bool, which examples exist. Ids of others get no row.
 
     Raises:
       ValueError: two collections have stacks of one name.
@@ -40,6 +52,7 @@ def assigned(
     for path, node in collections_of(model).items():
         batch = node.pack({name: ids[name] for name in node.names})
         if node.indexes:
+            batch = without_examples(batch, exists)
             batch = node.assign_rows(batch, optimizer, within=path)
         if both := stacks.keys() & batch.stacks.keys():
             raise ValueError(

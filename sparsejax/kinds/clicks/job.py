@@ -116,10 +116,7 @@ class ClickTask:
         if not self.keys:
             return x
         dense, ids = x
-        if isinstance(ids, FeatureBatch):
-            return dense, assigned(model, optimizer, ids)
-        there = {n: dataclasses.replace(ids[n], present=exists) for n in self.keys}
-        return dense, assigned(model, optimizer, ids | there)
+        return dense, assigned(model, optimizer, ids, exists)
 
     def check(self, model: Any) -> None:
         check_click_model(model)
