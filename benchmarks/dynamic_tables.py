@@ -6,6 +6,7 @@
     python benchmarks/dynamic_tables.py evict
     python benchmarks/dynamic_tables.py step --devices 2
     python benchmarks/dynamic_tables.py dlrm --devices 2
+    python benchmarks/dynamic_tables.py fit --devices 2
     python benchmarks/dynamic_tables.py ten
     python benchmarks/dynamic_tables.py bits --devices 2
 
@@ -13,7 +14,7 @@
 from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
 `evict` frees a 32nd of all parts of a table; `step` trains on the batches of `lookup` and `new`, also
 on several devices, over which the rows are divided. `dlrm` trains a DLRM of 26 tables, dynamic and
-static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `ten` has
+static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `fit` trains the same by `sj.fit`. `ten` has
 the sizes of dynamicemb's own benchmark: ten tables, 1.05 million ids a step by a power law of 1.05,
 350,000 of them distinct, 128 wide; read, and trained by rules of two kinds, static tables beside.
 `bits` prints digests of a training whose rows are divided, and come and go: of the losses, and of
@@ -47,6 +48,9 @@ from sparsejax.embeddings.dynamic import state as states
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 
 BATCH, FEATURES, POWER = 65_536, 26, 1.05
+# Ids of each feature, and the layers, of a DLRM.
+IDS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
+LAYERS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256)}
 
 
 def seconds(call, rounds=10):
@@ -248,26 +252,72 @@ def step(rows, dim, devices):
         return {"devices": devices, **new(rows, dim, shares=(0.0, 0.01), program=train)}
 
 
-def dlrm(rows, dim, devices, batch=BATCH):
+def keys_of(ids):
+    """Numbers of 64 bits that say nothing of the order of ids."""
+    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
+def dlrm(rows, dim, devices, batch=BATCH, step=None):
     mesh = contextlib.nullcontext()
     if devices > 1:
         mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
     found = {"devices": devices, "rows": rows, "dim": dim}
     with mesh:
         for kind in ("dynamic", "static"):
-            found[kind] = {"seconds": dlrm_step(kind, rows, dim, devices, batch)}
+            taken = (step or dlrm_step)(kind, rows, dim, devices, batch)
+            found[kind] = {"seconds": taken}
     return found
 
 
+def fit(rows, dim, devices, batch=BATCH):
+    return dlrm(rows, dim, devices, batch, step=fit_step)
+
+
+def fit_step(kind, rows, dim, devices, batch, steps=40, epochs=12):
+    """Seconds of a step of `sj.fit`: the median of its epochs after the second."""
+    rng, size = np.random.default_rng(0), batch * steps
+    names = [f"f{i}" for i in range(len(IDS))]
+    ids = {n: zipf_ids(rng, size, i, POWER) for n, i in zip(names, IDS, strict=True)}
+    columns = dict(zip(names, map(sj.data.HashedColumn, IDS), strict=True))
+    dynamic = None
+    if kind == "dynamic":
+        ids = {name: keys_of(each) for name, each in ids.items()}
+        columns = dict.fromkeys(names, sj.data.KeyColumn())
+        dynamic = sj.embeddings.DynamicTables(num_rows=rows)
+    dense = {f"d{i}": sj.data.DenseColumn() for i in range(13)}
+    clicks = sj.ClickDataset(
+        (rng.random(size) < 0.2).astype(np.float32),
+        rng.standard_normal((size, len(dense)), np.float32),
+        ids,
+        sj.ClickSchema("click", dense, columns),
+        {},
+    )
+    rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
+    model = sj.embeddings.build_click_model(
+        sj.DLRMConfig(dim=dim, **LAYERS, dynamic=dynamic),
+        num_dense=len(dense),
+        features=clicks.num_ids,
+        rngs=nnx.Rngs(0),
+    )
+    optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(0.02))
+    ends = []
+    sj.fit(
+        model,
+        optimizer,
+        clicks,
+        batch_size=batch,
+        num_epochs=epochs,
+        after_epoch=lambda _: ends.append(time.perf_counter()),
+    )
+    return float(np.median(np.diff(ends[1:]))) / steps
+
+
 def dlrm_step(kind, rows, dim, devices, batch):
-    ids = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
-    sizes = {f"f{i}": size for i, size in enumerate(ids)}
+    sizes = {f"f{i}": size for i, size in enumerate(IDS)}
     rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
     settings = sj.embeddings.DynamicTables(num_rows=rows)
     dynamic = settings if kind == "dynamic" else None
-    config = sj.DLRMConfig(
-        dim=dim, bottom=(512, 256), top=(1024, 1024, 512, 256), dynamic=dynamic
-    )
+    config = sj.DLRMConfig(dim=dim, **LAYERS, dynamic=dynamic)
     plan = {}
     if devices > 1:
         plan = sj.embeddings.plan_embeddings(
@@ -302,10 +352,7 @@ def dlrm_step(kind, rows, dim, devices, batch):
     for _ in range(3):
         given = {n: zipf_ids(rng, batch, size, 1.05) for n, size in sizes.items()}
         if dynamic:
-            given = {
-                name: WideIds.of(each.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
-                for name, each in given.items()
-            }
+            given = {name: WideIds.of(keys_of(each)) for name, each in given.items()}
         dense = rng.standard_normal((batch, 13), np.float32)
         clicks = (rng.random(batch) < 0.2).astype(np.float32)
         batches.append(put((dense, model.embeddings.pack(given), clicks)))
@@ -469,6 +516,7 @@ PARTS = {
     "evict": evict,
     "step": step,
     "dlrm": dlrm,
+    "fit": fit,
     "ten": ten,
     "bits": bits,
 }
@@ -480,7 +528,7 @@ def main():
     parser.add_argument("--rows", type=int, help="of each table")
     parser.add_argument("--dim", type=int, default=128)
     parser.add_argument(
-        "--devices", type=int, default=1, help="of `step`, `dlrm` and `bits`"
+        "--devices", type=int, default=1, help="of `step`, `dlrm`, `fit` and `bits`"
     )
     parser.add_argument("--process", type=int, help="of `bits`: number of this one")
     parser.add_argument("--output", help="a JSON file")
@@ -490,7 +538,7 @@ def main():
     sizes = {"keys": 2**24, "evict": 50_000_000, "bits": 2**14}
     rows = args.rows or sizes.get(args.part, 2**20)
     options = {} if args.part in ("keys", "evict") else {"dim": args.dim}
-    if args.part in ("step", "dlrm", "bits"):
+    if args.part in ("step", "dlrm", "fit", "bits"):
         options["devices"] = args.devices
     result = PARTS[args.part](rows, **options)
     result = {"device": jax.devices()[0].device_kind, "part": args.part, **result}
