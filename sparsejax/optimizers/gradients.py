@@ -32,7 +32,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
-from sparsejax.mesh.layout import BY_ROWS, reshard_if_explicit
+from sparsejax.mesh.layout import BY_ROWS, axis_sizes, reshard_if_explicit
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
@@ -114,11 +114,15 @@ def rows_of(
         # Out of range, so that zeros have no part in the gradient.
         ids = jnp.where(used, ids, kernel.shape[0])
         return kernel[...].at[ids].get(mode="fill", fill_value=0)
+    count = len(ids)
+    if is_divided(kernel):  # "data" divides the rows that are asked for
+        ids = jnp.pad(ids, (0, -count % axis_sizes()[0]), constant_values=-1)
+        used = ids >= 0
     ends = sums_so_far(used)
     places = jnp.where(used, ends - 1, len(ids) + jnp.arange(len(ids)))
     packed = jnp.zeros_like(ids).at[places].set(ids, mode="drop", unique_indices=True)
     indptr = jnp.append(jnp.int32(0), ends)
-    return lookup(kernel, CSR(None, packed, indptr, num_cols=kernel.shape[0]))
+    return lookup(kernel, CSR(None, packed, indptr, num_cols=kernel.shape[0]))[:count]
 
 
 def whole(kernel: nnx.Variable) -> Float[Array, "rows *hidden"]:

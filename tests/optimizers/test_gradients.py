@@ -20,6 +20,7 @@ from hypothesis import given, settings
 from matrices import csrs, oracle, random_csr, sizes
 from tolerances import assert_close
 
+from sparsejax.mesh.layout import make_mesh
 from sparsejax.nn.layers import SparseLinear
 from sparsejax.ops import scatter_gradient
 from sparsejax.optimizers import gradients, row_gradient
@@ -339,6 +340,27 @@ def test_lookups_of_a_kernel_are_counted():
 
     jax.eval_shape(value_and_grad(loss_fn), model)
     assert found == [[False] * 3, [True, False, False]]
+
+
+def test_a_mesh_need_not_divide_the_rows_that_are_asked_for():
+    ids = np.array([3, -1, 0, 3, 4])
+    with jax.set_mesh(make_mesh(data=8, model=1)):
+        layer = SparseLinear(5, 3, rngs=nnx.Rngs(0))
+        w = np.asarray(layer.kernel[...])
+
+        @nnx.jit
+        def step(layer):
+            def loss(layer):
+                rows = gradients.rows_of(layer.kernel, jnp.asarray(ids))
+                return jnp.sum(rows**2), rows
+
+            return value_and_grad(loss, has_aux=True)(layer)
+
+        (_, found), grads = step(layer)
+        slope = np.asarray(grads["kernel"][...].todense())
+    np.testing.assert_array_equal(found, np.where(ids[:, None] < 0, 0, w[ids]))
+    times = np.bincount(ids[ids >= 0], minlength=len(w))
+    np.testing.assert_allclose(slope, 2 * w * times[:, None], rtol=1e-6)
 
 
 def test_matrices_without_entries():
