@@ -443,7 +443,9 @@ def sums_so_far(counts: jax.Array) -> jax.Array:
     if mesh.empty or mesh.manual_axes or is_divided_by_types:
         return sums(counts)
     whole = jax.P()
-    return jax.shard_map(sums, in_specs=whole, out_specs=whole, check_vma=False)(counts)
+    return jax.shard_map(
+        sums, mesh=mesh, in_specs=whole, out_specs=whole, check_vma=False
+    )(counts)
 
 
 def as_int32(what: str, values: np.ndarray) -> np.ndarray:
