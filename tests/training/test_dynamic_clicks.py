@@ -231,11 +231,18 @@ def test_a_fit_goes_on_on_another_mesh(clicks, tmp_path):
 
 def sums_outside(jaxpr) -> list[str]:
     """Cumulative sums that a compiler may divide over a mesh."""
-    found = []
+    found, whole = [], set()
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name.startswith("cum"):
-            found.append(str(equation))
+        if name == "sharding_constraint":
+            spec = equation.params["sharding"].spec
+            # Axes behind those of the spec are whole, too.
+            axes = equation.outvars[0].aval.ndim
+            if axes and (len(spec) < axes or spec[-1] is None):
+                whole.update(map(id, equation.outvars))
+        elif name.startswith("cum"):
+            if id(equation.invars[0]) not in whole:
+                found.append(str(equation))
         elif name != "shard_map":
             for inner in jax.tree.leaves(list(equation.params.values())):
                 inner = getattr(inner, "jaxpr", inner)
