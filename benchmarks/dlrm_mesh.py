@@ -71,16 +71,14 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, origin, reported, table, write_section
 from timing import time_kernels
-from workloads import click_step, click_update, zipf_ids
+from workloads import DLRM_IDS, DLRM_LAYERS, click_step, click_update, zipf_ids
 
 if TYPE_CHECKING:
     import sparsejax as sj
     from sparsejax.embeddings.config import Placement
 
-_ROWS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
-_LARGE = (47_000_000,) * 4 + _ROWS[4:]
+_LARGE = (47_000_000,) * 4 + DLRM_IDS[4:]
 _DENSE, _DIM = 13, 128
-_BOTTOM, _TOP = (512, 256), (1024, 1024, 512, 256)
 _RATE, _EPS = 0.02, 1e-8
 _BATCH, _BATCHES, _STEPS, _ROUNDS, _PROFILED = 65_536, 3, 30, 3, 4
 _SKEWS = 1.05, 1.2, 0.8
@@ -138,7 +136,7 @@ def _measure(part: str) -> Iterator[dict]:
     way, times, dtype = part.split()
     on_gpu = jax.default_backend() == "gpu"
     batch = int(times) * (_BATCH if on_gpu else 64)
-    rows = _LARGE if way == "large" else _ROWS
+    rows = _LARGE if way == "large" else DLRM_IDS
     if not on_gpu:
         rows = tuple(n // 10_000 + 50 for n in rows)
     before = None
@@ -196,7 +194,7 @@ class _Case:
         else:
             if before is not None:  # its tables leave the memory
                 del before.modules, before._step
-            config = sj.DLRMConfig(dim=_DIM, bottom=_BOTTOM, top=_TOP, dtype=dtype)
+            config = sj.DLRMConfig(dim=_DIM, **DLRM_LAYERS, dtype=dtype)
             with self.on_mesh():
                 model = sj.embeddings.DLRM(
                     config,

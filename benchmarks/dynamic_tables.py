@@ -14,9 +14,10 @@
 from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
 `evict` frees a 32nd of all parts of a table; `step` trains on the batches of `lookup` and `new`, also
 on several devices, over which the rows are divided. `dlrm` trains a DLRM of 26 tables, dynamic and
-static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `fit` trains the same by `sj.fit`. `ten` has
-the sizes of dynamicemb's own benchmark: ten tables, 1.05 million ids a step by a power law of 1.05,
-350,000 of them distinct, 128 wide; read, and trained by rules of two kinds, static tables beside.
+static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `fit`
+trains the same by `sj.fit`. `ten` has the sizes of dynamicemb's own benchmark: ten tables, 1.05 million
+ids a step by a power law of 1.05, 350,000 of them distinct, 128 wide; read, and trained by rules of two
+kinds, static tables beside.
 `bits` prints digests of a training whose rows are divided, and come and go: of the losses, and of
 each device's rows and keys. `--process 0` and `--process 1` are two processes with a device each.
 """
@@ -34,7 +35,7 @@ import numpy as np
 import optax
 from flax import nnx
 from timing import time_kernels
-from workloads import click_update, zipf_ids
+from workloads import DLRM_IDS, DLRM_LAYERS, click_update, keys_of, zipf_ids
 
 import sparsejax as sj
 from sparsejax.embeddings import (
@@ -48,9 +49,6 @@ from sparsejax.embeddings.dynamic import state as states
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 
 BATCH, FEATURES, POWER = 65_536, 26, 1.05
-# Ids of each feature, and the layers, of a DLRM.
-IDS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
-LAYERS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256)}
 
 
 def seconds(call, rounds=10):
@@ -244,41 +242,44 @@ def new(rows, dim, steps=8, *, shares=(0.0, 0.01, 0.1), program=assign_and_read)
     return {"rows": rows, "dim": dim, **found}
 
 
+def on_mesh(devices):
+    """Within it the rows of tables are divided over so many devices."""
+    if devices == 1:
+        return contextlib.nullcontext()
+    return jax.set_mesh(sj.make_mesh(data=1, model=devices))
+
+
 def step(rows, dim, devices):
-    mesh = contextlib.nullcontext()
-    if devices > 1:
-        mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
-    with mesh:
+    with on_mesh(devices):
         return {"devices": devices, **new(rows, dim, shares=(0.0, 0.01), program=train)}
 
 
-def keys_of(ids):
-    """Numbers of 64 bits that say nothing of the order of ids."""
-    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
-
-
-def dlrm(rows, dim, devices, batch=BATCH, step=None):
-    mesh = contextlib.nullcontext()
-    if devices > 1:
-        mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
+def of_kinds(seconds_of, rows, dim, devices, batch):
+    """Seconds of a step with dynamic and with static tables."""
     found = {"devices": devices, "rows": rows, "dim": dim}
-    with mesh:
+    with on_mesh(devices):
         for kind in ("dynamic", "static"):
-            taken = (step or dlrm_step)(kind, rows, dim, devices, batch)
+            taken = seconds_of(kind, rows, dim, devices, batch)
             found[kind] = {"seconds": taken}
     return found
 
 
+def dlrm(rows, dim, devices, batch=BATCH):
+    return of_kinds(dlrm_step, rows, dim, devices, batch)
+
+
 def fit(rows, dim, devices, batch=BATCH):
-    return dlrm(rows, dim, devices, batch, step=fit_step)
+    return of_kinds(fit_step, rows, dim, devices, batch)
 
 
 def fit_step(kind, rows, dim, devices, batch, steps=40, epochs=12):
     """Seconds of a step of `sj.fit`: the median of its epochs after the second."""
     rng, size = np.random.default_rng(0), batch * steps
-    names = [f"f{i}" for i in range(len(IDS))]
-    ids = {n: zipf_ids(rng, size, i, POWER) for n, i in zip(names, IDS, strict=True)}
-    columns = dict(zip(names, map(sj.data.HashedColumn, IDS), strict=True))
+    names = [f"f{i}" for i in range(len(DLRM_IDS))]
+    ids = {
+        n: zipf_ids(rng, size, i, POWER) for n, i in zip(names, DLRM_IDS, strict=True)
+    }
+    columns = dict(zip(names, map(sj.data.HashedColumn, DLRM_IDS), strict=True))
     dynamic = None
     if kind == "dynamic":
         ids = {name: keys_of(each) for name, each in ids.items()}
@@ -294,7 +295,7 @@ def fit_step(kind, rows, dim, devices, batch, steps=40, epochs=12):
     )
     rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
     model = sj.embeddings.build_click_model(
-        sj.DLRMConfig(dim=dim, **LAYERS, dynamic=dynamic),
+        sj.DLRMConfig(dim=dim, **DLRM_LAYERS, dynamic=dynamic),
         num_dense=len(dense),
         features=clicks.num_ids,
         rngs=nnx.Rngs(0),
@@ -313,11 +314,11 @@ def fit_step(kind, rows, dim, devices, batch, steps=40, epochs=12):
 
 
 def dlrm_step(kind, rows, dim, devices, batch):
-    sizes = {f"f{i}": size for i, size in enumerate(IDS)}
+    sizes = {f"f{i}": size for i, size in enumerate(DLRM_IDS)}
     rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
     settings = sj.embeddings.DynamicTables(num_rows=rows)
     dynamic = settings if kind == "dynamic" else None
-    config = sj.DLRMConfig(dim=dim, **LAYERS, dynamic=dynamic)
+    config = sj.DLRMConfig(dim=dim, **DLRM_LAYERS, dynamic=dynamic)
     plan = {}
     if devices > 1:
         plan = sj.embeddings.plan_embeddings(

@@ -25,6 +25,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from workloads import keys_of
 
 import sparsejax as sj
 from sparsejax.embeddings import DynamicTableConfig, FeatureConfig, TableConfig, WideIds
@@ -87,7 +88,7 @@ def measured(table, args, batches):
 
         def pack(ids):
             if args.dynamic:  # numbers that say nothing of their order
-                ids = WideIds.of(ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+                ids = WideIds.of(keys_of(ids))
             return model.embeddings.pack({"ids": ids})
 
         packed = list(pool.map(pack, batches))

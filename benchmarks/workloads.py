@@ -252,6 +252,16 @@ def make_rows(workload: Workload, seed: int) -> tuple[np.ndarray, np.ndarray]:
     return rows[order].astype(np.int32), indptr.astype(np.int32)
 
 
+# A DLRM for one to four GPUs: ids of each feature, and units of its layers.
+DLRM_IDS = (5_000_000,) * 4 + (1_000_000,) * 7 + (20_000,) * 15
+DLRM_LAYERS = {"bottom": (512, 256), "top": (1024, 1024, 512, 256)}
+
+
+def keys_of(ids: np.ndarray) -> np.ndarray:
+    """Ids of 64 bits that say nothing of the order of these."""
+    return ids.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15)
+
+
 def zipf_ids(
     rng: np.random.Generator, shape: int | tuple[int, ...], features: int, skew: float
 ) -> np.ndarray:
