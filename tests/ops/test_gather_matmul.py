@@ -5,6 +5,7 @@ import itertools
 
 import jax
 import jax.numpy as jnp
+import jaxprs
 import numpy as np
 import pytest
 from hypothesis import given
@@ -150,12 +151,8 @@ def shapes_within(jaxpr) -> list[tuple[int, ...]]:
     shapes = []
     for equation in jaxpr.eqns:
         shapes += [v.aval.shape for v in equation.outvars]
-        for inner in jax.tree.leaves(
-            list(equation.params.values()), is_leaf=lambda p: hasattr(p, "eqns")
-        ):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                shapes += shapes_within(inner)
+        for inner in jaxprs.inner(equation):
+            shapes += shapes_within(inner)
     return shapes
 
 

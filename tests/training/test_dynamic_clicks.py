@@ -5,6 +5,7 @@ import json
 from typing import Any
 
 import jax
+import jaxprs
 import numpy as np
 import optax
 import pyarrow as pa
@@ -244,9 +245,8 @@ def sums_outside(jaxpr) -> list[str]:
             if id(equation.invars[0]) not in whole:
                 found.append(str(equation))
         elif name != "shard_map":
-            for inner in jax.tree.leaves(list(equation.params.values())):
-                inner = getattr(inner, "jaxpr", inner)
-                found += sums_outside(inner) if hasattr(inner, "eqns") else []
+            for inner in jaxprs.inner(equation):
+                found += sums_outside(inner)
     return found
 
 

@@ -1,0 +1,16 @@
+"""Traced functions, and those within them."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+
+
+def inner(equation: Any) -> Iterator[Any]:
+    """The jaxprs that an equation calls."""
+    for value in jax.tree.leaves(
+        list(equation.params.values()), is_leaf=lambda value: hasattr(value, "eqns")
+    ):
+        found = getattr(value, "jaxpr", value)
+        if hasattr(found, "eqns"):
+            yield found
