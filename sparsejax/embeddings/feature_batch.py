@@ -230,10 +230,13 @@ def _packed_keys(
     words: Sequence[WideIds],
 ) -> tuple[CSR, TableKeys]:
     """The matrix of a stack of dynamic tables, without columns, and its keys."""
-    sizes = sum(ids.low.size for ids in words)
-    if nse == sizes and all(w.present is None and w.offsets is None for w in words):
-        return _whole_keys(xp, stack, batch, words)
+    tables = list(stack.tables)
+    numbers = [tables.index(feature.table) for feature in stack.features]
+    numbers = np.asarray(numbers, np.int32)
     starts = np.cumsum([0, *(ids.low.size for ids in words)], dtype=np.int32)
+    are_there = all(ids.present is None and ids.offsets is None for ids in words)
+    if are_there and nse == starts[-1]:
+        return _whole_keys(xp, stack, batch, numbers, words)
 
     def moved(value, start):
         if isinstance(value, CSR):
@@ -245,9 +248,7 @@ def _packed_keys(
         moved(v, start) for v, start in zip(positions, starts[:-1], strict=True)
     ]
     x = _packed(xp, stack, batch, nse, moved_all)
-    tables = list(stack.tables)
-    numbers = [tables.index(feature.table) for feature in stack.features]
-    table = np.repeat(np.asarray(numbers, np.int32), np.diff(starts))
+    table = np.repeat(numbers, np.diff(starts))
     low = xp.concatenate([xp.asarray(ids.low).reshape(-1) for ids in words])
     high = xp.concatenate([xp.asarray(ids.high).reshape(-1) for ids in words])
     at = xp.maximum(xp.asarray(x.indices), 0)
@@ -261,36 +262,38 @@ def _packed_keys(
 
 
 def _whole_keys(
-    xp: ModuleType, stack: Stack, batch: int, words: Sequence[WideIds]
+    xp: ModuleType,
+    stack: Stack,
+    batch: int,
+    numbers: np.ndarray,
+    words: Sequence[WideIds],
 ) -> tuple[CSR, TableKeys]:
-    """`_packed_keys` of ids in fixed shapes that are all there: none changes its place."""
+    """`_packed_keys` of ids in fixed shapes that are all there: none changes its place.
+
+    `numbers` are those of the features' tables.
+    """
+    low = _side_by_side(xp, batch, [ids.low for ids in words]).reshape(-1)
+    high = _side_by_side(xp, batch, [ids.high for ids in words]).reshape(-1)
+    table = np.repeat(numbers, [_width(ids.low) for ids in words])
+    table = xp.broadcast_to(xp.asarray(table), (batch, len(table))).reshape(-1)
     pairs = [(f, ids.low) for f, ids in zip(stack.features, words, strict=True)]
-    widths = [_width(low) for _, low in pairs]
-    tables = list(stack.tables)
-    numbers = [tables.index(feature.table) for feature in stack.features]
-    numbers = np.repeat(np.asarray(numbers, np.int32), widths)
-
-    def joined(arrays):
-        columns = [
-            xp.asarray(array).reshape(batch, width)
-            for array, width in zip(arrays, widths, strict=True)
-        ]
-        return xp.concatenate(columns, axis=1).reshape(-1)
-
-    low = joined([ids.low for ids in words])
-    high = joined([ids.high for ids in words])
-    table = xp.broadcast_to(xp.asarray(numbers), (batch, len(numbers))).reshape(-1)
-    ends = np.cumsum(_lengths_of_bags(stack, pairs), dtype=np.int32)
-    indptr = _ends_of_bags(xp, batch, ends).reshape(-1)
-    indptr = xp.concatenate([xp.zeros(1, np.int32), indptr])
+    ends = _ends_of_bags(xp, stack, batch, pairs)
+    indptr = xp.concatenate([xp.zeros(1, np.int32), ends])
     leaves = (None, xp.zeros(len(low), np.int32), indptr, None)
     return CSR.tree_unflatten(stack.num_rows, leaves), TableKeys(table, high, low)
 
 
-def _ends_of_bags(xp: ModuleType, batch: int, ends: np.ndarray) -> Array:
-    """`[batch, bags]`: the entry behind each bag, from those of one example."""
+def _side_by_side(xp: ModuleType, batch: int, arrays: Sequence[Array]) -> Array:
+    """`[batch, ids of an example]` of arrays `[batch]` and `[batch, n]`."""
+    columns = [xp.asarray(array).reshape(batch, _width(array)) for array in arrays]
+    return xp.concatenate(columns, axis=1)
+
+
+def _ends_of_bags(xp: ModuleType, stack: Stack, batch: int, lists) -> Array:
+    """`[batch * bags]`: the entry behind each bag, if all ids of the arrays count."""
+    ends = np.cumsum(_lengths_of_bags(stack, lists), dtype=np.int32)
     examples = xp.arange(batch, dtype=np.int32)[:, None] * int(ends[-1])
-    return examples + ends[None]
+    return (examples + ends[None]).reshape(-1)
 
 
 def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
@@ -358,8 +361,7 @@ def _packed(
         indptr = xp.concatenate([zero, sums(counts)])
         place = indptr[entries.row] + before[:-1] - before[entries.first]
     else:  # lists lie in the order of the bags
-        ends = np.cumsum(_lengths_of_bags(stack, lists), dtype=np.int32)
-        ends = _ends_of_bags(xp, batch, ends).reshape(-1)
+        ends = _ends_of_bags(xp, stack, batch, lists)
         indptr = xp.concatenate([zero, before[ends]])
         place = before[:-1]
     if cut is not None:
@@ -386,11 +388,7 @@ def _packed(
 def _of_lists(xp, stack: Stack, batch: int, lists) -> _Entries:
     """Entries of arrays `[batch]` and `[batch, n]`, in the order of the bags."""
     widths = [_width(value) for _, value in lists]
-    columns = [
-        value.reshape(batch, width)
-        for (_, value), width in zip(lists, widths, strict=True)
-    ]
-    ids = xp.concatenate(columns, axis=1)
+    ids = _side_by_side(xp, batch, [value for _, value in lists])
 
     def of_each(values):  # [1, ids of an example]
         values = np.asarray(values)

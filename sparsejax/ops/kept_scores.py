@@ -231,7 +231,6 @@ def _wanted_first(
     batch = len(skipped)
     wanted = sums_so_far(~skipped) - 1
     place = jnp.where(skipped, wanted[-1] + sums_so_far(skipped), wanted)
-    place = place.astype(jnp.int32)
     order = jnp.full(size, batch, jnp.int32)
     numbers = jnp.arange(batch, dtype=jnp.int32)
     return order.at[place].set(numbers, unique_indices=True), place

@@ -109,15 +109,14 @@ def rows_of(
       kernel: `[rows, hidden]`, a Variable or an array.
       ids: of rows; or -1 for zeros, which touch no row.
     """
-    used = ids >= 0
     if not isinstance(kernel, RowParam):
         # Out of range, so that zeros have no part in the gradient.
-        ids = jnp.where(used, ids, kernel.shape[0])
+        ids = jnp.where(ids >= 0, ids, kernel.shape[0])
         return kernel[...].at[ids].get(mode="fill", fill_value=0)
     count = len(ids)
     if is_divided(kernel):  # "data" divides the rows that are asked for
         ids = jnp.pad(ids, (0, -count % axis_sizes()[0]), constant_values=-1)
-        used = ids >= 0
+    used = ids >= 0
     ends = sums_so_far(used)
     places = jnp.where(used, ends - 1, len(ids) + jnp.arange(len(ids)))
     packed = jnp.zeros_like(ids).at[places].set(ids, mode="drop", unique_indices=True)

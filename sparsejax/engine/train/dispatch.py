@@ -564,10 +564,8 @@ def entries_of_step(
       parts: in which batches are divided.
       sparse_inputs: the places of the matrices that are sorted.
     """
-    is_sorted = [i in sparse_inputs for i in range(len(capacities))]
-    rooms = list(zip(is_sorted, capacities, strict=True))
-    copied = sum(room for by_column, room in rooms if not by_column)
-    return sum(parts * room for by_column, room in rooms if by_column) + copied // 10
+    by_column = sum(capacities[i] for i in sparse_inputs)
+    return parts * by_column + (sum(capacities) - by_column) // 10
 
 
 def sorts_ahead() -> bool:
