@@ -60,7 +60,8 @@ def given(symbolic_sizes) -> dict[str, typing.Any]:
     size = train.num_features
     config = sj.NetworkConfig.autoencoder((64,))
     model = sj.FeedForward(config, inputs=size, outputs=size, rngs=nnx.Rngs(0))
-    optimizer = sj.Optimizer(model, sj.optimizers.adam(1e-3))
+    # Its program compiles in half the time of that of Adam.
+    optimizer = sj.Optimizer(model, sj.optimizers.adagrad(0.1))
     history = sj.fit(model, optimizer, train, num_epochs=1, validation=heldout)
     libraries = {"jax": jax, "jnp": jnp, "np": np, "optax": optax, "nnx": nnx}
     return {

@@ -46,7 +46,8 @@ def clicks(tmp_path_factory) -> pathlib.Path:
 def train(folder: pathlib.Path, *more: str, out: str = "run") -> list[str]:
     argv = ["train", str(folder / "train.tsv"), "--run", str(folder / out), *COLUMNS]
     argv += ["--config", str(folder / "dlrm.json"), "--model", "dlrm", "--epochs", "6"]
-    argv += ["--validation", ".1", "--patience", "6", "--learning-rate", ".01"]
+    argv += ["--validation", ".1", "--patience", "6", "--optimizer", "adagrad"]
+    argv += ["--learning-rate", "1"]
     return [*argv, "--batch-size", "256", *more]
 
 

@@ -504,7 +504,7 @@ def test_whole_parameters_wait_for_rows_and_not_for_their_numbers():
 
 
 def test_errors_of_update():
-    model, optimizer = make(optimizers.adam(0.01))
+    model, optimizer = make(optimizers.momentum(0.02, weight_decay=0.1))
     batches = make_batches(6)
     batch = jax.tree.map(lambda leaf: leaf[0], batches)
     rows = nnx.jit(gradients.grad(loss_fn))(model, *batch)

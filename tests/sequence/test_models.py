@@ -126,17 +126,24 @@ def test_the_formula(name, oracle, times):
                 noise = np.random.default_rng(1).normal(size=variable[...].shape)
                 variable[...] += jnp.asarray(noise, jnp.float32)
     model.eval()
-    found, losses = model(HISTORIES, times), []
+
+    @nnx.jit
+    def answers(model, histories, times):
+        ranked = model.top_k(histories, 3, times=times)
+        last = model.last(histories, times)
+        return model(histories, times), model.loss(histories, times), last, *ranked
+
+    found, loss, last, ids, scores = answers(model, HISTORIES, times)
+    losses = []
     for r, row in enumerate(np.asarray(HISTORIES)[:2]):
         row = row[row >= 0]
         given = None if times is None else np.asarray(times)[r]
         h = oracle(model, row, given)
         np.testing.assert_allclose(found[r, : len(row)], h, rtol=1e-3, atol=1e-4)
-        scores, targets = all_scores(model, h[:-1]), (np.arange(len(row) - 1), row[1:])
-        losses += (np.log(np.exp(scores).sum(1)) - scores[targets]).tolist()
-    np.testing.assert_allclose(model.loss(HISTORIES, times), np.mean(losses), rtol=1e-4)
-    ids, scores = model.top_k(HISTORIES, 3, times=times)
-    wanted = all_scores(model, np.asarray(model.last(HISTORIES, times), np.float64))
+        of_all, targets = all_scores(model, h[:-1]), (np.arange(len(row) - 1), row[1:])
+        losses += (np.log(np.exp(of_all).sum(1)) - of_all[targets]).tolist()
+    np.testing.assert_allclose(loss, np.mean(losses), rtol=1e-4)
+    wanted = all_scores(model, np.asarray(last, np.float64))
     np.testing.assert_array_equal(ids, np.argsort(-wanted, axis=1)[:, :3])
     np.testing.assert_allclose(scores, -np.sort(-wanted)[:, :3], rtol=1e-3, atol=1e-4)
 

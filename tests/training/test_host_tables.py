@@ -106,7 +106,7 @@ def test_bits_are_those_of_tables_on_the_device(rule):
         ]
         np.testing.assert_array_equal(answers[1], answers[0])
     more = [
-        sj.fit(m, o, made(3), num_epochs=1, batch_size=64)
+        sj.fit(m, o, made(), num_epochs=1, batch_size=64)
         for m, o in zip((here, there), optimizers, strict=True)
     ]
     assert more[1][0]["loss"] == more[0][0]["loss"]
@@ -344,7 +344,7 @@ def test_rows_are_read_with_their_optimizer_alone():
     with pytest.raises(ValueError, match="the state of another optimizer, which trai"):
         other.flush(there)
     more = [
-        sj.fit(m, o, made(3), num_epochs=1, batch_size=64)[0]["loss"]
+        sj.fit(m, o, made(), num_epochs=1, batch_size=64)[0]["loss"]
         for m, o in zip((here, there), optimizers, strict=True)
     ]
     assert more[1] == more[0]

@@ -120,8 +120,9 @@ def test_items_that_come_later(features):
     """`add_items`, then their content: they are recommended without training."""
     data = histories()
     known = features.align(data)
+    # Adagrad's programs compile in half the time of Adam's.
     model, optimizer = sj.build(
-        SASREC, data, sj.optimizers.adam(0.02), item_features=known
+        SASREC, data, sj.optimizers.adagrad(0.1), item_features=known
     )
     sj.fit(model, optimizer, data, num_epochs=12, batch_size=20)
     before = sj.item_vectors(model)
@@ -150,7 +151,7 @@ def test_a_predictor_takes_new_items(tmp_path, features, name):
     data = read()
     known = features.align(data)
     model, optimizer = sj.build(
-        config, data, sj.optimizers.adam(0.02), item_features=known
+        config, data, sj.optimizers.adagrad(0.1), item_features=known
     )
     sj.fit(model, optimizer, data, num_epochs=6, batch_size=20)
     path = tmp_path / "predictor"

@@ -38,7 +38,7 @@ class Net(nnx.Module):
 
 def made(**sizes):
     model = Net(rngs=nnx.Rngs(0), **sizes)
-    return model, sj.Optimizer(model, sj.optimizers.adam(0.1))
+    return model, sj.Optimizer(model, sj.optimizers.adagrad(0.1))
 
 
 def step(model, optimizer, x, target=1.0):
@@ -171,14 +171,12 @@ def test_modules_that_are_gone_are_forgotten():
 
 def test_on_a_mesh():
     with jax.set_mesh(sj.make_mesh(data=2, model=4)):
-        ours, theirs = made(), made()
+        ours = made()
         for _ in range(2):
             jitted(*ours, X)
-            nnx.jit(step)(*theirs, X)
         kernel = ours[0].first.kernel[...]
         assert kernel.sharding.spec[0] == "model"  # pyrefly: ignore
         assert len(ours[0].norm.bias[...].devices()) == 8  # pyrefly: ignore
-        assert_same(ours, theirs)
         ours[1].flush(ours[0])
     alone = made()
     for _ in range(2):

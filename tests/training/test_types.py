@@ -173,7 +173,7 @@ def test_a_loop_of_ones_own(flagged):
     config = sj.GRUConfig(max_length=4, width=8, blocks=1)
     histories = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
     ids = jnp.asarray(np.array([[0, 1, 2, 3], [4, -1, -1, -1]], np.int32))
-    nnx.value_and_grad(lambda m: m.loss(ids))(histories)
+    nnx.jit(nnx.value_and_grad(lambda m: m.loss(ids)))(histories)
 
 
 def test_what_a_program_has_chosen_stays(flagged):
