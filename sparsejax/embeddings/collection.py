@@ -37,15 +37,17 @@ from sparsejax.embeddings.dynamic.assignment import (
     Moment,
     Trained,
     assign,
+    assign_at_owners,
     begin,
     find,
+    find_at_owners,
     numbers,
 )
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import ROW, Coming, HostRows, set_number
-from sparsejax.embeddings.lookup import Sender, Wire, answered, look_up, sent
+from sparsejax.embeddings.lookup import Sender, Wire, look_up, sent
 from sparsejax.embeddings.placement import (
     Distinct,
     Stack,
@@ -286,30 +288,33 @@ class EmbeddingCollection(nnx.Module):
         A step on several devices waits twice, in the middle of its work, for whether the ids
         have places enough (`exchange_room`), unless the batch says so. Then it does not wait,
         and the other way of a step is not compiled, until the first batch that has too few.
-        The ids are sorted as often as without, and the numbers are the same.
+        The ids are sorted as often as without, and the numbers are the same. Ids of dynamic
+        tables are sent once each, if they repeat, and a device looks at its own ones alone.
 
         Args:
           batches: the ids of each. One more is taken than is given, so where they come from
             an iterator, `itertools.tee` gives the other arrays.
 
         Raises:
-          NotImplementedError: there are dynamic tables or tables in host memory: their rows
-            are known in the step itself.
+          NotImplementedError: there are tables in host memory.
           TypeError: see `pack`.
           ValueError: see `pack`.
         """
         sender = sender_of(self)
         if sender is None:
             raise NotImplementedError(
-                "ahead is not for dynamic tables or tables in host memory, whose rows are "
-                "known in the step itself; give the model the ids"
+                "ahead is not for tables in host memory, whose rows are brought before the "
+                "step: take batches of `embeddings.staged(batches, optimizer)`"
             )
+
+        def answered(ids, batch, crowded):
+            return self._packed(ids) if crowded else batch  # waits for the answer
 
         waiting = collections.deque()
         for ids in batches:
             if not isinstance(ids, FeatureBatch):
-                feature_batch.check_on_host(sender.stacks, ids)
-            waiting.append(sent[False](sender, ids))
+                ids = feature_batch.on_host(sender.stacks, ids)
+            waiting.append((ids, *sent[False](sender, ids)))
             if len(waiting) > 1:
                 yield answered(*waiting.popleft())
         for each in waiting:
@@ -371,9 +376,9 @@ class EmbeddingCollection(nnx.Module):
             raise ValueError("these ids have their rows already: assign them once")
         step = optimizer.step[...]
         now = jnp.asarray(step if clock is None else clock, jnp.int32)
-        stacks = dict(batch.stacks)
+        stacks, routes = dict(batch.stacks), dict(batch.routes)
         for stack in self.stacks:
-            if not stack.dynamic or stack.name not in stacks:
+            if not stack.dynamic or stack.name not in stacks.keys() | routes.keys():
                 continue
             kernel = self.kernels[stack.name]
             path = (*within, "kernels", stack.name)
@@ -401,22 +406,27 @@ class EmbeddingCollection(nnx.Module):
                 for name, variable in arrays.items():
                     variable.set_value(trained.arrays[name])
                 continue
-            x = jax.tree.map(jnp.asarray, stacks[stack.name])
-            keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
-            state, trained, columns = assign(
-                how,
+            before = (
                 _state(known),
                 Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
-                x,
-                keys,
-                Moment(self.seed[...], now, step),
             )
+            moment = Moment(self.seed[...], now, step)
+            if stack.name in routes:
+                keys = routes[stack.name]
+                after = assign_at_owners(how, *before, keys, moment)
+                state, trained, routes[stack.name] = after
+            else:
+                x = jax.tree.map(jnp.asarray, stacks[stack.name])
+                keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
+                state, trained, columns = assign(how, *before, x, keys, moment)
+                stacks[stack.name] = _with_columns(x, columns)
             _set_state(known, state)
             kernel.set_value(trained.w)
             for name, variable in arrays.items():
                 variable.set_value(trained.arrays[name])
-            stacks[stack.name] = _with_columns(x, columns)
-        return dataclasses.replace(batch, stacks=stacks, assigned=True)
+        return dataclasses.replace(
+            batch, stacks=stacks, routes=routes, assigned=True
+        )
 
     def staged[Batch](
         self,
@@ -936,17 +946,20 @@ class EmbeddingCollection(nnx.Module):
 
     def _found(self, batch: FeatureBatch) -> FeatureBatch:
         """A batch whose ids have the rows that they have now."""
-        stacks = dict(batch.stacks)
+        stacks, routes = dict(batch.stacks), dict(batch.routes)
         for stack in self.stacks:
-            if _is_found_in_steps(stack) and stack.name in stacks:
+            if not _is_found_in_steps(stack):
+                continue
+            index = _index_of(self.indexes[stack.name])
+            how = {"implementation": self.implementation}
+            if (keys := routes.get(stack.name)) is not None:
+                routes[stack.name] = find_at_owners(stack, index, keys, **how)
+            elif stack.name in stacks:
                 x = jax.tree.map(jnp.asarray, stacks[stack.name])
                 keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])
-                index = _index_of(self.indexes[stack.name])
-                columns = find(
-                    stack, index, x, keys, implementation=self.implementation
-                )
+                columns = find(stack, index, x, keys, **how)
                 stacks[stack.name] = _with_columns(x, columns)
-        return dataclasses.replace(batch, stacks=stacks, assigned=True)
+        return dataclasses.replace(batch, stacks=stacks, routes=routes, assigned=True)
 
     def _current(self, stack: Stack, x: CSR, stage: Any) -> CSR:
         """The matrix of a stack in host memory, or NaN if its rows may have left."""
@@ -1054,9 +1067,9 @@ def kernel_of(stack: Stack, value: jax.Array, host: HostRows | None = None) -> R
 
 
 def sender_of(collection: EmbeddingCollection) -> Sender | None:
-    """How its ids are sent ahead; None if rows are known in the step itself."""
+    """How its ids are sent ahead; None if rows are in host memory."""
     stacks = tuple(collection.stacks)
-    if any(stack.dynamic or stack.device_rows is not None for stack in stacks):
+    if any(stack.device_rows is not None for stack in stacks):
         return None
     kernels = [collection.kernels[stack.name] for stack in stacks]
     divided = tuple(map(gradients.is_divided, kernels))

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.placement import Place, Stack, StackedFeature
-from sparsejax.mesh.exchange import DividedRows
+from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
@@ -71,8 +71,8 @@ class FeatureBatch:
       new: for each stack of dynamic tables in host memory whose new rows have not begun yet, which
         entries' ids they are of, one for each row.
       routes: for each stack whose ids cross a mesh, if `EmbeddingCollection.ahead` has sent
-        them: the matrix, which `stacks` then lacks, with combiners, and where its ids went. If
-        all had places in the exchange, it says so, and a step does not ask.
+        them: the matrix, which `stacks` then lacks, with combiners, and where its ids went. All
+        had places in the exchange, so a step does not ask. Of dynamic tables also the keys.
     """
 
     stacks: dict[str, CSR]
@@ -81,7 +81,7 @@ class FeatureBatch:
     stage: Array | None = None
     rows: dict[str, Array] = dataclasses.field(default_factory=dict)
     new: dict[str, Array] = dataclasses.field(default_factory=dict)
-    routes: dict[str, DividedRows] = dataclasses.field(default_factory=dict)
+    routes: dict[str, DividedRows | SentKeys] = dataclasses.field(default_factory=dict)
 
 
 def pack(
@@ -146,14 +146,23 @@ def pack(
     return FeatureBatch(packed, keys)
 
 
-def check_on_host(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> None:
-    """Raises what `pack` raises of NumPy's ids, before a program takes 64 bits for 32."""
-    features = {f.name: f for stack in stacks for f in stack.features}
+def on_host(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
+    """The ids, with NumPy's of 64 bits as two words; a program would take 32 bits of them.
+
+    Raises:
+      TypeError: see `pack`.
+      ValueError: see `pack`, of NumPy's ids.
+    """
+    features, found = {f.name: f for stack in stacks for f in stack.features}, dict(ids)
     for name in features.keys() & ids.keys():
-        value: Any = ids[name]  # `_batch_size` refuses others
-        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
-            _batch_size(features[name], value)
-            _check_on_host(features[name], value)
+        feature, value = features[name], cast(Any, ids[name])
+        if feature.table.dynamic:
+            found[name] = _wide_ids(feature, value)
+        # `_batch_size` refuses others
+        elif all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
+            _batch_size(feature, value)
+            _check_on_host(feature, value)
+    return found
 
 
 def divides_batch(batch: int) -> bool:
@@ -177,12 +186,41 @@ def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
 
     def part(values):
         batch, room = len(values[0]), sum(v.size for v in values)
-        mine = _packed(jnp, stack, batch, room, values)
-        return jax.tree.map(lambda leaf: leaf[None, None], mine)
+        return _packed(jnp, stack, batch, room, values)
+
+    return _on_devices(part, list(values))
+
+
+def keys_on_devices(
+    stack: Stack, ids: Mapping[str, WideIds], exists: Array | None
+) -> tuple[CSR, TableKeys] | None:
+    """The matrix of each device and its keys, of dynamic tables; None if ids are lists.
+
+    Devices divide the examples. `exists` is that of `without_examples`.
+    """
+    words = [ids[feature.name] for feature in stack.features]
+    if any(each.offsets is not None for each in words):
+        return None
+
+    def part(values):
+        words, exists = values
+        batch, room = len(words[0].low), sum(each.low.size for each in words)
+        positions = [_positions(each) for each in words]
+        x, keys = _packed_keys(jnp, stack, batch, room, positions, words)
+        return x if exists is None else _without(x, exists), keys
+
+    return _on_devices(part, (words, exists))
+
+
+def _on_devices(part: Callable[[Any], Any], values: Any) -> Any:
+    """`part` of each device's examples; leaves are `[data, model, n]`."""
+
+    def of_device(values):
+        return jax.tree.map(lambda leaf: leaf[None, None], part(values))
 
     return call_on_each_device(
-        part,
-        list(values),
+        of_device,
+        values,
         in_specs=(P(("data", "model")),),
         out_specs=P("data", "model"),
     )
@@ -305,15 +343,17 @@ def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
     """
 
     def of(x: CSR) -> CSR:
-        columns = jnp.asarray(x.indices).reshape(len(exists), -1)
-        columns = jnp.where(exists[:, None], columns, WITHOUT_ROW).reshape(-1)
         # Otherwise XLA divides them, and all that is known of them crosses a mesh in the step.
-        columns = replicated(columns)
-        leaves = (x.data, columns, x.indptr, None)
-        return CSR.tree_unflatten(x.num_cols, leaves)
+        return replicated(_without(x, exists))
 
     stacks = {n: of(x) if n in batch.keys else x for n, x in batch.stacks.items()}
     return dataclasses.replace(batch, stacks=stacks)
+
+
+def _without(x: CSR, exists: Array) -> CSR:
+    columns = jnp.asarray(x.indices).reshape(len(exists), -1)
+    columns = jnp.where(exists[:, None], columns, WITHOUT_ROW).reshape(-1)
+    return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
 
 
 class _Entries(NamedTuple):

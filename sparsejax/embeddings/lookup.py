@@ -20,14 +20,17 @@ from jaxtyping import Array, Bool, Float
 
 from sparsejax.embeddings.dynamic import vectors
 from sparsejax.embeddings.feature_batch import (
+    WRONG,
     FeatureBatch,
     Ids,
     divides_batch,
+    keys_on_devices,
     pack,
+    without_examples,
 )
 from sparsejax.embeddings.placement import Distinct, Stack
 from sparsejax.mesh import exchange
-from sparsejax.mesh.exchange import DividedRows
+from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import (
     axis_sizes,
     call_on_each_device,
@@ -38,6 +41,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.mesh.per_device import own_block
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
+from sparsejax.ops import hash_index
 from sparsejax.ops.gather_sum import in_turns
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.implementations import Implementation
@@ -67,7 +71,7 @@ class Wire:
 def look_up(
     stack: Stack,
     kernel: gradients.RowParam,
-    x: CSR | DividedRows,
+    x: CSR | DividedRows | SentKeys,
     *,
     wire: Wire,
     keys: TableKeys | None = None,
@@ -85,7 +89,7 @@ def look_up(
       kernel: its tables.
       x: its matrix of a `FeatureBatch`, in which its ids may have been sent.
       wire: how devices exchange.
-      keys: of the entries of `x`, if the tables are dynamic.
+      keys: of the entries of `x`, if the tables are dynamic and ids were not sent.
       seed: of the vectors of ids without a row, if the tables are dynamic. Without it such
         ids are left out.
       order: of the entries of `x`, the row of each, if the kernel has rows in any order.
@@ -107,6 +111,8 @@ def look_up(
         # Whatever factor a bag has, it is that of all its ids.
         make = functools.partial(_without_guests, stack, blank)
         x, guests, order = call_with_auto_axes(make, x, keys, order, out_specs=P())
+    if isinstance(x, SentKeys):
+        x = vectors.beside_owned(stack, x, seed)
     if isinstance(x, DividedRows):
         _check_mesh(x.parts)
         rows = _sent_with_blank(x, stack.bags, blank) if blank else x
@@ -140,7 +146,7 @@ class Sender:
 
     Attributes:
       names: of the features.
-      stacks: all of the collection; none has dynamic tables, or tables in host memory.
+      stacks: all of the collection; none has tables in host memory.
       by_rows: whether the kernel of each is divided over "model".
       wire: how devices exchange.
     """
@@ -151,23 +157,63 @@ class Sender:
     wire: Wire
 
     def sent(
-        self, ids: Mapping[str, Ids] | FeatureBatch
+        self,
+        ids: Mapping[str, Ids] | FeatureBatch,
+        exists: Bool[Array, "batch"] | None = None,
     ) -> tuple[FeatureBatch, Bool[Array, ""]]:
-        """The batch with `routes`, and whether the exchange has too little room."""
+        """The batch with `routes`, and whether the exchange has too little room.
+
+        If it has, these are of no use. Ids of dynamic tables in examples that do not exist
+        ask for no row.
+        """
         batch = ids if isinstance(ids, FeatureBatch) else pack(self.stacks, ids)
-        crowded, stacks, routes = jnp.bool(False), dict(batch.stacks), {}
+        if exists is not None:
+            batch = without_examples(batch, exists)
+        crowded, routes = jnp.bool(False), {}
+        stacks, keys = dict(batch.stacks), dict(batch.keys)
         for stack, divided in zip(self.stacks, self.by_rows, strict=True):
             if stack.name not in stacks:
                 continue
             x = jax.tree.map(jnp.asarray, stacks[stack.name])
-            rows = _rows(stack, divided, x, self.wire, 0, is_made=False)
-            flag = rows.crowded() if isinstance(rows, DividedRows) else None
-            if isinstance(rows, DividedRows) and flag is not None:
+            rows, flag = None, None
+            if stack.name in keys:
+                if divided and divides_batch(x.num_rows // stack.bags):
+                    mine = None
+                    if not isinstance(ids, FeatureBatch):
+                        mine = keys_on_devices(stack, ids, exists)
+                    mine = _parts_of(x, keys[stack.name]) if mine is None else mine
+                    rows, flag = self._keys_sent(stack, *mine) or (None, None)
+            else:
+                rows = _rows(stack, divided, x, self.wire, 0, is_made=False)
+                if isinstance(rows, DividedRows):
+                    rows, flag = rows.certain(), rows.crowded()
+            if rows is not None and flag is not None:
                 crowded |= flag
                 routes[stack.name] = rows
                 del stacks[stack.name]
-        batch = dataclasses.replace(batch, stacks=stacks, routes=routes)
+                keys.pop(stack.name, None)
+        batch = dataclasses.replace(batch, stacks=stacks, keys=keys, routes=routes)
         return batch, replicated(crowded)
+
+    def _keys_sent(
+        self, stack: Stack, x: CSR, keys: TableKeys
+    ) -> tuple[SentKeys, Bool[Array, ""]] | None:
+        """The ids of each device at their owners; see `exchange.keys_sent`."""
+        parts = _on_parts(functools.partial(_made, stack, 0), x)
+        model = axis_sizes()[1]
+        examples = parts.num_rows // stack.bags
+        columns = jnp.asarray(parts.indices)
+        leaves = (parts.data, jnp.where(columns == WRONG, -1, 0), parts.indptr, None)
+        return exchange.keys_sent(
+            CSR.tree_unflatten(parts.num_cols, leaves),
+            hash_index.spread(keys),
+            keys,
+            columns >= 0,
+            nse=columns.size,
+            room=self.wire.room,
+            wire_dtype=self.wire.dtype or stack.dtype,
+            distinct=stack.distinct_of_owner(model, examples, self.wire.distinct),
+        )
 
 
 @functools.partial(Programs, static_argnames=("sender",))
@@ -176,14 +222,6 @@ def sent(
 ) -> tuple[FeatureBatch, Bool[Array, ""]]:
     """`Sender.sent`; of the two forms of `Programs`."""
     return sender.sent(ids)
-
-
-def answered(batch: FeatureBatch, crowded: jax.Array) -> FeatureBatch:
-    """The batch of `sent`, which says that there is room if there is. Waits for the answer."""
-    if crowded:
-        return batch
-    routes = {name: rows.certain() for name, rows in batch.routes.items()}
-    return dataclasses.replace(batch, routes=routes)
 
 
 def _period(stack: Stack, rows: CSR | DividedRows, examples: int) -> int:
@@ -265,6 +303,31 @@ def _rows(
         share=float(owned.max() / owned.sum()),
         owner_rows=stack.bags_of_owner(model) * examples,
         distinct=stack.distinct_of_owner(model, examples, wire.distinct),
+    )
+
+
+def _parts_of(x: CSR, keys: TableKeys) -> tuple[CSR, TableKeys]:
+    """The matrix of each device and its keys, of a matrix that all devices have."""
+    place = jnp.arange(x.nse, dtype=jnp.int32)
+    places = CSR.tree_unflatten(x.num_cols, (x.data, place, x.indptr, None))
+
+    def part(parts, columns, keys):
+        places = own_block(parts.indices)
+        columns, keys = jax.tree.map(
+            lambda values: jnp.asarray(values)[places][None, None], (columns, keys)
+        )
+        return CSR.tree_unflatten(
+            x.num_cols, (parts.data, columns, parts.indptr, None)
+        ), keys
+
+    spec = P("data", "model")
+    return call_on_each_device(
+        part,
+        exchange.parts_of(places),
+        x.indices,
+        keys,
+        in_specs=(spec, P(), P()),
+        out_specs=spec,
     )
 
 

@@ -26,7 +26,9 @@ crosses once, and the device that asks for it adds rows for its bags, and gradie
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -35,7 +37,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparsejax.mesh.layout import axis_sizes, call_on_each_device, padded_rows
 from sparsejax.mesh.per_device import (
@@ -214,12 +216,15 @@ class Route(NamedTuple):
       bags: `[model * slots]`: the bag of each of these slots; their number if it is empty. Of
         distinct ids the transpose of `asked`: a slot has several bags.
       crowded: `[1]` whether a device has too few places for some other, on any device.
+      beside: what the owner makes of the sums of `owned` before they cross, `f(sums)`. It has no
+        gradient.
     """
 
     owned: CSR
     asked: CSR | None
     bags: jax.Array | CSR | None
     crowded: jax.Array | None
+    beside: jax.tree_util.Partial | None = None
 
     @property
     def distinct(self) -> bool:
@@ -429,7 +434,10 @@ class DividedRows:
 
         # Rows cross in any case, while layers that do not need them work: the host waits for
         # the condition after that.
-        came = self.sent_back(read(owned, self.wire_dtype))
+        mine = read(owned, self.wire_dtype)
+        if self.route.beside is not None:
+            mine = self.route.beside(mine)
+        came = self.sent_back(mine)
         if owned.transposed is not None:
             # So they are sorted before the rows are waited for.
             asked = _after(asked, jnp.minimum(owned.transposed.indptr[0], 0))
@@ -601,7 +609,7 @@ def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
     slot = jnp.minimum(passed[1:] - 1 - passed[starts[owner]], slots)
     crowded = jnp.max(counts) > count
     crowded |= (part.indptr[-1] > mine) | (jnp.max(jnp.diff(passed[starts])) > slots)
-    crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
+    crowded = _on_any_device(crowded)
 
     # The entries that each owner gets.
     every = jnp.arange(count, dtype=jnp.int32)[None]
@@ -679,42 +687,257 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
       mine: how many entries a device can send.
       count: slots of each pair of devices.
     """
-    model, bags = axis_sizes()[1], part.num_rows
+    model = axis_sizes()[1]
     end = model * width  # behind the last column; of entries that do not count
     bag = segment_ids(part.indptr, mine)
     by_column = Transposed.of(part.columns(padding=end)[:mine], bag, end)
     column = by_column.columns
     owners = jnp.arange(model + 1, dtype=jnp.int32)
     starts = _first_at_least(column, owners * width)
-    number = by_column.numbers(end)
-    # Numbers of the first distinct id of each owner.
-    firsts = jnp.where(starts > 0, number.at[starts - 1].get(mode="clip") + 1, 0)
-    counts = jnp.diff(firsts)
-    crowded = (jnp.max(counts) > count) | (part.indptr[-1] > mine)
-    crowded = lax.pmax(crowded.astype(jnp.int32), ("data", "model")) > 0
-
-    place = jnp.arange(count, dtype=jnp.int32)[None]
-    sent = firsts[:-1, None] + jnp.minimum(place, counts[:, None])
-    ptr = by_column.indptr.at[sent.reshape(-1)].get(mode="clip")
-    ptr = jnp.concatenate([ptr, starts[-1:]])
-    sent = column.at[ptr[:-1]].get(mode="clip").reshape(model, count)
-    sent = jnp.where(place < counts[:, None], sent - owners[:-1, None] * width, width)
-    every = jnp.arange(model * count + 1, dtype=jnp.int32)
-    owned = CSR.tree_unflatten(width, (None, _exchanged(sent).reshape(-1), every, None))
-
-    data = None if part.data is None else jnp.asarray(part.data)[:mine]
-    of_slot = None if data is None else data[by_column.order]
-    bag_of = CSR.tree_unflatten(bags, (of_slot, by_column.rows, ptr, None))
-    owner = column // width
-    slot = owner * count + number - firsts.at[owner].get(mode="clip")
-    # An id that no owner has is a slot that there is not, which makes its bag NaN.
-    asked = jnp.zeros(mine, jnp.int32)
-    asked = asked.at[by_column.order].set(
-        jnp.where(column < end, slot, -1), unique_indices=True
+    slots = _Slots.of(
+        by_column.indptr, by_column.numbers(end), starts, column // width, count
     )
-    leaves = (data, asked, part.indptr, None)
-    asked = CSR.tree_unflatten(model * count, leaves)
-    return Route(owned, asked, bag_of, crowded[None])
+    crowded = _on_any_device(slots.lack | (part.indptr[-1] > mine))
+    sent = column.at[slots.starts[:-1]].get(mode="clip").reshape(model, count)
+    sent = jnp.where(slots.filled, sent - owners[:-1, None] * width, width)
+    # An id that no owner has is a slot that there is not, which makes its bag NaN.
+    slot = jnp.where(column < end, slots.slot, -1)
+    return slots.route(part, width, by_column.order, by_column.rows, slot)._replace(
+        owned=_one_each(width, _exchanged(sent).reshape(-1)), crowded=crowded[None]
+    )
+
+
+class _Slots(NamedTuple):
+    """Which of a device's entries, in the order of their ids, are in which slots.
+
+    Attributes:
+      starts: `[model * count + 1]` the first entry of each slot.
+      filled: `[model, count]` whether there is an id.
+      slot: of each entry.
+      lack: `[]` whether an owner has more ids than slots.
+    """
+
+    starts: Int[Array, "slots_and_1"]
+    filled: Bool[Array, "model count"]
+    slot: Int[Array, "entries"]
+    lack: Bool[Array, ""]
+
+    @classmethod
+    def of(
+        cls,
+        indptr: Int[Array, "ids_and_1"],
+        number: Int[Array, "entries"],
+        starts: Int[Array, "model_and_1"],
+        owner: Int[Array, "entries"],
+        count: int,
+    ) -> _Slots:
+        """Within.
+
+        Args:
+          indptr: the first entry of each distinct id, in the order of owners.
+          number: of the distinct id of each entry.
+          starts: the first entry of each owner, and the end of those that count.
+          owner: of each entry.
+          count: slots of each pair of devices.
+        """
+        # Numbers of the first distinct id of each owner.
+        firsts = jnp.where(starts > 0, number.at[starts - 1].get(mode="clip") + 1, 0)
+        counts = jnp.diff(firsts)
+        place = jnp.arange(count, dtype=jnp.int32)[None]
+        ids = firsts[:-1, None] + jnp.minimum(place, counts[:, None])
+        begins = indptr.at[ids.reshape(-1)].get(mode="clip")
+        return cls(
+            jnp.concatenate([begins, starts[-1:]]),
+            place < counts[:, None],
+            owner * count + number - firsts.at[owner].get(mode="clip"),
+            jnp.max(counts) > count,
+        )
+
+    def route(
+        self,
+        part: CSR,
+        width: int,
+        order: Int[Array, "entries"],
+        bag: Int[Array, "entries"],
+        slot: Int[Array, "entries"],
+    ) -> Route:
+        """The way back, without what the owner has, whose columns are `width`.
+
+        Args:
+          part: the rows of this device.
+          width: columns of an owner.
+          order: place in `part` of each entry.
+          bag: of each entry.
+          slot: that each entry asks for.
+        """
+        slots = self.filled.size
+        mine = len(order)
+        data = None if part.data is None else jnp.asarray(part.data)[:mine]
+        of_slot = None if data is None else data[order]
+        asked = jnp.zeros(mine, jnp.int32)
+        asked = asked.at[order].set(slot, unique_indices=True)
+        return Route(
+            _one_each(width, jnp.full(slots, width, jnp.int32)),
+            CSR.tree_unflatten(slots, (data, asked, part.indptr, None)),
+            CSR.tree_unflatten(part.num_rows, (of_slot, bag, self.starts, None)),
+            None,
+        )
+
+
+def _one_each(width: int, columns: Int[Array, "rows"]) -> CSR:
+    """A matrix with one entry in each row."""
+    every = jnp.arange(len(columns) + 1, dtype=jnp.int32)
+    return CSR.tree_unflatten(width, (None, columns, every, None))
+
+
+def _on_any_device(flag: Bool[Array, ""]) -> Bool[Array, ""]:
+    return lax.pmax(flag.astype(jnp.int32), ("data", "model")) > 0
+
+
+class SentKeys(NamedTuple):
+    """Distinct ids at their owners, by their keys: the owners know the columns of these.
+
+    Leaves are `[data, model, n]`, each device's own.
+
+    Attributes:
+      rows: the matrix, and where its ids went. All had places. In `route.owned` a column is
+        `num_cols` until the owner says which it is, or if there is none.
+      keys: arrays of numbers that tell ids apart, of each slot of `route.owned`.
+      times: how often the batch has the id of a slot; 0 where there is none; -1 for the slot,
+        without an id, that entries ask for that do not count.
+    """
+
+    rows: DividedRows
+    keys: Any
+    times: Int[Array, "data model slots"]
+
+    def at(self, columns: Int[Array, "data model slots"]) -> SentKeys:
+        """The same with the columns at the owners."""
+        route = self.rows.route
+        assert route is not None
+        owned = route.owned
+        leaves = (None, columns, owned.indptr, None)
+        owned = CSR.tree_unflatten(owned.num_cols, leaves)
+        rows = dataclasses.replace(self.rows, route=route._replace(owned=owned))
+        return self._replace(rows=rows)
+
+
+def keys_sent(
+    parts: CSR,
+    numbers: UInt32[Array, "data model entries"],
+    keys: Any,
+    wanted: Bool[Array, "data model entries"],
+    *,
+    nse: int,
+    room: float | None,
+    wire_dtype: jax.typing.DTypeLike | None,
+    distinct: float,
+) -> tuple[SentKeys, Bool[Array, ""]] | None:
+    """Sends distinct ids to their owners by keys; see `divided`.
+
+    Args:
+      parts: the rows of each device; a column below 0 makes its row NaN, others are not read.
+      numbers: of the entries. They divide 2^32 evenly among the owners, and are the same for
+        the same keys.
+      keys: arrays of 32-bit numbers, of the entries.
+      wanted: which entries count. Others add nothing to their rows.
+      nse: see `divided`.
+      room: see `places`.
+      wire_dtype: see `DividedRows`.
+      distinct: how many distinct ids a device has on average of an owner.
+
+    Returns:
+      The ids, and whether a device has too few places for some other. None if distinct ids
+      are not fewer, so that sums should cross.
+    """
+    data, model = axis_sizes()
+    slots = slots_for(
+        nse / (data * model),
+        parts.num_rows,
+        model=model,
+        room=room,
+        share=None,
+        owner_rows=None,
+        distinct=distinct,
+    )
+    if model == 1 or not slots.distinct:
+        return None
+    width = padded_rows(parts.num_cols) // model
+    mine = min(parts.nse, slots.ids)
+    # Entries that do not count ask for one more slot, which is empty.
+    count = min(mine, slots.count) + 1
+
+    def part(part, numbers, keys, wanted):
+        part, numbers, keys, wanted = own_block((part, numbers, keys, wanted))
+        found = _keys_route(part, numbers, keys, wanted, width, mine, count)
+        return jax.tree.map(lambda leaf: leaf[None, None], found)
+
+    spec = P("data", "model")
+    route, keys, times = call_on_each_device(
+        part, parts, numbers, keys, wanted, in_specs=(spec,) * 4, out_specs=spec
+    )
+    wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
+    rows = DividedRows(parts, route, nse, wire)
+    crowded = rows.crowded()
+    assert crowded is not None
+    return SentKeys(rows.certain(), keys, times), crowded
+
+
+def _keys_route(
+    part: CSR,
+    numbers: UInt32[Array, "entries"],
+    keys: Any,
+    wanted: Bool[Array, "entries"],
+    width: int,
+    mine: int,
+    count: int,
+) -> tuple[Route, Any, Int[Array, "slots"]]:
+    """Within: the way of a device's distinct keys, the keys that have come, and how often."""
+    model, last = axis_sizes()[1], np.uint32(0xFFFFFFFF)
+    bag = segment_ids(part.indptr, mine)
+    wrong = jnp.asarray(part.indices)[:mine] < 0
+    counts = wanted[:mine] & ~wrong & (bag < part.num_rows)
+    number = jnp.where(counts, jnp.minimum(numbers[:mine], last - 1), last)
+    position = jnp.arange(mine, dtype=jnp.int32)
+    number, order = lax.sort_key_val(number, position, is_stable=True)
+    here = number < last
+    keys = jax.tree.map(lambda word: word[order], keys)
+    # A key between two equal ones of the same number makes them two: the owner finds both.
+    words = (number, *jax.tree.leaves(keys))
+    first = here & functools.reduce(
+        operator.or_, (jnp.append(True, w[1:] != w[:-1]) for w in words)
+    )
+    of_id = sums_so_far(first) - 1
+    bounds = np.arange(model, dtype=np.uint64) * 2**32 // model
+    bounds = jnp.asarray(np.append(bounds, last), jnp.uint32)
+    starts = _first_at_least(number, bounds)
+    indptr = jnp.full(mine + 1, starts[-1])
+    indptr = indptr.at[jnp.where(first, of_id, mine + 1 + position)].set(
+        position, mode="drop", unique_indices=True
+    )
+    owner = jnp.sum(number[:, None] >= bounds[None, 1:-1], axis=1, dtype=jnp.int32)
+    slots = _Slots.of(indptr, of_id, starts, owner, count)
+    empty = jnp.sum(slots.filled[0], dtype=jnp.int32)
+    lack = slots.lack | jnp.all(slots.filled[0]) | (part.indptr[-1] > mine)
+    crowded = _on_any_device(lack)
+
+    times = jnp.diff(slots.starts)
+    idle = jnp.any(~wanted[:mine] & ~wrong & (bag < part.num_rows))
+    times = times.at[empty].set(jnp.where(idle, -1, times[empty]))
+    leaves, kind = jax.tree.flatten(keys)
+    sent = [leaf.at[slots.starts[:-1]].get(mode="clip") for leaf in leaves]
+    sent = [word.reshape(model, 1, count).astype(jnp.uint32) for word in (*sent, times)]
+    came = jnp.moveaxis(_exchanged(jnp.concatenate(sent, axis=1)), 1, 0)
+    *came, times = came.reshape(len(sent), model * count)
+    came = [word.astype(leaf.dtype) for word, leaf in zip(came, leaves, strict=True)]
+
+    route = slots.route(part, width, order, bag[order], jnp.where(here, slots.slot, empty))
+    assert route.asked is not None
+    asked = route.asked
+    column = jnp.where(wrong, -1, jnp.asarray(asked.indices))
+    asked = CSR.tree_unflatten(asked.num_cols, (asked.data, column, asked.indptr, None))
+    route = route._replace(asked=asked, crowded=crowded[None])
+    return route, jax.tree.unflatten(kind, came), times.astype(jnp.int32)
 
 
 def _exchanged(values: jax.Array) -> jax.Array:

@@ -147,7 +147,12 @@ def empty(layout: Layout, parts: int = PARTS) -> Index:
 
 def part_of(keys: TableKeys) -> Any:
     """The part of each key, 0 to 255. Of NumPy arrays, too."""
-    return (hashed(keys, 1) >> 24).astype(np.int32)
+    return (spread(keys) >> 24).astype(np.int32)
+
+
+def spread(keys: TableKeys) -> Any:
+    """A number of 32 bits of each key, of which the highest 8 are its part."""
+    return hashed(keys, 1)
 
 
 def hashed(keys: TableKeys, seed: int) -> Any:
@@ -252,20 +257,20 @@ def _find_by_program(
 
 
 def distinct(
-    layout: Layout, keys: TableKeys, wanted: Bool[Array, "keys"]
+    layout: Layout, keys: TableKeys, times: Int[Array, "keys"]
 ) -> tuple[Distinct, Int[Array, "keys"]]:
-    """The wanted keys in ascending order, and how often each occurs.
+    """The keys that occur at all in ascending order, and how often each occurs.
 
-    The number stands at the first one of equal keys.
+    That is the sum of `times` of equal keys. It stands at the first one of them.
     """
     part, tables = part_of(keys), np.uint32(len(layout.sizes))
     group = part.astype(jnp.uint32) * tables + keys.table.astype(jnp.uint32)
-    group = jnp.where(wanted, group, _LAST)
+    group = jnp.where(times > 0, group, _LAST)
     place = jnp.arange(len(group), dtype=jnp.int32)
     group, high, low, place = lax.sort((group, keys.high, keys.low, place), num_keys=3)
     first = _differs(group) | _differs(high) | _differs(low)
     start = lax.cummax(jnp.where(first, jnp.arange(len(group), dtype=jnp.int32), 0))
-    counts = jnp.zeros(len(group), jnp.int32).at[start].add(1)
+    counts = jnp.zeros(len(group), jnp.int32).at[start].add(times[place])
     used = group != _LAST
     found = TableKeys((group % tables).astype(jnp.int32), high, low)
     part = jnp.where(used, group // tables, 0).astype(jnp.int32)
@@ -395,7 +400,7 @@ def _places(layout: Layout, keys: TableKeys) -> tuple[Any, Any, Any, Any]:
 
     Of numbers in a GPU program, too.
     """
-    one, two, below = hashed(keys, 1), hashed(keys, 2), np.uint32(0xFFFFFF)
+    one, two, below = spread(keys), hashed(keys, 2), np.uint32(0xFFFFFF)
     buckets = np.uint32(layout.buckets)
     first, second = lax.rem(one & below, buckets), lax.rem(two & below, buckets)
     next_one = lax.rem(first + np.uint32(1), buckets)

@@ -137,7 +137,7 @@ def _added(
     def part(index, keys, wanted, first):
         of_part = hash_index.part_of(keys) - first
         mine = wanted & (of_part >= 0) & (of_part < len(index.used))
-        of, _ = hash_index.distinct(layout, keys, mine)
+        of, _ = hash_index.distinct(layout, keys, mine.astype(jnp.int32))
         index, rows = hash_index.insert(layout, index, of, of.first, first)
         return index, jnp.full(len(rows), -1, jnp.int32).at[of.place].set(rows)
 

@@ -17,6 +17,7 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.embeddings import Admit, DynamicTableConfig, FeatureConfig, WideIds
 from sparsejax.embeddings.dynamic import files
+from sparsejax.embeddings.placement import Distinct
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.optimizers.optimizer import first_state
 
@@ -373,6 +374,61 @@ def test_a_mesh_has_the_same_rows(shape):
     data, model_parts = shape
     with jax.set_mesh(sj.make_mesh(data=data, model=model_parts)):
         indexes_of_many, rows_of_many, stats_of_many = trained()
+    for a, b in zip(indexes, indexes_of_many, strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(rows, rows_of_many, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+    assert stats == stats_of_many
+
+
+SENT = {"user": "user", "item": FEATURES["item"], "seen": FEATURES["seen"]}
+
+
+@pytest.mark.parametrize(
+    ("shape", "packed"), [((1, 2), False), ((2, 4), False), ((2, 2), True)]
+)
+def test_ids_that_are_sent_have_the_same_rows(shape, packed):
+    """Of lists, too, of more ids than rows, and of more distinct ones than places."""
+    features = FEATURES if packed else SENT
+    tables = {
+        "user": DynamicTableConfig(256, 4, evict="lfu"),
+        "item": DynamicTableConfig(256, 4, evict=None, admit=Admit(count=60)),
+    }
+    rng, size = np.random.default_rng(6), 512
+    names = rng.integers(0, 2**64, 2000, np.uint64)
+    shapes = {"user": size, "item": (size, 3), "seen": (size, 2)}
+    lists = WideIds.ragged(names[rng.integers(0, 60, size)], np.arange(size + 1))
+    steps = []
+    for i in range(5):
+        of = names if i == 3 else names[40 * i :][:60]
+        ids = {
+            name: WideIds.of(rng.choice(of, shape), mask=rng.random(shape) < 0.9)
+            for name, shape in shapes.items()
+        }
+        steps.append(ids | ({"bought": lists} if packed else {}))
+
+    def run(ahead):
+        model = Model(tables, features)
+        optimizer = sj.Optimizer(model, sj.optimizers.adam(0.1))
+        if ahead:
+            told = Distinct(size // math.prod(shape), (("user", 60.0), ("item", 60.0)))
+            model.embeddings.expect(told)
+            given = map(model.embeddings.pack, steps) if packed else steps
+            batches = [*model.embeddings.ahead(given)]
+            assert [bool(b.routes) for b in batches] == [True, True, True, False, True]
+        else:
+            batches = [*map(model.embeddings.pack, steps)]
+        target = np.ones((size, model.embeddings.num_outputs), np.float32)
+        found = [train(model, optimizer, batch, target) for batch in batches]
+        found += looked_up(model, batches[-1]).values()
+        (kernel,) = model.embeddings.kernels.values()
+        stats = model.embeddings.stats()
+        return arrays_of(model.embeddings.indexes), [kernel[...], *found], stats
+
+    indexes, rows, stats = run(ahead=False)
+    assert stats["user"].evicted and stats["item"].waiting and stats["item"].refused
+    with jax.set_mesh(sj.make_mesh(data=shape[0], model=shape[1])):
+        indexes_of_many, rows_of_many, stats_of_many = run(ahead=True)
     for a, b in zip(indexes, indexes_of_many, strict=True):
         np.testing.assert_array_equal(a, b)
     for a, b in zip(rows, rows_of_many, strict=True):

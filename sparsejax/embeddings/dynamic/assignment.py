@@ -1,7 +1,8 @@
 """From the ids of a batch to rows: ids that have one are found, new ones get one.
 
 On a mesh every device has all ids, and works on those of its own parts. So ids that are not its
-own cost it a hash each, and no row is exchanged but its number.
+own cost it a hash each, and no row is exchanged but its number. Of ids that were sent to the
+owners of their rows, a device has its own ones, each once from each device.
 """
 
 from __future__ import annotations
@@ -29,7 +30,9 @@ from sparsejax.embeddings.dynamic.state import (
 )
 from sparsejax.embeddings.feature_batch import WITHOUT_ROW, WRONG
 from sparsejax.embeddings.placement import Stack
+from sparsejax.mesh.exchange import SentKeys
 from sparsejax.mesh.layout import call_on_each_device, mesh_is_set
+from sparsejax.mesh.per_device import gather_over_data, own_block
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.ops.implementations import Implementation
@@ -97,11 +100,11 @@ class Assign:
         self, state: State, trained: Trained, x: CSR, keys: TableKeys, moment: Moment
     ) -> tuple[State, Trained, Int[Array, "ids"]]:
         """The state and rows after it, and the column of each id."""
-        wanted = _wanted(x)
+        times = _times(x)
         if x.nse == 0:
             return state, trained, jnp.asarray(x.indices)
         if not mesh_is_set():
-            state, trained, rows = self.part(state, trained, keys, wanted, moment, 0)
+            state, trained, rows = self.part(state, trained, keys, times, moment, 0)
             return state, trained, _columns(x, rows)
         by_parts = P("model")
         state, trained, rows = call_on_each_device(
@@ -109,30 +112,61 @@ class Assign:
             state,
             trained,
             keys,
-            wanted,
+            times,
             moment,
             in_specs=(by_parts, by_parts, P(), P(), P()),
             out_specs=(by_parts, by_parts, P()),
         )
         return state, trained, _columns(x, rows)
 
-    def _part_of_device(self, state, trained, keys, wanted, moment):
-        parts = len(state.last)
-        first = lax.axis_index("model") * parts
-        state, trained, rows = self.part(state, trained, keys, wanted, moment, first)
+    def _part_of_device(self, state, trained, keys, times, moment):
+        first = _first_part(state.index)
+        state, trained, rows = self.part(state, trained, keys, times, moment, first)
         return state, trained, _over_devices(self.stack, rows, first)
+
+    def at_owners(
+        self, state: State, trained: Trained, sent: SentKeys, moment: Moment
+    ) -> tuple[State, Trained, SentKeys]:
+        """The same for ids that were sent: each device looks at those of its own parts."""
+
+        def part(state, trained, keys, times, moment):
+            keys, times = own_block((keys, times))
+            size, first = len(times), _first_part(state.index)
+            # "data" repeats the parts, which change in the same way everywhere.
+            keys, times = gather_over_data((keys, times))
+            state, trained, rows = self.part(state, trained, keys, times, moment, first)
+            mine = lax.axis_index("data") * size
+            rows = lax.dynamic_slice_in_dim(rows, mine, size)
+            return state, trained, _columns_of_owner(state.index, rows)
+
+        by_parts, by_device = P("model"), P("data", "model")
+        state, trained, columns = call_on_each_device(
+            part,
+            state,
+            trained,
+            sent.keys,
+            sent.times,
+            moment,
+            in_specs=(by_parts, by_parts, by_device, by_device, P()),
+            out_specs=(by_parts, by_parts, by_device),
+        )
+        return state, trained, sent.at(columns)
 
     def part(
         self,
         state: State,
         trained: Trained,
         keys: TableKeys,
-        wanted: Bool[Array, "ids"],
+        times: Int[Array, "ids"],
         moment: Moment,
         first_part: int | jax.Array,
     ) -> tuple[State, Trained, Int[Array, "ids"]]:
-        """The same for some parts; rows are numbered from their first one on."""
-        return self._given(state, trained, keys, wanted, moment, first_part)
+        """The same for some parts; rows are numbered from their first one on.
+
+        `times` says how often the batch has each id, which may be there several times; 0
+        stands for no id.
+        """
+        return self._given(state, trained, keys, times, moment, first_part)
 
     def numbers(
         self, state: State, x: CSR, keys: TableKeys, moment: Moment
@@ -142,16 +176,16 @@ class Assign:
         Returns:
           The state, the column of each id, and which ids got their row now, each once.
         """
-        wanted = _wanted(x)
+        times = _times(x)
         if x.nse == 0:
-            return state, jnp.asarray(x.indices), wanted
+            return state, jnp.asarray(x.indices), times > 0
         if not mesh_is_set():
-            state, new, rows = self._given(state, None, keys, wanted, moment, 0)
+            state, new, rows = self._given(state, None, keys, times, moment, 0)
             return state, _columns(x, rows), new
 
-        def part(state, keys, wanted, moment):
-            first = lax.axis_index("model") * len(state.last)
-            state, new, rows = self._given(state, None, keys, wanted, moment, first)
+        def part(state, keys, times, moment):
+            first = _first_part(state.index)
+            state, new, rows = self._given(state, None, keys, times, moment, first)
             new = lax.pmax(new.astype(jnp.int32), "model") > 0
             return state, _over_devices(self.stack, rows, first), new
 
@@ -160,7 +194,7 @@ class Assign:
             part,
             state,
             keys,
-            wanted,
+            times,
             moment,
             in_specs=(by_parts, P(), P(), P()),
             out_specs=(by_parts, P(), P()),
@@ -216,7 +250,7 @@ class Assign:
         state: State,
         trained: Trained | None,
         keys: TableKeys,
-        wanted: Bool[Array, "ids"],
+        times: Int[Array, "ids"],
         moment: Moment,
         first_part: int | jax.Array,
     ) -> tuple[State, Any, Int[Array, "ids"]]:
@@ -228,16 +262,17 @@ class Assign:
           got their row now, one for each row.
         """
         layout, parts = layout_of(self.stack), len(state.last)
+        wanted = times > 0
         found = hash_index.find(layout, state.index, keys, wanted, first_part)
         part = hash_index.part_of(keys) - first_part
-        wanted = wanted & (part >= 0) & (part < parts)
+        wanted &= (part >= 0) & (part < parts)
         missing = wanted & (found < 0)
         # Rows that are found stay, so nothing else waits for what is counted of them: it can be
         # done while rows cross. But counts of "lfu" halve with what this batch has added.
         halves = any(config.evict == "lfu" for config in configs_of(self.stack))
         known = found
         if halves:
-            state = _seen(state, known, moment.now)
+            state = _seen(state, known, times, moment.now)
         size, count = len(found), jnp.sum(missing, dtype=jnp.int32)
 
         def insert(few, *operands):
@@ -247,11 +282,11 @@ class Assign:
                 new = self._begun(trained, new, moment)
             return state, new, rows
 
-        def nothing_new(state, trained, _, missing, found, moment):
+        def nothing_new(state, trained, _, missing, found, times, moment):
             new = jnp.zeros_like(missing) if trained is None else trained
             return state, new, found
 
-        operands = state, trained, keys, missing, found, moment
+        operands = state, trained, keys, missing, found, times, moment
         if size < _LEAST_FOR_TIERS:
             state, new, found = insert(size, *operands)
         else:
@@ -262,8 +297,8 @@ class Assign:
             branches = [nothing_new, *programs]
             state, new, found = lax.switch(tier, branches, *operands)
         if not halves:
-            state = _seen(state, known, moment.now)
-        known = _per_table(state, part, keys.table, wanted & ~missing)
+            state = _seen(state, known, times, moment.now)
+        known = _per_table(state, part, keys.table, wanted & ~missing, times)
         return counted(state, FOUND, known), new, found
 
     def _insert(
@@ -274,6 +309,7 @@ class Assign:
         keys: TableKeys,
         missing: Bool[Array, "ids"],
         found: Int[Array, "ids"],
+        times: Int[Array, "ids"],
         moment: Moment,
     ) -> tuple[State, Int[Array, "ids"], Any]:
         """Rows for up to `size` ids that have none.
@@ -287,8 +323,7 @@ class Assign:
         place = sums_so_far(missing) - 1
         at = jnp.where(missing, place, ids + jnp.arange(ids, dtype=jnp.int32))
         few = TableKeys(*(_put(size, at, word) for word in keys))
-        given = jnp.arange(size, dtype=jnp.int32) <= place[-1]
-        of, counts = hash_index.distinct(layout, few, given)
+        of, counts = hash_index.distinct(layout, few, _put(size, at, times))
         sketch, admitted = admission.admit(
             configs, state.sketch, of, counts, moment.seed, moment.now, first_part
         )
@@ -378,6 +413,7 @@ class Assign:
 
 
 assign = jax.jit(lambda how, *operands: how(*operands), static_argnums=0)
+assign_at_owners = jax.jit(Assign.at_owners, static_argnums=0)
 numbers = jax.jit(Assign.numbers, static_argnums=0, donate_argnums=1)
 begin = jax.jit(Assign.begin, static_argnums=0, donate_argnums=1)
 
@@ -404,7 +440,7 @@ def find(
     implementation: Implementation = None,
 ) -> Int[Array, "ids"]:
     """The column of each id; nothing changes."""
-    wanted, layout = _wanted(x), layout_of(stack)
+    wanted, layout = _times(x) > 0, layout_of(stack)
     look = functools.partial(hash_index.find, layout, implementation=implementation)
     if x.nse == 0:
         return jnp.asarray(x.indices)
@@ -413,7 +449,7 @@ def find(
         return _columns(x, rows)
 
     def part(index, keys, wanted):
-        first = lax.axis_index("model") * len(index.used)
+        first = _first_part(index)
         rows = look(index, keys, wanted, first)
         return _over_devices(stack, rows, first)
 
@@ -428,10 +464,56 @@ def find(
     return _columns(x, rows)
 
 
-def _wanted(x: CSR) -> Bool[Array, "ids"]:
-    """Which entries of a matrix ask for the row of their key."""
+def find_at_owners(
+    stack: Stack,
+    index: Index,
+    sent: SentKeys,
+    *,
+    implementation: Implementation = None,
+) -> SentKeys:
+    """`find` for ids that were sent."""
+
+    def part(index, keys, times):
+        keys, times = own_block((keys, times))
+        rows = hash_index.find(
+            layout_of(stack),
+            index,
+            keys,
+            times > 0,
+            _first_part(index),
+            implementation=implementation,
+        )
+        return _columns_of_owner(index, rows)
+
+    by_device = P("data", "model")
+    columns = call_on_each_device(
+        part,
+        index,
+        sent.keys,
+        sent.times,
+        in_specs=(P("model"), by_device, by_device),
+        out_specs=by_device,
+    )
+    return sent.at(columns)
+
+
+def _times(x: CSR) -> Int[Array, "ids"]:
+    """1 for the entries of a matrix that ask for the row of their key, else 0."""
     place = jnp.arange(x.nse, dtype=jnp.int32)
-    return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
+    wanted = (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
+    return wanted.astype(jnp.int32)
+
+
+def _first_part(index: Index) -> jax.Array:
+    """Within: the number of the first part of this device."""
+    return lax.axis_index("model") * len(index.used)
+
+
+def _columns_of_owner(
+    index: Index, rows: Int[Array, "slots"]
+) -> Int[Array, "1 1 slots"]:
+    """Within: the columns of the slots of this device, `num_cols` of those without a row."""
+    return jnp.where(rows >= 0, rows, index.used.size)[None, None]
 
 
 def _columns(x: CSR, rows: Int[Array, "ids"]) -> Int[Array, "ids"]:
@@ -448,13 +530,15 @@ def _over_devices(
     return lax.pmax(jnp.where(rows >= 0, rows + first, -1), "model")
 
 
-def _seen(state: State, found: Int[Array, "ids"], now: jax.Array) -> State:
+def _seen(
+    state: State, found: Int[Array, "ids"], times: Int[Array, "ids"], now: jax.Array
+) -> State:
     # Otherwise XLA moves the reshapes into branches before and behind, and copies both arrays.
     state = lax.optimization_barrier(state)
     last, count = state.last.reshape(-1), state.count.reshape(-1)
     at = jnp.where(found >= 0, found, last.size)
     last = last.at[at].set(now, mode="drop")
-    count = count.at[at].add(1, mode="drop")
+    count = count.at[at].add(times, mode="drop")
     shape = state.last.shape
     state = state._replace(last=last.reshape(shape), count=count.reshape(shape))
     return lax.optimization_barrier(state)

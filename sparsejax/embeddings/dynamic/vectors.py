@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -9,10 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.embeddings.feature_batch import WITHOUT_ROW
 from sparsejax.embeddings.placement import Stack, column, drawn_rows
+from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import axis_sizes, call_on_each_device
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
@@ -88,6 +90,63 @@ def apart(
     *leaves, order = leaves
     found = CSR.tree_unflatten(x.num_cols, (*leaves, None))
     return found, Guests(ids, bag, weight, count), order
+
+
+@dataclasses.dataclass(frozen=True)
+class _WithGuestsOfOwner:
+    """Within: rows that cross, with the vectors of ids without a row.
+
+    Attributes:
+      stack: of the tables.
+    """
+
+    stack: Stack
+
+    def __call__(
+        self,
+        keys: TableKeys,
+        without: Bool[Array, "slots"],
+        weight: Float[Array, "slots"],
+        seed: Int[Array, "2"] | None,
+        rows: Float[Array, "slots dim"],
+    ) -> Float[Array, "slots dim"]:
+        size = len(without)
+
+        def some(rows):
+            place = jnp.arange(size, dtype=jnp.int32)
+            options = {"mode": "drop", "unique_indices": True}
+            # They are NaN, as no column was read.
+            rows = rows.at[jnp.where(without, place, size + place)].set(0, **options)
+            if seed is None:
+                return rows
+            at = jnp.where(without, sums_so_far(without) - 1, size + place)
+
+            def moved(values):
+                return jnp.zeros_like(values).at[at].set(values, **options)
+
+            ids = TableKeys(*map(moved, keys))
+            count = jnp.sum(without, dtype=jnp.int32)
+            guests = Guests(ids, moved(place), moved(weight), count)
+            return _with_some(self.stack, rows, guests, jnp.int32(0), seed)
+
+        # As a rule all ids have rows.
+        return lax.cond(jnp.any(without), some, lambda rows: rows, rows)
+
+
+def beside_owned(stack: Stack, sent: SentKeys, seed: jax.Array | None) -> DividedRows:
+    """The matrix of ids that were sent; owners give those without a row their vectors.
+
+    Without a seed these are zeros.
+    """
+    route = sent.rows.route
+    assert route is not None
+    without = (sent.times != 0) & (route.owned.indices == route.owned.num_cols)
+    weight = (sent.times > 0).astype(jnp.float32)
+    if seed is not None:
+        seed = jnp.broadcast_to(seed, (*sent.times.shape[:2], len(seed)))
+    add = _WithGuestsOfOwner(stack)
+    add = jax.tree_util.Partial(add, sent.keys, without, weight, seed)
+    return dataclasses.replace(sent.rows, route=route._replace(beside=add))
 
 
 def with_guests(

@@ -28,8 +28,8 @@ def assigned(
 ) -> FeatureBatch:
     """The ids of a batch for all collections of a model; new ones get a row.
 
-    A `FeatureBatch`, in which rows of tables in host memory have come, is packed, and has no
-    ids of examples that do not exist.
+    A `FeatureBatch`, in which rows of tables in host memory have come, or whose ids were sent,
+    is packed, and has no ids of examples that do not exist.
 
     Args:
       model: whose tables are asked.
@@ -41,13 +41,16 @@ def assigned(
       ValueError: two collections have stacks of one name.
     """
     if isinstance(ids, FeatureBatch):
-        stacks = dict(ids.stacks)
+        stacks, routes = dict(ids.stacks), dict(ids.routes)
         for path, node in collections_of(model).items():
             if node.indexes:
                 found = node.assign_rows(ids, optimizer, within=path)
-                names = stacks.keys() & node.indexes.keys()
-                stacks |= {name: found.stacks[name] for name in names}
-        return dataclasses.replace(ids, stacks=stacks, new={}, assigned=True)
+                for all_of, mine in (stacks, found.stacks), (routes, found.routes):
+                    names = all_of.keys() & node.indexes.keys()
+                    all_of |= {name: mine[name] for name in names}
+        return dataclasses.replace(
+            ids, stacks=stacks, routes=routes, new={}, assigned=True
+        )
     stacks, keys = {}, {}
     for path, node in collections_of(model).items():
         batch = node.pack({name: ids[name] for name in node.names})

@@ -23,7 +23,7 @@ from sparsejax.embeddings.collection import (
     sender_of,
 )
 from sparsejax.embeddings.feature_batch import FeatureBatch
-from sparsejax.embeddings.lookup import Sender, answered
+from sparsejax.embeddings.lookup import Sender
 from sparsejax.embeddings.models import gives_ids_as_they_are
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.engine.train import dispatch as dispatching
@@ -151,7 +151,7 @@ class IdsAhead:
 
     def parts(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
-    ) -> Iterator[tuple[int, FeatureBatch]]:
+    ) -> Iterator[tuple[int, FeatureBatch | None]]:
         asked, self._next = self._next, None
         if asked is None or asked.rows is not rows or asked.first != first:
             asked = self._asked(data, rows, first, count, sizes)
@@ -159,7 +159,8 @@ class IdsAhead:
         if after < len(rows) and dispatching.launches_ahead():
             more = min(sizes.steps, len(rows) - after)
             self._next = self._asked(data, rows, after, more, sizes)
-        yield count, answered(asked.batch, asked.crowded)
+        # Without places the steps send them in their other way. Waits for the answer.
+        yield count, None if asked.crowded else asked.batch
 
     def _asked(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
@@ -188,16 +189,21 @@ def _sent(
 ) -> tuple[FeatureBatch, jax.Array]:
     """The ids of steps `first .. first + count - 1`, with an axis of all steps."""
     numbers = first + jnp.minimum(jnp.arange(sizes.steps), count - 1)
-    batches = data.take(rows[numbers], sizes.capacities)
+    rows = rows[numbers]
+    batches = data.take(rows, sizes.capacities)
+    exists = (rows >= 0).reshape(len(rows), -1)
 
     def of_step(i):
         used = [jax.tree.map(lambda leaf: leaf[i], batch) for batch in batches]
         (_, ids), _ = data.roles.of(used)
         batch, flags = FeatureBatch({}), []
         for sender in senders:
-            found, crowded = sender.sent({name: ids[name] for name in sender.names})
+            mine = {name: ids[name] for name in sender.names}
+            found, crowded = sender.sent(mine, exists[i])
             batch = FeatureBatch(
-                batch.stacks | found.stacks, routes=batch.routes | found.routes
+                batch.stacks | found.stacks,
+                batch.keys | found.keys,
+                routes=batch.routes | found.routes,
             )
             flags.append(crowded)
         return batch, jnp.any(jnp.stack(flags))
