@@ -58,6 +58,7 @@ from sparsejax.embeddings.placement import (
 )
 from sparsejax.embeddings.plan import EmbeddingPlan
 from sparsejax.mesh import interrupts
+from sparsejax.mesh.exchange import SentKeys
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -411,8 +412,7 @@ class EmbeddingCollection(nnx.Module):
                 Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
             )
             moment = Moment(self.seed[...], now, step)
-            if stack.name in routes:
-                keys = routes[stack.name]
+            if isinstance(keys := routes.get(stack.name), SentKeys):
                 after = assign_at_owners(how, *before, keys, moment)
                 state, trained, routes[stack.name] = after
             else:
@@ -424,9 +424,7 @@ class EmbeddingCollection(nnx.Module):
             kernel.set_value(trained.w)
             for name, variable in arrays.items():
                 variable.set_value(trained.arrays[name])
-        return dataclasses.replace(
-            batch, stacks=stacks, routes=routes, assigned=True
-        )
+        return dataclasses.replace(batch, stacks=stacks, routes=routes, assigned=True)
 
     def staged[Batch](
         self,
@@ -952,7 +950,7 @@ class EmbeddingCollection(nnx.Module):
                 continue
             index = _index_of(self.indexes[stack.name])
             how = {"implementation": self.implementation}
-            if (keys := routes.get(stack.name)) is not None:
+            if isinstance(keys := routes.get(stack.name), SentKeys):
                 routes[stack.name] = find_at_owners(stack, index, keys, **how)
             elif stack.name in stacks:
                 x = jax.tree.map(jnp.asarray, stacks[stack.name])

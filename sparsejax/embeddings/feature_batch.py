@@ -192,13 +192,13 @@ def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
 
 
 def keys_on_devices(
-    stack: Stack, ids: Mapping[str, WideIds], exists: Array | None
+    stack: Stack, ids: Mapping[str, Ids], exists: Array | None
 ) -> tuple[CSR, TableKeys] | None:
     """The matrix of each device and its keys, of dynamic tables; None if ids are lists.
 
     Devices divide the examples. `exists` is that of `without_examples`.
     """
-    words = [ids[feature.name] for feature in stack.features]
+    words = [_wide_ids(feature, ids[feature.name]) for feature in stack.features]
     if any(each.offsets is not None for each in words):
         return None
 

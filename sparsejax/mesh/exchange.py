@@ -931,7 +931,9 @@ def _keys_route(
     *came, times = came.reshape(len(sent), model * count)
     came = [word.astype(leaf.dtype) for word, leaf in zip(came, leaves, strict=True)]
 
-    route = slots.route(part, width, order, bag[order], jnp.where(here, slots.slot, empty))
+    route = slots.route(
+        part, width, order, bag[order], jnp.where(here, slots.slot, empty)
+    )
     assert route.asked is not None
     asked = route.asked
     column = jnp.where(wrong, -1, jnp.asarray(asked.indices))

@@ -1,7 +1,6 @@
 """An embedding collection against NumPy in float64."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 import re

@@ -18,6 +18,7 @@ from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.files.stored import id_lists
 from sparsejax.embeddings import DLRMConfig, DynamicTables, WideDeep, WideDeepConfig
 from sparsejax.engine.train import dispatch
+from sparsejax.mesh import exchange
 from sparsejax.wide_ids import NUM_IDS
 
 SCHEMA = ClickSchema(
@@ -228,6 +229,30 @@ def test_a_fit_goes_on_on_another_mesh(clicks, tmp_path):
     assert_same(ids, expected[0])
     np.testing.assert_allclose(found, expected[1], rtol=1e-4)
     assert stats == expected[2]
+
+
+def test_keys_are_sent_before_the_steps(clicks, monkeypatch):
+    """Distinct ones, and none of the examples that the last batch lacks."""
+    sent, keys_sent = [], exchange.keys_sent
+
+    def noted(*arguments, **options):
+        sent.append(keys_sent(*arguments, **options))
+        return sent[-1]
+
+    monkeypatch.setattr(exchange, "keys_sent", noted)
+
+    def fitted():
+        model, optimizer = new(clicks)
+        [epoch] = sj.fit(model, optimizer, clicks, batch_size=BATCH, num_epochs=1)
+        ids = {name: model.embeddings.ids(name) for name in ("user", "item")}
+        return epoch["loss"], ids, model.embeddings.stats()
+
+    expected = fitted()
+    with jax.set_mesh(sj.make_mesh(data=1, model=2, devices=jax.devices()[:2])):
+        loss, *found = fitted()
+    assert sent and None not in sent
+    np.testing.assert_allclose(loss, expected[0], rtol=1e-5)
+    assert_same(found, list(expected[1:]))
 
 
 def sums_outside(jaxpr) -> list[str]:
