@@ -315,7 +315,9 @@ class EmbeddingCollection(nnx.Module):
         for ids in batches:
             if not isinstance(ids, FeatureBatch):
                 ids = feature_batch.on_host(sender.stacks, ids)
-            waiting.append((ids, *sent[False](sender, ids)))
+            batch, crowded = sent[False](sender, ids)
+            crowded.copy_to_host_async()
+            waiting.append((ids, batch, crowded))
             if len(waiting) > 1:
                 yield answered(*waiting.popleft())
         for each in waiting:

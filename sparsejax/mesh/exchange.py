@@ -216,8 +216,8 @@ class Route(NamedTuple):
       bags: `[model * slots]`: the bag of each of these slots; their number if it is empty. Of
         distinct ids the transpose of `asked`: a slot has several bags.
       crowded: `[1]` whether a device has too few places for some other, on any device.
-      beside: what the owner makes of the sums of `owned` before they cross, `f(sums)`. It has no
-        gradient.
+      beside: what the owner makes of the sums of `owned` before they cross, of a function that
+        reads them. It has no gradient.
     """
 
     owned: CSR
@@ -434,10 +434,11 @@ class DividedRows:
 
         # Rows cross in any case, while layers that do not need them work: the host waits for
         # the condition after that.
-        mine = read(owned, self.wire_dtype)
-        if self.route.beside is not None:
-            mine = self.route.beside(mine)
-        came = self.sent_back(mine)
+        def mine():
+            return read(owned, self.wire_dtype)
+
+        beside = self.route.beside
+        came = self.sent_back(mine() if beside is None else beside(mine))
         if owned.transposed is not None:
             # So they are sorted before the rows are waited for.
             asked = _after(asked, jnp.minimum(owned.transposed.indptr[0], 0))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -108,11 +109,12 @@ class _WithGuestsOfOwner:
         without: Bool[Array, "slots"],
         weight: Float[Array, "slots"],
         seed: Int[Array, "2"] | None,
-        rows: Float[Array, "slots dim"],
+        read: Callable[[], Float[Array, "slots dim"]],
     ) -> Float[Array, "slots dim"]:
         size = len(without)
 
-        def some(rows):
+        def some():
+            rows = read()
             place = jnp.arange(size, dtype=jnp.int32)
             options = {"mode": "drop", "unique_indices": True}
             # They are NaN, as no column was read.
@@ -129,8 +131,9 @@ class _WithGuestsOfOwner:
             guests = Guests(ids, moved(place), moved(weight), count)
             return _with_some(self.stack, rows, guests, jnp.int32(0), seed)
 
-        # As a rule all ids have rows.
-        return lax.cond(jnp.any(without), some, lambda rows: rows, rows)
+        # As a rule all ids have rows. The host waits for the condition before rows are read, when
+        # the device has nothing else to do, and then launches all that follows.
+        return lax.cond(jnp.any(without), some, read)
 
 
 def beside_owned(stack: Stack, sent: SentKeys, seed: jax.Array | None) -> DividedRows:

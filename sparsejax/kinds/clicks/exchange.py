@@ -165,8 +165,9 @@ class IdsAhead:
     def _asked(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes
     ) -> _Asked:
-        found = self._sent(self._senders, data, rows, first, count, sizes)
-        return _Asked(rows, first, *found)
+        batch, crowded = self._sent(self._senders, data, rows, first, count, sizes)
+        crowded.copy_to_host_async()  # it is there before the steps begin
+        return _Asked(rows, first, batch, crowded)
 
 
 class _Asked(NamedTuple):
