@@ -172,28 +172,36 @@ class Sender:
         crowded, routes = jnp.bool(False), {}
         stacks, keys = dict(batch.stacks), dict(batch.keys)
         for stack, divided in zip(self.stacks, self.by_rows, strict=True):
-            if stack.name not in stacks:
+            if not divided or stack.name not in stacks:
                 continue
             x = jax.tree.map(jnp.asarray, stacks[stack.name])
-            rows, flag = None, None
-            if stack.name in keys:
-                if divided and divides_batch(x.num_rows // stack.bags):
-                    mine = None
-                    if not isinstance(ids, FeatureBatch):
-                        mine = keys_on_devices(stack, ids, exists)
-                    mine = _parts_of(x, keys[stack.name]) if mine is None else mine
-                    rows, flag = self._keys_sent(stack, *mine) or (None, None)
+            if stack.name not in keys:
+                found = self._ids_sent(stack, x)
+            elif batch.assigned or not divides_batch(x.num_rows // stack.bags):
+                found = None
             else:
-                rows = _rows(stack, divided, x, self.wire, 0, is_made=False)
-                if isinstance(rows, DividedRows):
-                    rows, flag = rows.certain(), rows.crowded()
-            if rows is not None and flag is not None:
+                mine = None
+                if not isinstance(ids, FeatureBatch):
+                    mine = keys_on_devices(stack, ids, exists)
+                if mine is None:
+                    mine = _parts_of(x, keys[stack.name])
+                found = self._keys_sent(stack, *mine)
+            if found is not None:
+                routes[stack.name], flag = found
                 crowded |= flag
-                routes[stack.name] = rows
                 del stacks[stack.name]
                 keys.pop(stack.name, None)
         batch = dataclasses.replace(batch, stacks=stacks, keys=keys, routes=routes)
         return batch, replicated(crowded)
+
+    def _ids_sent(
+        self, stack: Stack, x: CSR
+    ) -> tuple[DividedRows, Bool[Array, ""]] | None:
+        rows = _rows(stack, True, x, self.wire, 0, is_made=False)
+        flag = rows.crowded() if isinstance(rows, DividedRows) else None
+        if not isinstance(rows, DividedRows) or flag is None:
+            return None
+        return rows.certain(), flag
 
     def _keys_sent(
         self, stack: Stack, x: CSR, keys: TableKeys

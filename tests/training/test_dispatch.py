@@ -265,7 +265,7 @@ def test_steps_of_a_dispatch(monkeypatch):
     assert dispatch.steps_per_dispatch(655_360) == 12
     assert dispatch.steps_per_dispatch(10**9) == 1
     # Inputs of both parts of a batch, and a device's own targets.
-    assert dispatch.entries_of_step((100, 10), 2) == 201
+    assert dispatch.entries_of_step((100, 16), 2) == 201
 
 
 def test_one_capacity_for_all_epochs():

@@ -58,8 +58,9 @@ from sparsejax.optimizers.optimizer import Optimizer
 # A program is compiled for this many epochs: it has room for the largest of their batches.
 _EPOCHS_OF_A_PROGRAM = 32
 
-# Entries of all batches of a dispatch: about 300 MB, and several milliseconds of work. The host
-# needs a millisecond or two for a dispatch, and cannot hide it where steps have conditions.
+# Entries of all batches of a dispatch: about 300 MB, or 500 of numbers that are only copied, and
+# several milliseconds of work. The host needs a millisecond or two for a dispatch, and cannot hide
+# it where steps have conditions.
 _DISPATCH_ENTRIES = 2**23
 
 
@@ -554,7 +555,7 @@ def even_steps(total: int, most: int) -> int:
 def entries_of_step(
     capacities: Sequence[int], parts: int, sparse_inputs: Collection[int] = (0,)
 ) -> int:
-    """Entries that a device sorts in a step, and a tenth of the numbers that it only copies.
+    """Entries that a device sorts in a step, and a 16th of the numbers that it only copies.
 
     For a sparse input, a device sorts the entries of its columns, from all parts of the
     batch.
@@ -565,7 +566,7 @@ def entries_of_step(
       sparse_inputs: the places of the matrices that are sorted.
     """
     by_column = sum(capacities[i] for i in sparse_inputs)
-    return parts * by_column + (sum(capacities) - by_column) // 10
+    return parts * by_column + (sum(capacities) - by_column) // 16
 
 
 def sorts_ahead() -> bool:
