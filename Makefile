@@ -3,7 +3,8 @@
 ##
 ##   make demo          train on the bundled data, measure, recommend
 ##   make test          the tests that are quick
-##   make test-slow     slower ones, which CI runs too
+##   make test-slow     slower ones
+##   make test-both     both in one session, as CI does
 ##   make test-all      all tests, for a release: each annotation checked, new random examples
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
 ##   make lint          format, lint, types, import floors
@@ -20,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Many processes are started, and asserts take five seconds to rewrite.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-slow test-all test-x64 lint docs test-oldest test-spark clean
+.PHONY: help demo test test-slow test-both test-all test-x64 lint docs test-oldest test-spark clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -36,6 +37,10 @@ test: $(VENV)/.installed
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m slow
+
+# Modules are collected, and what their tests share is made, once.
+test-both: $(VENV)/.installed
+	$(PYTEST) -m "not release"
 
 test-all: $(VENV)/.installed
 	$(PYTEST) --check-annotations --random-examples
