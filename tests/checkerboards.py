@@ -49,7 +49,8 @@ def build(
 ) -> tuple[FeedForward, optimizers.Optimizer]:
     config = NetworkConfig.autoencoder(hidden, **(PLAIN | options))
     model = FeedForward(config, inputs=features, outputs=features, rngs=nnx.Rngs(seed))
-    return model, optimizers.Optimizer(model, rule or optimizers.adam(1e-2))
+    # Adagrad's programs compile in half the time of Adam's.
+    return model, optimizers.Optimizer(model, rule or optimizers.adagrad(0.1))
 
 
 def parameters(model) -> dict[str, int]:

@@ -106,10 +106,8 @@ def test_a_mesh_gives_the_same_losses():
         with on(shape):
             model, history = trained(train, num_epochs=2, validation=heldout)
             scores = sj.recommend(model, train, k=5, exclude=train).scores
-            assert history[1]["ndcg@20"] == pytest.approx(
-                sj.evaluate(model, train, heldout, exclude=None)["ndcg@20"]
-            )
-            found.append([losses(history), scores])
+            measured = [entry["ndcg@20"] for entry in history]
+            found.append([losses(history), measured, scores])
     for one, other in zip(*found, strict=True):
         np.testing.assert_allclose(one, other, rtol=1e-5, atol=1e-5)
 
