@@ -185,7 +185,7 @@ class Sender:
                     mine = keys_on_devices(stack, ids, exists)
                 if mine is None:
                     mine = _parts_of(x, keys[stack.name])
-                found = self._keys_sent(stack, *mine)
+                found = self._keys_sent(stack, x.nse, *mine)
             if found is not None:
                 routes[stack.name], flag = found
                 crowded |= flag
@@ -204,7 +204,7 @@ class Sender:
         return rows.certain(), flag
 
     def _keys_sent(
-        self, stack: Stack, x: CSR, keys: TableKeys
+        self, stack: Stack, nse: int, x: CSR, keys: TableKeys
     ) -> tuple[SentKeys, Bool[Array, ""]] | None:
         """The ids of each device at their owners; see `exchange.keys_sent`."""
         parts = _on_parts(functools.partial(_made, stack, 0), x)
@@ -217,7 +217,7 @@ class Sender:
             hash_index.spread(keys),
             keys,
             columns >= 0,
-            nse=columns.size,
+            nse=nse,
             room=self.wire.room,
             wire_dtype=self.wire.dtype or stack.dtype,
             distinct=stack.distinct_of_owner(model, examples, self.wire.distinct),

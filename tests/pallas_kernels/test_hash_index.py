@@ -18,11 +18,14 @@ LAYOUT = Layout(rows=44, firsts=(0, 23), sizes=(23, 20))
 def filled(layout, count, tables=2, seed=0):
     """An index of random keys, and the keys."""
     rng = np.random.default_rng(seed)
-    words = rng.integers(0, 2**32, (2, count)).astype(np.uint32)
-    # Keys that differ in one word only, and the outermost ones.
-    words[0, : count // 3] = 0
-    words[:, :2] = [[0, 2**32 - 1], [0, 2**32 - 1]]
-    keys = TableKeys(rng.integers(0, tables, count).astype(np.int32), *words)
+    names = rng.integers(0, 2**64, count, np.uint64)
+    # Keys that differ in one word only, and the outermost ones. An index takes each once.
+    names[: count // 3] >>= np.uint64(32)
+    names[:2] = 0, 2**64 - 1
+    names = rng.permutation(np.unique(names))
+    count, high = len(names), (names >> np.uint64(32)).astype(np.uint32)
+    table = rng.integers(0, tables, count).astype(np.int32)
+    keys = TableKeys(table, high, names.astype(np.uint32))
 
     @jax.jit
     def add(index, keys, wanted):
