@@ -47,7 +47,7 @@ from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import ROW, Coming, HostRows, set_number
-from sparsejax.embeddings.lookup import Sender, Wire, look_up, sent
+from sparsejax.embeddings.lookup import Sender, Wire, check_mesh, look_up, sent
 from sparsejax.embeddings.placement import (
     Distinct,
     Stack,
@@ -289,12 +289,13 @@ class EmbeddingCollection(nnx.Module):
         A step on several devices waits twice, in the middle of its work, for whether the ids
         have places enough (`exchange_room`), unless the batch says so. Then it does not wait,
         and the other way of a step is not compiled, until the first batch that has too few.
-        The ids are sorted as often as without, and the numbers are the same. Ids of dynamic
-        tables are sent once each, if they repeat, and a device looks at its own ones alone.
+        The ids of others are sorted as often as without, and the numbers are the same. Ids of
+        dynamic tables are sent once each, if they repeat, and a device looks at its own alone.
 
         Args:
           batches: the ids of each. One more is taken than is given, so where they come from
-            an iterator, `itertools.tee` gives the other arrays.
+            an iterator, `itertools.tee` gives the other arrays. Arrays have to stay as they are
+            until their batch is given.
 
         Raises:
           NotImplementedError: there are tables in host memory.
@@ -314,7 +315,7 @@ class EmbeddingCollection(nnx.Module):
         waiting = collections.deque()
         for ids in batches:
             if not isinstance(ids, FeatureBatch):
-                ids = feature_batch.on_host(sender.stacks, ids)
+                ids = feature_batch.checked(sender.stacks, ids)
             batch, crowded = sent[False](sender, ids)
             crowded.copy_to_host_async()
             waiting.append((ids, batch, crowded))
@@ -414,8 +415,9 @@ class EmbeddingCollection(nnx.Module):
                 Trained(kernel[...], {n: v[...] for n, v in arrays.items()}),
             )
             moment = Moment(self.seed[...], now, step)
-            if isinstance(keys := routes.get(stack.name), SentKeys):
-                after = assign_at_owners(how, *before, keys, moment)
+            if isinstance(keys_sent := routes.get(stack.name), SentKeys):
+                check_mesh(keys_sent.rows.parts)
+                after = assign_at_owners(how, *before, keys_sent, moment)
                 state, trained, routes[stack.name] = after
             else:
                 x = jax.tree.map(jnp.asarray, stacks[stack.name])
@@ -952,8 +954,9 @@ class EmbeddingCollection(nnx.Module):
                 continue
             index = _index_of(self.indexes[stack.name])
             how = {"implementation": self.implementation}
-            if isinstance(keys := routes.get(stack.name), SentKeys):
-                routes[stack.name] = find_at_owners(stack, index, keys, **how)
+            if isinstance(keys_sent := routes.get(stack.name), SentKeys):
+                check_mesh(keys_sent.rows.parts)
+                routes[stack.name] = find_at_owners(stack, index, keys_sent, **how)
             elif stack.name in stacks:
                 x = jax.tree.map(jnp.asarray, stacks[stack.name])
                 keys = jax.tree.map(jnp.asarray, batch.keys[stack.name])

@@ -146,7 +146,7 @@ def pack(
     return FeatureBatch(packed, keys)
 
 
-def on_host(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
+def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
     """The ids, with NumPy's of 64 bits as two words; a program would take 32 bits of them.
 
     Raises:
@@ -157,9 +157,10 @@ def on_host(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
     for name in features.keys() & ids.keys():
         feature, value = features[name], cast(Any, ids[name])
         if feature.table.dynamic:
-            found[name] = _wide_ids(feature, value)
+            found[name] = wide = _wide_ids(feature, value)
+            value = _positions(wide)
         # `_batch_size` refuses others
-        elif all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
+        if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
             _batch_size(feature, value)
             _check_on_host(feature, value)
     return found

@@ -114,7 +114,7 @@ def look_up(
     if isinstance(x, SentKeys):
         x = vectors.beside_owned(stack, x, seed)
     if isinstance(x, DividedRows):
-        _check_mesh(x.parts)
+        check_mesh(x.parts)
         rows = _sent_with_blank(x, stack.bags, blank) if blank else x
     else:
         by_rows = gradients.is_divided(kernel)
@@ -169,7 +169,7 @@ class Sender:
         batch = ids if isinstance(ids, FeatureBatch) else pack(self.stacks, ids)
         if exists is not None:
             batch = without_examples(batch, exists)
-        crowded, routes = jnp.bool(False), {}
+        crowded, routes = jnp.bool(False), dict(batch.routes)
         stacks, keys = dict(batch.stacks), dict(batch.keys)
         for stack, divided in zip(self.stacks, self.by_rows, strict=True):
             if not divided or stack.name not in stacks:
@@ -298,7 +298,7 @@ def _rows(
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:
-        _check_mesh(x)
+        check_mesh(x)
         nse, parts = x.indices.size, _on_parts(made, x)
     model = axis_sizes()[1]
     owned, examples = stack.ids_of_owners(model), parts.num_rows // bags
@@ -339,7 +339,8 @@ def _parts_of(x: CSR, keys: TableKeys) -> tuple[CSR, TableKeys]:
     )
 
 
-def _check_mesh(parts: CSR) -> None:
+def check_mesh(parts: CSR) -> None:
+    """Raises ValueError if another mesh is set than that for which devices have their parts."""
     sizes = parts.indptr.shape[:-1]
     if not mesh_is_set() or sizes != axis_sizes():
         raise ValueError(

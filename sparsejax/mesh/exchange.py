@@ -21,6 +21,9 @@ crosses once, and the device that asks for it adds rows for its bags, and gradie
     ids         column                   device of the examples -> owner of the rows
     forward     the row of each id       owner of the rows -> device of the examples
     backward    its gradient             device of the examples -> owner of the rows
+
+Ids may be *keys*, of which only an owner knows the columns, see `keys_sent`. They are always
+distinct ids, and where a pair has too few places, their sender has to take another way.
 """
 
 from __future__ import annotations
@@ -402,8 +405,12 @@ class DividedRows:
             sent = dy.at[bags].get(mode="fill", fill_value=0)
         return _crossing(_exchanged, self._narrow(sent))
 
-    def sent_back(self, sums: jax.Array) -> jax.Array:
-        """Within: the sums or rows of this device's slots, from those of `route.owned`."""
+    def sent_back(self, read: Callable[[], jax.Array]) -> jax.Array:
+        """Within: the sums or rows of this device's slots, if `read` gives those of
+        `route.owned`."""
+        assert self.route is not None
+        beside = self.route.beside
+        sums = read() if beside is None else beside(read)
         return _crossing(_exchanged, self._narrow(sums))
 
     def sums(
@@ -434,11 +441,7 @@ class DividedRows:
 
         # Rows cross in any case, while layers that do not need them work: the host waits for
         # the condition after that.
-        def mine():
-            return read(owned, self.wire_dtype)
-
-        beside = self.route.beside
-        came = self.sent_back(mine() if beside is None else beside(mine))
+        came = self.sent_back(lambda: read(owned, self.wire_dtype))
         if owned.transposed is not None:
             # So they are sorted before the rows are waited for.
             asked = _after(asked, jnp.minimum(owned.transposed.indptr[0], 0))
@@ -703,9 +706,9 @@ def _distinct_route(part: CSR, width: int, mine: int, count: int) -> Route:
     sent = jnp.where(slots.filled, sent - owners[:-1, None] * width, width)
     # An id that no owner has is a slot that there is not, which makes its bag NaN.
     slot = jnp.where(column < end, slots.slot, -1)
-    return slots.route(part, width, by_column.order, by_column.rows, slot)._replace(
-        owned=_one_each(width, _exchanged(sent).reshape(-1)), crowded=crowded[None]
-    )
+    owned = _one_each(width, _exchanged(sent).reshape(-1))
+    way = slots.way_back(part, by_column.order, by_column.rows, slot)
+    return Route(owned, *way, crowded[None])
 
 
 class _Slots(NamedTuple):
@@ -754,34 +757,29 @@ class _Slots(NamedTuple):
             jnp.max(counts) > count,
         )
 
-    def route(
+    def way_back(
         self,
         part: CSR,
-        width: int,
         order: Int[Array, "entries"],
         bag: Int[Array, "entries"],
         slot: Int[Array, "entries"],
-    ) -> Route:
-        """The way back, without what the owner has, whose columns are `width`.
+    ) -> tuple[CSR, CSR]:
+        """`Route.asked` and `Route.bags`.
 
         Args:
           part: the rows of this device.
-          width: columns of an owner.
           order: place in `part` of each entry.
           bag: of each entry.
           slot: that each entry asks for.
         """
-        slots = self.filled.size
-        mine = len(order)
+        slots, mine = self.filled.size, len(order)
         data = None if part.data is None else jnp.asarray(part.data)[:mine]
         of_slot = None if data is None else data[order]
         asked = jnp.zeros(mine, jnp.int32)
         asked = asked.at[order].set(slot, unique_indices=True)
-        return Route(
-            _one_each(width, jnp.full(slots, width, jnp.int32)),
+        return (
             CSR.tree_unflatten(slots, (data, asked, part.indptr, None)),
             CSR.tree_unflatten(part.num_rows, (of_slot, bag, self.starts, None)),
-            None,
         )
 
 
@@ -852,6 +850,8 @@ def keys_sent(
       are not fewer, so that sums should cross.
     """
     data, model = axis_sizes()
+    if model == 1:
+        return None
     slots = slots_for(
         nse / (data * model),
         parts.num_rows,
@@ -861,7 +861,7 @@ def keys_sent(
         owner_rows=None,
         distinct=distinct,
     )
-    if model == 1 or not slots.distinct:
+    if not slots.distinct:
         return None
     width = padded_rows(parts.num_cols) // model
     mine = min(parts.nse, slots.ids)
@@ -932,14 +932,11 @@ def _keys_route(
     *came, times = came.reshape(len(sent), model * count)
     came = [word.astype(leaf.dtype) for word, leaf in zip(came, leaves, strict=True)]
 
-    route = slots.route(
-        part, width, order, bag[order], jnp.where(here, slots.slot, empty)
-    )
-    assert route.asked is not None
-    asked = route.asked
-    column = jnp.where(wrong, -1, jnp.asarray(asked.indices))
-    asked = CSR.tree_unflatten(asked.num_cols, (asked.data, column, asked.indptr, None))
-    route = route._replace(asked=asked, crowded=crowded[None])
+    slot = jnp.where(here, slots.slot, jnp.where(wrong[order], -1, empty))
+    way = slots.way_back(part, order, bag[order], slot)
+    # Its owner says which columns these are.
+    owned = _one_each(width, jnp.full(model * count, width, jnp.int32))
+    route = Route(owned, *way, crowded[None])
     return route, jax.tree.unflatten(kind, came), times.astype(jnp.int32)
 
 

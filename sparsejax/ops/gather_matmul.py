@@ -298,7 +298,7 @@ def _data_gradients(
             return jnp.zeros_like(x.parts.data), of(x.route.owned, slopes)
 
         def exchange_distinct():
-            rows = x.sent_back(gather_sum(x.route.owned, w, implementation))
+            rows = x.sent_back(lambda: gather_sum(x.route.owned, w, implementation))
             slope = of(x.route.asked, dy, rows)
             slope = jnp.pad(slope, (0, x.parts.nse - len(slope)))
             return slope, None

@@ -794,6 +794,11 @@ def test_ahead_says_which_batches_have_places():
     hosted = collection_of(tables, {"new": "new"})
     with pytest.raises(NotImplementedError, match="ahead is not for tables in host"):
         next(hosted.ahead([{"new": np.zeros(3, np.int32)}]))
+    short = {"new": sj.embeddings.FeatureConfig("new", combiner=None, length=2)}
+    dynamic = {"new": sj.embeddings.DynamicTableConfig(256, 4)}
+    three = sj.embeddings.WideIds.ragged(np.arange(3), np.array([0, 3]))
+    with pytest.raises(ValueError, match="3 ids, but length=2"):
+        next(collection_of(dynamic, short).ahead([{"new": three}]))
 
 
 def test_what_is_wrong_on_a_mesh():

@@ -412,7 +412,7 @@ class Assign:
         )[1]
 
 
-assign = jax.jit(lambda how, *operands: how(*operands), static_argnums=0)
+assign = jax.jit(Assign.__call__, static_argnums=0)
 assign_at_owners = jax.jit(Assign.at_owners, static_argnums=0)
 numbers = jax.jit(Assign.numbers, static_argnums=0, donate_argnums=1)
 begin = jax.jit(Assign.begin, static_argnums=0, donate_argnums=1)

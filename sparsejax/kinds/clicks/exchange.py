@@ -134,7 +134,10 @@ class IdsAhead:
 
     @classmethod
     def of(cls, model: Any, deterministic: bool) -> IdsAhead | None:
-        """None if nothing crosses, or rows are known in the steps themselves."""
+        """None if nothing crosses, or the steps have to know the ids.
+
+        They do where rows are in host memory, or a model of one's own may change ids.
+        """
         if not mesh_is_set() or axis_sizes()[1] == 1:
             return None
         senders = [sender_of(found) for found in collections_of(model).values()]
