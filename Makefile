@@ -4,7 +4,7 @@
 ##   make demo          train on the bundled data, measure, recommend
 ##   make test          the tests that are quick
 ##   make test-slow     slower ones
-##   make test-both     both in one session, as CI does
+##   make test WITH_SLOW=1   both in one session, as CI does
 ##   make test-all      all tests, for a release: each annotation checked, new random examples
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
 ##   make lint          format, lint, types, import floors
@@ -21,7 +21,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Many processes are started, and asserts take five seconds to rewrite.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-slow test-both test-all test-x64 lint docs test-oldest test-spark clean
+.PHONY: help demo test test-slow test-all test-x64 lint docs test-oldest test-spark clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -32,15 +32,12 @@ demo: $(VENV)/.installed
 # Programs compile in two thirds of the time; `test-oldest` optimizes, as users do.
 PYTEST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
   --numprocesses 2 --dist worksteal --durations 20 $(OPTIONS)
+# In one session modules are collected, and what their tests share is made, once.
 test: $(VENV)/.installed
-	$(PYTEST) -m "not slow and not release"
+	$(PYTEST) -m "$(if $(WITH_SLOW),,not slow and )not release"
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m slow
-
-# Modules are collected, and what their tests share is made, once.
-test-both: $(VENV)/.installed
-	$(PYTEST) -m "not release"
 
 test-all: $(VENV)/.installed
 	$(PYTEST) --check-annotations --random-examples
