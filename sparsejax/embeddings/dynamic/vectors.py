@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparsejax.embeddings.feature_batch import WITHOUT_ROW
 from sparsejax.embeddings.placement import Stack, column, drawn_rows
@@ -108,7 +108,7 @@ class _WithGuestsOfOwner:
         keys: TableKeys,
         without: Bool[Array, "slots"],
         weight: Float[Array, "slots"],
-        seed: Int[Array, "2"] | None,
+        seed: UInt32[Array, "2"] | None,
         read: Callable[[], Float[Array, "slots dim"]],
     ) -> Float[Array, "slots dim"]:
         size = len(without)
