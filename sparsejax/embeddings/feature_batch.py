@@ -32,6 +32,7 @@ from sparsejax.mesh.layout import (
     mesh_is_set,
     replicated,
 )
+from sparsejax.mesh.per_device import as_block
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids, sums_so_far
@@ -217,7 +218,7 @@ def _on_devices(part: Callable[[Any], Any], values: Any) -> Any:
     """`part` of each device's examples; leaves are `[data, model, n]`."""
 
     def of_device(values):
-        return jax.tree.map(lambda leaf: leaf[None, None], part(values))
+        return as_block(part(values))
 
     return call_on_each_device(
         of_device,

@@ -38,7 +38,7 @@ from sparsejax.mesh.layout import (
     mesh_is_set,
     replicated,
 )
-from sparsejax.mesh.per_device import own_block
+from sparsejax.mesh.per_device import as_block, own_block
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import hash_index
@@ -197,9 +197,9 @@ class Sender:
     def _ids_sent(
         self, stack: Stack, x: CSR
     ) -> tuple[DividedRows, Bool[Array, ""]] | None:
+        """Where the ids went, and whether an owner has too few places; None if none cross."""
         rows = _rows(stack, True, x, self.wire, 0, is_made=False)
-        flag = rows.crowded() if isinstance(rows, DividedRows) else None
-        if not isinstance(rows, DividedRows) or flag is None:
+        if isinstance(rows, CSR) or (flag := rows.crowded()) is None:
             return None
         return rows.certain(), flag
 
@@ -320,13 +320,12 @@ def _parts_of(x: CSR, keys: TableKeys) -> tuple[CSR, TableKeys]:
     places = CSR.tree_unflatten(x.num_cols, (x.data, place, x.indptr, None))
 
     def part(parts, columns, keys):
-        places = own_block(parts.indices)
+        parts = own_block(parts)
         columns, keys = jax.tree.map(
-            lambda values: jnp.asarray(values)[places][None, None], (columns, keys)
+            lambda values: jnp.asarray(values)[parts.indices], (columns, keys)
         )
-        return CSR.tree_unflatten(
-            x.num_cols, (parts.data, columns, parts.indptr, None)
-        ), keys
+        leaves = (parts.data, columns, parts.indptr, None)
+        return as_block((CSR.tree_unflatten(x.num_cols, leaves), keys))
 
     spec = P("data", "model")
     return call_on_each_device(
@@ -354,7 +353,7 @@ def _on_parts(f: Callable[[CSR], CSR], parts: CSR) -> CSR:
     spec = P("data", "model")
 
     def part(parts):
-        return jax.tree.map(lambda leaf: leaf[None, None], f(own_block(parts)))
+        return as_block(f(own_block(parts)))
 
     return call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
 
@@ -388,7 +387,7 @@ def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
         asked = _with_blank(x.route.asked, bags, blank)
         route = x.route._replace(asked=asked, bags=to)
         x = dataclasses.replace(x, parts=parts, route=route)
-        return jax.tree.map(lambda leaf: leaf[None, None], x)
+        return as_block(x)
 
     spec = P("data", "model")
     return call_on_each_device(part, x, in_specs=(spec,), out_specs=spec)

@@ -22,6 +22,7 @@ from sparsejax.mesh.layout import (
     padded_rows,
 )
 from sparsejax.mesh.per_device import (
+    as_block,
     columns_between,
     gathered_columns,
     own_block,
@@ -134,7 +135,7 @@ class ShardedCSR:
             part = take_rows(x, first + jnp.arange(rows, dtype=jnp.int32), x.nse)
             cut = lax.dynamic_slice_in_dim(x.overfull_rows(), first, rows)
             part = columns_between(part, lax.axis_index("model"), width, cut)
-            return jax.tree.map(lambda leaf: leaf[None, None], part)
+            return as_block(part)
 
         plain = dataclasses.replace(x, transposed=None)
         blocks = call_on_each_device(
@@ -164,7 +165,7 @@ class ShardedCSR:
 
         def block(part):
             joined = gathered_columns(own_block(part), width)
-            return jax.tree.map(lambda leaf: leaf[None, None], joined)
+            return as_block(joined)
 
         blocks = call_on_each_device(
             block,

@@ -44,6 +44,7 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparsejax.mesh.layout import axis_sizes, call_on_each_device, padded_rows
 from sparsejax.mesh.per_device import (
+    as_block,
     concatenate_rows,
     entries_over_data,
     gather_over_data,
@@ -92,9 +93,9 @@ def slots_for(
     *,
     model: int,
     room: float | None,
-    share: float | None,
-    owner_rows: int | None,
-    distinct: float | None,
+    share: float | None = None,
+    owner_rows: int | None = None,
+    distinct: float | None = None,
 ) -> Slots:
     """Slots for `entries` ids of a device, for its `bags`; see `divided`.
 
@@ -327,7 +328,7 @@ class DividedRows:
 
         def part(owned):
             owned = own_block(owned).with_transposed()
-            return jax.tree.map(lambda leaf: leaf[None, None], owned)
+            return as_block(owned)
 
         spec = P("data", "model")
         owned = call_on_each_device(part, route.owned, in_specs=(spec,), out_specs=spec)
@@ -343,7 +344,7 @@ class DividedRows:
             first = lax.stop_gradient(x).reshape(-1)[0].astype(jnp.float32)
             first = lax.bitcast_convert_type(first, jnp.int32)
             asked = _after(own_block(asked), jnp.minimum(first & 0x7FFFFFFF, 0))
-            return jax.tree.map(lambda leaf: leaf[None, None], asked)
+            return as_block(asked)
 
         spec = P("data", "model")
         asked = call_on_each_device(
@@ -513,7 +514,7 @@ def parts_of(x: CSR) -> CSR:
         mine = CSR.tree_unflatten(
             x.num_cols, (values, entries(x.indices), indptr, None)
         )
-        return jax.tree.map(lambda leaf: leaf[None, None], mine)
+        return as_block(mine)
 
     plain = dataclasses.replace(x, transposed=None)
     return call_on_each_device(
@@ -552,20 +553,11 @@ def divided(
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:
         return DividedRows(parts, None, nse, wire)
-    data, model = axis_sizes()
-    if model == 1:
+    if axis_sizes()[1] == 1:
         return DividedRows(parts, Route(parts, None, None, None), nse, wire)
-    width = padded_rows(parts.num_cols) // model
-    slots = slots_for(
-        nse / (data * model),
-        parts.num_rows,
-        model=model,
-        room=room,
-        share=share,
-        owner_rows=owner_rows,
-        distinct=distinct,
+    slots, mine, width = _room_of(
+        parts, nse, room=room, share=share, owner_rows=owner_rows, distinct=distinct
     )
-    mine = min(parts.nse, slots.ids)
     count, slot_count = min(mine, slots.places), min(mine, slots.count)
 
     def part(parts):
@@ -573,11 +565,22 @@ def divided(
             route = _distinct_route(own_block(parts), width, mine, slot_count)
         else:
             route = _route(own_block(parts), width, mine, count, slot_count)
-        return jax.tree.map(lambda leaf: leaf[None, None], route)
+        return as_block(route)
 
     spec = P("data", "model")
     route = call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
     return DividedRows(parts, route, nse, wire)
+
+
+def _room_of(parts: CSR, nse: int, **how: Any) -> tuple[Slots, int, int]:
+    """Slots, how many entries a device can send, and the columns of an owner.
+
+    `how` is that of `slots_for`.
+    """
+    data, model = axis_sizes()
+    slots = slots_for(nse / (data * model), parts.num_rows, model=model, **how)
+    width = padded_rows(parts.num_cols) // model
+    return slots, min(parts.nse, slots.ids), width
 
 
 def _route(part: CSR, width: int, mine: int, count: int, slots: int) -> Route:
@@ -849,29 +852,18 @@ def keys_sent(
       The ids, and whether a device has too few places for some other. None if distinct ids
       are not fewer, so that sums should cross.
     """
-    data, model = axis_sizes()
-    if model == 1:
+    if axis_sizes()[1] == 1:
         return None
-    slots = slots_for(
-        nse / (data * model),
-        parts.num_rows,
-        model=model,
-        room=room,
-        share=None,
-        owner_rows=None,
-        distinct=distinct,
-    )
+    slots, mine, width = _room_of(parts, nse, room=room, distinct=distinct)
     if not slots.distinct:
         return None
-    width = padded_rows(parts.num_cols) // model
-    mine = min(parts.nse, slots.ids)
     # Entries that do not count ask for one more slot, which is empty.
     count = min(mine, slots.count) + 1
 
     def part(part, numbers, keys, wanted):
         part, numbers, keys, wanted = own_block((part, numbers, keys, wanted))
         found = _keys_route(part, numbers, keys, wanted, width, mine, count)
-        return jax.tree.map(lambda leaf: leaf[None, None], found)
+        return as_block(found)
 
     spec = P("data", "model")
     route, keys, times = call_on_each_device(

@@ -21,6 +21,11 @@ def own_block(tree: Any) -> Any:
     return jax.tree.map(squeezed, tree)
 
 
+def as_block(tree: Any) -> Any:
+    """A device's own block with the two axes of size 1, for `own_block`."""
+    return jax.tree.map(lambda leaf: leaf[None, None], tree)
+
+
 def transpose_over_data(block: CSR) -> Transposed:
     """By column, the entries of this device's columns from all devices along "data".
 

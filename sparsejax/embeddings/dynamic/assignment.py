@@ -100,11 +100,11 @@ class Assign:
         self, state: State, trained: Trained, x: CSR, keys: TableKeys, moment: Moment
     ) -> tuple[State, Trained, Int[Array, "ids"]]:
         """The state and rows after it, and the column of each id."""
-        times = _times(x)
+        times = _wanted(x).astype(jnp.int32)
         if x.nse == 0:
             return state, trained, jnp.asarray(x.indices)
         if not mesh_is_set():
-            state, trained, rows = self.part(state, trained, keys, times, moment, 0)
+            state, trained, rows = self._given(state, trained, keys, times, moment, 0)
             return state, trained, _columns(x, rows)
         by_parts = P("model")
         state, trained, rows = call_on_each_device(
@@ -121,7 +121,7 @@ class Assign:
 
     def _part_of_device(self, state, trained, keys, times, moment):
         first = _first_part(state.index)
-        state, trained, rows = self.part(state, trained, keys, times, moment, first)
+        state, trained, rows = self._given(state, trained, keys, times, moment, first)
         return state, trained, _over_devices(self.stack, rows, first)
 
     def at_owners(
@@ -134,7 +134,9 @@ class Assign:
             size, first = len(times), _first_part(state.index)
             # "data" repeats the parts, which change in the same way everywhere.
             keys, times = gather_over_data((keys, times))
-            state, trained, rows = self.part(state, trained, keys, times, moment, first)
+            state, trained, rows = self._given(
+                state, trained, keys, times, moment, first
+            )
             mine = lax.axis_index("data") * size
             rows = lax.dynamic_slice_in_dim(rows, mine, size)
             return state, trained, _columns_of_owner(state.index, rows)
@@ -152,22 +154,6 @@ class Assign:
         )
         return state, trained, sent.at(columns)
 
-    def part(
-        self,
-        state: State,
-        trained: Trained,
-        keys: TableKeys,
-        times: Int[Array, "ids"],
-        moment: Moment,
-        first_part: int | jax.Array,
-    ) -> tuple[State, Trained, Int[Array, "ids"]]:
-        """The same for some parts; rows are numbered from their first one on.
-
-        `times` says how often the batch has each id, which may be there several times; 0
-        stands for no id.
-        """
-        return self._given(state, trained, keys, times, moment, first_part)
-
     def numbers(
         self, state: State, x: CSR, keys: TableKeys, moment: Moment
     ) -> tuple[State, Int[Array, "ids"], Bool[Array, "ids"]]:
@@ -176,9 +162,10 @@ class Assign:
         Returns:
           The state, the column of each id, and which ids got their row now, each once.
         """
-        times = _times(x)
+        wanted = _wanted(x)
         if x.nse == 0:
-            return state, jnp.asarray(x.indices), times > 0
+            return state, jnp.asarray(x.indices), wanted
+        times = wanted.astype(jnp.int32)
         if not mesh_is_set():
             state, new, rows = self._given(state, None, keys, times, moment, 0)
             return state, _columns(x, rows), new
@@ -254,7 +241,10 @@ class Assign:
         moment: Moment,
         first_part: int | jax.Array,
     ) -> tuple[State, Any, Int[Array, "ids"]]:
-        """The row of each id of some parts.
+        """The row of each id of some parts, which are numbered from their first one on.
+
+        `times` says how often the batch has each id, which may be there several times; not
+        above 0 stands for no id.
 
         Returns:
           The state; the trained rows, of which new ones have begun; and the row of each id. If
@@ -440,7 +430,7 @@ def find(
     implementation: Implementation = None,
 ) -> Int[Array, "ids"]:
     """The column of each id; nothing changes."""
-    wanted, layout = _times(x) > 0, layout_of(stack)
+    wanted, layout = _wanted(x), layout_of(stack)
     look = functools.partial(hash_index.find, layout, implementation=implementation)
     if x.nse == 0:
         return jnp.asarray(x.indices)
@@ -497,11 +487,10 @@ def find_at_owners(
     return sent.at(columns)
 
 
-def _times(x: CSR) -> Int[Array, "ids"]:
-    """1 for the entries of a matrix that ask for the row of their key, else 0."""
+def _wanted(x: CSR) -> Bool[Array, "ids"]:
+    """Which entries of a matrix ask for the row of their key."""
     place = jnp.arange(x.nse, dtype=jnp.int32)
-    wanted = (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
-    return wanted.astype(jnp.int32)
+    return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
 
 
 def _first_part(index: Index) -> jax.Array:

@@ -65,21 +65,14 @@ def apart(
     weight = jnp.ones(size, jnp.float32) if x.data is None else jnp.asarray(x.data)
     entries = x.data, jnp.asarray(x.indices), ends, order
 
-    def moved(mask, values):
-        at = jnp.where(mask, sums_so_far(mask) - 1, size + place)
-        zeros = jnp.zeros_like(values)
-        return zeros.at[at].set(values, mode="drop", unique_indices=True)
-
     def some():
-        ids = TableKeys(*(moved(without, word) for word in keys))
-        guests = ids, moved(without, x.row_ids()), moved(without, weight)
+        guests = _moved(without, (keys, x.row_ids(), weight))
         counted = sums_so_far(kept)
         before = jnp.concatenate([jnp.zeros(1, jnp.int32), counted])
         # A row that lacks ids still says so.
         indptr = jnp.where(ends > size, size + 1, before[jnp.minimum(ends, size)])
-        data = None if x.data is None else moved(kept, jnp.asarray(x.data))
-        after = None if order is None else moved(kept, order)
-        return (data, moved(kept, entries[1]), indptr, after), guests
+        data, columns, after = _moved(kept, (entries[0], entries[1], order))
+        return (data, columns, indptr, after), guests
 
     def none():
         zeros = jax.tree.map(jnp.zeros_like, (keys, x.indices, weight))
@@ -91,6 +84,19 @@ def apart(
     *leaves, order = leaves
     found = CSR.tree_unflatten(x.num_cols, (*leaves, None))
     return found, Guests(ids, bag, weight, count), order
+
+
+def _moved[Tree](mask: Bool[Array, "ids"], values: Tree) -> Tree:
+    """The values of the ids in the mask, in their order; zeros behind them."""
+    size = mask.shape[0]
+    place = jnp.arange(size, dtype=jnp.int32)
+    at = jnp.where(mask, sums_so_far(mask) - 1, size + place)
+
+    def moved(values):
+        zeros = jnp.zeros_like(values)
+        return zeros.at[at].set(values, mode="drop", unique_indices=True)
+
+    return jax.tree.map(moved, values)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,19 +122,14 @@ class _WithGuestsOfOwner:
         def some():
             rows = read()
             place = jnp.arange(size, dtype=jnp.int32)
-            options = {"mode": "drop", "unique_indices": True}
             # They are NaN, as no column was read.
-            rows = rows.at[jnp.where(without, place, size + place)].set(0, **options)
+            rows = rows.at[jnp.where(without, place, size + place)].set(
+                0, mode="drop", unique_indices=True
+            )
             if seed is None:
                 return rows
-            at = jnp.where(without, sums_so_far(without) - 1, size + place)
-
-            def moved(values):
-                return jnp.zeros_like(values).at[at].set(values, **options)
-
-            ids = TableKeys(*map(moved, keys))
             count = jnp.sum(without, dtype=jnp.int32)
-            guests = Guests(ids, moved(place), moved(weight), count)
+            guests = Guests(*_moved(without, (keys, place, weight)), count)
             return _with_some(self.stack, rows, guests, jnp.int32(0), seed)
 
         # As a rule all ids have rows. The host waits for the condition before rows are read, when
