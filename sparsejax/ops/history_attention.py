@@ -23,6 +23,7 @@ from sparsejax.ops.implementations import (
 )
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.ops.precision import Precision, check_precision, of_xla
+from sparsejax.sparse import segment_ids
 
 Activation = Literal["silu", "softmax"]
 
@@ -292,9 +293,15 @@ def _spans(
     place = jnp.arange(tokens, dtype=jnp.int32)
     indptr = indptr.astype(jnp.int32)
     last = max(len(indptr) - 2, 0)
-    # The last history that has begun. This way is part of a GPU program; others have loops.
-    history = jnp.searchsorted(
-        indptr[1:-1], place, side="right", method="scan_unrolled"
+    # The last history that has begun. On a GPU the search is part of another program, while
+    # counting launches some. XLA's fusions for a CPU copy each step of a search into all later
+    # ones: for 24,576 histories these 15 steps took 37 seconds to compile (jax 0.12.0).
+    history = lax.platform_dependent(
+        indptr,
+        cpu=lambda indptr: segment_ids(indptr[:-1], tokens),
+        default=lambda indptr: jnp.searchsorted(
+            indptr[1:-1], place, side="right", method="scan_unrolled"
+        ),
     )
     starts, ends = indptr[history], indptr[jnp.minimum(history + 1, len(indptr) - 1)]
     inside = (place >= starts) & (place < ends)

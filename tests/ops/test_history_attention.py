@@ -378,6 +378,18 @@ def test_memory_grows_with_the_number_of_tokens(form):
     assert used(8192) < 2.2 * used(4096)
 
 
+def test_many_histories_do_not_make_the_program_larger():
+    """The compile time grew with the logarithm of their number, and then with the number."""
+    q = jax.ShapeDtypeStruct((512, 1, 8), jnp.float32)
+
+    def size(histories):
+        indptr = jax.ShapeDtypeStruct((histories + 1,), jnp.int32)
+        compiled = jax.jit(history_attention).lower(q, q, q, indptr).compile()
+        return str(compiled.as_text()).count("\n")
+
+    assert size(513) <= 1.02 * size(5)
+
+
 def test_thresholds_are_those_of_the_logarithm():
     least = time_thresholds(40)
     near = np.concatenate([least[1:], np.nextafter(least[1:], np.float32(0))])
