@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparsejax.serving import logs, metrics, protocol
 from sparsejax.serving.protocol import RefusedError
-from sparsejax.serving.service import Service
+from sparsejax.serving.service import InHand, Service
 from sparsejax.serving.versions import Versions
 
 # Where the scope of a request has its `Connection`, and whether its body is there already.
@@ -235,12 +235,12 @@ class _Inference:
         identity = logs.request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         connection: Connection = scope[CONNECTION]
         connection.asking = asyncio.current_task()
-        in_hand = False
+        in_hand: InHand | None = None
         answer: _Answer | Response
         try:
-            service.begin()
-            in_hand = True
-            answer, rows = await _infer(service, scope, headers, receive)
+            in_hand = service.begin()
+            hold = functools.partial(service.hold, in_hand)
+            answer, rows = await _infer(service, scope, headers, receive, hold)
         except asyncio.CancelledError:
             if not connection.has_left:
                 raise
@@ -249,11 +249,11 @@ class _Inference:
             answer = _instead(error, identity)
         finally:
             connection.asking = None
-            if in_hand:
-                service.end()
+            if in_hand is not None:
+                service.end(in_hand)
         code, seconds = answer.status_code, time.monotonic() - begun
         told = [*answer.raw_headers, (b"x-request-id", identity.encode())]
-        if service.draining:
+        if service.draining or (code == 503 and not scope.get(IS_WHOLE)):
             told = [each for each in told if each[0] != b"connection"]
             told.append((b"connection", b"close"))
         await send({"type": "http.response.start", "status": code, "headers": told})
@@ -280,16 +280,20 @@ def _instead(error: Exception, identity: str) -> Response:
 
 
 async def _infer(
-    service: Service, scope: Scope, headers: Mapping[bytes, bytes], receive: Receive
+    service: Service,
+    scope: Scope,
+    headers: Mapping[bytes, bytes],
+    receive: Receive,
+    hold: Callable[[int], None],
 ) -> tuple[_Answer, int]:
-    """An answer, and the number of its rows."""
+    """An answer, and the number of its rows; see `_body`."""
     model, number = _asked(scope)
     form = service.version(model, number).form  # before the body is read
     wait = headers.get(_DEADLINE, b"")
     seconds = int(wait[:9]) / 1e3 if wait.isdigit() else None
-    if headers.get(b"content-encoding", b"identity") != b"identity":
+    if headers.get(b"content-encoding", b"").strip().lower() not in (b"", b"identity"):
         raise RefusedError(415, "a request must not be compressed")
-    body = await _body(scope, receive, service)
+    body = await _body(scope, receive, service, hold)
     if (header := headers.get(_HEADER)) is not None:
         header = header.decode("latin-1")
     limits = service.settings.limits
@@ -314,35 +318,57 @@ async def _infer(
     return _Answer(200, told, content), rows
 
 
-async def _body(scope: Scope, receive: Receive, service: Service) -> bytes:
+async def _body(
+    scope: Scope,
+    receive: Receive,
+    service: Service,
+    hold: Callable[[int], None] = lambda size: None,
+) -> bytes:
+    """The body of a request.
+
+    Args:
+      scope: of the request.
+      receive: gives its parts.
+      service: whose limits hold.
+      hold: is called with the bytes of each part, and may refuse them.
+
+    Raises:
+      RefusedError: it is too large, or does not come in time.
+    """
     most, seconds = service.settings.limits.body, service.settings.body_seconds
     stated = _headers(scope).get(b"content-length", b"0")
     if not stated.isdigit() or int(stated[:18]) > most:
         raise RefusedError(413, _too_large(most))
     if scope.get(IS_WHOLE):  # so nobody waits
-        return await _whole(receive, most)
+        return await _whole(receive, most, hold)
     try:
         async with asyncio.timeout(seconds):
-            return await _whole(receive, most)
+            return await _whole(receive, most, hold)
     except TimeoutError:
         raise RefusedError(
             408, f"a request must be sent within {seconds:g} seconds"
         ) from None
 
 
-async def _whole(receive: Receive, most: int) -> bytes:
+async def _whole(receive: Receive, most: int, hold: Callable[[int], None]) -> bytes:
     """The body of a request, as its parts come."""
-    parts, size, is_whole = [], 0, False
+    joined, is_whole = None, False
     while not is_whole:
         message = await receive()
         if message["type"] == "http.disconnect":
             raise ClientDisconnect
-        size += len(message["body"])
+        part, is_whole = message["body"], not message["more_body"]
+        size = len(part) + (0 if joined is None else len(joined))
         if size > most:
             raise RefusedError(413, _too_large(most))
-        parts.append(message["body"])
-        is_whole = not message["more_body"]
-    return parts[0] if len(parts) == 1 else b"".join(parts)
+        hold(len(part))
+        if is_whole and joined is None:
+            return part  # as mostly, without a copy
+        # Not a list: millions of parts of one byte would take fifty times their size.
+        joined = bytearray() if joined is None else joined
+        joined += part
+    assert joined is not None
+    return bytes(joined)
 
 
 def _too_large(most: int) -> str:

@@ -1,19 +1,31 @@
-"""Connections of HTTP: who opens one and sends no request is not waited for."""
+"""Connections of HTTP: their heads, their waiting requests and their patience have limits."""
 
 from __future__ import annotations
 
 import asyncio
+import select
 from typing import Any
 
+import httptools
 import orjson
 import uvicorn
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from sparsejax.serving.app import CONNECTION, IS_WHOLE, app
 from sparsejax.serving.service import Service
 
-_END_OF_HEAD, _CONTINUE = b"\r\n\r\n", b"HTTP/1.1 100"
+# The limits of common servers and proxies. A request for a prediction needs 1 % of them.
+_MOST_HEAD, _MOST_URL, _MOST_HEADERS = 2**16, 2**13, 100
+# Requests that a client may send on one connection before the first of them is answered.
+_MOST_PIPELINED = 100
+# After a refusal the rest of what the client sends is read for so many seconds and bytes. If
+# it were not, the system would reset the connection, and the client would not see the answer.
+_LINGER, _MOST_LINGERED = 1.0, 2**24
+_ALIVE = 0.05  # seconds between two looks whether a client that sends no more is there
+_END_OF_HEAD, _CONTINUE = b"\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
+_INVALID = "expected a request of HTTP/1.1"
+_LARGE_HEAD = f"the head of a request has at most {_MOST_HEAD:,} bytes"
 
 
 def configured(
@@ -45,8 +57,15 @@ def configured(
     )
 
 
+class _RefusedHeadError(Exception):
+    """Ends the parser's work on a head that is refused."""
+
+
 class _Connection(HttpToolsProtocol):
     """A connection that is closed unless the head of a request comes in time.
+
+    A head that is too large is answered with status 431 or 414. An offer of another protocol
+    (`Upgrade`) is ignored. A client that sends no more, but still reads, is answered.
 
     Attributes:
       patience: seconds from the first byte of a request, or from the start, to its last header.
@@ -57,33 +76,119 @@ class _Connection(HttpToolsProtocol):
     asking: asyncio.Task | None = None
     _late: asyncio.TimerHandle | None = None
     _in_head = True
+    _head = 0  # bytes of the headers that are whole
+    _progress = True  # whether the parser left a head, or found a part of a body
+    _silent = (
+        0  # bytes in which it did not: of a head, trailers or the extension of a chunk
+    )
+    _refusal: tuple[int, str] | None = (
+        None  # status and text; no more requests are read
+    )
+    _lingered = 0  # bytes that came after the refusal was sent
+    _has_ended = False  # whether the client said that it sends no more
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(_Together(transport))  # pyrefly: ignore
         self._wait()
 
     def data_received(self, data: bytes) -> None:
-        super().data_received(data)
+        self._unset_keepalive_if_required()
+        if self._refusal is not None:
+            self._lingered += len(data)
+            if self._lingered > _MOST_LINGERED:
+                self.transport.close()
+            return
+        while data and self._refusal is None and not self.transport.is_closing():
+            piece, data = data[:_MOST_HEAD], data[_MOST_HEAD:]
+            self._progress = False
+            try:
+                self.parser.feed_data(piece)
+            except httptools.HttpParserUpgrade as offer:
+                if self.parser.get_method() == b"CONNECT":
+                    self._refuse(400, _INVALID)
+                else:
+                    data = self._declined() + piece[offer.args[0] :] + data
+                continue
+            except httptools.HttpParserError:
+                self._refuse(*self._refusal or (400, _INVALID))
+                return
+            self._silent = 0 if self._progress else self._silent + len(piece)
+            if self._silent >= _MOST_HEAD:
+                self._refuse(431, _LARGE_HEAD)
         if self._in_head:  # mostly the head comes at once, so that no timer is needed
             self._wait()
 
     def on_message_begin(self) -> None:
+        if len(self.pipeline) >= _MOST_PIPELINED:
+            text = f"at most {_MOST_PIPELINED} requests of a connection may wait"
+            self._stop_parser(429, text)
         super().on_message_begin()
         self.scope[CONNECTION] = self  # pyrefly: ignore
-        self._in_head = True
+        self._in_head = self._progress = True
+        self._head = 0
+
+    def on_url(self, url: bytes) -> None:
+        if len(self.url) + len(url) > _MOST_URL:
+            self._stop_parser(414, f"an address has at most {_MOST_URL:,} bytes")
+        super().on_url(url)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if (
+            not self._in_head
+        ):  # a trailer, after a body in chunks, which has no meaning here
+            return
+        self._head += len(name) + len(value)
+        if self._head > _MOST_HEAD:
+            self._stop_parser(431, _LARGE_HEAD)
+        if len(self.headers) >= _MOST_HEADERS:
+            self._stop_parser(431, f"a request has at most {_MOST_HEADERS} headers")
+        super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
+        self._progress = True
+        if self.parser.should_upgrade():  # it is read again, see `_declined`
+            return
         self._in_head = False
         self._stop()
         super().on_headers_complete()
 
+    def on_chunk_header(self) -> None:
+        self._progress = True
+
+    def on_body(self, body: bytes) -> None:
+        self._progress = True
+        super().on_body(body)
+
     def on_message_complete(self) -> None:
+        self._progress = True
+        if self._in_head:
+            return
         super().on_message_complete()
         self.scope[IS_WHOLE] = True  # pyrefly: ignore
 
     def on_response_complete(self) -> None:
         self.transport.flush()  # pyrefly: ignore
         super().on_response_complete()
+        if not self._is_asked:
+            if self._refusal is not None:
+                self._send_refusal()
+            elif self._has_ended:
+                self.transport.close()
+
+    def eof_received(self) -> bool | None:  # pyrefly: ignore
+        """Returns whether the connection stays open, to answer a client that sends no more."""
+        is_plain = self.scheme == "http"  # TLS has no half of a connection
+        if self._refusal or not (is_plain and self._is_asked) or self.cycle.more_body:
+            return None
+        self._has_ended = True
+        # A client of HTTP/1.1 skips this answer; that of 1.0 does not know such ones.
+        cycle = self.cycle
+        if cycle.scope["http_version"] == "1.1" and not (
+            self.pipeline or cycle.response_started
+        ):
+            self.transport.write(_CONTINUE)
+        self._look_for_client()
+        return True
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._in_head = False
@@ -97,15 +202,73 @@ class _Connection(HttpToolsProtocol):
         """Whether the client has."""
         return self.transport.is_closing()
 
-    def send_400_response(self, msg: str) -> None:
-        """Answers what is no HTTP, as all errors are answered: in JSON."""
-        body = orjson.dumps({"error": "expected a request of HTTP/1.1"})
-        head = (
-            "HTTP/1.1 400 Bad Request\r\ncontent-type: application/json\r\n"
-            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n"
+    @property
+    def _is_asked(self) -> bool:
+        """Whether a request is not answered yet."""
+        return bool(self.pipeline) or (
+            self.cycle is not None and not self.cycle.response_complete
         )
-        self.transport.write(head.encode() + body)
-        self.transport.close()
+
+    def _declined(self) -> bytes:
+        """The head that offers another protocol, without the offer, for a new parser.
+
+        httptools reads no body after such an offer, but a server may ignore it (RFC 9110, 7.8).
+        """
+        version = self.parser.get_http_version().encode()
+        lines = [self.parser.get_method() + b" " + self.url + b" HTTP/" + version]
+        lines += [n + b": " + v for n, v in self.headers if n != b"upgrade"]
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        return b"\r\n".join(lines) + _END_OF_HEAD
+
+    def _look_for_client(self) -> None:
+        """Closes the connection if the client has not only ended its half, but left.
+
+        Both look alike until something is sent: who has left answers with a reset.
+        """
+        if not self._is_asked or self.transport.is_closing():
+            return
+        poll = select.poll()
+        poll.register(self.transport.get_extra_info("socket").fileno(), 0)
+        if poll.poll(0):  # POLLHUP or POLLERR
+            self.transport.abort()
+            return
+        asyncio.get_running_loop().call_later(_ALIVE, self._look_for_client)
+
+    def _stop_parser(self, status: int, text: str) -> None:
+        """Raises an error, on which the parser stops and the request is refused."""
+        self._refusal = status, text
+        raise _RefusedHeadError
+
+    def _refuse(self, status: int, text: str) -> None:
+        """Reads no more requests. Those before are answered first."""
+        self._refusal = status, text
+        self._stop()
+        cycle = self.cycle
+        if not self._is_asked:
+            self._send_refusal()
+        elif cycle.more_body and not (self.pipeline or cycle.response_started):
+            # The rest of its body is what is refused, so nothing else answers this request.
+            cycle.disconnected = True
+            cycle.message_event.set()
+            self._send_refusal()
+
+    def _send_refusal(self) -> None:
+        """Answers as all errors are answered, in JSON, and closes the connection soon."""
+        assert self._refusal is not None
+        status, text = self._refusal
+        body = orjson.dumps({"error": text})
+        head = (
+            b"content-type: application/json\r\nconnection: close\r\ncontent-length: "
+        )
+        self.transport.write(
+            STATUS_LINE[status] + head + b"%d" % len(body) + _END_OF_HEAD + body
+        )
+        if self.transport.can_write_eof():
+            self.transport.write_eof()
+            asyncio.get_running_loop().call_later(_LINGER, self.transport.close)
+        else:
+            self.transport.close()
 
     def _wait(self) -> None:
         if self._late is None:

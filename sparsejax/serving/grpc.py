@@ -193,10 +193,10 @@ class _Answers:
         begun, service, rows, code = time.monotonic(), self._service, 0, 200
         told = dict(context.invocation_metadata() or ())
         identity = logs.request_id(_text(told.get("x-request-id", "")))
-        in_hand, refused, answer = False, None, None
+        in_hand, refused, answer = None, None, None
         try:
-            service.begin()
-            in_hand = True
+            in_hand = service.begin()
+            service.hold(in_hand, request.ByteSize())
             model, number = request.model_name, request.model_version or None
             service.version(model, number)  # before the tensors are read
             answer, rows = await service.predict(
@@ -217,8 +217,8 @@ class _Answers:
             code = 499
             raise
         finally:
-            if in_hand:
-                service.end()
+            if in_hand is not None:
+                service.end(in_hand)
             code, seconds = (
                 refused.status if refused else code,
                 time.monotonic() - begun,

@@ -58,6 +58,7 @@ class Settings:
       timeout: seconds for a request, in which it is answered or refused.
       body_seconds: for a client to send the head of a request, and for its body.
       limits: of a request.
+      held: bytes of the bodies of all requests in hand.
       keep: versions before the one that serves, which answer who names them.
       swap: whether a newer version is loaded "beside" the one that serves; or that one is
         drained before: it answers what it has, and leaves the device.
@@ -74,6 +75,7 @@ class Settings:
     timeout: float = 30.0
     body_seconds: float = 10.0
     limits: Limits = dataclasses.field(default_factory=Limits)
+    held: int = 2**28
     keep: int = 0
     swap: Literal["beside", "drain"] = "beside"
     similar: bool = False
@@ -115,6 +117,17 @@ class Version:
         for other in (self.of_candidates, self.similar):
             if other is not None:
                 other.close()
+
+
+@dataclasses.dataclass(eq=False, slots=True)
+class InHand:
+    """A request that is not answered yet.
+
+    Attributes:
+      held: bytes of its body that are in memory.
+    """
+
+    held: int = 0
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -170,7 +183,7 @@ class Service:
         self.changing: Changing | None = None
         if settings.changes is not None:
             self.changing = Changing(settings.changes, self.metrics)
-        self._in_hand = 0
+        self._in_hand = self._held = 0
         self._others = ThreadPoolExecutor(1, thread_name_prefix="large requests")
         self._unread: collections.deque[_Request] = collections.deque()
         self.last_request = time.monotonic()
@@ -524,8 +537,8 @@ class Service:
         loop.call_soon_threadsafe(loop.call_later, max(left, 0.0), _expire, future)
         return own
 
-    def begin(self) -> None:
-        """Counts a request that came.
+    def begin(self) -> InHand:
+        """Counts a request that came, until its `end`.
 
         Raises:
           RefusedError: too many are in hand.
@@ -538,10 +551,28 @@ class Service:
                 retry_after=1,
             )
         self._in_hand += 1
+        return InHand()
 
-    def end(self) -> None:
+    def hold(self, request: InHand, size: int) -> None:
+        """Counts bytes of the body of a request in hand.
+
+        Raises:
+          RefusedError: the bodies of all requests in hand would be too large.
+        """
+        if self._held + size > self.settings.held:
+            raise RefusedError(
+                503,
+                f"the requests in hand have {self._held:,} bytes already, of "
+                f"{self.settings.held:,} that may be held; try again later",
+                retry_after=1,
+            )
+        self._held += size
+        request.held += size
+
+    def end(self, request: InHand) -> None:
         """Counts a request that was answered."""
         self._in_hand -= 1
+        self._held -= request.held
 
 
 @contextlib.contextmanager
