@@ -272,12 +272,13 @@ class Clicks(Runs):
                     f"{name_of(source)}: has the examples that the run was trained on, of "
                     "which a model is too sure: name others by calibrate=..."
                 )
-        return calibrate(
-            model,
-            examples,
-            method=correcting.method or "platt",
-            negatives_kept=correcting.negatives_kept,
-        )
+        method, kept = correcting.method or "platt", correcting.negatives_kept
+        try:
+            return calibrate(model, examples, method=method, negatives_kept=kept)
+        except ValueError as error:
+            if source is None:
+                raise
+            raise ValueError(f"{name_of(source)}: {error}") from error
 
     def recommend(
         self,

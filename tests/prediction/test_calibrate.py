@@ -1,5 +1,6 @@
 """Corrected probabilities of clicks."""
 
+import dataclasses
 import json
 from types import SimpleNamespace
 from typing import Any
@@ -8,6 +9,7 @@ import numpy as np
 import pytest
 import scipy.optimize
 import scipy.special
+from flax import nnx
 from run_folders import parameters
 
 import sparsejax as sj
@@ -21,6 +23,18 @@ SCHEMA = sj.ClickSchema(
     dense={"x": sj.data.DenseColumn()},
     ids={"user": sj.data.VocabularyColumn(), "item": sj.data.HashedColumn(9)},
 )
+
+
+class Times(nnx.Module):
+    """A click model that multiplies the dense column."""
+
+    kind = "clicks"
+
+    def __init__(self, sign: float):
+        self.sign = sign
+
+    def __call__(self, dense, ids):
+        return self.sign * dense[:, 0]
 
 
 def drawn(rows, *, kept=1.0, seed=0):
@@ -56,7 +70,8 @@ def test_platt_is_the_least_log_loss():
         p = scipy.special.expit(slope * logits + offset)
         np.testing.assert_allclose(p, (300 * label + 1) / 302, rtol=1e-6)
     alike = platt(np.full(300, 0.7), labels)
-    p = scipy.special.expit(alike[0] * 0.7 + alike[1])
+    assert alike[0] == 1
+    p = scipy.special.expit(0.7 + alike[1])
     np.testing.assert_allclose(p, wanted.mean(), rtol=1e-6)
 
 
@@ -120,7 +135,7 @@ def test_dropped_negatives_are_corrected(tmp_path, capsys):
 
 @pytest.mark.parametrize("share", [None, 0.5])
 def test_examples_that_were_trained_on_are_named(share):
-    clicks = sj.read_clicks(drawn(60), SCHEMA)
+    clicks = sj.read_clicks(drawn(400), SCHEMA)
     config = sj.WideDeepConfig(dim=2, hidden=(2,))
     asked = Training(data=clicks, config=config, validation=share)
     source = RUNS.source(asked, None)
@@ -128,9 +143,8 @@ def test_examples_that_were_trained_on_are_named(share):
     settings = SimpleNamespace(
         data_fingerprint=source.fingerprint, validation_split=source.split
     )
-    model, _ = sj.build(config, clicks)
     run: Any = SimpleNamespace(
-        settings=settings, known=source.known, model=lambda: model
+        settings=settings, known=source.known, model=lambda: Times(1)
     )
 
     def correct(by: sj.ClickDataset) -> None:
@@ -140,7 +154,7 @@ def test_examples_that_were_trained_on_are_named(share):
         with pytest.warns(UserWarning, match=r"the data: .*calibrate=\.\.\.") as found:
             correct(data)
         assert len(found) == 1 and found[0].filename == __file__
-    others = clicks.rows(slice(0, 30)) if share is None else source.heldout
+    others = clicks.rows(slice(0, 300)) if share is None else source.heldout
     correct(others)  # no warning
 
 
@@ -158,6 +172,49 @@ def test_examples_of_one_class_have_a_log_loss():
         assert isinstance(found, sj.metrics.Measured)
         assert found.intervals().keys() == {"log_loss"}
         assert sj.compare(found, found, resamples=9).keys() == {"log_loss"}
+
+
+@pytest.mark.parametrize("method", ["platt", "isotonic"])
+def test_examples_that_say_nothing_are_refused(method):
+    x = np.linspace(-2, 2, 40)
+    labels = (x + np.sin(9 * x) > 0).astype(int)
+    rows = [
+        {"click": int(y), "user": 1, "item": 1, "x": float(a)}
+        for a, y in zip(x, labels, strict=True)
+    ]
+    clicks = sj.read_clicks(rows, SCHEMA)
+    for label in (0, 1):
+        alike = clicks.rows(np.flatnonzero(labels == label))
+        for some in (alike, alike.rows(slice(0, 1))):
+            text = rf"by \({some.num_rows}\) all have the label {label}, "
+            with pytest.raises(ValueError, match=text):
+                sj.calibrate(Times(1), some, method=method)
+    # A model that turns the order of all examples is worse than chance.
+    before = sj.evaluate(Times(1), clicks)["auc"]
+    assert before > 0.8
+    effect = {
+        "platt": "turn the order of all examples, by -",
+        "isotonic": "make all probabilities equal",
+    }
+    text = rf"would {effect[method]}.*these 40 examples .* \(AUC {1 - before:.3f}\)"
+    if method == "isotonic":  # pools all if no part of the examples rises
+        rows = clicks.rows(np.argsort(labels, kind="stable"))
+        clicks = dataclasses.replace(rows, dense=np.sort(rows.dense, axis=0))
+        text = rf"would {effect[method]}.*these 40 examples .* \(AUC 0.000\)"
+    with pytest.raises(ValueError, match=text):
+        sj.calibrate(Times(-1), clicks, method=method)
+    sj.calibrate(Times(1), clicks, method=method)
+
+
+def test_a_model_of_one_logit_gets_the_right_share():
+    clicks = sj.read_clicks(drawn(50), SCHEMA)
+    model = Times(0)
+    found = sj.calibrate(model, clicks)
+    ones = clicks.labels.sum()
+    share = ones * (ones + 1) / (ones + 2) + (50 - ones) / (52 - ones)
+    np.testing.assert_allclose(sj.predict(found, clicks), share / 50, rtol=1e-5)
+    with pytest.raises(ValueError, match=r"make all probabilities equal.*AUC 0\.500"):
+        sj.calibrate(model, clicks, method="isotonic")
 
 
 @pytest.mark.usefixtures("wrong_types")
@@ -178,6 +235,17 @@ def test_what_is_wrong_is_said(tmp_path, capsys):
         tmp_path / "run", model, sj.Optimizer(model, sj.optimizers.sgd(0.1)), clicks
     )
     run = sj.Run.load(tmp_path / "run")
+    one = clicks.rows(slice(0, 1))
+    one.save(tmp_path / "one.parquet")
+    for argv in (
+        ["export", str(tmp_path / "run"), str(tmp_path / "y")],
+        ["evaluate", str(tmp_path / "run"), str(tmp_path / "one.parquet")],
+    ):
+        assert main([*argv, "--calibrate", str(tmp_path / "one.parquet")]) == 1
+        assert (
+            "one.parquet: the examples to correct by (1) all" in capsys.readouterr().err
+        )
+    assert not (tmp_path / "y").exists()
     with pytest.raises(ValueError, match="needs calibrate=.*the examples"):
         run.export(tmp_path / "a.predictor", method="platt")
     argv = ["export", str(tmp_path / "run"), str(tmp_path / "x"), "--method", "platt"]

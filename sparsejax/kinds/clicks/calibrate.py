@@ -6,6 +6,7 @@ from typing import Literal, get_args
 
 import numpy as np
 
+from sparsejax import metrics
 from sparsejax.embeddings.calibrated import Calibrated
 from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
@@ -34,12 +35,14 @@ def calibrate(
 
     >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
     >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
-    >>> model, _ = build(WideDeepConfig(dim=4, hidden=(8,)), clicks)
+    >>> model, optimizer = build(WideDeepConfig(dim=4, hidden=(8,)), clicks, optimizers.adam(0.1))
+    >>> _ = fit(model, optimizer, clicks, num_epochs=9)
     >>> better = calibrate(model, clicks)
     >>> round(evaluate(better, clicks)["calibration"], 1)
     1.2
 
-    The model stays as it is. Platt's line keeps the order of the examples, and so the AUC.
+    The model stays as it is. Platt's line keeps the order of the examples, and so the AUC: a
+    line that would turn it is an error. If all examples have the same logit, the slope is 1.
     Isotonic corrections need thousands of examples, and make ties.
 
     Args:
@@ -50,7 +53,9 @@ def calibrate(
       negatives_kept: the share of the examples without a click that the training data kept.
 
     Raises:
-      ValueError: there is nothing to do, there are no examples, or a share is wrong.
+      ValueError: there is nothing to do, there are no examples, or a share is wrong. All
+        examples have the same label. The model orders the examples no better than chance, so
+        that a line would turn the order, or a curve would make all probabilities equal.
     """
     if clicks is None and negatives_kept is None:
         raise ValueError(
@@ -69,20 +74,45 @@ def calibrate(
     logits, labels = logits_of(model, clicks)
     if not len(labels):
         raise ValueError("there are no examples to correct by")
+    if len(np.unique(labels)) == 1:
+        raise ValueError(
+            f"the examples to correct by ({len(labels):,}) all have the label {labels[0]:g}, "
+            "so that all probabilities would become equal; give examples with and without "
+            "clicks, in the shares of the requests that the model will serve"
+        )
     given = logits.astype(np.float64) + offset
     if method == "isotonic":
-        return Calibrated(model, offset=offset, knots=isotonic(given, labels))
+        knots = isotonic(given, labels)
+        if len(knots) == 1:
+            raise _useless(given, labels, "make all probabilities equal")
+        return Calibrated(model, offset=offset, knots=knots)
     slope, intercept = platt(given, labels)
+    if slope <= 0:
+        raise _useless(given, labels, f"turn the order of all examples, by {slope:.3g}")
     return Calibrated(model, slope=slope, offset=slope * offset + intercept)
 
 
+def _useless(logits: np.ndarray, labels: np.ndarray, effect: str) -> ValueError:
+    """The error about a model that knows nothing about the examples."""
+    return ValueError(
+        f"the correction would {effect}: the model orders these {len(labels):,} examples no "
+        f"better than chance (AUC {metrics.auc(logits, labels):.3f}); check that their labels "
+        "and columns mean the same as in training, give more examples, or train a better model"
+    )
+
+
 def platt(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
-    """Slope and offset of the least log loss, by Newton's method in float64."""
+    """Slope and offset of the least log loss, by Newton's method in float64.
+
+    If all logits are alike, any slope is as good, and it is 1.
+    """
     import scipy.special  # only this needs it
 
     clicked = labels > 0
     ones, zeros = int(clicked.sum()), int((~clicked).sum())
     wanted = np.where(clicked, (ones + 1) / (ones + 2), 1 / (zeros + 2))
+    if np.ptp(logits) == 0:
+        return 1.0, float(scipy.special.logit(wanted.mean()) - logits[0])
     x = np.stack([logits, np.ones_like(logits)])
 
     def loss(w: np.ndarray) -> float:
@@ -94,7 +124,7 @@ def platt(logits: np.ndarray, labels: np.ndarray) -> tuple[float, float]:
     for _ in range(100):
         p = scipy.special.expit(w @ x)
         slope = x @ (p - wanted)
-        # Where all logits are alike, only the offset counts.
+        # Where logits are nearly alike, only the offset counts.
         curve = (x * (p * (1 - p))) @ x.T + 1e-12 * np.eye(2) * len(labels)
         step, size = np.linalg.solve(curve, slope), 1.0
         while size > 1e-10 and loss(w - size * step) > before:
