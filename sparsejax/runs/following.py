@@ -30,6 +30,10 @@ from sparsejax.runs.reading import is_file, name_of
 # Between two looks into a folder, and into a store, where each costs a request.
 _LOOK_SECONDS, _LOOK_SECONDS_OF_STORE = 0.5, 5.0
 _EXPORT_SECONDS = 60.0
+_PLAIN = (
+    "its files are written anew, so that rows would be trained on twice: follow a folder of "
+    "plain files, for example of the changes that it gets"
+)
 # A stream has no end, so it has no epochs, and no share of it can be held out.
 _WITHOUT_END = (
     *("validation", "patience", "num_epochs", "warmup_epochs"),
@@ -71,6 +75,7 @@ def check(training: Training, directory: pathlib.Path) -> None:
         raise ValueError(
             f"{path}: follow=True needs a folder in which files appear, but this is a file"
         )
+    names_in(path)  # it may be of a kind that is not followed
     seconds = training.export_seconds
     if training.decay == "cosine":
         raise ValueError(
@@ -221,7 +226,7 @@ def names_in(folder: str) -> list[str] | None:
         return None
     place = Place.of(folder)
     try:
-        files = files_below(folder)
+        files = files_below(folder, plain=_PLAIN)
     except DataError:
         if is_address(folder) and place.names() == []:
             return None  # a store has a folder when there is something in it

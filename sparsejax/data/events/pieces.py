@@ -96,8 +96,8 @@ def _of_path(path: Path) -> list[Piece]:
     if not is_address(path) and not os.path.isdir(path):
         return [Piece(path)]
     files = parquet.files_below(path)
-    if any(_is_parquet(file) for file in files):
-        files = [file for file in files if _is_parquet(file)]
+    if any(file.is_parquet for file in files):
+        files = [file for file in files if file.is_parquet]
     else:
         files = [file for file in files if file.size]  # as Spark writes empty ones
     if not files:
@@ -105,15 +105,11 @@ def _of_path(path: Path) -> list[Piece]:
     return [
         Piece(
             file.path,
-            file=file if _is_parquet(file) else None,
+            file=file if file.is_parquet else None,
             constants=file.constants,
         )
         for file in parquet.with_same_constants(files)
     ]
-
-
-def _is_parquet(file: parquet.ParquetPath) -> bool:
-    return file.inner.endswith(".parquet")
 
 
 def _of_records(records: Iterator[Any]) -> pa.RecordBatchReader:

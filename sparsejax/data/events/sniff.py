@@ -101,7 +101,7 @@ def is_parquet(path: Path) -> bool:
         return True
     if os.path.isdir(path):
         files = files_below(path)
-        return not files or any(f.inner.endswith(".parquet") for f in files)
+        return not files or any(f.is_parquet for f in files)
     if os.fspath(path).lower().endswith(".parquet"):
         return True
     if not os.path.isfile(path):

@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 
-from sparsejax.data.files import stores
+from sparsejax.data.files import lake, stores
 from sparsejax.data.files.hive import NO_CONSTANTS, Constants
 from sparsejax.data.files.opening import (
     DataError,
@@ -57,6 +57,7 @@ class ParquetPath:
       size: in bytes.
       crc32: checksum of its bytes, if a manifest has it.
       constants: the columns that it has from the names of its folders.
+      table: the columns of the table that it is a file of, for example of Delta Lake.
     """
 
     path: Path
@@ -65,6 +66,7 @@ class ParquetPath:
     size: int
     crc32: int | None = None
     constants: Constants = NO_CONSTANTS
+    table: lake.TableColumns | None = None
 
     @contextlib.contextmanager
     def open(self, *, one_group: bool = False) -> Generator[pq.ParquetFile]:
@@ -93,10 +95,16 @@ class ParquetPath:
 
     def columns(self, file: pq.ParquetFile) -> pa.Schema:
         """The columns of the opened file, with those of its folders."""
+        if self.table is not None:
+            return self.table.schema
         return self._beside(file).schema(file.schema_arrow)
 
     def group(self, file: pq.ParquetFile, number: int, names: list[str]) -> pa.Table:
         """Columns of a row group of the opened file."""
+        if self.table is not None:
+            stored = self.table.stored(file.schema_arrow, names)
+            rows = file.read_row_group(number, columns=list(stored.values()))
+            return self.table.shaped(rows, stored, names)
         constants = self._beside(file)
         table = file.read_row_group(number, columns=constants.own(names))
         return constants.added(table, names)
@@ -109,10 +117,42 @@ class ParquetPath:
         groups: list[int] | None = None,
     ) -> Iterator[pa.RecordBatch]:
         """Columns of the opened file, or of some row groups, so many rows at a time."""
+        if self.table is not None:
+            stored = self.table.stored(file.schema_arrow, names)
+            own = list(stored.values())
+            for batch in file.iter_batches(rows, row_groups=groups, columns=own):
+                yield self.table.shaped(batch, stored, names)
+            return
         constants = self._beside(file)
         own = constants.own(names)
         for batch in file.iter_batches(rows, row_groups=groups, columns=own):
             yield constants.added(batch, names)
+
+    def whole(self, file: pq.ParquetFile) -> pa.Table:
+        """All rows of the opened file, without the columns of its folders."""
+        if self.table is None:
+            return file.read()
+        names = self.table.schema.names
+        stored = self.table.stored(file.schema_arrow, names)
+        return self.table.shaped(file.read(list(stored.values())), stored, names)
+
+    def stored_name(self, file: pq.ParquetFile, name: str) -> str | None:
+        """The name that a column has in the opened file; None if it is not in it."""
+        if self.table is not None:
+            return self.table.stored(file.schema_arrow, [name]).get(name)
+        return name if name in file.schema_arrow.names else None
+
+    def cells(self, names: Iterable[str]) -> tuple[tuple[str, str | None], ...]:
+        """Columns of these that all rows have alike without being in the file."""
+        if self.table is not None:
+            return self.table.texts(names)
+        texts = self.constants.texts
+        return tuple((name, texts[name]) for name in names if name in texts)
+
+    @property
+    def is_parquet(self) -> bool:
+        """Whether its name, or the log of its table, says that it is Parquet."""
+        return self.table is not None or self.inner.endswith(".parquet")
 
     def _beside(self, file: pq.ParquetFile) -> Constants:
         return self.constants.beside(file.schema_arrow.names)
@@ -180,22 +220,26 @@ def parquet_files(path: Path) -> list[ParquetPath]:
     files = files_below(path)
     if len(files) == 1 and files[0].path == path:
         return files
-    files = [file for file in files if file.inner.endswith(".parquet")]
+    files = [file for file in files if file.is_parquet]
     if not files:
         raise DataError.at(path, "is a directory without a .parquet file")
     return with_same_constants(files)
 
 
-def files_below(path: Path) -> list[ParquetPath]:
+def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
     """A file, or those in a folder and its subfolders, in the order of their names.
 
-    Files and folders whose names start with `_` or `.` are skipped, as in Spark.
+    Files and folders whose names start with `_` or `.` are skipped, as in Spark. Of a Delta
+    or an Iceberg table these are the files that hold its rows now, with its columns.
 
     Args:
       path: a local path, or an address that pyarrow knows, like `s3://bucket/folder`.
+      plain: why the folder must not be a table, for the message; None if it may be one.
 
     Raises:
-      DataError: there is no such file, or the store cannot be reached.
+      DataError: there is no such file, or the store cannot be reached. Or the folder is
+        a part of a table, or a table that is not read.
+      ImportError: the folder is a table, and the package that reads it is not installed.
     """
     if not is_address(path) and not os.path.isdir(path):
         check_regular(path)
@@ -209,6 +253,11 @@ def files_below(path: Path) -> list[ParquetPath]:
             raise DataError.at(path, "no such file")
         selector = pa.fs.FileSelector(inner, recursive=True)
         found = filesystem.get_file_info(selector)
+    below = {os.path.relpath(info.path, inner): info for info in found}
+    if (kind := lake.format_of(place, below)) is not None:
+        if plain is not None:
+            raise DataError.at(path, f"is a table of {kind}; {plain}")
+        return _of_table(place, kind, below)
     folder = os.fspath(path)
     if is_address(path):
         folder = folder.partition("?")[0]
@@ -220,6 +269,25 @@ def files_below(path: Path) -> list[ParquetPath]:
             whole = os.path.join(folder, below)
             file = ParquetPath(whole, filesystem, info.path, info.size)
             files.append(dataclasses.replace(file, constants=Constants.of(below)))
+    return files
+
+
+def _of_table(
+    place: stores.Place, kind: str, below: dict[str, pa.fs.FileInfo]
+) -> list[ParquetPath]:
+    """The files of a table; see `lake.files_of`."""
+    filesystem, sizes = place.filesystem, {i.path: i.size for i in below.values()}
+    files = []
+    for file in lake.files_of(place, kind, below):
+        if (size := sizes.get(file.inner)) is None:  # it may be elsewhere
+            with stores.naming(place.path):
+                size = filesystem.get_file_info(file.inner).size
+        name = os.path.relpath(file.inner, place.inner)
+        path = file.inner if name.startswith("..") else place.below(name).path
+        if size is None:
+            raise DataError.at(path, "is missing, though the log of the table names it")
+        found = ParquetPath(path, filesystem, file.inner, size, table=file.columns)
+        files.append(found)
     return files
 
 

@@ -339,7 +339,7 @@ def _table(
         tables = []
         for source in files:
             with source.open() as file:
-                tables.append(file.read())
+                tables.append(source.whole(file))
         return pa.concat_tables(tables, promote_options="default")
     start = head(path).data.lstrip()
     if start.startswith(b"{"):

@@ -139,8 +139,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         for name, known in self.vocabularies.items():
             digest.update("\0".join([name, *known.tolist()]).encode())
         for group in self._row_groups:
-            texts = group.file.constants.texts
-            cells = [(n, texts[n]) for n in self._columns if n in texts]
+            cells = group.file.cells(self._columns)
             facts = (group.file.size, group.number, group.rows, *cells)
             digest.update(repr(facts).encode())
         return digest.hexdigest()

@@ -68,7 +68,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
             if file.crc32 is not None:
                 facts = (*facts, file.crc32)
             if self.layout is not None:
-                facts += _cells(file, self.layout.columns)
+                facts += file.cells(self.layout.columns)
             digest.update(repr(facts).encode())
         return digest.hexdigest()
 
@@ -119,12 +119,6 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
             UnknownFeaturesWarning,
         )
         return entries.keep(is_known)
-
-
-def _cells(file: ParquetPath, columns: Iterable[str]) -> tuple[Any, ...]:
-    """The cells of these columns that the names of the file's folders have."""
-    texts = file.constants.texts
-    return tuple((name, texts[name]) for name in columns if name in texts)
 
 
 def _list_lengths(column: pa.ChunkedArray) -> np.ndarray:

@@ -87,6 +87,7 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
         with file.open() as opened:
             tables.check_layout(file, opened, layout)
             metadata = opened.metadata
+            item = file.stored_name(opened, layout.item)
         first = 0
         for number in range(metadata.num_row_groups):
             group = metadata.row_group(number)
@@ -96,7 +97,7 @@ def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group
                 entries = sum(
                     group.column(i).num_values
                     for i in range(group.num_columns)
-                    if group.column(i).path_in_schema.startswith(f"{layout.item}.")
+                    if group.column(i).path_in_schema.startswith(f"{item}.")
                 )
                 groups.append(found._replace(entries=entries))
             elif group.num_rows:
