@@ -312,6 +312,9 @@ class Train(OfKinds):
       item_features: Content of the items: a CSV, Parquet or JSON file with a column of items,
         and columns of tags, numbers or vectors. Items that are in no event are recommended, too.
         A run --from another one needs the file again, with all items.
+      content_columns: The columns of --item-features to read.
+      words: Columns of --item-features whose words are tags, such as titles. Without it,
+        titles are left out.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with --tied.
       deterministic: Give the same bits in every process on the same kind of GPU. It can
@@ -368,6 +371,11 @@ class Train(OfKinds):
     changes: Annotated[pathlib.Path | None, _value("DIR", "")] = None
     export_seconds: Annotated[float | None, _value("FLOAT", "60")] = None
     item_features: Annotated[str | None, _value("FILE", "")] = None
+    content_columns: Annotated[
+        tuple[str, ...],
+        arg(name="columns", metavar="COLUMN", help_behavior_hint="(default: all)"),
+    ] = ()
+    words: Annotated[tuple[str, ...], _Column] = ()
     fused: Flag = False
     deterministic: Flag = False
     epochs: Annotated[
@@ -424,6 +432,8 @@ class Tune(OfKinds):
       learning_rate: Learning rate of the first trial.
       batch_size: Rows per step.
       item_features: Content of the items, as for train.
+      content_columns: The columns of --item-features to read.
+      words: Columns of --item-features whose words are tags, as for train.
       seed: Seed of the trials' settings and of each training.
       network: The network of the first trial, if it is an autoencoder. Also fixes what is not
         tuned.
@@ -449,6 +459,11 @@ class Tune(OfKinds):
     learning_rate: float = 0.002
     batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     item_features: Annotated[str | None, _value("FILE", "")] = None
+    content_columns: Annotated[
+        tuple[str, ...],
+        arg(name="columns", metavar="COLUMN", help_behavior_hint="(default: all)"),
+    ] = ()
+    words: Annotated[tuple[str, ...], _Column] = ()
     seed: int = 0
     network: Network = Network()
     histories: Histories = Histories()
@@ -867,6 +882,8 @@ class Plan(OfKinds):
       values: The entries have values.
       times: The entries have times. Among the models of histories, hstu reads them.
       item_features: Content of the items, as for train. --items counts all that are in it.
+      content_columns: The columns of --item-features to read.
+      words: Columns of --item-features whose words are tags, as for train.
       examples: For clicks, a file whose categories are counted. Hashed columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
@@ -896,6 +913,11 @@ class Plan(OfKinds):
     values: Flag = False
     times: Flag = False
     item_features: Annotated[str | None, _OptionalFile] = None
+    content_columns: Annotated[
+        tuple[str, ...],
+        arg(name="columns", metavar="COLUMN", help_behavior_hint="(default: all)"),
+    ] = ()
+    words: Annotated[tuple[str, ...], _Column] = ()
     examples: Annotated[str | None, _OptionalFile] = None
     mesh: Annotated[str, _value(_Mesh)] = "data=1,model=1"
     memory: Annotated[

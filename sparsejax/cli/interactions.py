@@ -8,8 +8,8 @@ from typing import Any
 
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
-from sparsejax.cli.reading import items_of, keeps_seen, names_of, reading_of
-from sparsejax.data import SequenceDataset, read_item_features
+from sparsejax.cli.reading import content_of, items_of, keeps_seen, names_of, reading_of
+from sparsejax.data import ItemFeatures, SequenceDataset, read_item_features
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.content import sizes_among
 from sparsejax.kinds.histories.job import left_out_of_validation
@@ -37,8 +37,9 @@ class Interactions(Commands):
         assert command.items is not None and command.rows is not None
         assert command.entries is not None
         content = None
-        if command.item_features is not None:
-            features = read_item_features(command.item_features)
+        if (features := content_of(command)) is not None:
+            if not isinstance(features, ItemFeatures):
+                features = read_item_features(features)
             content = sizes_among(features, command.items)
         planned = plan(
             self.plan_config(config, command),

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 import sys
 from typing import Any
 
-from sparsejax.cli.flags import Command, Compare, Evaluate, Predict
+from sparsejax.cli.flags import Command, Compare, Evaluate, Plan, Predict, Train
 from sparsejax.cli.flags import Reading as Flags
 from sparsejax.cli.wording import in_flags
-from sparsejax.data import read
+from sparsejax.data import ItemFeatures, read, read_item_features
 from sparsejax.data.files.columns import BY_NAME
 from sparsejax.data.files.opening import lines_of
 from sparsejax.data.prepared.folder import DataFolder
@@ -78,6 +79,23 @@ def keeps_seen(command: Predict) -> bool:
     return command.keep_seen
 
 
+def content_of(command: Train | Plan) -> ItemFeatures | str | None:
+    """The content of items that a command names: its file, or what is read by its flags.
+
+    Raises:
+      ValueError: there are flags about content, and there is no content.
+    """
+    options = {"columns": command.content_columns, "words": command.words}
+    given = {name: value for name, value in options.items() if value}
+    if not given:
+        return command.item_features
+    if command.item_features is None:
+        raise ValueError(
+            f"--{next(iter(given))} says how --item-features is read; name the file"
+        )
+    return read_item_features(command.item_features, **given)
+
+
 def read_features(path: str) -> Features:
     """The features of a file, to read others against."""
     folder = DataFolder.find(path)
@@ -87,7 +105,13 @@ def read_features(path: str) -> Features:
 def items_of(command: Evaluate | Compare | Predict) -> dict[str, Any]:
     """The names of items that `--exclude-items` and `--only-items` give, by argument."""
     given = {n: getattr(command, n) for n in ("exclude_items", "only_items")}
-    return {n: names_of(text)[0] for n, text in given.items() if text is not None}
+    given = {name: text for name, text in given.items() if text is not None}
+    for name, text in given.items():
+        # A name that is no item has no effect, so a mistyped file must not be taken for one.
+        if re.search(r"\.(txt|csv|tsv|list)$", text) and not os.path.isfile(text):
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {text}: there is no such file")
+    return {name: names_of(text)[0] for name, text in given.items()}
 
 
 def names_of(text: str) -> tuple[list[str], str]:

@@ -13,7 +13,7 @@ import jax
 from sparsejax import codec, optimizers
 from sparsejax.cli import flags, printing
 from sparsejax.cli.kind import commands_for, commands_of
-from sparsejax.cli.reading import reading_of
+from sparsejax.cli.reading import content_of, reading_of
 from sparsejax.mesh import processes
 from sparsejax.runs import folders, publishing, training
 from sparsejax.runs.kind import config_of as read_config
@@ -70,7 +70,7 @@ def training_of(command: flags.Train) -> Training:
         follow=command.follow,
         changes=command.changes,
         export_seconds=command.export_seconds,
-        item_features=command.item_features,
+        item_features=content_of(command),
         fused=command.fused,
         deterministic=command.deterministic,
         num_epochs=command.epochs,

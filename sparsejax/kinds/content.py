@@ -31,7 +31,7 @@ def fitting(features: ItemFeatures, items: Any) -> ItemFeatures:
 
     Raises:
       TypeError: `features` are something else.
-      ValueError: no item has content, or the numbers of items differ.
+      ValueError: no item has content, it says nothing, or the numbers of items differ.
     """
     if not isinstance(features, ItemFeatures):
         raise TypeError(
@@ -39,7 +39,13 @@ def fitting(features: ItemFeatures, items: Any) -> ItemFeatures:
             f"{type(features).__name__}"
         )
     if isinstance(items, FeatureNames):
-        return features.align(items)
+        features = features.align(items)
+        if features.num_empty == features.num_items:
+            raise ValueError(
+                "the content says nothing of any item, as "
+                + "; ".join(f"{n!r} is {text}" for n, text in features.columns.items())
+            )
+        return features
     count = num_columns("data", items)
     if features.num_items != count:
         raise ValueError(
@@ -162,5 +168,11 @@ def _vectors(output: SparseOutput) -> jax.Array:
 
 
 def _parts(features: ItemFeatures):
-    tags = features.tags if len(features.tag_names) else None
+    """Tags and vectors, without entries that are 0: they are no content of their item."""
+    if not len(features.tag_names):
+        return None, features.vectors
+    tags = features.tags
+    if not tags.data.all():
+        tags = tags.copy()
+        tags.eliminate_zeros()
     return tags, features.vectors

@@ -60,7 +60,7 @@ class Histories(interactions.Interactions):
         data = everything = read_histories(training.data, training.reading)
         if before is not None:
             data = everything = data.append_features(before)
-        data, features = interactions.with_content(training, data)
+        data, features = interactions.with_content(training, data, self.counts)
         everything = data
         heldout = validation = split = None
         if (asked := training.validation) is not None:

@@ -13,12 +13,12 @@ import numpy as np
 from sparsejax import metrics
 from sparsejax.baselines.models import BASELINES
 from sparsejax.data import ItemFeatures, SparseDataset, read_item_features
-from sparsejax.data.files.names import Names
+from sparsejax.data.files.names import Names, find_names, quoted
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
-from sparsejax.kinds.content import content_of
+from sparsejax.kinds.content import content_of, fitting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders
 from sparsejax.runs.kind import Opened, Runs
@@ -209,8 +209,15 @@ def warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
     return measured
 
 
-def with_content(training: Training, data: Any) -> tuple[Any, ItemFeatures | None]:
+def with_content(
+    training: Training, data: Any, counts: Callable[[Any], np.ndarray]
+) -> tuple[Any, ItemFeatures | None]:
     """The data with the items that only the content has, and the content of all items.
+
+    Args:
+      training: has the content.
+      data: the events.
+      counts: returns for each item of data how many events it has.
 
     Raises:
       ValueError: a run that goes on from another one has content and the other has none,
@@ -231,21 +238,26 @@ def with_content(training: Training, data: Any) -> tuple[Any, ItemFeatures | Non
     features = given
     if not isinstance(given, ItemFeatures):
         features = read_item_features(given)
+    for name, became in features.columns.items():
+        training.reading.say(f"content of items: {name}: {became}")
     features.align(data)  # is it of these items?
-    events = data.num_features
     data = data.align_features(features.names_after(data))
-    features = features.align(data)
+    features = fitting(features, data)
     if training.origin is not None:
+        gone = find_names(known.tag_names, features.tag_names) < 0
+        if gone.any():
+            training.reading.say(
+                f"content of items: {int(gone.sum()):,} of {len(gone):,} tags that "
+                f"{training.origin} knows are not in it: {quoted(known.tag_names[gone])}"
+            )
         features = features.like(known)
+    numbers = features.vectors
+    without = int((counts(data) == 0).sum())
     training.reading.say(
         f"content of items: {len(features.tag_names):,} tags"
-        + (
-            ""
-            if features.vectors is None
-            else f", {features.vectors.shape[1]:,} numbers"
-        )
+        + ("" if numbers is None else f", {numbers.shape[1]:,} numbers")
         + f"; {features.num_empty:,} of {data.num_features:,} items have none, and "
-        f"{data.num_features - events:,} are in no event"
+        f"{without:,} are in no event"
     )
     return data, features
 

@@ -55,7 +55,7 @@ class Items(interactions.Interactions):
         data = everything = read_file(training.data, training.reading)
         if before is not None:
             data = everything = data.append_features(before)
-        data, features = interactions.with_content(training, data)
+        data, features = interactions.with_content(training, data, self.counts)
         everything = data
         heldout = validation = split = None
         indicator = data.matrix.data is None

@@ -10,7 +10,7 @@ import weakref
 
 import numpy as np
 
-from sparsejax.data.files.names import Names, as_names, find_names
+from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.files.opening import DataError, lines_of
 from sparsejax.engine.rank.denied import denied_items
 from sparsejax.predictors.predictor import Predictor
@@ -23,8 +23,8 @@ _SECONDS = 1.0  # between looks
 class Excluded:
     """The items of a file, a name on each line, which no version recommends.
 
-    Names that a model does not know are passed over: the shop may have newer items. The file
-    may be empty. It is read again when it has changed.
+    Names that a model does not know are counted in a line of the log, for each version. The
+    file may be empty. It is read again when it has changed.
 
     Attributes:
       path: of the file.
@@ -121,5 +121,10 @@ class Excluded:
 
     def _denied(self, names: Names) -> np.ndarray:
         """The ids of the items."""
-        found = find_names(self._names, names)
-        return denied_items(len(names), names, exclude_items=found[found >= 0])
+        return denied_items(
+            len(names), names, exclude_items=self._names, tell=_log_unknown
+        )
+
+
+def _log_unknown(line: str) -> None:
+    log("exclude", result="unknown", message=line)

@@ -75,7 +75,7 @@ def test_sold_out_items_are_ranked_for_nobody(board, tmp_path, capsys):
     compared = json.loads(capsys.readouterr().out.splitlines()[-1])["recall@2"]
     assert compared["first"] == compared["second"] == measured["recall@2"]
     assert main(["evaluate", *argv, "--only-items", "nothing"]) == 1
-    assert "--only-items: 1 of 1 names are not items" in capsys.readouterr().err
+    assert "no item is left to recommend" in capsys.readouterr().err
 
 
 def test_evaluate_rows_it_was_not_trained_on(board, tmp_path, capsys):

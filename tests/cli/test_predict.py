@@ -127,11 +127,13 @@ def test_sold_out_items_are_recommended_to_nobody(board, tmp_path, capsys):
     for whole, part in zip(every, some, strict=True):
         assert part == [name for name in whole if name not in names[:3]]
     capsys.readouterr()
-    assert main([*argv, "--exclude-items", "item3,nothing"]) == 1
-    error = capsys.readouterr().err.splitlines()[-1]
+    assert main([*argv, "--exclude-items", "item3,nothing"]) == 0
     assert (
-        "--exclude-items: 1 of 2 names are not items" in error and "'nothing'" in error
+        "warning: --exclude-items: 1 of 2 names are not items of the model, and have no "
+        "effect: 'nothing'\n" in capsys.readouterr().err
     )
+    assert main([*argv, "--exclude-items", "sold.txt"]) == 1
+    assert "--exclude-items sold.txt: there is no such file" in capsys.readouterr().err
 
 
 def test_seen_items_are_left_out_or_not(board, tmp_path, capsys):

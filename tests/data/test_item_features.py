@@ -1,5 +1,6 @@
 """Content of items, read from each form, aligned, saved, and refused."""
 
+import datetime
 import gzip
 import json
 
@@ -222,19 +223,23 @@ def test_saved_and_damaged(tmp_path):
     ("rows", "options", "message"),
     [
         ([{"item": "a", "x": 1}, {"item": "a", "x": 2}], {}, "item names must be unique.*'a'"),
-        ([{"item": "a", "x": 1.0}, {"item": "b", "x": float("nan")}], {}, "column 'x' of item 'b' is nan"),
+        ([{"item": "a", "x": 1.0}, {"item": "b", "x": float("-inf")}], {}, "column 'x' of item 'b' is -inf; leave the cell empty where"),
+        ([{"item": "a", "x": 1.0}, {"item": "b", "x": 1.7976931348623157e308}], {}, "item 'b' is 1.79.*e[+]308, the largest number of its type; leave"),
+        ([{"item": "a", "x": 1.0}, {"item": "b", "x": -3.4028234663852886e38}], {}, "item 'b' is -3.40.*e[+]38, the largest number of its type; leave"),
+        ([{"item": n, "x": x} for n, x in zip("abcd", [1.0, 9e99, 2.0, 9e99], strict=True)], {}, "item 'b' is 9e[+]99, and all smaller numbers are alike beside it"),
+        ([{"item": "a", "v": [1.0, 2.0]}, {"item": "b", "v": [1.0, -3e38]}], {}, "column 'v' of item 'b' has -3.*e[+]38 at place 1; .* or divide"),
         ([{"item": "a", "v": [1.0, 2.0]}, {"item": "b", "v": [1.0, float("inf")]}], {}, "column 'v' of item 'b' has inf at place 1"),
         ([{"item": "a", "v": [1.0, 2.0]}, {"item": "b", "v": [1.0]}], {}, "column 'v' of item 'b' has 1 numbers, others have 2"),
-        ([{"item": "a", "v": [0.0, 0.0]}], {}, "column 'v' has zeros alone"),
-        ([{"item": "a", "x": 0}, {"item": "b", "x": 0}], {}, "column 'x' is 0.0 for all items"),
-        ([{"item": "a", "x": "", "y": 1}], {"columns": ["x"]}, "column 'x' has no value at all"),
+        ([{"item": "a", "v": [0.0, 0.0]}], {}, "no content of items: column 'v' is left out, zeros alone"),
+        ([{"item": "a", "x": "", "y": 1}], {"columns": ["x"]}, "column 'x' is left out, without any value"),
         ([{"item": "a"}], {}, "no column but 'item'"),
         ([{"item": None, "x": 1}], {}, "'item' of row 0 is empty"),
         ([{"x": 1, "y": 2}], {}, "no column has a name of items"),
         ([{"item": "a", "x": 1}], {"words": ["z"]}, "words has 'z', but the columns are 'x'"),
         ([{"item": "a", "x": 1}], {"words": ["x"]}, "column 'x' is int64, which has no words"),
-        ([{"item": "a", "x": {"y": 1}}], {}, "column 'x' is struct"),
-        ([{"item": "a", "x": False}], {}, "is true for no item"),
+        ([{"item": "a", "x": {"y": 1}}], {"columns": ["x"]}, "column 'x' is struct.*, which is no content"),
+        ([{"item": f"{i}", "x": f"t{i}"} for i in range(20)], {"columns": ["x"]}, "column 'x' is titles: 20 of 20 texts occur once; words=x makes tags"),
+        ([{"item": "a", "x": False}], {}, "column 'x' is left out, true for no item"),
     ],
 )  # fmt: skip
 def test_wrong_content_names_column_and_item(rows, options, message):
@@ -290,3 +295,88 @@ def test_folders_of_hive_are_columns(tmp_path, suffix):
     )
     own = sj.read_item_features(tmp_path / "all/kind=food/own.parquet")
     assert own.tag_names.tolist() == ["kind=hot"]
+
+
+def test_each_column_says_what_it_became(tmp_path):
+    rows = [
+        {
+            "item": f"i{i}",
+            "title": f"Thing {i}" if i else "Thing 1",
+            "kind": f"k{i % 3}",
+            "genres": "a|b" if i else "c",
+            "labels": ["x", f"y{i}"],
+            "price": float(i) if i else None,
+            "weight": 2.5,
+            "new": i < 4,
+            "since": datetime.date(2026, 1, 1),
+            "note": None,
+            "text": [0.5, float(i)],
+        }
+        for i in range(24)
+    ]
+    features = sj.read_item_features(rows)
+    assert features.columns == {
+        "title": "left out, titles: 22 of 24 texts occur once; words=title makes tags of "
+        "their words",
+        "kind": "category, 3 different",
+        "genres": "tags, 3 different",
+        "labels": "tags, 25 different",
+        "price": "number, of 1 items empty",
+        "weight": "number, 2.5 for all items, which says nothing",
+        "new": "tag, true for 4 items",
+        "since": "left out, date32[day], which is no content",
+        "note": "left out, without any value",
+        "text": "vector of 2 numbers",
+    }
+    assert not any(name.startswith("title") for name in features.tag_names)
+    for options, account in (
+        ({"words": ["title"]}, "words, 24 different"),
+        ({"tags": ["title"]}, "category, 23 different"),
+    ):
+        asked = sj.read_item_features(rows, **options)
+        assert asked.columns == {**features.columns, "title": account}
+    features.save(tmp_path / "saved.parquet")
+    assert sj.ItemFeatures.load(tmp_path / "saved.parquet").columns == features.columns
+    # Fewer texts do not tell: new products may be of a kind each.
+    assert sj.read_item_features(rows[:19]).columns["title"] == "category, 18 different"
+
+
+@pytest.mark.parametrize("unit", [1.0, 1e200, 1e305, 1e-200])
+def test_numbers_of_any_size(unit):
+    values = np.array([1.0, -2.0, 4.0, 5.0])
+    cells = [*(values * unit), float("nan")]
+    table = pa.table({"item": [*"abcde"], "x": pa.array(cells, from_pandas=False)})
+    features = sj.read_item_features(table)
+    wanted = (values - values.mean()) / values.std()
+    np.testing.assert_allclose(features.tags.toarray()[:4, 0], wanted, rtol=1e-6)
+    assert features.num_empty == 1
+    np.testing.assert_allclose(
+        features.numbers["x"], (values.mean() * unit, values.std() * unit), rtol=1e-12
+    )
+
+
+def test_one_new_product_with_a_number_alone():
+    known = sj.read_item_features([{"item": "a", "x": 1.0}, {"item": "b", "x": 5.0}])
+    new = sj.read_item_features(
+        [{"item": "c", "x": 9.0, "kind": None}], columns=["x", "kind"]
+    )
+    assert as_dicts(new.like(known)) == {"c": {"x": 3.0}}
+    for far in (1e9, 1e60, 1.7e308):
+        wrong = sj.read_item_features([{"item": "c", "x": far}])
+        with pytest.raises(ValueError, match="'x' of item 'c' is .* are 3 on average"):
+            wrong.like(known)
+    # A number that was alike for all known items says nothing of new ones.
+    alike = sj.read_item_features(
+        [{"item": "a", "x": 1.0, "k": "y"}, {"item": "b", "x": 1.0}]
+    )
+    assert alike.num_empty == 1
+    assert sj.read_item_features([{"item": "c", "x": 9.0}]).like(alike).num_empty == 1
+
+
+def test_content_that_says_nothing():
+    data = sj.data.from_arrow(pa.table({"user": ["a", "b"], "item": ["tea", "rice"]}))
+    alike = sj.read_item_features([{"item": "tea", "x": 1}, {"item": "rice", "x": 1}])
+    with pytest.raises(
+        ValueError, match="says nothing of any item, as 'x' is number, 1"
+    ):
+        sj.build(sj.NetworkConfig.autoencoder((4,)), data, item_features=alike)

@@ -27,7 +27,8 @@ def files(tmp_path_factory):
         item = 3 * rng.integers(0, ITEMS // 3) + user % 3
         events.append(f"u{user},i{item},{i}")
     (folder / "events.csv").write_text("\n".join(events) + "\n")
-    items = ["item,kind", *(f"i{i},k{i % 3}" for i in range(ITEMS + NEW))]
+    items = ["item,kind,title"]
+    items += [f"i{i},k{i % 3},Thing {i}" for i in range(ITEMS + NEW)]
     (folder / "items.csv").write_text("\n".join(items) + "\n")
     (folder / "others.csv").write_text("item,kind\ni1,a\ni2,b\n")
     return folder
@@ -64,7 +65,13 @@ def test_one_command_from_events_and_attributes(files, tmp_path, capsys):
     )
     train += ["--config", str(config), "--epochs", "12", "--learning-rate", ".02"]
     assert main([*train, "--batch-size", "20"]) == 0
-    assert "0 of 33 items have none, and 3 are in no event" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "0 of 33 items have none, and 3 are in no event" in said
+    assert "content of items: kind: category, 3 different\n" in said
+    assert (
+        "content of items: title: left out, titles: 33 of 33 texts occur once; --words title "
+        "makes tags of their words\n" in said
+    )
     report = tmp_path / "report.html"
     last = tmp_path / "last.csv"
     last.write_text("user,item,time\nu0,i30,999\nu1,i1,999\n")
@@ -90,6 +97,22 @@ def test_one_command_from_events_and_attributes(files, tmp_path, capsys):
 
     # A resume has the same content, and loads it.
     assert main([*train, "--batch-size", "20", "--resume"]) == 0
+    # So does a run that goes on, of which the items without events are no new ones.
+    more = ["train", events, "--item-features", items, "--epochs", "1", "--from", run]
+    more += ["--run", str(tmp_path / "more"), "--words", "title", "--columns", "title"]
+    assert main(more) == 1
+    assert "no tag ('title:0'" in capsys.readouterr().err
+    more[-1] = "kind"
+    assert main(more) == 1
+    assert "words has 'title', but only 'kind' is read" in capsys.readouterr().err
+    assert main([*more[:-4], "--columns", "kind"]) == 0
+    said = capsys.readouterr().err
+    assert "0 of 33 items have none, and 3 are in no event" in said
+    assert "title" not in said
+    new = ["train", events, "--run", str(tmp_path / "new"), "--words", "title"]
+    assert main(new) == 1
+    said = capsys.readouterr().err
+    assert "--words says how --item-features is read; name the file" in said
     train[train.index(items)] = str(files / "others.csv")
     assert main([*train, "--batch-size", "20", "--resume"]) == 1
     assert "the model was made for 3 and 0" in capsys.readouterr().err
@@ -115,7 +138,7 @@ def test_runs_in_python(files, tmp_path):
 
     # Later there are further items, and further tags that the model does not know.
     later = tmp_path / "later.csv"
-    lines = (files / "items.csv").read_text() + "i40,k1\ni41,k9\n"
+    lines = (files / "items.csv").read_text() + "i40,k1,New\ni41,k9,Other\n"
     later.write_text(lines)
     with pytest.raises(ValueError, match="was trained with content of its items"):
         run.train_more(files / "events.csv", **options)

@@ -93,6 +93,15 @@ def test_no_model_recommends_them_from_when_they_are_in_the_file(
         assert compilations(client) == before
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     told = [line for line in lines if line["event"] == "exclude"]
+    unknown = [
+        told.pop(i) for i in (0, 0)
+    ]  # of the model, and of that of similar items
+    for line in unknown:
+        assert line["result"] == "unknown"
+        assert line["message"] == (
+            "exclude_items: 1 of 3 names are not items of the model, and have no effect: "
+            "'newer than the model'"
+        )
     results = ["loaded", "loaded", "loaded", "failed", "loaded"]
     assert [line["result"] for line in told] == results
     assert "no item is left" in told[3]["error"]

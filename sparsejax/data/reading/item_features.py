@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import math
 import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
@@ -27,6 +28,17 @@ from sparsejax.data.files.spelling import are_missing, is_name, is_text
 from sparsejax.data.sets.item_features import ItemFeatures
 
 _WORD = re.compile(r"\w+")
+# Texts are titles, and no categories, if a larger share of them occurs once. Fewer texts
+# than this do not tell: three new products may be of three kinds.
+_ONCE, _FEW_TEXTS = 0.8, 20
+# Exports write the largest number of a type where a number is missing.
+_LARGEST = [float(np.finfo(kind).max) for kind in (np.float32, np.float64)]
+# Squares of larger numbers, or of their inverses, are not finite in float64.
+_SQUARED = 1e150
+# Numbers are all alike in float32 if they differ by less, in units of the deviation.
+_ALIKE = 1e-6
+_EMPTY = "without any value"
+_LEAVE_EMPTY = "leave the cell empty where a number is missing"
 # The column of the lists in a JSON object like {"tea": [4, 7]}.
 _ATTRIBUTES = "attributes"
 
@@ -54,30 +66,36 @@ def read_item_features(
     numbers                         a number, in units of its standard deviation
     lists of floats                 a vector; several columns of vectors are joined
     text that is named in `words`   a tag for each different word, in lower case
+    titles, dates, empty columns    nothing: they are left out
     ==============================  ====================================================
+
+    A column of text has titles if four of five texts occur once, among 20 or more. Such a
+    tag says nothing that the item's own vector does not say. `ItemFeatures.columns` says for
+    each column what it became, and why it was left out.
 
     Folders named like `kind=drink`, as by Hive, are a column of text.
 
-    A cell may be empty. A JSON file may also be one object with a list of tags for each
+    A cell may be empty, and NaN is an empty cell. A JSON file may also be one object with a list of tags for each
     item: `{"tea": [4, 7], "rice": [4]}`. In CSV the columns of items, `tags` and `words` are
     text, so that "007" and "NA" are names.
 
     Args:
       source: a path, or several; a data frame or another table of Arrow; or dicts.
       item: the column with the names of the items; by default it is found by its name.
-      columns: the columns to read; by default all. A column of another type, such as a
-        time, has to be left out.
-      tags: columns of numbers that are tags, such as the number of a brand.
+      columns: the columns to read; by default all.
+      tags: columns that are tags all the same: of numbers, such as the number of a brand, or
+        of titles.
       words: columns of text, whose words are tags.
       separator: between several tags in a text.
 
     Raises:
-      DataError: a file or a table cannot be read, or there is no column of items. An item
-        is named twice. A column has another type, or has one value alone. A number is
-        NaN or infinite, or vectors differ in their lengths; the message names column and
-        item.
-      ValueError: a column that is named does not exist, or an option is given for a file
-        that `ItemFeatures.save` wrote.
+      DataError: a file or a table cannot be read, there is no column of items, or no column
+        has content. An item is named twice. A number is infinite, is the largest number of
+        its type, or is so large that all others are alike beside it. Vectors differ in
+        their lengths. The message names column and item.
+      ValueError: a column that is named does not exist, or is of another type; `columns`
+        names one of titles that neither `tags` nor `words` names; or an option is given for
+        a file that `ItemFeatures.save` wrote.
     """
     if is_path(source) and is_parquet(source):
         with parquet.parquet_files(source)[0].open() as file:
@@ -117,6 +135,12 @@ def read_item_features(
             )
     if columns is not None:
         others = [n for n in others if n in columns]
+        for what, given in (("tags", tags), ("words", words)):
+            if unread := [name for name in given if name not in others]:
+                raise ValueError(
+                    f"{what} has {quoted(unread)}, but only {quoted(others)} is read; name "
+                    "it in columns, too"
+                )
     names = _one(table.column(item))
     if (missing := are_missing(names)).any():
         raise DataError.at(
@@ -127,28 +151,26 @@ def read_item_features(
     read = _Read(path, items, separator)
     parts: list[_Tags] = []
     vectors: list[np.ndarray] = []
+    became: dict[str, str] = {}
+    chosen = {*(columns or ()), *tags, *words}
     for name in others:
-        column = _one(table.column(name))
-        type_ = column.type
-        inner = type_.value_type if is_list(type_) else type_
-        if name in words:
-            parts.append(read.words(name, column))
-        elif pt.is_null(type_):
-            raise read.wrong(name, "has no value at all; leave it out (columns=...)")
-        elif is_list(type_) and (pt.is_floating(inner)):
-            vectors.append(read.vectors(name, column))
-        elif pt.is_boolean(type_):
-            parts.append(read.flags(name, column))
-        elif is_list(type_) or is_text(type_) or name in tags:
-            if not is_name(inner):
-                raise read.wrong(name, f"is {type_}, which cannot be tags")
-            parts.append(read.tags(name, column))
-        elif pt.is_integer(type_) or pt.is_floating(type_) or pt.is_decimal(type_):
-            parts.append(read.numbers(name, column))
+        try:
+            found = read.column(name, _one(table.column(name)), tags, words)
+        except _NoContentError as nothing:
+            if nothing.is_fault and name in chosen:
+                raise read.wrong(name, f"is {nothing}") from None
+            became[name] = f"left out, {nothing}"
+            continue
+        became[name] = found.account
+        if isinstance(found, _Vectors):
+            vectors.append(found.vectors)
         else:
-            raise read.wrong(name, f"is {type_}; leave it out (columns=...)")
+            parts.append(found)
     if not parts and not vectors:
-        raise DataError.at(path, f"has no column but {item!r}; items need content")
+        if not others:
+            raise DataError.at(path, f"has no column but {item!r}; items need content")
+        why = "; ".join(f"column {name!r} is {text}" for name, text in became.items())
+        raise DataError.at(path, f"has no content of items: {why}")
     try:
         return ItemFeatures(
             item_names=items,
@@ -156,15 +178,35 @@ def read_item_features(
             tags=_joined([part.matrix for part in parts], len(items)),
             vectors=np.concatenate(vectors, axis=1) if vectors else None,
             numbers={k: v for part in parts for k, v in part.numbers.items()},
+            columns=became,
         )
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
 
 
 class _Tags(NamedTuple):
+    account: str
     names: list[str]
     matrix: scipy.sparse.csr_array
     numbers: Mapping[str, tuple[float, float]] = {}
+
+
+class _Vectors(NamedTuple):
+    account: str
+    vectors: np.ndarray
+
+
+class _NoContentError(Exception):
+    """A column is no content; the message says why.
+
+    Attributes:
+      is_fault: whether it is a mistake to name the column. An empty column may be named, as
+        new items are read with the columns that others had.
+    """
+
+    def __init__(self, why: str, *, is_fault: bool = False):
+        super().__init__(why)
+        self.is_fault = is_fault
 
 
 class _Read(NamedTuple):
@@ -178,10 +220,37 @@ class _Read(NamedTuple):
         of = "" if at is None else f" of item {str(self.items[at])!r}"
         return DataError.at(self.path, f"column {column!r}{of} {problem}")
 
-    def tags(self, name: str, column: pa.Array) -> _Tags:
+    def column(
+        self,
+        name: str,
+        column: pa.Array,
+        tags: Collection[str],
+        words: Collection[str],
+    ) -> _Tags | _Vectors:
+        """A column as content, as its type and the options say."""
+        type_ = column.type
+        inner = type_.value_type if is_list(type_) else type_
+        if pt.is_null(inner):
+            raise _NoContentError(_EMPTY)
+        if name in words:
+            return self.words(name, column)
+        if is_list(type_) and pt.is_floating(inner):
+            return self.vectors(name, column)
+        if pt.is_boolean(type_):
+            return self.flags(name, column)
+        if is_list(type_) or is_text(type_) or name in tags:
+            if not is_name(inner):
+                raise _NoContentError(f"{type_}, which cannot be tags", is_fault=True)
+            return self.tags(name, column, asked=name in tags)
+        if pt.is_integer(type_) or pt.is_floating(type_) or pt.is_decimal(type_):
+            return self.numbers(name, column)
+        raise _NoContentError(f"{type_}, which is no content", is_fault=True)
+
+    def tags(self, name: str, column: pa.Array, *, asked: bool) -> _Tags:
         """A cell, or each entry of a list, is a tag."""
         rows = np.arange(len(column))
-        if is_list(column.type):
+        text, several = is_text(column.type), is_list(column.type)
+        if several:
             lengths = arrow.numbers(column.value_lengths().fill_null(0))
             rows, column = np.repeat(rows, lengths), column.flatten()
         kept = ~are_missing(column)
@@ -193,49 +262,83 @@ class _Read(NamedTuple):
             texts = [text.strip() for cell in cut for text in cell]
             full = np.array([bool(text) for text in texts], bool)
             rows, found = rows[full], as_names([text for text in texts if text])
-        return self._of(name, "=", rows, found)
+        several = several or len(np.unique(rows)) < len(rows)
+        made = self._of(name, "=", rows, found)
+        if text and not asked and len(rows) >= _FEW_TEXTS:
+            once = int((made.matrix.sum(axis=0) == 1).sum())
+            if once > _ONCE * len(rows):
+                raise _NoContentError(
+                    f"titles: {once:,} of {len(rows):,} texts occur once; words={name} "
+                    "makes tags of their words",
+                    is_fault=True,
+                )
+        sort = "tags" if several else "category"
+        return made._replace(account=f"{sort}, {len(made.names):,} different")
 
     def words(self, name: str, column: pa.Array) -> _Tags:
         if not is_text(column.type):
-            raise self.wrong(name, f"is {column.type}, which has no words")
+            raise _NoContentError(f"{column.type}, which has no words", is_fault=True)
         cut = [_WORD.findall((cell or "").lower()) for cell in column.to_pylist()]
         rows = np.repeat(np.arange(len(cut)), [len(cell) for cell in cut])
-        return self._of(name, ":", rows, as_names([w for cell in cut for w in cell]))
+        made = self._of(name, ":", rows, as_names([w for cell in cut for w in cell]))
+        return made._replace(account=f"words, {len(made.names):,} different")
 
     def flags(self, name: str, column: pa.Array) -> _Tags:
         true = np.array([bool(cell) for cell in column.to_pylist()], bool)
         if not true.any():
-            raise self.wrong(name, "is true for no item; leave it out (columns=...)")
+            raise _NoContentError("true for no item")
         shape = len(self.items), 1
         rows = np.flatnonzero(true)
         ones = np.ones(len(rows), np.float32)
         matrix = scipy.sparse.csr_array((ones, (rows, 0 * rows)), shape=shape)
-        return _Tags([name], matrix)
+        return _Tags(f"tag, true for {len(rows):,} items", [name], matrix)
 
     def numbers(self, name: str, column: pa.Array) -> _Tags:
-        rows = np.flatnonzero(
-            ~arrow.numbers(column.is_null().cast(pa.int8())).astype(bool)
-        )
-        values = arrow.numbers(column.drop_null().cast(pa.float64()))
-        if not np.isfinite(values).all():
-            at = int(np.argmin(np.isfinite(values)))
-            raise self.wrong(name, f"is {values[at]}; leave the cell empty", rows[at])
-        mean, deviation = float(values.mean()) if len(values) else 0.0, 0.0
-        if len(values):
-            deviation = float(values.std())
-        if not deviation > 1e-12 * max(abs(mean), 1e-300):
-            value = f"is {values[0]} for all items" if len(values) else "has no value"
-            raise self.wrong(name, f"{value}, which says nothing; leave it out")
-        values = ((values - mean) / deviation).astype(np.float32)
-        shape = len(self.items), 1
-        matrix = scipy.sparse.csr_array((values, (rows, 0 * rows)), shape=shape)
-        return _Tags([name], matrix, {name: (mean, deviation)})
+        wide = column.cast(pa.float64())
+        values = arrow.numbers(wide.fill_null(math.nan))
+        rows = np.flatnonzero(~np.isnan(values))
+        values = values[rows]
+        if not len(values):
+            raise _NoContentError(_EMPTY)
+        large = np.abs(values)
+        if (wrong := ~np.isfinite(values) | np.isin(large, _LARGEST)).any():
+            at = int(np.argmax(wrong))
+            what = ", the largest number of its type" if np.isfinite(large[at]) else ""
+            raise self.wrong(name, f"is {values[at]}{what}; {_LEAVE_EMPTY}", rows[at])
+        top = large.max()
+        unit = 1.0 if not top or 1 / _SQUARED < top < _SQUARED else top
+        scaled = values / unit
+        mean, deviation = float(scaled.mean()), float(scaled.std())
+        shape, zeros = (len(self.items), 1), 0 * rows
+        if not deviation > 1e-12 * abs(mean):
+            # Known for new items, in the units of others. It says nothing about these.
+            units = {name: (float(values[0]), 0.0)}
+            matrix = scipy.sparse.csr_array(
+                (zeros.astype(np.float32), (rows, zeros)), shape=shape
+            )
+            account = f"number, {values[0]:g} for all items, which says nothing"
+            return _Tags(account, [name], matrix, units)
+        rest = scaled[large < top]
+        if len(rest) and 0 < np.ptp(rest) < _ALIKE * deviation:
+            at = int(np.argmax(large))
+            raise self.wrong(
+                name,
+                f"is {values[at]:g}, and all smaller numbers are alike beside it; "
+                f"{_LEAVE_EMPTY}, or give logarithms",
+                rows[at],
+            )
+        normal = ((scaled - mean) / deviation).astype(np.float32)
+        matrix = scipy.sparse.csr_array((normal, (rows, zeros)), shape=shape)
+        empty = len(self.items) - len(rows)
+        account = "number" + (f", of {empty:,} items empty" if empty else "")
+        units = {name: (mean * unit, deviation * unit)}
+        return _Tags(account, [name], matrix, units)
 
-    def vectors(self, name: str, column: pa.Array) -> np.ndarray:
+    def vectors(self, name: str, column: pa.Array) -> _Vectors:
         lengths = arrow.numbers(column.value_lengths().fill_null(0))
         there = lengths > 0
         if not there.any():
-            raise self.wrong(name, "has no vector; leave it out (columns=...)")
+            raise _NoContentError(_EMPTY)
         width = int(lengths[np.argmax(there)])
         if (other := there & (lengths != width)).any():
             at = int(np.argmax(other))
@@ -253,18 +356,23 @@ class _Read(NamedTuple):
         made = np.zeros((len(self.items), width), np.float16 if half else np.float32)
         with np.errstate(over="ignore"):
             made[there] = given
-        finite = np.isfinite(made).all(axis=1)
-        if not finite.all():
-            at = int(np.argmin(finite))
-            where = int(np.argmin(np.isfinite(made[at])))
-            raise self.wrong(name, f"has {made[at, where]} at place {where}", at)
+            lengths = np.einsum("ij,ij->i", made, made, dtype=np.float32)
+        if not np.isfinite(lengths).all():
+            at = int(np.argmin(np.isfinite(lengths)))
+            place = int(np.argmax(np.nan_to_num(np.abs(made[at]), nan=np.inf)))
+            raise self.wrong(
+                name,
+                f"has {made[at, place]} at place {place}; leave the cell empty, or divide "
+                "all vectors by the same number",
+                at,
+            )
         if not made.any():
-            raise self.wrong(name, "has zeros alone, which say nothing; leave it out")
-        return made
+            raise _NoContentError("zeros alone")
+        return _Vectors(f"vector of {width:,} numbers", made)
 
     def _of(self, name: str, sign: str, rows: np.ndarray, texts: np.ndarray) -> _Tags:
         if not len(texts):
-            raise self.wrong(name, "has no value at all; leave it out (columns=...)")
+            raise _NoContentError(_EMPTY)
         distinct, codes = numbered(texts)
         order = np.argsort(distinct, kind="stable")
         place = np.empty_like(order)
@@ -274,7 +382,7 @@ class _Read(NamedTuple):
         matrix = scipy.sparse.csr_array((ones, (rows, place[codes])), shape=shape)
         matrix.sum_duplicates()
         matrix.data[:] = 1
-        return _Tags([f"{name}{sign}{text}" for text in distinct[order]], matrix)
+        return _Tags("", [f"{name}{sign}{text}" for text in distinct[order]], matrix)
 
 
 def _joined(parts: list[scipy.sparse.csr_array], items: int) -> scipy.sparse.csr_array:

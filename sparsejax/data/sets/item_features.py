@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -17,6 +18,8 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets import vocabulary
 
 VERSION = 1
+# A number that is so many deviations from the mean is none: a code for a missing number.
+_FAR = 1e6
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -40,7 +43,10 @@ class ItemFeatures:
       vectors: `[items, d]` float16 or float32, for example of texts or images; or None.
         An item without one has zeros.
       numbers: for the name of each tag that is a number its mean and standard deviation:
-        its values are counted from the one, in units of the other.
+        its values are counted from the one, in units of the other. The deviation is 0 where
+        all numbers are alike. Such a number says nothing, but that of a new item is known.
+      columns: for the name of each column that was read, what it became: a number, a
+        category, tags, words, a vector; or why it was left out.
     """
 
     item_names: Names
@@ -48,6 +54,7 @@ class ItemFeatures:
     tags: scipy.sparse.csr_array
     vectors: np.ndarray | None = None
     numbers: Mapping[str, tuple[float, float]] = dataclasses.field(default_factory=dict)
+    columns: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _names.check_unique(self.item_names, "item")
@@ -73,7 +80,11 @@ class ItemFeatures:
     @property
     def is_empty(self) -> np.ndarray:
         """`[items]` whether nothing is known of an item."""
-        empty = np.diff(self.tags.indptr) == 0
+        says = np.ones(len(self.tag_names), bool)
+        for name, (_, deviation) in self.numbers.items():
+            says[self.tag_names == name] = deviation > 0
+        sums = np.append(0, np.cumsum(says[self.tags.indices]))[self.tags.indptr]
+        empty = np.diff(sums) == 0
         if self.vectors is not None:
             empty &= ~self.vectors.any(axis=1)
         return empty
@@ -128,11 +139,12 @@ class ItemFeatures:
     def like(self, known: ItemFeatures) -> ItemFeatures:
         """The same items, with the tags of others in their order, and numbers in their units.
 
-        So content of new items fits a model. Tags that the others lack are left out.
+        So content of new items fits a model. Tags that the others lack are left out, and
+        numbers that are alike for all the others.
 
         Raises:
           ValueError: there are no vectors where the others have some, or of another width,
-            or no tag is known.
+            or no tag is known. A number is too far from those of the others.
         """
         width, others = (
             0 if each.vectors is None else each.vectors.shape[1]
@@ -157,12 +169,25 @@ class ItemFeatures:
         tags = scipy.sparse.coo_array(self.tags)
         row, column = tags.coords
         values = tags.data.astype(np.float64)
+        kept = place[column] >= 0
         for name, (mean, deviation) in self.numbers.items():
             if name in known.numbers:
                 at = column == np.flatnonzero(self.tag_names == name)[0]
                 center, unit = known.numbers[name]
-                values[at] = (values[at] * deviation + mean - center) / unit
-        kept = place[column] >= 0
+                if not unit:  # the model has learned nothing of it
+                    kept &= ~at
+                    continue
+                with np.errstate(over="ignore"):
+                    own = values[at] * deviation + mean
+                    values[at] = found = (own - center) / unit
+                if (far := ~(np.abs(found) <= _FAR)).any():
+                    bad = int(np.argmax(far))
+                    item = str(self.item_names[row[at][bad]])
+                    raise ValueError(
+                        f"{name!r} of item {item!r} is {own[bad]:g}, but those that the "
+                        f"model knows are {center:g} on average, with a deviation of "
+                        f"{unit:g}; leave the cell empty where a number is missing"
+                    )
         shape = self.num_items, len(known.tag_names)
         made = scipy.sparse.csr_array(
             (values[kept], (row[kept], place[column[kept]])), shape=shape
@@ -201,7 +226,8 @@ class ItemFeatures:
                 arrow.from_numbers(np.arange(count + 1, dtype=np.int64) * width),
                 arrow.from_numbers(self.vectors.reshape(-1)),
             )
-        facts = {"version": VERSION, "numbers": dict(self.numbers)}
+        facts: dict[str, Any] = {"version": VERSION, "numbers": dict(self.numbers)}
+        facts["columns"] = dict(self.columns)
         document = json.dumps(facts).encode()
         metadata = {_CHECKSUM: self.fingerprint().encode()}
         stored.write(
@@ -256,6 +282,7 @@ class ItemFeatures:
                 tags=matrix,
                 vectors=vectors,
                 numbers=numbers,
+                columns=facts.get("columns", {}),  # since November 2026
             )
         if (schema.metadata or {}).get(_CHECKSUM) != made.fingerprint().encode():
             raise DataError.at(

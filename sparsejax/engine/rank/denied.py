@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.sparse import CSR
@@ -24,23 +25,28 @@ def denied_items(
     *,
     exclude_items: Iterable[str] | np.ndarray = (),
     only_items: Iterable[str] | np.ndarray | None = None,
+    tell: Callable[[str], None] = warn_caller,
 ) -> np.ndarray:
     """The ids of all items that are not to be recommended, ascending, without duplicates.
+
+    A shop's lists name items that never sold, which a model does not know. Such names are
+    counted in one line.
 
     Args:
       num_items: number of items.
       names: of the items, if they have names.
       exclude_items: names of items, or their ids.
       only_items: all other items are denied.
+      tell: called with a line about names that are no items; by default a warning.
 
     Raises:
-      ValueError: there is no such item, or no item is left.
+      ValueError: there is no item with such an id, or no item is left.
     """
-    unwanted = _ids_of("exclude_items", exclude_items, num_items, names)
+    unwanted = _ids_of("exclude_items", exclude_items, num_items, names, tell)
     denied = np.zeros(num_items, bool)
     if only_items is not None:
         denied[:] = True
-        denied[_ids_of("only_items", only_items, num_items, names)] = False
+        denied[_ids_of("only_items", only_items, num_items, names, tell)] = False
     denied[unwanted] = True
     if denied.all():
         raise ValueError(
@@ -106,6 +112,7 @@ def _ids_of(
     items: Iterable[str] | np.ndarray,
     num_items: int,
     names: Names | None,
+    tell: Callable[[str], None],
 ) -> np.ndarray:
     if isinstance(items, str):
         raise TypeError(f"{what} is a list of names, got the text {items!r}")
@@ -127,8 +134,8 @@ def _ids_of(
     wanted = as_names(dict.fromkeys(given))
     found = find_names(wanted, names)
     if (unknown := wanted[found < 0]).size:
-        raise ValueError(
-            f"{what}: {unknown.size:,} of {wanted.size:,} names are not items of the model: "
-            f"{quoted(unknown)}; leave them out"
+        tell(
+            f"{what}: {unknown.size:,} of {wanted.size:,} names are not items of the model, "
+            f"and have no effect: {quoted(unknown)}"
         )
-    return found
+    return found[found >= 0]
