@@ -343,8 +343,9 @@ def test_names_of_items_that_never_sold_are_counted_everywhere_alike(data, tmp_p
             with pytest.warns(UserWarning) as told:
                 found = call(**{which: names})
             said = [str(w.message) for w in told if "held-out" not in str(w.message)]
-            assert said == [
+            wanted_line = (
                 f"{which}: 2 of {len(names)} names are not items of the model, and have "
                 "no effect: 'never', 'sold'"
-            ], name
+            )
+            assert said == [wanted_line], name
             np.testing.assert_array_equal(found, wanted)
