@@ -85,7 +85,10 @@ def content_of(command: Train | Plan) -> ItemFeatures | str | None:
     Raises:
       ValueError: there are flags about content, and there is no content.
     """
-    options = {"columns": command.content_columns, "words": command.words}
+    options: dict[str, Any] = {
+        "columns": command.content_columns,
+        "words": command.words,
+    }
     given = {name: value for name, value in options.items() if value}
     if not given:
         return command.item_features
