@@ -13,7 +13,6 @@
 """
 
 import importlib
-import importlib.metadata
 import warnings
 from typing import Any
 
@@ -22,8 +21,6 @@ import lazy_loader
 # `__init__.pyi` lists the names. Each is imported when it is first used: the command line
 # answers --help at once, and `load_predictor` needs no Flax.
 _named, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
-
-__version__ = importlib.metadata.version("sparsejax")
 
 # Earlier names, by the package that has them now. 0.2 drops them.
 _MOVED = {
@@ -68,6 +65,10 @@ _NOW |= {
 
 
 def __getattr__(name: str) -> Any:
+    if name == "__version__":
+        # It takes as long as all the rest here, and a command must handle signals soon.
+        metadata = importlib.import_module("importlib.metadata")
+        return metadata.version("sparsejax")
     if name not in _NOW:
         return _named(name)
     warnings.warn(

@@ -1,5 +1,5 @@
 """`python -m sparsejax`."""
 
-from sparsejax.cli.main import run
+from sparsejax.cli.entry import run
 
 run()

@@ -28,7 +28,7 @@ import uuid
 from collections.abc import Collection, Generator, Iterable
 from typing import Any
 
-from sparsejax import file_locks
+from sparsejax import ending, file_locks
 
 # Ends of the names of files that are compressed.
 COMPRESSED = (".gz", ".xz")
@@ -235,7 +235,8 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
         file = _hold(lock)
         if file is not None:
             remove_abandoned(folder)
-        yield temporary
+        with ending.undone_by(lambda: _give_up(temporary)):
+            yield temporary
     except OSError as error:
         hidden = os.fspath(lock), os.fspath(temporary)
         if error.filename in hidden or (
@@ -249,6 +250,22 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
         if file is not None:
             lock.unlink(missing_ok=True)
             os.close(file)
+
+
+def _give_up(temporary: pathlib.Path) -> None:
+    """Removes a hidden file or folder, whose writer goes on for a moment.
+
+    It takes another name first: a folder of which a part is removed must not appear.
+    """
+    gone = temporary.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
+    lock = gone.with_suffix(".lock")
+    with contextlib.suppress(OSError):
+        os.rename(temporary.with_suffix(".lock"), lock)
+    with contextlib.suppress(OSError):
+        os.rename(temporary, gone)
+        _remove(gone)
+    with contextlib.suppress(OSError):
+        lock.unlink()
 
 
 def _hold(lock: pathlib.Path) -> int | None:

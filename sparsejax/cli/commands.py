@@ -137,7 +137,7 @@ def exported(command: flags.Serve) -> Generator[flags.Serve]:
     kind = commands_of(opened.settings.network).kind
     k = used(kind, "export_predictor", {"k": _MOST_SERVED})
     name = command.name or run.absolute().name
-    with tempfile.TemporaryDirectory(prefix="sparsejax-serve-") as folder:
+    with whole_files.temporary_folder(tempfile.gettempdir()) as folder:
         path = os.path.join(folder, "model.predictor")
         export_predictor(opened.model(), path, names=opened.known, **k)
         yield dataclasses.replace(command, model=path, name=name)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import dataclasses
+import functools
 import gc
 import json
 import logging
@@ -17,13 +17,14 @@ import traceback
 import typing
 import warnings
 from collections.abc import Generator, Sequence
-from typing import Any, NoReturn, TextIO
+from typing import Any, TextIO
 
 import tyro
 from tyro.conf import OmitArgPrefixes
 
 import sparsejax
-from sparsejax.cli import flags
+from sparsejax import ending
+from sparsejax.cli import compiling, flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
 
@@ -43,46 +44,11 @@ _CALLED_OTHERWISE = {
 _OPTIONS = {"items": flags.Network, "histories": flags.Histories}
 
 
-def run() -> NoReturn:
-    """Carries out the command of this process, and ends the process.
-
-    What runs the command within itself, as a profiler does, goes on after it.
-    """
-    status = main()
-    if _is_whole_process():
-        end(status)
-    sys.exit(status)
-
-
-def _is_whole_process() -> bool:
-    """Whether only the script of a command, or `python -m sparsejax`, has called `run`."""
-    names, frame = [], sys._getframe(2)
-    while frame is not None:
-        names.append(frame.f_code.co_name)
-        frame = frame.f_back
-    return names in (["<module>"], ["<module>", "_run_code", "_run_module_as_main"])
-
-
-def end(status: int) -> NoReturn:
-    """Ends the process as `multiprocessing` ends one.
-
-    Threads end, and what is registered for an exit is done. But nothing is freed piece by
-    piece: where a GPU was used, Python takes more than half a second for that.
-    """
-    threading._shutdown()  # pyrefly: ignore[missing-attribute]
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):  # nobody reads it any more
-            if stream is not None:  # None: it was closed before the command began
-                stream.flush()
-    os._exit(status)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out a command and returns its exit status.
 
     0: done; 1: a line on stderr says what is wrong, or a plan does not fit; 2: wrong
-    usage; 130: interrupted.
+    usage; 130: interrupted, by Ctrl-C; 143: by SIGTERM.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     # Orbax logs files that a killed process left, and tracebacks of errors that it also
@@ -95,7 +61,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         command = _parse(argv)
         devices = getattr(command, "devices", flags.Devices())
         with contextlib.ExitStack() as stack:
-            stack.enter_context(interrupts.noted())
             stack.enter_context(_one_line_warnings(command))
             stack.enter_context(_on(devices, command))
             status = _carry_out(command, devices)
@@ -193,10 +158,10 @@ def _dsstne(argv: Sequence[str]) -> int:
     from sparsejax.mesh import processes
 
     with contextlib.ExitStack() as stack:
-        stack.enter_context(interrupts.noted())
         stack.enter_context(_one_line_warnings(None))
         if processes.are_of_mpirun():
             stack.enter_context(_joined(flags.Devices(distributed=True), None))
+        stack.enter_context(interrupts.noted())
         cli.run(argv)
     sys.stdout.flush()
     return 0
@@ -226,7 +191,12 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
                 from sparsejax.cli import commands as module
     if isinstance(command, flags.Train | flags.Tune | flags.Plan):
         _check_network(command)
-    with _programs(command, devices), contextlib.ExitStack() as stack:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_programs(command, devices))
+        advice = functools.partial(_what_next, command)
+        stack.enter_context(interrupts.noted(advice))
+        if not isinstance(command, flags.Serve):  # it writes lines of JSON
+            stack.enter_context(compiling.told_if_long(_say_compiling))
         if isinstance(command, flags.Serve) and _is_run(command.model):
             from sparsejax.cli import commands
 
@@ -394,10 +364,13 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
     """Says why a command failed and returns its exit status. Raises a bug again."""
     from sparsejax.mesh import processes
 
-    status, after = 1, _what_next(command)
-    if isinstance(error, KeyboardInterrupt):
-        _say(f"interrupted{after}")
-        status = 130
+    ending.wait_if_leaving()
+    status = 1
+    if _is_interrupt(error):
+        after = _what_next(command)
+        if ending.may_say():
+            _say(f"interrupted{after}")
+        status = interrupts.status()
     elif isinstance(error, BrokenPipeError):  # nobody reads the output any more
         # At exit Python flushes stdout once more.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -412,6 +385,15 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
         raise error
     processes.leave(status)
     return status
+
+
+def _is_interrupt(error: BaseException | None) -> bool:
+    """Whether an interrupt led to an error, which a library may have made of it."""
+    while error is not None:
+        if "KeyboardInterrupt" in (type(error).__name__, *str(error).split()):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def _lost(command: flags.Command | None) -> str:
@@ -446,6 +428,10 @@ def _message(error: BaseException | str, command: flags.Command | None) -> str:
         return f"{error.filename}: {error.strerror}"
     text = in_flags(str(error), command)
     return " ".join(text.split("\n")) or type(error).__name__
+
+
+def _say_compiling(seconds: float) -> None:
+    _say(f"a program is being compiled, for {seconds:.0f} s so far")
 
 
 def _say(line: str, file: TextIO | None = None) -> None:

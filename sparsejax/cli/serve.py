@@ -8,6 +8,7 @@ import pathlib
 from collections.abc import Generator
 
 from sparsejax.cli import flags
+from sparsejax.cli.compiling import told_if_long
 
 
 @contextlib.contextmanager
@@ -54,6 +55,7 @@ def serve(command: flags.Serve) -> None:
     with _extra("serve"):
         from sparsejax.serving import server
     from sparsejax.serving.engine import Shape
+    from sparsejax.serving.logs import log
     from sparsejax.serving.service import Settings
 
     if (command.tls_cert is None) != (command.tls_key is None):
@@ -98,20 +100,21 @@ def serve(command: flags.Serve) -> None:
         tls_key=None if command.tls_key is None else str(command.tls_key),
         admin=admin,
     )
-    server.run(
-        command.model,
-        command.name or (path.name if is_folder else path.stem),
-        Settings(
-            shapes=shapes,
-            max_wait=command.max_wait,
-            keep=command.keep,
-            swap=command.swap,
-            similar=command.similar,
-            histories=command.histories,
-            exclude_file=command.exclude_file,
-            changes=command.changes,
-        ),
-        address,
-        grace=command.grace,
-        watch=command.watch,
-    )
+    with told_if_long(lambda seconds: log("compiling", seconds=seconds)):
+        server.run(
+            command.model,
+            command.name or (path.name if is_folder else path.stem),
+            Settings(
+                shapes=shapes,
+                max_wait=command.max_wait,
+                keep=command.keep,
+                swap=command.swap,
+                similar=command.similar,
+                histories=command.histories,
+                exclude_file=command.exclude_file,
+                changes=command.changes,
+            ),
+            address,
+            grace=command.grace,
+            watch=command.watch,
+        )

@@ -10,7 +10,15 @@ from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
 
+from sparsejax import ending
+
 _told_to_end = False
+_number: int | None = None
+_DEFAULTS = {
+    signal.SIGINT: signal.default_int_handler,
+    signal.SIGTERM: signal.SIG_DFL,
+}
+_IMPORTER = "<frozen importlib._bootstrap>"
 
 
 def is_told_to_end() -> bool:
@@ -18,38 +26,53 @@ def is_told_to_end() -> bool:
     return _told_to_end
 
 
-def note() -> None:
-    """Tells this process to end, from now on."""
-    global _told_to_end
+def note(number: int | None = None) -> None:
+    """Tells this process to end, from now on; `number` is the signal, if there was one."""
+    global _told_to_end, _number
     _told_to_end = True
+    if number is not None:
+        _number = number
+
+
+def status() -> int:
+    """The exit status of an interrupted command: 143 after a SIGTERM, otherwise 130."""
+    return 128 + (signal.SIGINT if _number is None else _number)
 
 
 @contextlib.contextmanager
-def noted() -> Iterator[None]:
+def noted(advice: Callable[[], str] | None = None) -> Iterator[None]:
     """Within it, a SIGINT or a SIGTERM raises KeyboardInterrupt, and is noted.
 
     Python ignores exceptions in some places, such as callbacks of its garbage collector. A
-    signal that comes there is not lost: it is noted, so `fit` ends.
+    signal that comes there is not lost: it is noted, so `fit` ends. After `ending.watch`
+    the process ends soon in any case.
+
+    Args:
+      advice: see `ending.working`.
     """
-    global _told_to_end
+    global _told_to_end, _number
+    _number = None
     ours = {}
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        ours[signal.SIGINT] = _interrupt
-    if signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:
-        ours[signal.SIGTERM] = _interrupt
+    for number, default in _DEFAULTS.items():
+        if signal.getsignal(number) in (default, ending.starting):
+            ours[number] = _interrupt
     try:
-        with _handled(ours):
+        with _handled(ours), ending.working(advice):
             yield
     finally:
         _told_to_end = False
 
 
 @contextlib.contextmanager
-def deferred() -> Iterator[None]:
+def deferred(is_worth: Callable[[], bool]) -> Iterator[None]:
     """Within it, a first SIGINT is only noted, and a second raises KeyboardInterrupt.
 
     Within `noted` the same holds for a SIGTERM. The user's own handlers stay. If a signal
     came and the block ends without an exception, KeyboardInterrupt is raised after it.
+
+    Args:
+      is_worth: whether there is work to save. A command ends at once where there is none,
+        see `ending.keeping`.
     """
     global _told_to_end
     before = _told_to_end
@@ -61,13 +84,13 @@ def deferred() -> Iterator[None]:
     ]
 
     def only_note(number: int, frame: FrameType | None) -> None:
-        note()
+        note(number)
         for each in numbers:
             signal.signal(each, _interrupt)
 
     told = False
     try:
-        with _handled(dict.fromkeys(numbers, only_note)):
+        with _handled(dict.fromkeys(numbers, only_note)), ending.keeping(is_worth):
             yield
     finally:
         told, _told_to_end = _told_to_end and not before, before
@@ -147,5 +170,15 @@ def _raise(numbers: set[int]) -> None:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    note()
+    note(number)
+    if _is_importing(frame):  # a module in C++ that meets an exception may abort
+        ending.leave(number)
     raise KeyboardInterrupt
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code.co_filename == _IMPORTER:
+            return True
+        frame = frame.f_back
+    return False

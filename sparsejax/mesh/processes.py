@@ -102,7 +102,7 @@ def _say_lost() -> None:
 
 
 def _note(number: int, frame: object) -> None:
-    interrupts.note()
+    interrupts.note(number)
     signal.signal(number, signal.SIG_DFL)
 
 

@@ -24,7 +24,7 @@ import jax
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sparsejax import codec, optimizers
+from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Maker, kind_of
@@ -546,29 +546,31 @@ def begun(
                 features.save(directory / _FEATURES)
             write(run)
 
-        try:
-            processes.in_first(make)
-            if processes.is_true_anywhere(not (directory / _SETTINGS).is_file()):
-                raise ValueError(
-                    f"{directory}: is not the same folder for all processes; name one "
-                    "on a file system that they share"
-                )
-            yield checkpoints
-        except BaseException:
-            # Training was refused, interrupted, or failed.
-            if (
-                before is not None
-                and processes.is_first()
-                and checkpoints.steps() == steps
-            ):
+        def undo():
+            """Removes what was made, if no checkpoint was."""
+            if not processes.is_first():
+                return
+            if before is not None and checkpoints.steps() == steps:
                 with contextlib.suppress(OSError):  # the first error is reported
                     write(before)
-            if new and processes.is_first() and not checkpoints.steps():
+            if new and not checkpoints.steps():
                 shutil.rmtree(directory, ignore_errors=True)
                 with contextlib.suppress(OSError):  # another run may be in there by now
                     for parent in new[1:]:
                         parent.rmdir()
-            raise
+
+        with ending.undone_by(undo):
+            try:
+                processes.in_first(make)
+                if processes.is_true_anywhere(not (directory / _SETTINGS).is_file()):
+                    raise ValueError(
+                        f"{directory}: is not the same folder for all processes; name one "
+                        "on a file system that they share"
+                    )
+                yield checkpoints
+            except BaseException:
+                undo()  # training was refused, interrupted, or failed
+                raise
 
 
 def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:

@@ -19,6 +19,7 @@ import grpc
 import uvicorn
 import uvloop
 
+from sparsejax import ending
 from sparsejax.serving import app
 from sparsejax.serving import grpc as over_grpc
 from sparsejax.serving.connections import configured
@@ -114,17 +115,21 @@ async def _serve(
     server = _Server(config)
     servers = [server]  # of HTTP
     listening = _listening(at.host, at.port)
-    loop, ending = asyncio.get_running_loop(), asyncio.Event()
+    loop, stopping = asyncio.get_running_loop(), asyncio.Event()
     told: list[signal.Signals] = []
+    loading: asyncio.Future = loop.create_future()
 
     def end(number: signal.Signals) -> None:
+        # A model is not compiled to its end for a service that nobody can ask yet.
+        if told or not loading.done():
+            ending.leave(number)
         log("signal", signal=number.name)
-        if told:  # the second one ends at once
+        if told:  # the second one closes all connections
             for each in servers:
                 each.force_exit = True
         told.append(number)
         service.draining = True
-        ending.set()
+        stopping.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, end, number)
@@ -151,7 +156,7 @@ async def _serve(
     load = functools.partial(service.load, path) if versions is None else versions.first
     loading = asyncio.ensure_future(asyncio.to_thread(load))
     watching: list[asyncio.Future] = []
-    stopped = asyncio.ensure_future(ending.wait())
+    stopped = asyncio.ensure_future(stopping.wait())
     try:
         first = {"return_when": asyncio.FIRST_COMPLETED}
         await asyncio.wait({loading, stopped, serving}, **first)

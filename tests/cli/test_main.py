@@ -228,7 +228,7 @@ def test_a_reader_that_stops_is_no_error():
 def test_the_end_of_a_process_leaves_nothing_undone():
     program = """
 import atexit, sys, threading, time
-from sparsejax.cli.main import end
+from sparsejax.cli.entry import end
 sys.stderr = None  # it was closed
 atexit.register(print, "third")
 threading.Thread(target=lambda: (time.sleep(0.2), print("second"))).start()

@@ -14,6 +14,7 @@ from typing import Any, Protocol, cast, runtime_checkable
 import jax
 import numpy as np
 
+from sparsejax import ending
 from sparsejax.engine.batching import bucket
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.dispatch import (
@@ -124,9 +125,10 @@ def follow(
     following.exports = _Exports(export, export_seconds, progress.step)
     told = False
     try:
-        with interrupts.deferred():
+        with interrupts.deferred(following.is_worth_saving):
             try:
                 following.save_and_export()
+                following.is_ready = True
                 following.run()
             except Exception:
                 if following.is_whole:
@@ -137,6 +139,7 @@ def follow(
     except KeyboardInterrupt:
         if not told:  # by the second signal
             raise
+        ending.answered()  # the command exports, and ends as it does without a signal
 
 
 class _Exports:
@@ -185,6 +188,15 @@ class _Following:
         self._room: dict[int, int] = {}
         # Whether the arrays are those that the progress says: not while steps run.
         self.is_whole = True
+        self.is_ready = False  # there is a first checkpoint, and an export
+
+    def is_worth_saving(self) -> bool:
+        """Whether a signal waits for a checkpoint and an export.
+
+        It does not while the first step compiles: what was saved before lacks nothing.
+        """
+        unsaved = self.saver.has_unsaved(self.progress)
+        return self.is_ready and (self.is_whole or unsaved)
 
     def run(self) -> None:
         """Trains until it is told to end."""

@@ -110,7 +110,8 @@ def train(
     training = _Training(
         epochs, program, progress, saver, how, measure, overflows, job.rates
     )
-    with contextlib.closing(examples), training.bar, interrupts.deferred():
+    unsaved = lambda: saver.has_unsaved(training.progress)
+    with contextlib.closing(examples), training.bar, interrupts.deferred(unsaved):
         training.run_epochs()
     if how.early_stopping is not None:
         training.end_with_best(how.early_stopping)

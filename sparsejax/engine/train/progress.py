@@ -172,13 +172,18 @@ class Saver:
     ):
         self.checkpoints, self._modules = checkpoints, modules
         self._seconds, self._saved = seconds, time.monotonic()
+        self._saved_step = 0
+
+    def has_unsaved(self, progress: Progress) -> bool:
+        """Whether steps have ended that no checkpoint has, and one will have them."""
+        return self.checkpoints is not None and progress.step > self._saved_step
 
     def save(self, progress: Progress, score: float | None = None) -> None:
         """Saves modules and progress; `score` is the epoch's if it is the best so far."""
         if self.checkpoints is not None:
             record = dataclasses.asdict(progress)
             self.checkpoints.save(progress.step, self._modules, record, score=score)
-            self._saved = time.monotonic()
+            self._saved, self._saved_step = time.monotonic(), progress.step
 
     def is_due(self) -> bool:
         """Whether it is time to save."""
@@ -208,6 +213,7 @@ class Saver:
                     f"{self.checkpoints.directory} has {name} {before.settings[name]!r}"
                 )
         self.checkpoints.delete_after(before.step)
+        self._saved_step = before.step
         return before
 
     def restore_best(self) -> int | None:

@@ -1,0 +1,61 @@
+"""A line for a program that takes the compiler long."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Generator
+from types import FrameType
+
+# JAX reports a compilation only when it has ended, so the function is looked for on the stacks
+# of all threads. If a later JAX names it otherwise, there are no lines.
+_FILE, _FUNCTION = os.path.join("jax", "_src", "compiler.py"), "backend_compile"
+
+
+@contextlib.contextmanager
+def told_if_long(
+    say: Callable[[float], object], *, after: float = 5.0
+) -> Generator[None]:
+    """Within it, `say` is called once for each program that compiles for long.
+
+    Args:
+      say: called in another thread, with the seconds up to now.
+      after: seconds after which it is called.
+    """
+    ended = threading.Event()
+
+    def look() -> None:
+        began: dict[int, float] = {}  # by the identity of the function's frame
+        told: set[int] = set()
+        while not ended.wait(after / 10):
+            now, running = time.monotonic(), _compilations()
+            began = {frame: began.get(frame, now) for frame in running}
+            told &= running
+            for frame in running - told:
+                if (took := now - began[frame]) >= after:
+                    told.add(frame)
+                    say(took)
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        ended.set()
+
+
+def _compilations() -> set[int]:
+    """The identities of the frames, of all threads, that wait for the compiler."""
+    found = set()
+    for top in sys._current_frames().values():
+        frame: FrameType | None = top
+        while frame is not None:
+            code = frame.f_code
+            if code.co_name.startswith(_FUNCTION) and code.co_filename.endswith(_FILE):
+                found.add(id(frame))
+                break
+            frame = frame.f_back
+    return found

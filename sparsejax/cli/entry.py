@@ -1,0 +1,55 @@
+"""The first module of a command: from its first instruction on, a signal ends the process.
+
+It imports nothing that takes time before that.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import os
+import sys
+import threading
+from typing import NoReturn
+
+from sparsejax import ending
+
+
+def run() -> NoReturn:
+    """Carries out the command of this process, and ends the process.
+
+    What runs the command within itself, as a profiler does, goes on after it.
+    """
+    is_whole_process = _is_whole_process()
+    if is_whole_process:
+        ending.watch()
+    from sparsejax.cli.main import main
+
+    status = main()
+    if is_whole_process:
+        end(status)
+    sys.exit(status)
+
+
+def _is_whole_process() -> bool:
+    """Whether only the script of a command, or `python -m sparsejax`, has called `run`."""
+    names, frame = [], sys._getframe(2)
+    while frame is not None:
+        names.append(frame.f_code.co_name)
+        frame = frame.f_back
+    return names in (["<module>"], ["<module>", "_run_code", "_run_module_as_main"])
+
+
+def end(status: int) -> NoReturn:
+    """Ends the process as `multiprocessing` ends one.
+
+    Threads end, and what is registered for an exit is done. But nothing is freed piece by
+    piece: where a GPU was used, Python takes more than half a second for that.
+    """
+    threading._shutdown()  # pyrefly: ignore[missing-attribute]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError):  # nobody reads it any more
+            if stream is not None:  # None: it was closed before the command began
+                stream.flush()
+    os._exit(status)

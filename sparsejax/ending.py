@@ -1,0 +1,192 @@
+"""The end of a command's process by a signal, also while Python cannot run a handler.
+
+A handler in Python waits until the main thread leaves the function in C that it is in, such
+as XLA's compiler. So a thread reads the numbers of signals from a pipe, which Python's
+handler in C writes at once, and ends the process if the main thread does not.
+
+Only the command line calls `watch`. In any other process nothing here has an effect.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+
+_SIGNALS = signal.SIGINT, signal.SIGTERM
+# The main thread has this long to end by itself. It removes temporary files.
+_PATIENCE = 1.5
+# The last work of the process, removing temporary files and giving advice, may take this long.
+_LAST_WORK = 0.7
+_POLL = 0.1
+
+_watched = False
+_leaving = False
+_line = threading.Lock()  # whoever has it says that the process was interrupted
+_working = False
+_answered = False
+_kept: Callable[[], bool] | None = None
+_advice: Callable[[], str] | None = None
+_undo: dict[int, Callable[[], object]] = {}
+
+
+def watch() -> None:
+    """From now on a SIGINT or a SIGTERM ends this process in three seconds.
+
+    The process ends at once until `working` is entered. Within `working` the main thread has
+    a part of the time to end by itself. Within `keeping` it has as much time as it needs.
+    A second signal ends the process at once. The status is 128 and the number of the signal.
+    Signals that the process ignores, as in the background of a shell, stay ignored.
+    """
+    global _watched
+    default = signal.SIG_DFL, signal.default_int_handler
+    for number in _SIGNALS:
+        if signal.getsignal(number) in default:
+            signal.signal(number, starting)
+    read, write = os.pipe()
+    os.set_blocking(write, False)
+    signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+    threading.Thread(target=_watch, args=(read,), daemon=True).start()
+    _watched = True
+
+
+def starting(number: int, frame: object) -> None:
+    """The handler before the work begins. The thread of `watch` ends the process."""
+
+
+@contextlib.contextmanager
+def working(advice: Callable[[], str] | None = None) -> Iterator[None]:
+    """Within it the main thread is given time to end by itself.
+
+    Args:
+      advice: makes the end of the line that says that the process was interrupted.
+    """
+    global _working, _advice
+    before, _working, _advice = (_working, _advice), True, advice
+    try:
+        yield
+    finally:
+        _working, _advice = before
+
+
+@contextlib.contextmanager
+def keeping(is_worth: Callable[[], bool]) -> Iterator[None]:
+    """Within it a first signal does not end the process: the block ends by itself.
+
+    Args:
+      is_worth: whether there is work that would be lost. If there is none, the process ends
+        as it does outside of the block. It is called in another thread.
+    """
+    global _kept
+    before, _kept = _kept, is_worth
+    try:
+        yield
+    finally:
+        _kept = before
+
+
+def answered() -> None:
+    """Says that the first signal has been obeyed: the command goes on to its ordinary end."""
+    global _answered
+    _answered = True
+
+
+@contextlib.contextmanager
+def undone_by(undo: Callable[[], object]) -> Iterator[None]:
+    """Calls a function if a signal ends the process within the block.
+
+    It is called in another thread, while the main thread may be anywhere in the block. It is
+    not called if the block itself ends, by an exception either.
+    """
+    key = id(undo)
+    _undo[key] = undo
+    try:
+        yield
+    finally:
+        del _undo[key]
+
+
+def is_watched() -> bool:
+    """Whether signals end this process, because `watch` was called."""
+    return _watched
+
+
+def may_say() -> bool:
+    """Whether the caller is the one that says that the process was interrupted.
+
+    It is so once. Does not return if another thread is ending the process.
+    """
+    wait_if_leaving()
+    return not _watched or _line.acquire(blocking=False)
+
+
+def wait_if_leaving() -> None:
+    """Does not return if another thread is ending the process, and says why."""
+    while _leaving:
+        time.sleep(_POLL)
+
+
+def leave(number: int) -> None:
+    """Ends the process by a signal's number, with one line on standard error.
+
+    Returns without an effect if `watch` was not called.
+    """
+    global _leaving
+    if not _watched:
+        return
+    _leaving, after = True, ""
+
+    def last_work() -> None:
+        nonlocal after
+        for undo in [*reversed(_undo.values())]:
+            with contextlib.suppress(Exception):
+                undo()
+        if _advice is not None:
+            after = _advice()
+
+    if _working:
+        work = threading.Thread(target=last_work, daemon=True)
+        work.start()
+        work.join(_LAST_WORK)
+    if _line.acquire(blocking=False):
+        _say(f"interrupted{after}")
+    os._exit(128 + number)
+
+
+def _say(line: str) -> None:
+    # The main thread may hold the lock of `sys.stderr`.
+    with contextlib.suppress(OSError):
+        os.write(2, f"sparsejax: {line}\n".encode())
+
+
+def _watch(signals: int) -> None:
+    """Waits for signals, and ends the process."""
+    first = _next(signals)
+    kept, left = 0.0, _PATIENCE if _working else 0.0
+    while left > 0:
+        began = time.monotonic()
+        if (second := _next(signals, _POLL)) is not None:
+            leave(second)
+        took = time.monotonic() - began
+        if _answered:
+            continue
+        if _kept is None or not _kept():
+            left -= took
+        else:
+            if kept < _PATIENCE <= kept + took:
+                _say("told to end: saves first; a second signal ends it at once")
+            kept += took
+    leave(first)
+
+
+def _next(signals: int, seconds: float | None = None) -> int | None:
+    """The next signal that ends a process; None if there is none for some seconds."""
+    while select.select([signals], [], [], seconds)[0]:
+        number = os.read(signals, 1)[0]
+        if number in _SIGNALS:
+            return number
+    return None
