@@ -165,7 +165,8 @@ def _say(line: str) -> None:
 
 def _watch(signals: int) -> None:
     """Waits for signals, and ends the process."""
-    first = _next(signals)
+    while (first := _next(signals)) is None:
+        pass
     kept, left = 0.0, _PATIENCE if _working else 0.0
     while left > 0:
         began = time.monotonic()
