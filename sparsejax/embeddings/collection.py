@@ -356,8 +356,8 @@ class EmbeddingCollection(nnx.Module):
         Args:
           ids: of each feature, or what `pack` made of them.
           optimizer: that trains the model.
-          clock: what time it is, int32; it must not fall. By default the number of steps
-            that the optimizer has done. With a clock of your own, rows of earlier batches
+          clock: the time, an integer that fits into int32 and does not fall. By default
+            the number of steps that the optimizer has done. With a clock of your own, rows of earlier batches
             of the same step are not protected: do not accumulate gradients with it.
           within: the path of this collection in the model, if the model has several
             collections with dynamic tables of one width.
@@ -368,7 +368,8 @@ class EmbeddingCollection(nnx.Module):
         Raises:
           ValueError: there are no dynamic tables; the batch has its rows already; the
             optimizer does not train these tables; tables are in host memory, and `staged`
-            has not brought the rows, or there is a clock, which they do not have.
+            has not brought the rows, or there is a clock, which they do not have. Or the
+            clock does not fit into int32.
         """
         if not self.indexes:
             raise ValueError(
@@ -379,7 +380,7 @@ class EmbeddingCollection(nnx.Module):
         if batch.assigned:
             raise ValueError("these ids have their rows already: assign them once")
         step = optimizer.step[...]
-        now = jnp.asarray(step if clock is None else clock, jnp.int32)
+        now = step if clock is None else dynamic.clock_of(clock)
         stacks, routes = dict(batch.stacks), dict(batch.routes)
         for stack in self.stacks:
             if not stack.dynamic or stack.name not in stacks.keys() | routes.keys():

@@ -254,18 +254,20 @@ class Dictionary:
         self.evicted += len(gone)
 
 
-def compare_with_a_dictionary(batches, **options):
+def compare_with_a_dictionary(batches, *, begin=0, **options):
     config = DynamicTableConfig(1024, 2, **options)
     model = Model({"id": config}, {"id": "id"})
     optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
     known, rng = Dictionary(config), np.random.default_rng(3)
-    for now in range(batches):
+    for number in range(batches):
+        now = begin + number
         # Most ids come again for a while, then others do.
-        keys = 40 * now + rng.geometric(1 / 800, 128)
-        keys = [0, 2**64 - 1, *keys.tolist()[2:]] if now % 7 == 0 else keys.tolist()
+        keys = 40 * number + rng.geometric(1 / 800, 128)
+        keys = [0, 2**64 - 1, *keys.tolist()[2:]] if number % 7 == 0 else keys.tolist()
         known.add(keys, now)
         packed = model.embeddings.pack({"id": np.array(keys, np.uint64)})
-        (columns,) = assign(model, optimizer, packed, now).values()
+        clock = np.int32(now)
+        (columns,) = assign(model, optimizer, packed, clock).values()
         assert columns.tolist() == [known.rows.get(key, -2) for key in keys]
     assert model.embeddings.ids("id").tolist() == sorted(known.rows)
     stats = model.embeddings.stats()["id"]
@@ -279,8 +281,92 @@ def test_lru_equals_a_dictionary():
     compare_with_a_dictionary(50)
 
 
-def test_lfu_with_a_time_to_live_equals_a_dictionary():
-    compare_with_a_dictionary(50, evict="lfu", time_to_live=15)
+@pytest.mark.parametrize("begin", [0, -(2**31)])
+def test_lfu_with_a_time_to_live_equals_a_dictionary(begin):
+    compare_with_a_dictionary(50, evict="lfu", time_to_live=15, begin=begin)
+
+
+@pytest.mark.parametrize("time_to_live", [2**31, 2**40])
+def test_a_time_to_live_may_be_any_number(time_to_live):
+    """On a clock of int32, nothing is older than 2^32 - 1."""
+    model, optimizer = one_table(rows=256, evict=None, time_to_live=time_to_live)
+    keys = np.random.default_rng(0).integers(0, 2**64, 3000, np.uint64)
+    table_keys = hash_index.TableKeys(np.zeros(3000, np.int32), *words(keys))
+    keys = keys[hash_index.part_of(table_keys) == 7][:4]  # a part has one row
+    clocks = [-(2**31), -(2**31) + 2, 0, 2**31 - 1]
+    for key, clock in zip(keys, clocks, strict=True):
+        given(model, optimizer, [key], np.int32(clock))
+        age = clock - clocks[0]
+        stats = model.embeddings.stats()["id"]
+        assert (stats.rows, stats.evicted) == (1, int(age > time_to_live))
+
+
+def test_counts_do_not_wrap(tmp_path):
+    """Not in a table, nor in a file of a release whose counts have wrapped."""
+    path = tmp_path / "table.parquet"
+    counts = [2**30 - 2, 2**31 - 3, 2**31 - 1, -(2**31) + 5]
+    file = {
+        "id": pa.array(range(4), pa.uint64()),
+        "row": pa.array([[0.0, 0.0]] * 4, pa.list_(pa.float32(), 2)),
+        "count": pa.array(counts, pa.int32()),
+    }
+    pq.write_table(pa.table(file), path)
+    model, optimizer = one_table(sj.optimizers.sgd(0.1), 2560, evict="lfu")
+    model.embeddings.load_table("id", path, optimizer)
+    rng = np.random.default_rng(0)
+    for clock in range(3):
+        given(model, optimizer, np.resize(range(5), 300), clock)
+    model.embeddings.save_table("id", path)
+    # An id is counted until 2^30, by whole batches.
+    right = [2**30 + 58, *counts[1:3], 2**30, 180]
+    assert pq.read_table(path)["count"].to_pylist() == right
+    for clock in range(3, 15):
+        given(model, optimizer, rng.integers(0, 2**64, 300, np.uint64), clock)
+    assert model.embeddings.stats()["id"].evicted
+    assert {*range(4)} <= {*model.embeddings.ids("id").tolist()}
+
+
+def test_ids_that_share_both_buckets_are_refused_from_the_33rd_on():
+    """The bound that docs/dynamic_tables.md states, for ids that somebody has made."""
+    model, optimizer = one_table(sj.optimizers.sgd(0.1), 256 * 40)  # 5 buckets a part
+    keys = np.arange(300_000, dtype=np.uint64)
+    table_keys = hash_index.TableKeys(np.zeros(len(keys), np.int32), *words(keys))
+    one, two = hash_index.spread(table_keys), hash_index.hashed(table_keys, 2)
+    first, second = (one & 0xFFFFFF) % 5, (two & 0xFFFFFF) % 5
+    second = np.where(first == second, (first + 1) % 5, second)
+    alike = (one >> 24 == 7) & (np.minimum(first, second) == 0)
+    keys = keys[alike & (np.maximum(first, second) == 1)][:64]
+    assert len(keys) == 64
+    for _ in range(2):
+        columns = given(model, optimizer, keys)
+    assert (columns >= 0).sum() == 32
+    stats = model.embeddings.stats()["id"]
+    assert (stats.rows, stats.refused, stats.evicted) == (32, 64, 0)
+
+
+@pytest.mark.parametrize(
+    ("clock", "error", "message"),
+    [
+        (np.int64(2**31), ValueError, "clock=2,147,483,648 does not fit into int32"),
+        (
+            396 * 2**32 - 2**31 + 10,
+            ValueError,
+            "count in a larger unit, or from a later",
+        ),
+        (-(2**31) - 1, ValueError, "does not fit into int32"),
+        (2**80, ValueError, "does not fit into int32"),
+        (np.float32(3), TypeError, "clock is an integer, an int32, got"),
+        (np.arange(2), TypeError, "clock is an integer"),
+    ],
+)
+def test_a_clock_fits_into_int32(clock, error, message, wrong_types):
+    model, optimizer = one_table()
+    with pytest.raises(error, match=message):
+        model.embeddings.assign_rows({"id": np.arange(3)}, optimizer, clock=clock)
+    with pytest.raises(TypeError, match=r"one number of int32, got float32\[\]"):
+        given(model, optimizer, [3], np.float32(1))
+    for fits in (np.int64(2**31 - 1), np.uint8(3), jnp.int32(-(2**31))):
+        model.embeddings.assign_rows({"id": np.arange(3)}, optimizer, clock=fits)
 
 
 @pytest.mark.parametrize(

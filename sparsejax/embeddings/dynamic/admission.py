@@ -73,6 +73,7 @@ def admit(
         part = jnp.where(counting, of.part - first_part, 0)
         # By axes: int32 cannot number the counters of all parts of a large table.
         seen = jnp.min(sketch[part[:, None], row, column], axis=1).astype(jnp.int32)
+        counts = jnp.minimum(counts, MOST_COUNTED)  # their sum might not fit
         seen = jnp.minimum(seen + counts, MOST_COUNTED)
         part = jnp.where(counting, part, len(sketch))
         raised = jnp.broadcast_to(seen[:, None].astype(jnp.uint8), column.shape)

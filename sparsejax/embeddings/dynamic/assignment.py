@@ -21,6 +21,7 @@ from sparsejax.embeddings.dynamic import admission, eviction, vectors
 from sparsejax.embeddings.dynamic.state import (
     FOUND,
     INSERTED,
+    MOST_SEEN,
     REFUSED,
     WAITING,
     State,
@@ -527,7 +528,10 @@ def _seen(
     last, count = state.last.reshape(-1), state.count.reshape(-1)
     at = jnp.where(found >= 0, found, last.size)
     last = last.at[at].set(now, mode="drop")
-    count = count.at[at].add(times, mode="drop")
+    # A batch has fewer ids than fit above `MOST_SEEN`, so no count wraps. To bound the sums
+    # themselves takes another scatter, half as long again on a GPU.
+    counts = count.at[at].get(mode="fill", fill_value=0) < MOST_SEEN
+    count = count.at[at].add(jnp.where(counts, times, 0), mode="drop")
     shape = state.last.shape
     state = state._replace(last=last.reshape(shape), count=count.reshape(shape))
     return lax.optimization_barrier(state)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
@@ -61,13 +62,17 @@ def evict(
         last = of_tables(state.last)
         expired = jnp.zeros_like(can)
         if config.time_to_live is not None:
-            # Not `now - last`, which may not fit.
-            expired = can & (last < now - config.time_to_live)
+            # What does not fit into int32 fits into uint32.
+            age = lax.bitcast_convert_type(now - last, jnp.uint32)
+            most = np.uint32(min(config.time_to_live, 2**32 - 1))
+            expired = can & (last < now) & (age > most)
         lowest = jnp.zeros_like(can)
         if config.evict is not None:
-            score = last if config.evict == "lru" else of_tables(count)
-            # As unsigned numbers in the same order.
-            score = lax.bitcast_convert_type(score, jnp.uint32) ^ jnp.uint32(1 << 31)
+            # As unsigned numbers in the same order. No count is negative.
+            if config.evict == "lru":
+                score = lax.bitcast_convert_type(last, jnp.uint32) ^ np.uint32(1 << 31)
+            else:
+                score = lax.bitcast_convert_type(of_tables(count), jnp.uint32)
             keys = of_tables(index.keys)
             words = score, keys[..., 1], keys[..., 0]
             wanted = jnp.maximum(lacking, -(-size // _SHARE))

@@ -17,6 +17,7 @@ from jax.typing import ArrayLike
 
 from sparsejax import row_files
 from sparsejax.embeddings import table_files
+from sparsejax.embeddings.dynamic.state import MOST_SEEN
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -168,6 +169,10 @@ def read(
     for name, array in like.items():
         if name in data.column_names:
             columns[name] = _numbers(path, data.column(name), name, array)
+    if "count" in columns:  # earlier releases let it wrap, then it is the largest
+        columns["count"] = np.where(
+            columns["count"] < 0, np.int32(MOST_SEEN), columns["count"]
+        )
     steps = _steps(path, data.schema, like) if with_state else None
     order = np.argsort(ids, kind="stable")
     ids = ids.astype(np.uint64)[order]

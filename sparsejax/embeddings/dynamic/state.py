@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import NamedTuple, cast
+import operator
+from typing import Any, NamedTuple, cast
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Int, UInt8, UInt32
@@ -18,6 +20,8 @@ from sparsejax.ops.hash_index import PARTS, Index, Layout
 # The numbers of each table. An id counts as often as batches have it, a row once.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
 _TOTALS = 5
+# Nothing is added to the count of an id that has reached this number.
+MOST_SEEN = 2**30
 
 
 class State(NamedTuple):
@@ -26,7 +30,7 @@ class State(NamedTuple):
     Attributes:
       index: which key has which row.
       last: when the key of each row was last seen, by the clock of `assign_rows`.
-      count: how often it was seen; halved at evictions under "lfu".
+      count: how often it was seen, until it reaches `MOST_SEEN`; halved at evictions under "lfu".
       sketch: how often keys without a row were seen; of width 1 if nobody asks.
       totals: of each table, two words of 32 bits for each number.
     """
@@ -91,6 +95,32 @@ def empty(stack: Stack) -> State:
         sketch=admission.empty(configs),
         totals=jnp.zeros((PARTS, len(configs), _TOTALS, 2), jnp.uint32),
     )
+
+
+def clock_of(clock: Any) -> jax.Array:
+    """The clock that a caller gives, as int32.
+
+    Raises:
+      TypeError: it is no integer, or is traced and may not fit.
+      ValueError: it does not fit.
+    """
+    if isinstance(clock, jax.core.Tracer):
+        if clock.shape or not np.can_cast(clock.dtype, np.int32):
+            raise TypeError(
+                f"clock is one number of int32, got {clock.dtype}{[*clock.shape]}: convert "
+                "it before the step, where numbers that do not fit can be seen"
+            )
+        return clock.astype(jnp.int32)
+    try:
+        number = operator.index(clock)
+    except TypeError:
+        raise TypeError(f"clock is an integer, an int32, got {clock!r}") from None
+    if not -(2**31) <= number < 2**31:
+        raise ValueError(
+            f"clock={number:,} does not fit into int32 (-2^31 to 2^31 - 1): count in a larger "
+            "unit, or from a later time, such as the hours since the first event"
+        )
+    return jnp.asarray(number, jnp.int32)
 
 
 def counted(state: State, kind: int, added: Int[Array, "parts tables"]) -> State:
