@@ -27,13 +27,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import codec, row_files
-from sparsejax.whole_files import remove_folder, whole_folder
+from sparsejax.whole_files import opened_regular, remove_folder, whole_folder
 
 _VERSION = 1
 _MANIFEST, _VALUES = "manifest.json", "values"
 _NAME = re.compile(r"[0-9]{8}")
 _LABEL = "the manifest of changes"
 _PIECE = 2**24  # bytes that are read at a time
+_MOST_MANIFEST = 2**26  # far above that of a thousand tables
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,14 +243,17 @@ class Link:
             raise ValueError(f"{path} is not among the files of {_MANIFEST}")
         file = files[name]
         try:
-            content = path.read_bytes()
+            with opened_regular(path) as opened:
+                size = os.fstat(opened.fileno()).st_size
+                # A file that is far too large is not read.
+                content = opened.read(file.bytes) if size == file.bytes else b""
         except FileNotFoundError:
             raise ValueError(
                 f"{path} is missing; expected a file of {file.bytes:,} bytes: copy it again"
             ) from None
-        if len(content) != file.bytes:
+        if size != file.bytes:
             raise ValueError(
-                f"{path} has {len(content):,} bytes, expected {file.bytes:,}: it was cut "
+                f"{path} has {size:,} bytes, expected {file.bytes:,}: it was cut "
                 "off or altered, copy it again"
             )
         if _checksum(content) != file.checksum:
@@ -359,7 +363,8 @@ def read(folder: pathlib.Path, number: int) -> Link:
     """
     path = folder / _name(number)
     try:
-        content = (path / _MANIFEST).read_bytes()
+        with opened_regular(path / _MANIFEST) as file:
+            content = file.read(_MOST_MANIFEST)
     except FileNotFoundError:
         raise ValueError(
             f"{path / _MANIFEST} is missing: copy the whole folder again"

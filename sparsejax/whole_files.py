@@ -23,6 +23,7 @@ import os
 import pathlib
 import platform
 import shutil
+import stat
 import time
 import uuid
 from collections.abc import Collection, Generator, Iterable
@@ -39,6 +40,27 @@ _QUIET_SECONDS = 24 * 3600
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
 _Path = str | os.PathLike[str]
+
+
+def opened_regular(path: _Path) -> io.BufferedReader:
+    """Opens a regular file to read bytes.
+
+    `open` would wait for ever for the writer of a pipe, and a device may have no end.
+
+    Raises:
+      OSError: it cannot be opened.
+      ValueError: it is a pipe, a socket or a device.
+    """
+    flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
+    is_regular = stat.S_ISREG(
+        os.stat(path).st_mode
+    )  # to open a device may do something
+    if is_regular or os.path.isdir(path):
+        file = os.fdopen(os.open(path, flags), "rb")  # a folder is an error here
+        if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            return file
+        file.close()  # it was replaced meanwhile
+    raise ValueError(f"{os.fspath(path)}: is not a regular file; copy it to one first")
 
 
 @contextlib.contextmanager

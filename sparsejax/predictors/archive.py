@@ -26,7 +26,15 @@ import itertools
 import math
 import os
 import zipfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from collections.abc import (
+    Callable,
+    Collection,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, NamedTuple
 
 import filelock
@@ -40,7 +48,7 @@ from sparsejax.data.files.opening import is_address, shown
 from sparsejax.data.files.stores import Place
 from sparsejax.mesh import processes
 from sparsejax.predictors.signature import Array
-from sparsejax.whole_files import check_writable, whole_file
+from sparsejax.whole_files import check_writable, opened_regular, whole_file
 
 # Limits on what a file may state, far above what `save` writes.
 MOST_SETTINGS, _MOST_PROGRAM = 2**20, 2**24
@@ -130,9 +138,14 @@ def _bytes_of(array: np.ndarray) -> memoryview:
 
 @contextlib.contextmanager
 def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
-    """Opens a predictor. One in a store is copied to this host before, if it is new."""
+    """Opens a predictor. One in a store is copied to this host before, if it is new.
+
+    Raises:
+      OSError: it cannot be opened, or copied.
+      ValueError: it is a pipe or a device.
+    """
     if not is_address(path):
-        with open(path, "rb") as file:
+        with opened_regular(path) as file:
             yield file
         return
     place = Place.of(path)
@@ -270,30 +283,67 @@ def read_weights(
       ValueError: they are larger, before memory is taken; or have another size than they
         should.
     """
-    total = sum(array.num_bytes for array in arrays)
-    if total > length:
-        raise ValueError(
-            f"the signature states weights of {total:,} bytes, in a file of {length:,}"
-        )
+    _check_total(arrays, length)
     return [
         read_array(archive, f"weights/{i}", array.shape, array.like.dtype)
         for i, array in enumerate(arrays)
     ]
 
 
+def _check_total(arrays: Sequence[Array], length: int) -> None:
+    total = sum(array.num_bytes for array in arrays)
+    if total > length:
+        raise ValueError(
+            f"the signature states weights of {total:,} bytes, in a file of {length:,}"
+        )
+
+
+def check_weights(
+    archive: zipfile.ZipFile, arrays: Sequence[Array], length: int
+) -> None:
+    """Reads all weights without keeping them; see `read_weights`."""
+    _check_total(arrays, length)
+    for number, array in enumerate(arrays):
+        name = f"weights/{number}"
+        _check_stored(archive, name)
+        found = sum(map(len, _pieces(archive, name, array.num_bytes)))
+        if found != array.num_bytes:
+            raise ValueError(
+                f"{name} has {found:,} bytes, expected {array.num_bytes:,}"
+            )
+
+
+def check_names(archive: zipfile.ZipFile, known: Collection[str]) -> None:
+    """Raises ValueError if an archive has a part that is not known, or one twice.
+
+    No release has written such a part, and nobody would look at what it unpacks to.
+    """
+    names = archive.namelist()
+    if unknown := [name for name in names if name not in known]:
+        raise ValueError(f"{unknown[0][:80]!r} is no part of a predictor")
+    if len(names) > len(set(names)):
+        raise ValueError("has a part twice")
+
+
 def read_array(
     archive: zipfile.ZipFile, name: str, shape: tuple[int, ...], dtype: Any
 ) -> np.ndarray:
-    """The array of a part.
+    """The array of a part, which no release compresses. So the file bounds its size.
 
     Raises:
-      ValueError: it has another size.
+      ValueError: it has another size, or is packed.
     """
+    _check_stored(archive, name)
     size = math.prod(shape) * np.dtype(dtype).itemsize
     content = read_part(archive, name, size)
     if len(content) != size:
         raise ValueError(f"{name} has {len(content):,} bytes, expected {size:,}")
     return np.frombuffer(content, dtype).reshape(shape)
+
+
+def _check_stored(archive: zipfile.ZipFile, name: str) -> None:
+    if archive.getinfo(name).compress_type != zipfile.ZIP_STORED:
+        raise ValueError(f"{name} is packed; expected a stored part")
 
 
 def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
@@ -305,6 +355,11 @@ def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
       ValueError: the part is larger than `most` bytes or than is stated, or packed in
         another way than `save` does.
     """
+    return b"".join(_pieces(archive, name, most))
+
+
+def _pieces(archive: zipfile.ZipFile, name: str, most: int) -> Iterator[bytes]:
+    """The content of `read_part`, some bytes at a time."""
     found = archive.getinfo(name)
     if found.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
         raise ValueError(
@@ -318,10 +373,9 @@ def read_part(archive: zipfile.ZipFile, name: str, most: int) -> bytes:
         raise ValueError(f"{name} states two sizes")
     with archive.open(found) as part:
         # Read as a whole, it would be unpacked before it is cut to the stated size.
-        pieces, left = [], found.file_size
+        left = found.file_size
         while left and (piece := part.read(min(left, _PIECE))):
-            pieces.append(piece)
+            yield piece
             left -= len(piece)
     if left:
         raise ValueError(f"{name} has {left:,} bytes fewer than it states")
-    return b"".join(pieces)

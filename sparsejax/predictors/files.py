@@ -19,7 +19,7 @@ from sparsejax.predictors.new_items import Content
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.saving import ANSWER, SETTINGS
-from sparsejax.predictors.signature import LABEL, VERSION, Signature
+from sparsejax.predictors.signature import LABEL, VERSION, Array, Signature
 from sparsejax.predictors.stored_answer import StoredAnswer
 
 _CLICKS = "clicks.json"
@@ -92,8 +92,7 @@ def check_predictor(path: str | os.PathLike[str]) -> None:
             _answer_in(parts, signature, length)
             for rows in signature.rows:
                 stablehlo.load(signature, rows, archive.read_program(parts, rows))
-            if (damaged := parts.testzip()) is not None:
-                raise ValueError(f"the checksum of {damaged} is another one")
+            archive.check_weights(parts, _arrays_of(signature), length)
 
 
 class Kept:
@@ -136,9 +135,8 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
             rows: stablehlo.load(signature, rows, archive.read_program(parts, rows))
             for rows in signature.rows
         }
-        count, new = len(signature.weights), signature.new_items
-        arrays = (*signature.weights, *(() if new is None else new.arrays))
-        weights = archive.read_weights(parts, arrays, length)
+        weights = archive.read_weights(parts, _arrays_of(signature), length)
+        count = len(signature.weights)
         content = Content.of(signature, named, weights[count:])
         again = archive.again(load_same_predictor, path, file)
     runtime = Programs.of(signature, code, weights[:count])
@@ -150,6 +148,12 @@ def _ready(path: str | os.PathLike[str], file: io.BufferedReader) -> Predictor:
         again=again,
         answer=answer,
     )
+
+
+def _arrays_of(signature: Signature) -> tuple[Array, ...]:
+    """All arrays of a file: the weights, and the kernels that new items need."""
+    new = signature.new_items
+    return (*signature.weights, *(() if new is None else new.arrays))
 
 
 def _answer_in(
@@ -203,8 +207,15 @@ def read_signature(
         )
     read, part = form
     signature = read(document)
+    known = {name, ANSWER, part or names.COUNTS}
+    known |= {f"programs/{rows}" for rows in signature.rows}
+    known |= {f"weights/{number}" for number, _ in enumerate(_arrays_of(signature))}
     if part is None:
-        return signature, names.read(parts, length)
+        counts = names.counts(parts, length)
+        # What is not known is not unpacked, so nothing else has to be bounded.
+        archive.check_names(parts, known | names.part_names(counts))
+        return signature, names.read(parts, counts, length)
+    archive.check_names(parts, known)
     lists = archive.read_json(parts, part, length)
     if part == "items.json":
         lists = {} if lists is None else {names.ITEMS: lists}

@@ -27,6 +27,7 @@ from sparsejax.predictors import archive
 COUNTS = "names.json"
 ITEMS = "items"  # the vocabulary of a file that has names
 _LENGTH, _TABLE = "<u4", "<i4"
+_INDEX = "shifts", "table"
 
 
 def parts(
@@ -43,18 +44,42 @@ def parts(
             yield f"{where}/table", table.index.table
 
 
-def read(parts: zipfile.ZipFile, length: int) -> dict[str, NameTable]:
-    """The names of a file.
+def counts(parts: zipfile.ZipFile, length: int) -> dict[str, int]:
+    """The number of names in each list of a file.
 
     Args:
       parts: the archive.
       length: bytes of the file, which bounds that of the names.
 
     Raises:
-      ValueError: they are damaged.
+      ValueError: the numbers are damaged.
     """
     document = archive.read_json(parts, COUNTS, length)
-    counts = codec.value(dict[str, int], document, COUNTS)
+    return codec.value(dict[str, int], document, COUNTS)
+
+
+def part_names(counts: Mapping[str, int]) -> set[str]:
+    """The parts that `read` reads."""
+    return {
+        f"names/{number}/{part}"
+        for number, name in enumerate(counts)
+        for part in ("text", "lengths", *(_INDEX if name == ITEMS else ()))
+    }
+
+
+def read(
+    parts: zipfile.ZipFile, counts: Mapping[str, int], length: int
+) -> dict[str, NameTable]:
+    """The names of a file.
+
+    Args:
+      parts: the archive.
+      counts: how many there are, see `counts`.
+      length: bytes of the file, which bounds that of the names.
+
+    Raises:
+      ValueError: they are damaged.
+    """
     return {
         name: _table(parts, f"names/{number}", counts[name], length, name == ITEMS)
         for number, name in enumerate(counts)

@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparsejax.serving import logs, metrics, protocol
 from sparsejax.serving.protocol import RefusedError
-from sparsejax.serving.service import InHand, Service
+from sparsejax.serving.service import Answered, InHand, Service
 from sparsejax.serving.versions import Versions
 
 # Where the scope of a request has its `Connection`, and whether its body is there already.
@@ -47,6 +47,10 @@ class Connection(Protocol):
 
     @property
     def has_left(self) -> bool: ...
+
+
+# Instead of the answer to a request that was refused.
+_NOTHING = Answered(None, 0, None, None)
 
 
 class _Answer(NamedTuple):
@@ -230,17 +234,19 @@ class _Inference:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answers a request, which is counted and logged."""
-        service, begun, rows = self._service, time.monotonic(), 0
+        service, begun = self._service, time.monotonic()
         headers = _headers(scope)
         identity = logs.request_id(headers.get(b"x-request-id", b"").decode("latin-1"))
         connection: Connection = scope[CONNECTION]
         connection.asking = asyncio.current_task()
         in_hand: InHand | None = None
         answer: _Answer | Response
+        found = _NOTHING
         try:
             in_hand = service.begin()
             hold = functools.partial(service.hold, in_hand)
-            answer, rows = await _infer(service, scope, headers, receive, hold)
+            found = await _infer(service, scope, headers, receive, hold)
+            answer = found.content
         except asyncio.CancelledError:
             if not connection.has_left:
                 raise
@@ -260,7 +266,8 @@ class _Inference:
         await send({"type": "http.response.body", "body": answer.body})
         service.metrics.request("http", code, seconds)
         trace = headers.get(b"traceparent", b"").decode("latin-1")
-        logs.request("http", identity, trace, code=code, rows=rows, seconds=seconds)
+        facts = {"rows": found.rows, "model": found.model, "version": found.version}
+        logs.request("http", identity, trace, code=code, seconds=seconds, **facts)
 
 
 def _headers(scope: Scope) -> dict[bytes, bytes]:
@@ -285,8 +292,8 @@ async def _infer(
     headers: Mapping[bytes, bytes],
     receive: Receive,
     hold: Callable[[int], None],
-) -> tuple[_Answer, int]:
-    """An answer, and the number of its rows; see `_body`."""
+) -> Answered[_Answer]:
+    """An answer; see `_body`."""
     model, number = _asked(scope)
     form = service.version(model, number).form  # before the body is read
     wait = headers.get(_DEADLINE, b"")
@@ -300,7 +307,7 @@ async def _infer(
     read = functools.partial(
         protocol.read, body, header, limits, missing=form.takes_missing
     )
-    (content, json_bytes), rows = await service.predict(
+    found = await service.predict(
         model,
         number,
         read,
@@ -309,13 +316,15 @@ async def _infer(
         size=0 if header is None else len(body),
         seconds=seconds,
     )
+    content, json_bytes = found.content
     told = [(b"content-length", b"%d" % len(content))]
     if json_bytes is None:
         told.append((b"content-type", _JSON))
     else:
         told.append((b"content-type", b"application/octet-stream"))
         told.append((_HEADER, b"%d" % json_bytes))
-    return _Answer(200, told, content), rows
+    answer = _Answer(200, told, content)
+    return Answered(answer, found.rows, found.model, found.version)
 
 
 async def _body(

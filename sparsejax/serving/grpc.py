@@ -190,7 +190,8 @@ class _Answers:
             await _abort(context, error)
 
     async def ModelInfer(self, request, context):
-        begun, service, rows, code = time.monotonic(), self._service, 0, 200
+        begun, service, code = time.monotonic(), self._service, 200
+        facts: dict[str, Any] = {"rows": 0}
         told = dict(context.invocation_metadata() or ())
         identity = logs.request_id(_text(told.get("x-request-id", "")))
         in_hand, refused, answer = None, None, None
@@ -199,7 +200,7 @@ class _Answers:
             service.hold(in_hand, request.ByteSize())
             model, number = request.model_name, request.model_version or None
             service.version(model, number)  # before the tensors are read
-            answer, rows = await service.predict(
+            found = await service.predict(
                 model,
                 number,
                 functools.partial(read, request, service.settings.limits),
@@ -207,6 +208,8 @@ class _Answers:
                 size=request.ByteSize() if request.raw_input_contents else 0,
                 seconds=context.time_remaining(),
             )
+            answer = found.content
+            facts = {"rows": found.rows, "model": found.model, "version": found.version}
         except RefusedError as error:
             refused = error
         except Exception as error:  # noqa: BLE001 - a bug, which the log has
@@ -225,7 +228,7 @@ class _Answers:
             )
             service.metrics.request("grpc", code, seconds)
             trace = _text(told.get("traceparent", ""))
-            logs.request("grpc", identity, trace, code=code, rows=rows, seconds=seconds)
+            logs.request("grpc", identity, trace, code=code, seconds=seconds, **facts)
         if refused is not None:
             await _abort(context, refused)
         return answer

@@ -1,10 +1,15 @@
-"""Lines of JSON on stderr. They never have what a user asked for."""
+"""Lines of JSON on stderr. They never have what a user asked for.
+
+A thread writes them. So a service goes on if nobody reads the pipe of its log: then the lines
+that have no room in memory are dropped, and counted.
+"""
 
 from __future__ import annotations
 
-import asyncio
+import collections
 import contextlib
 import itertools
+import os
 import re
 import secrets
 import sys
@@ -20,26 +25,108 @@ _ID = re.compile(r"[\w.:/+=-]{1,128}", re.ASCII)
 # New ids follow a random one. To draw each would ask the kernel.
 _NEW = itertools.count(secrets.randbits(64))
 
+_MOMENT = (
+    0.05  # seconds in which lines of requests are collected, to be written together
+)
+_MOST = 2**23  # bytes that wait
 
-# Lines of requests of this thread, which are written together after so many seconds.
-_waiting, _MOMENT = threading.local(), 0.05
+
+class _Writer:
+    """The thread that writes lines, and those that wait for it.
+
+    Attributes:
+      dropped: number of lines for which there was no room.
+    """
+
+    def __init__(self):
+        self.dropped = 0
+        self._told = 0  # of the dropped ones
+        self._lines: collections.deque[bytes] = collections.deque()
+        self._size = 0  # bytes of these and of those that are being written
+        self._changed = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._is_urgent = self._is_stuck = False
+
+    def add(self, line: bytes, *, urgent: bool) -> None:
+        """Lets a line be written: soon, or at once."""
+        with self._changed:
+            if self._size + len(line) > _MOST:
+                self.dropped += 1
+                return
+            is_first = not self._size
+            self._size += len(line)
+            self._lines.append(line)
+            if self._thread is None:
+                self._thread = threading.Thread(
+                    target=self._work, name="log", daemon=True
+                )
+                self._thread.start()
+            if urgent and not self._is_urgent:
+                self._is_urgent = is_first = True
+            if is_first:
+                self._changed.notify_all()
+
+    def flush(self, seconds: float) -> None:
+        """Waits until all is written, if somebody reads it."""
+        with self._changed:
+            self._is_urgent = True
+            self._changed.notify_all()
+            if not self._is_stuck:
+                is_done = self._changed.wait_for(lambda: not self._size, seconds)
+                self._is_stuck = not is_done
+
+    def _work(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._lines)
+                if not self._is_urgent:
+                    self._changed.wait_for(lambda: self._is_urgent, _MOMENT)
+                self._is_urgent = False
+                dropped, self._told = self.dropped - self._told, self.dropped
+                lines = [*self._lines]
+                self._lines.clear()
+            if dropped:
+                lines.append(_line("log", {"dropped": dropped}))
+            _write(b"".join(lines))
+            with self._changed:
+                self._size = sum(map(len, self._lines))
+                self._is_stuck = False
+                self._changed.notify_all()
+
+
+def _write(text: bytes) -> None:
+    # Not by `sys.stderr`, whose lock would be held as long as nobody reads.
+    with contextlib.suppress(OSError, ValueError):  # whoever read the log is gone
+        try:
+            file = sys.stderr.fileno()
+        except (AttributeError, OSError):  # it is no file, as in a notebook
+            sys.stderr.write(text.decode())
+            return
+        while text:
+            text = text[os.write(file, text) :]
+
+
+_writer = _Writer()
+
+
+def dropped() -> int:
+    """The number of lines that were not written, as nobody read those before."""
+    return _writer.dropped
+
+
+def flush(seconds: float = 1.0) -> None:
+    """Waits some seconds at most until all lines are written."""
+    _writer.flush(seconds)
 
 
 def log(event: str, **facts: Any) -> None:
-    """Writes a line, after those of requests of this thread."""
-    write_waiting()
-    _write(_line(event, facts))
+    """Writes a line, after those of requests before."""
+    _writer.add(_line(event, facts), urgent=True)
 
 
 def _line(event: str, facts: dict[str, Any]) -> bytes:
     line = {"time": time.time(), "event": event, **facts}
     return orjson.dumps(line, option=orjson.OPT_APPEND_NEWLINE)
-
-
-def _write(text: bytes) -> None:
-    with contextlib.suppress(OSError):  # whoever reads the log is gone
-        sys.stderr.write(text.decode())
-        sys.stderr.flush()
 
 
 def request_id(given: str) -> str:
@@ -48,34 +135,38 @@ def request_id(given: str) -> str:
 
 
 def request(
-    protocol: str, identity: str, trace: str, *, code: int, rows: int, seconds: float
+    protocol: str,
+    identity: str,
+    trace: str,
+    *,
+    code: int,
+    rows: int,
+    seconds: float,
+    model: str | None = None,
+    version: str | None = None,
 ) -> None:
     """Writes that a request was answered or refused, a moment later.
 
     So the lines of many requests are one call into the system.
+
+    Args:
+      protocol: by which it came.
+      identity: of the request, see `request_id`.
+      trace: of its client.
+      code: the status of the answer.
+      rows: number of its rows.
+      seconds: that it took.
+      model: that answered, if one did.
+      version: of the model.
     """
     facts: dict[str, Any] = {"protocol": protocol}
     facts["milliseconds"] = round(1e3 * seconds, 3)
     facts |= {"request_id": identity, "code": code, "rows": rows}
+    if version is not None:
+        facts |= {"model": model, "version": version}
     if _TRACE.fullmatch(trace):
         facts["traceparent"] = trace
-    lines = _lines()
-    if not lines:
-        asyncio.get_running_loop().call_later(_MOMENT, write_waiting)
-    lines.append(_line("request", facts))
-
-
-def _lines() -> list[bytes]:
-    return _waiting.__dict__.setdefault("lines", [])
-
-
-def write_waiting() -> None:
-    """Writes the lines of requests of this thread that are not written yet."""
-    lines = _lines()
-    if lines:
-        text = b"".join(lines)
-        lines.clear()
-        _write(text)
+    _writer.add(_line("request", facts), urgent=False)
 
 
 def error(identity: str, error: Exception) -> None:

@@ -6,6 +6,7 @@ import jax
 import prometheus_client
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 
+from sparsejax.serving import logs
 from sparsejax.serving.batcher import Batch
 from sparsejax.serving.engine import WHOLE_PASS
 
@@ -67,6 +68,11 @@ class Metrics:
             "Number of the last changes that were taken",
             registry=registry,
         )
+        Gauge(
+            "sparsejax_log_lines_dropped",
+            "Lines of the log for which there was no room, as nobody read those before",
+            registry=registry,
+        ).set_function(logs.dropped)
         self._model = Gauge(
             "sparsejax_model_version",
             "1 for the version that serves",

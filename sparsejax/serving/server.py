@@ -12,6 +12,7 @@ import os
 import pathlib
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 
@@ -23,7 +24,7 @@ from sparsejax import ending
 from sparsejax.serving import app
 from sparsejax.serving import grpc as over_grpc
 from sparsejax.serving.connections import configured
-from sparsejax.serving.logs import log, write_waiting
+from sparsejax.serving.logs import flush, log
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import Versions
 
@@ -90,9 +91,10 @@ def run(
         try:
             runner.run(_serve(path, name, settings, address, grace, watch))
         finally:
-            write_waiting()  # no moment comes any more in which the loop would do so
+            flush()  # the thread that writes ends with the process
     # A model or a change that was being loaded has come to its end by now, and said so.
     log("ended", model=name)
+    flush()
 
 
 async def _serve(
@@ -127,6 +129,10 @@ async def _serve(
         if told:  # the second one closes all connections
             for each in servers:
                 each.force_exit = True
+        elif loading.done():  # a thread that waits for a disk must not hold the process
+            last = threading.Timer(grace, _leave, (service,))
+            last.daemon = True
+            last.start()
         told.append(number)
         service.draining = True
         stopping.set()
@@ -188,6 +194,17 @@ async def _serve(
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)
     serving.result()
+
+
+def _leave(service: Service) -> None:
+    """Ends the process without the threads that still work.
+
+    The status is 0 if all requests were answered.
+    """
+    busy = [each.name for each in threading.enumerate() if not each.daemon]
+    log("left", in_hand=service.in_hand, threads=busy)
+    flush()
+    os._exit(1 if service.in_hand else 0)
 
 
 def _listening(host: str, port: int) -> socket.socket:

@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Collection, Generator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import sparsejax
 from sparsejax.predictors.files import load_predictor
@@ -117,6 +117,22 @@ class Version:
         for other in (self.of_candidates, self.similar):
             if other is not None:
                 other.close()
+
+
+class Answered[Written](NamedTuple):
+    """An answer.
+
+    Attributes:
+      content: of it, as a protocol writes it.
+      rows: number of its rows.
+      model: that answered.
+      version: of the model.
+    """
+
+    content: Written
+    rows: int
+    model: str | None
+    version: str | None
 
 
 @dataclasses.dataclass(eq=False, slots=True)
@@ -395,8 +411,8 @@ class Service:
         *,
         size: int = 0,
         seconds: float | None = None,
-    ) -> tuple[Written, int]:
-        """An answer as a protocol writes it, and its number of rows.
+    ) -> Answered[Written]:
+        """An answer as a protocol writes it.
 
         Cancelled, it costs no device time any more.
 
@@ -441,14 +457,16 @@ class Service:
             late.cancel()
         version, asked, question = request.told
 
-        def written() -> Written:
-            found = wanted(asked, version.form.tensors(question, answer))
-            return write(asked, version.model, version.name, found)
-
         rows = question.num_rows
+
+        def written() -> Answered[Written]:
+            found = wanted(asked, version.form.tensors(question, answer))
+            content = write(asked, version.model, version.name, found)
+            return Answered(content, rows, version.model, version.name)
+
         if rows * question.k < _MANY_NAMES:
-            return written(), rows
-        return await loop.run_in_executor(self._others, written), rows
+            return written()
+        return await loop.run_in_executor(self._others, written)
 
     def _ask_unread(self) -> None:
         """Reads requests that wait for this thread, and puts them into a queue together.

@@ -76,6 +76,7 @@ class Versions:
         self._bad: dict[_Found, _Trouble] = {}
         self._lock = asyncio.Lock()  # of what changes which version serves
         self._begun = self._unloaded = False
+        self._is_gone = False  # the file of the version that serves
         self._answer: dict[_Found, Version] = {}  # also those that are kept
 
     def first(self) -> None:
@@ -185,11 +186,25 @@ class Versions:
                 await self._close(self._swap(each, version))
                 break
         gone = [its for file, its in self._answer.items() if file not in found]
-        await self._close(self._service.drop(gone))
+        dropped = self._service.drop(gone)
+        for version in dropped:
+            log("removed", version=version.name)
+        await self._close(dropped)
+        self._tell_removed(found)
         return found
+
+    def _tell_removed(self, found: list[_Found]) -> None:
+        """Writes a line, once, if the file of the version that serves is not there."""
+        is_gone = self._serves is not None and self._serves not in found
+        if self._serves is not None and is_gone and not self._is_gone:
+            log("removed", version=str(self._serves.number), serves=True)
+        self._is_gone = is_gone
 
     def _swap(self, found: _Found, version: Version) -> list[Version]:
         """Lets a version serve, and gives those that do not answer any more."""
+        before = None if self._serves is None else str(self._serves.number)
+        if before is not None:  # it may be a higher number, whose file was removed
+            log("swap", version=version.name, before=before)
         self._serves, self._answer[found] = found, version
         return self._service.swap(version)
 

@@ -219,3 +219,41 @@ def test_what_is_no_predictor(tmp_path, capsys):
     path.write_bytes(b"PK")
     assert main(["serve", str(path), "--port", "0"]) == 1
     assert "is not a predictor" in capsys.readouterr().err.splitlines()[-1]
+
+
+# A service whose looks for newer versions wait for ever, as for a disk that does not answer.
+HANGING = """
+import sys, threading
+from sparsejax.cli.main import main
+from sparsejax.serving import versions
+first = versions.found_in
+def waits(folder):
+    versions.found_in = hangs
+    return first(folder)
+def hangs(folder):
+    print('{"event":"hangs"}', file=sys.stderr, flush=True)
+    threading.Event().wait()
+versions.found_in = waits
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+def test_a_thread_that_waits_for_ever_does_not_hold_the_process(file):
+    words = ["serve", str(file.parents[1]), "--port", "0", "--shapes", "1x256"]
+    words += ["--watch", "0.1", "--grace", "2"]
+    process = subprocess.Popen(
+        [sys.executable, "-c", HANGING, *words], stderr=subprocess.PIPE, text=True
+    )
+    lines = process.stderr
+    assert lines is not None
+    try:
+        for line in lines:
+            if '"hangs"' in line:
+                break
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(60) == 0
+        assert '"event":"left"' in lines.read()
+    finally:
+        process.kill()
+        process.wait()
+        lines.close()

@@ -290,7 +290,8 @@ def test_exports_that_do_not_fit(model, train, tmp_path):
 def test_settings_that_are_not_ours(path):
     with zipfile.ZipFile(path) as parts:
         good = json.loads(parts.read("predictor.json"))
-        names = predictor_names.read(parts, 2**20)
+        counts = predictor_names.counts(parts, 2**20)
+        names = predictor_names.read(parts, counts, 2**20)
 
     def read(document):
         return predictor_files.model_of(Signature.from_json(document), names)

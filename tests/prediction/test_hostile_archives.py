@@ -1,5 +1,7 @@
 """A small file of a predictor that would be unpacked to a large one."""
 
+import json
+import os
 import struct
 import time
 import tracemalloc
@@ -10,10 +12,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from jax import export
 
 import sparsejax as sj
 from sparsejax.predictors import archive
+from sparsejax.predictors.files import check_predictor
 
 SETTINGS = ["predictor.json", "clicks.json"]
 METHODS = [zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]
@@ -98,3 +102,71 @@ def test_the_same_model_is_the_same_bytes(tmp_path, monkeypatch):
         )
         written.append((tmp_path / "p").read_bytes())
     assert written[0] == written[1]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """A predictor with names."""
+    path = tmp_path_factory.mktemp("whole") / "p"
+    config = sj.NetworkConfig.autoencoder((4,))
+    model = sj.FeedForward(config, inputs=3, outputs=3, rngs=nnx.Rngs(0))
+    sj.export_predictor(model, path, k=2, names=["a", "b", "c"], batch_size=1)
+    return path
+
+
+@pytest.mark.parametrize("method", METHODS[:2])
+@pytest.mark.parametrize("read", [sj.load_predictor, check_predictor])
+def test_a_part_that_no_release_writes_is_not_unpacked(whole, method, read, tmp_path):
+    path = tmp_path / "more"
+    path.write_bytes(whole.read_bytes())
+    read(path)
+    with zipfile.ZipFile(path, "a", method) as parts:
+        parts.writestr("more", b" " * SIZE)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match="'more' is no part of a predictor"):
+        read(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+@pytest.mark.parametrize("read", [sj.load_predictor, check_predictor])
+@pytest.mark.parametrize("name", ["weights/0", "names/0/lengths"])
+def test_arrays_are_not_packed(whole, name, read, tmp_path):
+    """What they unpack to would have no bound but what the same file states."""
+    path = tmp_path / "packed"
+    with zipfile.ZipFile(whole) as old, zipfile.ZipFile(path, "w") as new:
+        for part in old.namelist():
+            how = zipfile.ZIP_DEFLATED if part == name else zipfile.ZIP_STORED
+            content = b" " * SIZE if part == name else old.read(part)
+            if part == "names.json" and "names" in name:
+                content = json.dumps({"items": SIZE // 4})
+            new.writestr(part, content, how)
+    tracemalloc.start()
+    with pytest.raises(ValueError, match=f"{name} is packed"):
+        read(path)
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert peak < 2**23
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")
+def test_no_part_comes_twice(whole, tmp_path):
+    path = tmp_path / "twice"
+    path.write_bytes(whole.read_bytes())
+    with zipfile.ZipFile(path, "a") as parts:
+        parts.writestr("names.json", parts.read("names.json"))
+    with pytest.raises(ValueError, match="has a part twice"):
+        sj.load_predictor(path)
+
+
+@pytest.mark.parametrize("read", [sj.load_predictor, check_predictor])
+def test_pipes_and_devices_are_not_opened(read, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    (tmp_path / "link").symlink_to(tmp_path / "pipe")
+    (tmp_path / "zero").symlink_to("/dev/zero")
+    for name in ("pipe", "link", "zero"):
+        with pytest.raises(ValueError, match=f"{name}: is not a regular file"):
+            read(tmp_path / name)
+    with pytest.raises(IsADirectoryError):
+        read(tmp_path)

@@ -453,6 +453,8 @@ def test_request_ids_and_traces_are_logged_but_no_items(client, capfd):
     found, refused = (lines()[name] for name in ("abc-1", headers["x-request-id"]))
     assert found["traceparent"] == trace
     assert (found["code"], refused["code"]) == (200, 422)
+    assert (found["model"], found["version"]) == ("films", "1")
+    assert "version" not in refused
     assert "item" not in text
 
 
@@ -651,6 +653,7 @@ def test_a_bug_is_told_in_the_log_alone(client, service, monkeypatch, capfd):
     monkeypatch.setattr(service.version("films", None).form, "question", broken)
     status, error = client.infer(ITEMS)
     assert status == 500 and "oops" not in error
+    logs.flush()
     assert "oops" in capfd.readouterr().err
 
 

@@ -13,6 +13,7 @@ from served import Client, listening, tensor
 import sparsejax as sj
 from sparsejax.data import ClickSchema, KeyColumn
 from sparsejax.embeddings import DynamicTables, WideDeep, WideDeepConfig
+from sparsejax.serving import logs
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.service import Service, Settings
 
@@ -78,6 +79,7 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
         later.load(path)
         assert later.predictor is not None and later.predictor.taken.last is not None
         assert later.predictor.taken.last.number == 2
+    logs.flush()
     lines = map(json.loads, capsys.readouterr().err.splitlines())
     told = [line for line in lines if line["event"] == "changes"]
     assert [line.get("number") for line in told if line["result"] == "taken"] == [

@@ -11,6 +11,7 @@ from served import NAMES, Client, listening, tensor
 
 import sparsejax as sj
 from sparsejax.data.files.opening import DataError
+from sparsejax.serving import logs
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.service import Service, Settings
 
@@ -91,6 +92,7 @@ def test_no_model_recommends_them_from_when_they_are_in_the_file(
         write(listed, "item 7")
         look(service)
         assert compilations(client) == before
+    logs.flush()
     lines = [json.loads(line) for line in capsys.readouterr().err.splitlines()]
     told = [line for line in lines if line["event"] == "exclude"]
     unknown = [

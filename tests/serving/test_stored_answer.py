@@ -13,6 +13,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.predictors.stored_answer import StoredAnswer
+from sparsejax.serving import logs
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.service import Service, Settings
 from sparsejax.serving.versions import FILE, Versions
@@ -54,6 +55,7 @@ def test_a_damaged_weight_with_the_right_checksum(kinds, tmp_path, capfd, kind):
     assert service.version("films", None).name == "1"
     service.close()
     assert b'reloads_total{result="failed"} 1.0' in service.metrics.text()
+    logs.flush()
     told = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     (error,) = (each["error"] for each in told if "error" in each)
     assert "for the example in its file the predictor gives the " in error

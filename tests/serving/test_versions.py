@@ -20,7 +20,7 @@ from flax import nnx
 from served import Client, listening, resident, tensor
 
 import sparsejax as sj
-from sparsejax.serving import app
+from sparsejax.serving import app, logs
 from sparsejax.serving import service as serving_service
 from sparsejax.serving.connections import configured
 from sparsejax.serving.engine import Engine, Shape
@@ -209,6 +209,7 @@ def test_what_is_removed_or_replaced(tmp_path, files, service, capfd):
         time.sleep(0.05)
         assert client.infer(tensor("items", "BYTES", []))[0] == 200
         tmp_path.mkdir()
+    logs.flush()
     assert '"event":"reload"' in capfd.readouterr().err
 
 
@@ -439,3 +440,47 @@ def test_an_error_that_lasts_is_tried_less_and_less_often(
         asyncio.run(versions.look())
         looks += 1
     assert tries == [0, 1, 3, 7, 15]
+
+
+def test_a_pipe_or_a_device_is_passed_over(tmp_path, files, service, capfd):
+    put(tmp_path, 1, files[1])
+    versions = Versions(service, tmp_path)
+    versions.first()
+    for number in (2, 3):
+        (tmp_path / str(number)).mkdir()
+    os.mkfifo(tmp_path / "2" / FILE)
+    (tmp_path / "3" / FILE).symlink_to("/dev/zero")
+    asyncio.run(versions.look())
+    logs.flush()
+    assert capfd.readouterr().err.count("is not a regular file") == 2
+    put(tmp_path, 4, files[0])
+    asyncio.run(versions.look())
+    assert service.version("films", None).name == "4"
+
+
+def test_each_change_of_what_serves_is_a_line(tmp_path, files, capfd):
+    service = Service("films", Settings(shapes=(Shape(1, 256),), keep=1))
+    put(tmp_path, 1, files[1])
+    put(tmp_path, 2, files[0])
+    with contextlib.closing(service):
+        versions = Versions(service, tmp_path)
+
+        def told() -> list[tuple]:
+            asyncio.run(versions.look())
+            logs.flush()
+            lines = map(json.loads, capfd.readouterr().err.splitlines())
+            kinds = "event", "version", "before", "result", "serves"
+            return [tuple(line[k] for k in kinds if k in line) for line in lines]
+
+        versions.first()
+        assert told() == [("reload", "2", "loaded")]
+        shutil.rmtree(tmp_path / "2")  # back to the version before
+        back = [("reload", "1", "loaded"), ("swap", "1", "2"), ("removed", "2")]
+        assert told() == back
+        put(tmp_path, 3, files[0])
+        assert told() == [("reload", "3", "loaded"), ("swap", "3", "1")]
+        shutil.rmtree(tmp_path / "3")  # the version before is kept: it is not loaded
+        assert told() == [("swap", "1", "3"), ("removed", "3")]
+        shutil.rmtree(tmp_path / "1")
+        assert told() == [("removed", "1", True)]
+        assert told() == []
