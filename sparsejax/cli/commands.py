@@ -192,7 +192,7 @@ def prepare(command: flags.Prepare) -> None:
         split_last=command.split_last,
         split_fraction=command.split_fraction,
         seed=command.seed,
-        skip_bad=command.skip_bad,
+        skip_bad=command.columns.skip_bad_lines,
         memory=command.memory,
     )
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)
@@ -337,7 +337,9 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
             schema = dataclasses.replace(schema, time=time)
         if command.by == "time" and schema.time is None:
             raise ValueError("--by time needs --time, the column of times")
-        data = read_clicks(command.data, schema)
+        data = read_clicks(
+            command.data, schema, skip_bad_lines=command.columns.skip_bad_lines
+        )
     print(f"{shown(command.data)}: {data!r}", file=sys.stderr)
     return data
 

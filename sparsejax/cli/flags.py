@@ -184,6 +184,8 @@ class Columns:
       delimiter: Separator of the columns of a CSV file: one or two characters.
       separator: Separator of the items in a cell, if cells hold lists: ' ' or '|'.
       time_format: Format of times, as of strptime: '%d.%m.%Y %H:%M'.
+      skip_bad_lines: Leave out lines that cannot be read, of clicks too. A warning counts them
+        and says which they are. More than one in a hundred is an error.
     """
 
     user: Annotated[int | str | None, _Column] = None
@@ -195,6 +197,7 @@ class Columns:
     delimiter: Annotated[str | None, _value("TEXT", "from the content")] = None
     separator: Annotated[str | None, _value("TEXT", "")] = None
     time_format: Annotated[str | None, _value("FORMAT", "ISO 8601")] = None
+    skip_bad_lines: Flag = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -727,7 +730,6 @@ class Prepare:
       split_last: Hold out so many of the last interactions of each user.
       split_fraction: Hold out a random part; this is the share that stays in train.
       seed: Seed of the random choice.
-      skip_bad: Leave out wrong events, and count them, instead of stopping.
       memory: Memory for the engine, for example 4GB.
       format: Format of EVENTS.
       columns: Which columns of a table hold what. By default their names say it.
@@ -744,7 +746,6 @@ class Prepare:
     split_last: Annotated[int | None, _value("INT", "")] = None
     split_fraction: Annotated[float | None, _value("FLOAT", "")] = None
     seed: int = 0
-    skip_bad: Flag = False
     memory: Annotated[str | None, _value("SIZE", "80 % of all")] = None
     format: Annotated[Format | None, _Formats] = None
     columns: Columns = Columns()

@@ -39,6 +39,7 @@ def reading_of(command: Flags) -> Reading:
         separator=columns.separator,
         time_format=columns.time_format,
         indicator=columns.no_value,
+        skip_bad_lines=columns.skip_bad_lines,
         say=functools.partial(_print, command),
     )
 

@@ -7,7 +7,7 @@ from sparsejax.cli.flags import Command, flags_of
 # Arguments whose names in Python are not those of their flags.
 _ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
 _ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
-_ELSEWHERE |= {"test": "heldout", "train": "inputs"}
+_ELSEWHERE |= {"test": "heldout", "train": "inputs", "skip_bad_lines": "skip_bad=True"}
 # Advice of messages in Python, and the same in a shell.
 _ADVICE = {
     "say what the model gets: DenseColumn(missing=0.0)": (

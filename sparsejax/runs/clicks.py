@@ -25,6 +25,7 @@ from sparsejax.data.sets.clicks import (
     check_same_schema,
     read_clicks,
     read_unlabelled,
+    without_bad_lines,
 )
 from sparsejax.embeddings.model_config import ClickModelConfig, DynamicTables
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -51,6 +52,7 @@ from sparsejax.runs.reading import (
     is_last,
     kind_of_saved,
     name_of,
+    skips_bad_lines,
     split_name,
     validation_share,
 )
@@ -155,6 +157,10 @@ class Clicks(Runs):
     def scanned(self, training: Training) -> Source:
         assert training.chunk_rows is not None
         schema, rows = training.schema, training.chunk_rows
+        if training.reading.skip_bad_lines:
+            raise ValueError(
+                "skip_bad_lines=True needs all of the data; leave out chunk_rows"
+            )
         data = scan_clicks(training.data, schema, chunk_rows=rows)
         heldout = validation = None
         if (asked := training.validation) is not None:
@@ -199,13 +205,18 @@ class Clicks(Runs):
             data = _without_rows(num_ids(schema, {}), schema, {})
         return _source(data, everything=data, chunks=[1], fingerprint=_FOLLOWED)
 
-    def read_followed(self, path: str, known: ClickDataset) -> ClickDataset | None:
+    def read_followed(
+        self, path: str, known: ClickDataset, reading: Reading
+    ) -> ClickDataset | None:
         if kind_of_saved(path) == "clicks":
             data = _read_like(path, known, _SILENT)
             return data if data.num_rows else None
+        file: Any = path
+        if skips_bad_lines(path, reading):
+            file = without_bad_lines(path, known.schema)
         # Unlike `read_clicks`, it takes a file without examples.
         scanned = scan_clicks(
-            path, known.schema, features=known.vocabularies, chunk_rows=_ALL
+            file, known.schema, features=known.vocabularies, chunk_rows=_ALL
         )
         return next(scanned.chunks(), None)
 
@@ -345,7 +356,8 @@ def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDat
         return source
     _check_file(source)
     if schema is not None:
-        data = read_clicks(source, without_time(schema))
+        skip = skips_bad_lines(source, reading)
+        data = read_clicks(source, without_time(schema), skip_bad_lines=skip)
     elif is_parquet(source):
         data = ClickDataset.load(source)
     else:
@@ -377,6 +389,7 @@ def _read_like(
       ValueError: a saved data set has other columns or other ids.
     """
     is_data = isinstance(source, ClickDataset)
+    skip = skips_bad_lines(source, reading)
     if not is_data:
         _check_file(source)
     if is_data or kind_of_saved(source) == "clicks":
@@ -395,9 +408,12 @@ def _read_like(
     elif labelled:
         vocabulary = dict(known.vocabularies)
         schema = without_time(known.schema)
-        data = read_clicks(source, schema, features=vocabulary, append=append)
+        data = read_clicks(
+            source, schema, features=vocabulary, append=append, skip_bad_lines=skip
+        )
     else:
-        data = read_unlabelled(source, known.schema, dict(known.vocabularies))
+        vocabulary = dict(known.vocabularies)
+        data = read_unlabelled(source, known.schema, vocabulary, skip_bad_lines=skip)
     said = repr(data) if labelled else f"{data.num_rows:,} examples"
     reading.say(f"{name_of(source)}: {said}")
     return data

@@ -130,7 +130,7 @@ def run(
             return None
 
     def read(name: str) -> Job | None:
-        data = runs.read_followed(path_in(folder, name), known)
+        data = runs.read_followed(path_in(folder, name), known, reading)
         return None if data is None else runs.kind.job(model, data, **options)
 
     changes = None

@@ -268,5 +268,7 @@ def check_scanned(training: Training) -> None:
         raise ValueError(
             "item_features=... needs all of the data; leave out chunk_rows"
         )
+    if training.reading.skip_bad_lines:
+        raise ValueError("skip_bad_lines=True is for files of lines; leave it out")
     if training.validation is not None:
         raise ValueError("validation=... needs all of the data; leave out chunk_rows")

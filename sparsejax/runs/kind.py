@@ -145,7 +145,7 @@ class Runs(abc.ABC):
         """
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
-    def read_followed(self, path: str, known: Any) -> Any:
+    def read_followed(self, path: str, known: Any, reading: Reading) -> Any:
         """The rows of a file of a run that follows; None if it has none."""
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 

@@ -23,6 +23,8 @@ class Reading:
     Attributes:
       format: see `sparsejax.read`; so are `user`, `item`, `value`, `time`, `delimiter`,
         `separator`, `time_format` and `indicator`.
+      skip_bad_lines: whether lines are left out that cannot be read. Files that have no
+        lines, such as Parquet, are read as always.
       say: is told what was read, and what was chosen.
     """
 
@@ -35,6 +37,7 @@ class Reading:
     separator: str | None = None
     time_format: str | None = None
     indicator: bool = False
+    skip_bad_lines: bool = False
     say: Callable[[str], None] = _nothing
 
     def columns(self) -> dict[str, Any]:

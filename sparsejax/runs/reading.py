@@ -99,6 +99,7 @@ def read_file(
         "delimiter": reading.delimiter,
         "separator": reading.separator,
         "time_format": reading.time_format,
+        "skip_bad_lines": skips_bad_lines(source, reading),
     }
     data = read(source, **options)
     account = str(data.columns or account_of(data.matrix))
@@ -143,6 +144,7 @@ def read_histories(
         separator=reading.separator,
         time_format=reading.time_format,
         features=features,
+        skip_bad_lines=skips_bad_lines(source, reading),
     )
     sizes = data.num_rows, data.num_features, data.num_entries
     account = str(
@@ -150,6 +152,11 @@ def read_histories(
     )
     reading.say(f"{name_of(source)}: {account}")
     return data
+
+
+def skips_bad_lines(source: Any, reading: Reading) -> bool:
+    """Whether bad lines of a source are left out: it must be a file of lines."""
+    return reading.skip_bad_lines and is_file(source) and not is_parquet(source)
 
 
 def is_file(source: Any) -> bool:

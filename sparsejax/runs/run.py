@@ -50,7 +50,7 @@ _OF_CLICKS = "dlrm"
 # Arguments of `Run.train` and `Run.load` that say how files are read.
 _READING = (
     *("format", "user", "item", "value", "time"),
-    *("delimiter", "separator", "time_format", "indicator"),
+    *("delimiter", "separator", "time_format", "indicator", "skip_bad_lines"),
 )
 
 
@@ -126,6 +126,7 @@ class Run:
         separator: str | None = None,
         time_format: str | None = None,
         indicator: bool = False,
+        skip_bad_lines: bool = False,
         log: Callable[[int, Mapping[str, float]], None] | None = None,
     ) -> Run:
         """Trains a model, by the settings that suit most data.
@@ -169,7 +170,8 @@ class Run:
           fused: see `fit`; so are `deterministic`, `seed`, `checkpoint_seconds` and `log`.
           resume: go on from the last checkpoint in `directory`.
           format: of files, see `read`; so are `user`, `item`, `value`, `time`, `delimiter`,
-            `separator`, `time_format` and `indicator`. The methods of the run read further files alike.
+            `separator`, `time_format`, `indicator` and `skip_bad_lines`. The methods of the
+            run read further files alike.
 
         Raises:
           DataError: a file cannot be read.
@@ -244,6 +246,7 @@ class Run:
         separator: str | None = None,
         time_format: str | None = None,
         indicator: bool = False,
+        skip_bad_lines: bool = False,
     ) -> Run:
         """A run that `save`, `train` or `sparsejax train` has written.
 
@@ -638,7 +641,8 @@ def _check_columns(data: Any, given: Collection[str]) -> None:
     if is_file(data):
         return
     is_table = hasattr(data, "__arrow_c_stream__")
-    unused = ("format", "delimiter") if is_table else set(_READING) - {"indicator"}
+    of_files = "format", "delimiter", "skip_bad_lines"
+    unused = of_files if is_table else set(_READING) - {"indicator"}
     for name in _READING:
         if name in given and name in unused:
             what = "a table" if is_table else "a data set, which has been read"

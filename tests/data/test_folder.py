@@ -254,8 +254,6 @@ def test_formats_and_lists(tmp_path):
         expected, found = sj.read(tmp_path / name), sj.read(out)
         assert contents(found) == contents(expected.align_rows(found.row_names))
         assert found.feature_names.tolist() == expected.feature_names.tolist()
-    with pytest.raises(ValueError, match="skip_bad=True is for Parquet"):
-        sj.prepare(tmp_path / "events.csv", tmp_path / "out", skip_bad=True)
     with pytest.raises(
         sj.DataError, match="is a saved data set, not a table of events"
     ):

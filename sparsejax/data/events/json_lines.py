@@ -16,9 +16,11 @@ import pyarrow.types as pt
 
 from sparsejax.data.events.block import Cells, is_list
 from sparsejax.data.files.opening import (
+    ByteStream,
     DataError,
     Lines,
     Path,
+    WithoutLines,
     head,
     line_blocks,
     open_data,
@@ -34,9 +36,22 @@ def is_within(field: pa.Field) -> bool:
 
 
 def first_rows(path: Path) -> pa.Table:
-    """The first rows of a file, which say what its columns are."""
+    """The first rows of a file, which say what its columns are.
+
+    Bad lines among them are left out of a `WithoutLines`.
+    """
     lines = head(path)
-    found = _parsed(lines, None).schema
+    while True:
+        try:
+            found = _parsed(lines, None).schema
+            break
+        except DataError as error:
+            if not isinstance(path, WithoutLines) or error.line is None:
+                raise
+            if error.line in path.blank or path.are_many:
+                raise
+            path.leave_out(error.line, error.line + 1, error.problem)
+            lines = head(path)
     schema = pa.schema([pa.field(f.name, _plain(f.type)) for f in found])
     return _columns(_parsed(lines, schema))
 
@@ -44,10 +59,19 @@ def first_rows(path: Path) -> pa.Table:
 def json_cells(
     path: Path, schema: pa.Schema, names: Mapping[str, str]
 ) -> Iterator[Cells]:
+    """`stream_cells` of a file."""
+    with open_data(path) as stream:
+        yield from stream_cells(stream, path, schema, names)
+
+
+def stream_cells(
+    stream: ByteStream, path: Path, schema: pa.Schema, names: Mapping[str, str]
+) -> Iterator[Cells]:
     """The cells of a file, a block at a time.
 
     Args:
-      path: the file.
+      stream: the file, opened.
+      path: the file that messages name.
       schema: of `first_rows`.
       names: the column for each key of the result.
 
@@ -56,23 +80,22 @@ def json_cells(
     """
     columns = [schema.field(name) for name in dict.fromkeys(names.values())]
     wanted = pa.schema(_objects_of(columns))
-    with open_data(path) as stream:
-        for lines in line_blocks(stream, path):
-            if not lines.data.strip():
-                continue
-            table = _columns(_parsed(lines, wanted)).combine_chunks()
-            cells = {
-                key: table.column(name).chunk(0)
-                if len(table)
-                else pa.nulls(0, schema.field(name).type)
-                for key, name in names.items()
-            }
+    for lines in line_blocks(stream, path):
+        if not lines.data.strip():
+            continue
+        table = _columns(_parsed(lines, wanted)).combine_chunks()
+        cells = {
+            key: table.column(name).chunk(0)
+            if len(table)
+            else pa.nulls(0, schema.field(name).type)
+            for key, name in names.items()
+        }
 
-            def error(row: int, message: str, lines: Lines = lines) -> DataError:
-                found = (at for at, _ in _objects(lines))
-                return lines.error(next(itertools.islice(found, row, None)), message)
+        def error(row: int, message: str, lines: Lines = lines) -> DataError:
+            found = (at for at, _ in _objects(lines))
+            return lines.error(next(itertools.islice(found, row, None)), message)
 
-            yield Cells(cells, error, path)
+        yield Cells(cells, error, path)
 
 
 def _plain(type_: pa.DataType) -> pa.DataType:

@@ -6,7 +6,7 @@ import csv
 import dataclasses
 import itertools
 import re
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 
 import numpy as np
 import pyarrow as pa
@@ -254,6 +254,7 @@ def record_blocks(
     header: str | None = None,
     block_bytes: int = BLOCK_BYTES,
     max_record_bytes: int = MAX_RECORD_BYTES,
+    tell: Callable[[str], None] = warn_caller,
 ) -> Iterator[Lines]:
     """Blocks of whole records.
 
@@ -268,6 +269,7 @@ def record_blocks(
       header: the text of the header, if there is one.
       block_bytes: about the size of a block.
       max_record_bytes: most bytes of a record that continues behind a block.
+      tell: called with the warning.
 
     Raises:
       DataError: a quote is not closed.
@@ -293,7 +295,7 @@ def record_blocks(
             lines, again = _without_headers(lines, delimiter, header)
             if again and not has_warned:
                 has_warned = True
-                warn_caller(
+                tell(
                     f"{shown(path)}:{again[0]}: the header stands here again, as where "
                     "files were joined; this line and others like it are left out",
                 )

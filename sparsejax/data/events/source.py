@@ -13,8 +13,9 @@ import pyarrow.compute as pc
 from tqdm import tqdm
 
 from sparsejax.data.events import json_lines, lines, sniff, tables
+from sparsejax.data.events.bad_lines import NO_LINES, find_bad_lines
 from sparsejax.data.events.block import Block, Cells, Check, Wrong, lists
-from sparsejax.data.events.pair_layout import find_layout
+from sparsejax.data.events.pair_layout import Layout, find_layout
 from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.records import record_cells, split_lists
 from sparsejax.data.files import parquet
@@ -23,6 +24,7 @@ from sparsejax.data.files.opening import (
     ByteStream,
     DataError,
     Path,
+    WithoutLines,
     is_address,
     open_data,
     progress_bar,
@@ -53,6 +55,7 @@ class Asked:
       skips: see `Check`.
       separator: what separates the parts of cells that are lists.
       time_format: of times that are text, as of `strptime`.
+      skip_bad_lines: leave out lines of text that cannot be read.
     """
 
     chosen: Chosen = dataclasses.field(default_factory=Chosen)
@@ -66,6 +69,7 @@ class Asked:
     skips: bool = True
     separator: str | None = None
     time_format: str | None = None
+    skip_bad_lines: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,11 +112,14 @@ def find_format(source: Any, asked: Asked) -> str:
         if asked.format is not None or asked.delimiter is not None:
             given = "format" if asked.format is not None else "delimiter"
             raise ValueError(f"{given} is for files, but the source is in memory")
+        if asked.skip_bad_lines:
+            raise ValueError(NO_LINES.format("the source is in memory"))
         return "table"
     format = asked.format
     if format is None:
         is_clear = asked.delimiter is None
-        format = sniff.guess_format(first) if is_clear else "pairs"
+        lines = WithoutLines(first) if asked.skip_bad_lines else first
+        format = sniff.guess_format(lines) if is_clear else "pairs"
     if format not in _DECODERS or format == "table":
         raise ValueError(
             f"unknown format {format!r}; expected text, pairs, jsonl, adjacency or parquet"
@@ -126,6 +133,8 @@ def find_format(source: Any, asked: Asked) -> str:
             problem = ""
         if problem:
             raise ValueError(f"{shown(first)}: the format {format} {problem}")
+    if asked.skip_bad_lines and format == "parquet":
+        raise ValueError(NO_LINES.format(f"{shown(first)} is Parquet"))
     if format != "pairs" and asked.delimiter is not None:
         raise ValueError(f"{shown(first)}: the format {format} has its own delimiter")
     return format
@@ -247,13 +256,50 @@ def _lines(
     """A file with a whole row on each line."""
     if asked.needs_time:
         raise DataError.at(path, f"the format {find_format(path, asked)} has no times")
-    return Source(path, None, _streamed(path, parse), Check(encoded=False))
+    check = Check(encoded=False)
+    if asked.skip_bad_lines:
+        path = _without_bad_lines(WithoutLines(path), asked, parse, check)
+    return Source(path, None, _streamed(path, parse), check)
+
+
+def _without_bad_lines(
+    file: WithoutLines,
+    asked: Asked,
+    parse: Callable[[ByteStream], Iterator[Cells]],
+    check: Check | None,
+    **layout: Any,
+) -> WithoutLines:
+    """The file without the lines that `parse` or `check` refuses, which are counted."""
+    state = check
+
+    def attempt(stream: ByteStream) -> None:
+        nonlocal state
+        cells = parse(stream)
+        if asked.separator is not None:
+            separator = asked.separator
+            cells = (_with_lists(some, separator) for some in cells)
+        if state is None:
+            collections.deque(cells, maxlen=0)
+            return
+        trial = dataclasses.replace(state)  # forgets what it saw in bad lines
+        collections.deque(trial.blocks(cells), maxlen=0)
+        state = trial
+
+    find_bad_lines(file, attempt, **layout)
+    if asked.wrong is not None:
+        for kind, lines in file.kinds().items():
+            asked.wrong.counts[kind] += len(lines)
+            if asked.wrong.first is None:
+                asked.wrong.first = f"line {lines[0]:,} of {shown(file)}"
+    return file
 
 
 def _pairs(piece: Piece, asked: Asked) -> Source:
     chosen, path = asked.chosen, piece.path
     if not asked.with_time:
         chosen = dataclasses.replace(chosen, time=None)
+    if asked.skip_bad_lines:
+        path = WithoutLines(path)
     layout = find_layout(
         path,
         chosen,
@@ -266,14 +312,26 @@ def _pairs(piece: Piece, asked: Asked) -> Source:
     columns = layout.columns
     check_times(path, columns, asked.needs_time)
     encoded = ("user", "item") if asked.separator is None else ("user",)
-    cells = _streamed(
-        path, lambda file: record_cells(file, path, layout, layout.places, encoded)
-    )
     roles = {role: getattr(columns, role) for role in SYNONYMS}
     names = {r: c.name or "" for r, c in roles.items() if c and r not in layout.places}
-    cells = piece.with_constants(cells, names) if names else cells
     check = Check(columns, encoded=False, time_format=asked.time_format)
-    return Source(path, columns, cells, check)
+
+    def parse(file: ByteStream, layout: Layout = layout) -> Iterator[Cells]:
+        cells = record_cells(file, path, layout, layout.places, encoded)
+        return piece.with_constants(cells, names) if names else cells
+
+    if isinstance(path, WithoutLines):
+        behind = dataclasses.replace(layout, first_line=1, header=None)
+        path = _without_bad_lines(
+            path,
+            asked,
+            lambda file: parse(file, behind),
+            check,
+            delimiter=layout.delimiter,
+            first_line=layout.first_line,
+            header=layout.header,
+        )
+    return Source(path, columns, _streamed(path, parse), check)
 
 
 def _streamed(
@@ -284,15 +342,25 @@ def _streamed(
 
 
 def _jsonl(piece: Piece, asked: Asked) -> Source:
-    path, head = piece.path, json_lines.first_rows(piece.path)
+    path = WithoutLines(piece.path) if asked.skip_bad_lines else piece.path
+    head = json_lines.first_rows(path)
     constants = piece.constants.beside(head.schema.names)
     piece = dataclasses.replace(piece, constants=constants)
     layout = _table_layout(path, constants.schema(head.schema), asked)
     rows = (constants.added(batch, layout.columns) for batch in head.to_batches())
     layout, _ = _settled(layout, asked, rows)
     names = {role: name for role, name in layout.roles.items() if constants.own([name])}
-    cells = json_lines.json_cells(path, head.schema, names)
-    return _typed(path, layout, piece.with_constants(cells, layout.roles), asked)
+
+    def parse(file: ByteStream) -> Iterator[Cells]:
+        cells = json_lines.stream_cells(file, path, head.schema, names)
+        return piece.with_constants(cells, layout.roles)
+
+    if isinstance(path, WithoutLines):
+        check = None
+        if asked.wrong is None:  # else wrong events are counted as they are read
+            check = _typed(path, layout, iter(()), asked).check
+        path = _without_bad_lines(path, asked, parse, check)
+    return _typed(path, layout, _streamed(path, parse), asked)
 
 
 def _parquet(path: Path, pieces: list[Piece], asked: Asked) -> Source:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
@@ -23,7 +24,7 @@ from sparsejax.data.events.source import (
 from sparsejax.data.files import arrow, parquet, spelling, stored
 from sparsejax.data.files.columns import Chosen, Columns
 from sparsejax.data.files.names import Names, to_arrow
-from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.opening import DataError, Path
 
 
 class Events:
@@ -145,7 +146,7 @@ def events_of(
       delimiter: of pairs.
       indicator: ignore values.
       with_time: times are needed.
-      skip_bad: leave out wrong events. Otherwise the first one ends the stream, and all
+      skip_bad: leave out wrong events, and lines that cannot be read. Otherwise the first one ends the stream, and all
         that follow are only counted.
       separator: see `read`.
       time_format: see `read`.
@@ -169,11 +170,8 @@ def events_of(
         time_format=time_format,
     )
     format = find_format(source, asked)
-    if skip_bad and format in LINES:
-        raise ValueError(
-            f"{shown(name_of(source))}: skip_bad=True is for Parquet and tables in memory; the "
-            f"format is {format}, so correct the file"
-        )
+    if format in LINES or format == "jsonl":
+        asked = dataclasses.replace(asked, skip_bad_lines=skip_bad)
     if format == "parquet":
         files = find_pieces(source)
         _, schema = parquet.first_schema(

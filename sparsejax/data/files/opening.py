@@ -14,13 +14,21 @@ import stat
 import zipfile
 import zlib
 from collections.abc import Buffer, Generator, Iterator
+from typing import Protocol, runtime_checkable
 
 from tqdm import tqdm
 
 from sparsejax.data.files import others
 
 Path = str | os.PathLike[str]
-ByteStream = io.BufferedReader | gzip.GzipFile | bz2.BZ2File | zipfile.ZipExtFile
+
+
+@runtime_checkable
+class ByteStream(Protocol):
+    """Bytes that are read one after the other."""
+
+    def read(self, size: int = ..., /) -> bytes: ...
+
 
 # Large enough that NumPy's cost per call vanishes. Small enough that the temporary arrays
 # of a block, some ten times its size, take little memory.
@@ -51,13 +59,150 @@ class DataError(ValueError):
 
     The message starts with the file's path. If one line is wrong, its number follows,
     counted from 1: `ratings.tsv:17: value 'abc' is not a number`.
+
+    Attributes:
+      line: the number of the wrong line, if there is one.
+      problem: the message without path and line.
     """
+
+    line: int | None = None
+    problem: str = ""
 
     @classmethod
     def at(cls, path: Path, message: str, *, line: int | None = None) -> DataError:
         """The error for a file, or for a line of it."""
         place = shown(path) if line is None else f"{shown(path)}:{line}"
-        return cls(f"{place}: {message}")
+        error = cls(f"{place}: {message}")
+        error.line, error.problem = line, message
+        return error
+
+
+# The share of a file's lines that may be bad where bad lines are left out.
+MAX_BAD_SHARE = 0.01
+_MANY_BAD = 1000  # from here on the file is given up before its end
+
+
+@dataclasses.dataclass(eq=False)
+class WithoutLines(os.PathLike[str]):
+    """A file of which some lines are left out: `open_data` gives blank lines in their place.
+
+    Lines that are no text are found while the file is read. `bad_lines` finds the others.
+
+    Attributes:
+      path: the file.
+      problems: what is wrong with each record that is left out, by its first line.
+      blank: the numbers of all lines that are left out.
+    """
+
+    path: Path
+    problems: dict[int, str] = dataclasses.field(default_factory=dict)
+    blank: set[int] = dataclasses.field(default_factory=set)
+
+    def __fspath__(self) -> str:
+        return os.fspath(self.path)
+
+    def leave_out(self, start: int, stop: int, problem: str) -> None:
+        """Leaves the lines `start .. stop - 1` out."""
+        self.problems[start] = problem
+        self.blank.update(range(start, stop))
+
+    @property
+    def are_many(self) -> bool:
+        """Whether there are so many bad lines that their share is looked at early."""
+        return len(self.problems) > _MANY_BAD
+
+    def check(self, total: int, *, so_far: bool = False) -> None:
+        """Raises DataError if more than a hundredth of the lines is bad, and more than one."""
+        if so_far and not self.are_many:
+            return
+        if len(self.problems) > max(1, MAX_BAD_SHARE * total):
+            first = "the first " * so_far
+            raise DataError.at(
+                self.path,
+                f"{len(self.problems):,} of {first}{total:,} lines are bad, which is more than "
+                f"{MAX_BAD_SHARE:.0%}: {self._kinds()}; correct the file, or say how it is "
+                "read: format=..., delimiter=..., and the columns",
+            )
+
+    def account(self, total: int) -> str:
+        """The line about what is left out."""
+        count = len(self.problems)
+        what = "1 bad line is" if count == 1 else f"{count:,} bad lines are"
+        return f"{shown(self.path)}: {what} left out of {total:,}: {self._kinds()}"
+
+    def kinds(self) -> dict[str, list[int]]:
+        """The lines with each kind of fault, by an example of it."""
+        found: dict[str, tuple[str, list[int]]] = {}
+        for line, problem in sorted(self.problems.items()):
+            # Without advice, which is for who corrects the file, and without cells.
+            text = re.split(r" \((?!row|feature)|; |, [\d,]+ times in all", problem)[0]
+            kind = re.sub(r"'[^']*'|\d[\d,.]*", "", text)
+            found.setdefault(kind, (text, []))[1].append(line)
+        return dict(found.values())
+
+    def _kinds(self) -> str:
+        parts = []
+        for text, lines in self.kinds().items():
+            some = ", ".join(map(str, lines[:_SHOWN]))
+            more = f" and {len(lines) - _SHOWN:,} more" if len(lines) > _SHOWN else ""
+            parts.append(f"{text} (line {some}{more})")
+        return "; ".join(parts)
+
+
+_SHOWN = 3  # lines of each kind of fault that a message names
+
+
+class _WithBlankLines:
+    """A stream with blank lines in place of those that are left out, and of what is no text."""
+
+    def __init__(self, stream: ByteStream, file: WithoutLines):
+        self._stream, self._file = stream, file
+        self._first, self._rest = 1, b""
+
+    def read(self, size: int = -1, /) -> bytes:
+        while True:
+            chunk = self._stream.read(size)
+            cut = chunk.rfind(b"\n") + 1 if chunk else 0
+            if chunk and not cut:
+                self._rest += chunk
+                if len(self._rest) <= MAX_LINE_BYTES:
+                    continue
+                data, self._rest = (
+                    self._rest,
+                    b"",
+                )  # whose reader says that it is too long
+                return data
+            data, self._rest = self._rest + chunk[:cut], chunk[cut:]
+            count = data.count(b"\n")
+            lines = range(self._first, self._first + count + 1)
+            self._first += count
+            return self._cleaned(data, lines) if data else data
+
+    def _cleaned(self, data: bytes, lines: range) -> bytes:
+        at = 0
+        while not data.isascii() and at < len(data):
+            try:
+                data[at:].decode()
+                break
+            except UnicodeDecodeError as error:
+                place = at + error.start
+                self._fault(lines, data, place, _not_utf8(data[place]))
+                at = data.find(b"\n", place) + 1 or len(data)
+        if b"\r" in data:
+            for stray in re.finditer(rb"\r(?!\n)", data):
+                self._fault(lines, data, stray.start(), _STRAY)
+        if self._file.blank.isdisjoint(lines):
+            return data
+        texts = data.split(b"\n")
+        for line, text in zip(lines, texts, strict=True):
+            if line in self._file.blank and text:
+                texts[line - lines.start] = b""
+        return b"\n".join(texts)
+
+    def _fault(self, lines: range, data: bytes, at: int, problem: str) -> None:
+        line = lines.start + data.count(b"\n", 0, at)
+        if line not in self._file.blank:
+            self._file.leave_out(line, line + 1, problem)
 
 
 def check_regular(path: Path) -> None:
@@ -111,6 +256,8 @@ def open_data(path: Path) -> Generator[ByteStream]:
                 stream = stack.enter_context(io.BufferedReader(_Zstd(file)))
             elif first.startswith(_ZIP):
                 stream = stack.enter_context(_only_file(path, file))
+            if isinstance(path, WithoutLines):
+                stream = _WithBlankLines(stream, path)
             yield stream
     except _DAMAGED as error:
         raise DataError.at(
@@ -360,10 +507,10 @@ def _check_text(lines: Lines) -> None:
             line = data.count(b"\n", 0, error.start)
             raise lines.error(line, _not_utf8(data[error.start])) from error
     if (stray := data.find(b"\r")) >= 0:
-        raise lines.error(
-            data.count(b"\n", 0, stray),
-            "carriage return inside a line; lines must end in LF or CR LF",
-        )
+        raise lines.error(data.count(b"\n", 0, stray), _STRAY)
+
+
+_STRAY = "carriage return inside a line; lines must end in LF or CR LF"
 
 
 def _binary(path: Path) -> DataError:

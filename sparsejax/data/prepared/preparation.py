@@ -318,7 +318,8 @@ def prepare(
       split_fraction: hold out a random share: the same entries as
         `SparseDataset.split(fraction, seed=seed)`. It is the share that stays in train.
       seed: of `split_fraction`.
-      skip_bad: leave out events without a user or an item, with a value that is not finite
+      skip_bad: leave out lines that cannot be read, of which at most one in a hundred may
+        be bad; and of tables events without a user or an item, with a value that is not finite
         as float32, or without a time where it is needed. The manifest has their number.
       memory: how much memory the engine may take, like "4GB"; by default 80 % of all.
 

@@ -41,6 +41,7 @@ def read_sequences(
     separator: str | None = None,
     time_format: str | None = None,
     features: Vocabulary = None,
+    skip_bad_lines: bool = False,
 ) -> SequenceDataset:
     """Reads the events of each user in the order of time, with every repeat.
 
@@ -71,6 +72,7 @@ def read_sequences(
       time_format: of times that are text; see `read`.
       features: vocabulary to read against: names, or a data set. Entries of other items are
         left out, with a warning.
+      skip_bad_lines: leave out lines that cannot be read, see `read`.
 
     Raises:
       DataError: the file cannot be read, a time is missing or cannot be read, or times are of
@@ -85,6 +87,7 @@ def read_sequences(
         indicator=True,
         separator=separator,
         time_format=time_format,
+        skip_bad_lines=skip_bad_lines,
     )
     data = None
     if is_path(source) and find_format(source, asked) == "parquet":

@@ -64,6 +64,7 @@ def read(
     time_format: str | None = None,
     features: Features = None,
     indicator: bool = False,
+    skip_bad_lines: bool = False,
 ) -> SparseDataset:
     """Reads a file, several files or a table in memory, in any of the formats.
 
@@ -90,10 +91,14 @@ def read(
         they are ISO 8601.
       features: vocabulary to read against.
       indicator: ignore values.
+      skip_bad_lines: leave out lines that cannot be read, such as those with another number
+        of columns, no name, no number where one belongs, or bytes that are not UTF-8. A
+        warning counts them and says which they are. More than one in a hundred is an error.
 
     Raises:
       DataError: the file cannot be read, or its format is not clear.
-      ValueError: there is no such format, or columns are chosen but it has none.
+      ValueError: there is no such format, columns are chosen but it has none, or
+        `skip_bad_lines` is given for Parquet or a table in memory.
     """
     asked = Asked(
         Chosen(user, item, value, time),
@@ -102,6 +107,7 @@ def read(
         indicator=indicator,
         separator=separator,
         time_format=time_format,
+        skip_bad_lines=skip_bad_lines,
     )
     if is_path(source) and find_format(source, asked) == "parquet":
         return _parquet(source, asked, features)
@@ -116,7 +122,11 @@ def _read(source: Any, asked: Asked, features: Features) -> SparseDataset:
 
 
 def read_text(
-    path: Path, *, features: Features = None, indicator: bool = False
+    path: Path,
+    *,
+    features: Features = None,
+    indicator: bool = False,
+    skip_bad_lines: bool = False,
 ) -> SparseDataset:
     """Reads the text form of DSSTNE, with a line for each row.
 
@@ -140,14 +150,18 @@ def read_text(
       path: the file.
       features: vocabulary to read against.
       indicator: ignore values, for example of files that hold `movie,timestamp`.
+      skip_bad_lines: leave out lines that cannot be read, see `read`.
 
     Raises:
       DataError: the file cannot be read.
     """
-    return _read(path, Asked(format="text", indicator=indicator), features)
+    asked = Asked(format="text", indicator=indicator, skip_bad_lines=skip_bad_lines)
+    return _read(path, asked, features)
 
 
-def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
+def read_adjacency(
+    path: Path, *, features: Features = None, skip_bad_lines: bool = False
+) -> SparseDataset:
     """Reads `row feature feature ...` lines, separated by spaces or TABs.
 
     >>> _ = pathlib.Path("rows.txt").write_text("ann milk tea\\nbob\\n")
@@ -159,11 +173,13 @@ def read_adjacency(path: Path, *, features: Features = None) -> SparseDataset:
     Args:
       path: the file.
       features: vocabulary to read against.
+      skip_bad_lines: leave out lines that cannot be read, see `read`.
 
     Raises:
       DataError: the file cannot be read.
     """
-    return _read(path, Asked(format="adjacency"), features)
+    asked = Asked(format="adjacency", skip_bad_lines=skip_bad_lines)
+    return _read(path, asked, features)
 
 
 def read_pairs(
@@ -177,6 +193,7 @@ def read_pairs(
     header: bool | None = None,
     features: Features = None,
     indicator: bool = False,
+    skip_bad_lines: bool = False,
 ) -> SparseDataset:
     """Reads CSV or TSV with a (user, item) pair on each line, perhaps with value and time.
 
@@ -208,6 +225,7 @@ def read_pairs(
       header: whether the first line holds the columns' names.
       features: vocabulary to read against.
       indicator: ignore values.
+      skip_bad_lines: leave out lines that cannot be read, see `read`.
 
     Raises:
       DataError: the file cannot be read.
@@ -220,6 +238,7 @@ def read_pairs(
         delimiter,
         header,
         indicator=indicator,
+        skip_bad_lines=skip_bad_lines,
     )
     return _read(path, asked, features)
 

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -12,6 +13,7 @@ import pyarrow.parquet as pq
 from tqdm import tqdm
 
 from sparsejax.data.events import json_lines, tables
+from sparsejax.data.events.bad_lines import NO_LINES, find_bad_lines
 from sparsejax.data.events.block import Cells, row_error
 from sparsejax.data.events.pair_layout import typed_header
 from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
@@ -19,7 +21,15 @@ from sparsejax.data.events.records import TextLayout, read_records, record_cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import others, parquet
 from sparsejax.data.files.columns import SourceColumn, unclear
-from sparsejax.data.files.opening import DataError, Path, head, open_data, progress_bar
+from sparsejax.data.files.opening import (
+    ByteStream,
+    DataError,
+    Path,
+    WithoutLines,
+    head,
+    open_data,
+    progress_bar,
+)
 from sparsejax.data.scan import Group
 from sparsejax.data.sets.click_schema import ClickSchema
 
@@ -35,6 +45,7 @@ def click_blocks(
     names: Sequence[str] | None = None,
     *,
     labelled: bool = True,
+    check: Callable[[Cells], None] | None = None,
 ) -> Iterator[Cells]:
     """The columns of the schema, or only some of them, file by file.
 
@@ -43,16 +54,22 @@ def click_blocks(
       schema: what the columns are.
       names: of the columns that are read; by default all that the schema uses.
       labelled: whether the files have labels, which are not read otherwise.
+      check: leave out lines for which it raises an error, or which cannot be read.
 
     Raises:
       DataError: a file cannot be read, lacks a column, or a line has another number of
-        columns.
+        columns. Too many lines are bad.
+      ValueError: there is a check, and a source is no file of lines.
     """
     used = schema.used if labelled else schema.used[1:]
     names = used if names is None else names
     used = list(dict.fromkeys([*used, *names]))
     as_paths(paths)  # are there some?
     for piece in find_pieces(paths):
+        if check is not None:
+            own = piece.constants.own(used)
+            file = without_bad_clicks(piece, schema, own, check)
+            piece = dataclasses.replace(piece, path=file)
         if piece.file is not None or (piece.table is None and is_parquet(piece.path)):
             yield from _parquet_blocks(piece, list(names))
             continue
@@ -68,6 +85,56 @@ def click_blocks(
         else:
             found = _text_blocks(piece.path, schema, own, needed)
         yield from piece.with_constants(found, {name: name for name in names})
+
+
+def without_bad_clicks(
+    piece: Piece,
+    schema: ClickSchema,
+    names: Sequence[str],
+    check: Callable[[Cells], None],
+) -> WithoutLines:
+    """A file of lines, without those that cannot be read. A warning counts them.
+
+    Args:
+      piece: the file.
+      schema: what the columns are.
+      names: of the columns that the file has.
+      check: raises an error for examples that are wrong.
+
+    Raises:
+      DataError: too many lines are bad.
+      ValueError: it is no file of lines.
+    """
+    if piece.table is not None or piece.file is not None or is_parquet(piece.path):
+        what = (
+            "the source is in memory" if piece.table is not None else "this is Parquet"
+        )
+        raise ValueError(NO_LINES.format(what))
+    file = WithoutLines(piece.path)
+    if guess_clicks(file) == "jsonl":
+        rows = json_lines.first_rows(file).schema
+        _check_columns(file, rows, names)
+
+        def parse(stream: ByteStream) -> Iterator[Cells]:
+            return json_lines.stream_cells(stream, file, rows, {n: n for n in names})
+
+        how: dict[str, Any] = {}
+    else:
+        layout = _layout(file, schema, names)
+        places = {name: layout.names.index(name) for name in names}
+        how = {"first_line": layout.first_line, "header": layout.header}
+        how["delimiter"] = layout.delimiter
+        layout = dataclasses.replace(layout, first_line=1, header=None)
+
+        def parse(stream: ByteStream) -> Iterator[Cells]:
+            return record_cells(stream, file, layout, places, schema.ids)
+
+    def attempt(stream: ByteStream) -> None:
+        for cells in piece.with_constants(parse(stream), {n: n for n in names}):
+            check(cells)
+
+    find_bad_lines(file, attempt, **how)
+    return file
 
 
 def guess_clicks(path: Path) -> str:

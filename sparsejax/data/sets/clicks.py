@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
 
 from sparsejax.callers import renamed, warn_caller
+from sparsejax.data.events.block import Cells
+from sparsejax.data.events.pieces import Piece
 from sparsejax.data.files.names import Names, as_names
-from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.files.opening import DataError, Path, WithoutLines
 from sparsejax.data.files.stored import id_lists
 from sparsejax.data.sets import click_storage
 from sparsejax.data.sets.click_columns import (
@@ -24,7 +27,12 @@ from sparsejax.data.sets.click_columns import (
     times_of,
     warn_of_lists,
 )
-from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
+from sparsejax.data.sets.click_files import (
+    Paths,
+    as_paths,
+    click_blocks,
+    without_bad_clicks,
+)
 from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     MISSING,
@@ -312,6 +320,7 @@ def read_clicks(
     *,
     features: ClickDataset | Mapping[str, Names] | None = None,
     append: bool = False,
+    skip_bad_lines: bool = False,
 ) -> ClickDataset:
     """Reads examples of clicks from files or from a table in memory.
 
@@ -335,6 +344,7 @@ def read_clicks(
         this file. Hashed columns need none.
       append: number categories that it lacks behind its own, instead: for a model
         that learns them, see `sparsejax.embeddings.add_ids`.
+      skip_bad_lines: leave out lines that cannot be read, see `sparsejax.read`.
 
     Raises:
       DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
@@ -346,15 +356,41 @@ def read_clicks(
     if append and features is None:
         raise ValueError("append=True needs features=..., to which it appends")
     known = known_vocabularies(schema, features)
-    return _read(path, schema, known, append=append)
+    return _read(path, schema, known, append=append, skip_bad_lines=skip_bad_lines)
+
+
+def without_bad_lines(path: Path, schema: ClickSchema) -> WithoutLines:
+    """A file of labelled examples, as a path, without lines that cannot be read.
+
+    Raises:
+      DataError: too many lines are bad, see `sparsejax.read`.
+      ValueError: it is no file of lines.
+    """
+    check = functools.partial(_check, schema=schema, labelled=True)
+    return without_bad_clicks(Piece(path), schema, schema.used, check)
+
+
+def _check(block: Cells, schema: ClickSchema, labelled: bool) -> None:
+    """Raises DataError for examples that cannot be read."""
+    dense_of(block, schema.dense)
+    if labelled:
+        labels_of(block, schema.label)
+        if schema.time is not None and schema.time in block.columns:
+            times_of(block, schema.time, None)
+    for name in schema.ids:
+        categories_of(block, name)
 
 
 def read_unlabelled(
-    path: Paths, schema: ClickSchema, vocabulary: ClickDataset | Mapping[str, Names]
+    path: Paths,
+    schema: ClickSchema,
+    vocabulary: ClickDataset | Mapping[str, Names],
+    *,
+    skip_bad_lines: bool = False,
 ) -> ClickDataset:
     """`read_clicks` of files that need no labels: those of the data set are 0."""
     known = known_vocabularies(schema, vocabulary)
-    return _read(path, schema, known, labelled=False)
+    return _read(path, schema, known, labelled=False, skip_bad_lines=skip_bad_lines)
 
 
 def _read(
@@ -364,6 +400,7 @@ def _read(
     *,
     labelled: bool = True,
     append: bool = False,
+    skip_bad_lines: bool = False,
 ) -> ClickDataset:
     learners = {}
     if known is None or append:
@@ -386,7 +423,10 @@ def _read(
     names = schema.used + [timed] if timed is not None else None
     ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
     lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
-    for block in click_blocks(path, schema, names, labelled=labelled):
+    check = None
+    if skip_bad_lines:
+        check = functools.partial(_check, schema=schema, labelled=labelled)
+    for block in click_blocks(path, schema, names, labelled=labelled, check=check):
         dense.append(dense_of(block, schema.dense))
         none = np.zeros(len(dense[-1]), np.float32)
         labels.append(labels_of(block, schema.label) if labelled else none)
