@@ -26,7 +26,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.nn.content_vectors import Scoring, inverse_norm
 from sparsejax.nn.item_content import ContentSizes, ItemContent
 from sparsejax.nn.linear_part import LinearPart
-from sparsejax.nn.sampled import sampled_cross_entropy
+from sparsejax.nn.sampled import of_vectors, sampled_cross_entropy
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import output_loss as output
 from sparsejax.ops import top_k as topk
@@ -256,6 +256,10 @@ class SparseOutput(nnx.Module):
         vars(made).update(kernel=kernel, content=content, unseen=unseen)
         return made
 
+    def training_bias(self) -> Float[Array, "items"] | None:
+        """The bias of a softmax in training, which denies items without entries."""
+        return self._without_unseen(None if self.bias is None else self.bias[...])
+
     def _without_unseen(self, bias: jax.Array | None) -> jax.Array | None:
         """The bias of a softmax in training, which denies items without entries."""
         unseen = self.unseen
@@ -437,17 +441,60 @@ class SparseOutput(nnx.Module):
         See `sparsejax.nn.sampled_cross_entropy`. It does not read the kernel elsewhere: if that
         is a `RowParam`, its gradient has the rows of targets and negatives alone.
         """
-        bias = None if self.bias is None else self.bias[...]
         return sampled_cross_entropy(
             self.hidden_operand(h),
             self.kernel if self.content is None else self.vectors(),
             targets,
             negatives,
             log_q=log_q,
-            bias=self._without_unseen(bias),
+            bias=self.training_bias(),
             scale=None if self.temperature is None else self.score_scale,
             dtype=dtype,
         )
+
+    def sampled_of_vectors(
+        self,
+        h: Float[Array, "rows hidden"],
+        of_targets: Float[Array, "rows hidden"],
+        of_negatives: Float[Array, "count hidden"],
+        targets: Int[Array, "rows"],
+        negatives: Int[Array, "count"],
+        log_q: Float[Array, "count"] | None,
+        *,
+        bias: Float[Array, "items"] | None,
+        dtype: Literal["bfloat16"] | None = None,
+    ) -> Float[Array, ""]:
+        """`sampled_cross_entropy` of vectors of items that were read before.
+
+        Args:
+          h: hidden vectors.
+          of_targets: the vector of each row's target.
+          of_negatives: the vectors of the negatives.
+          targets: see `sampled_cross_entropy`.
+          negatives: see `sampled_cross_entropy`.
+          log_q: see `sampled_cross_entropy`.
+          bias: as `training_bias` makes it.
+          dtype: see `sampled_cross_entropy`.
+        """
+        return of_vectors(
+            self.hidden_operand(h),
+            of_targets,
+            of_negatives,
+            as_targets(targets, self.num_items),
+            negatives,
+            log_q=log_q,
+            bias=bias,
+            scale=None if self.temperature is None else self.score_scale,
+            dtype=dtype,
+        )
+
+    def without_vectors(self) -> SparseOutput:
+        """The layer for `sampled_of_vectors` alone, without the vectors of its items."""
+        made = copy.copy(self)
+        kernel = nnx.Param(jnp.zeros((0, self.in_features), self.kernel.dtype))
+        # Not by attributes, which cannot be set within another trace.
+        vars(made).update(kernel=kernel, bias=None, content=None, unseen=None)
+        return made
 
     def top_k(
         self,

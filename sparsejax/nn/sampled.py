@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.promotion import promoting
 from sparsejax.ops.item_chunks import accumulator, arrays
-from sparsejax.ops.targets import IGNORED, as_targets, check_targets
+from sparsejax.ops.targets import IGNORED, Targets, as_targets, check_targets
 from sparsejax.optimizers.gradients import rows_of
 
 
@@ -243,56 +243,107 @@ def sampled_cross_entropy(
         if array is not None and array.shape != shape:
             raise ValueError(f"{name} has shape {array.shape}, expected {shape}")
     target = as_targets(targets, num_items)
-    rows, count, summed = target.num_rows, len(negatives), accumulator(h.dtype)
-    used = negatives != IGNORED
-    given = jnp.ones(rows, summed) if weights is None else weights.reshape(-1)
-    given = jnp.where(target.ignored, 0, given.astype(summed))
-    ids = jnp.concatenate(
+    vectors = rows_of(kernel, ids_read(target, negatives))
+    return of_vectors(
+        h.reshape(target.num_rows, hidden),
+        vectors[: target.num_rows],
+        vectors[target.num_rows :],
+        target,
+        negatives,
+        log_q=log_q,
+        loss=loss,
+        bias=bias,
+        scale=scale,
+        weights=None if weights is None else weights.reshape(-1),
+        dtype=dtype,
+    )
+
+
+def ids_read(target: Targets, negatives: Int[Array, "count"]) -> Int[Array, "ids"]:
+    """The items that a loss reads, targets first; -1 for a number that is no item."""
+    return jnp.concatenate(
         [
             jnp.where(target.ignored | target.broken, IGNORED, target.columns),
-            jnp.where(used, negatives, IGNORED).astype(jnp.int32),
+            jnp.maximum(negatives, IGNORED).astype(jnp.int32),
         ]
     )
-    vectors = rows_of(kernel, ids)
+
+
+def of_vectors(
+    h: Float[Array, "rows hidden"],
+    mine: Float[Array, "rows hidden"],
+    drawn: Float[Array, "count hidden"],
+    target: Targets,
+    negatives: Int[Array, "count"],
+    *,
+    log_q: Float[Array, "count"] | None,
+    loss: Literal["softmax", "sigmoid"] = "softmax",
+    bias: Float[Array, "items"] | None,
+    scale: Callable[[jax.Array], jax.Array] | None,
+    weights: Float[Array, "rows"] | None = None,
+    dtype: Literal["bfloat16"] | None,
+) -> Float[Array, ""]:
+    """`sampled_cross_entropy` of rows of the kernel that were read before.
+
+    Args:
+      h: hidden vectors.
+      mine: the vector of each row's target.
+      drawn: the vectors of the negatives.
+      target: one for each row.
+      negatives: see `sampled_cross_entropy`, as the other arguments.
+      log_q: see there.
+      loss: see there.
+      bias: see there.
+      scale: see there.
+      weights: see there.
+      dtype: see there.
+    """
+    rows, count, summed = target.num_rows, len(negatives), accumulator(h.dtype)
+    used = negatives != IGNORED
+    given = jnp.ones(rows, summed) if weights is None else weights
+    given = jnp.where(target.ignored, 0, given.astype(summed))
     # Whatever is in a row that does not count.
-    flat = jnp.where((given == 0)[:, None], 0, h.reshape(rows, hidden))
-    flat = flat.astype(vectors.dtype)
-    mine = jnp.sum(flat.astype(summed) * vectors[:rows].astype(summed), axis=1)
-    drawn_vectors, factors = vectors[rows:], None
+    flat = jnp.where((given == 0)[:, None], 0, h).astype(mine.dtype)
+    of_target = jnp.sum(flat.astype(summed) * mine.astype(summed), axis=1)
+    factors = None
     if scale is not None:
-        factors = scale(vectors).astype(summed)
-        mine = mine * factors[:rows]
-        if vectors.dtype == summed:
+        of_target = of_target * scale(mine).astype(summed)
+        factors = scale(drawn).astype(summed)
+        if drawn.dtype == summed:
             # Fewer numbers than the scores; lower precision would round them once more.
-            drawn_vectors, factors = drawn_vectors * factors[rows:, None], None
+            drawn, factors = drawn * factors[:, None], None
     if dtype is None:
-        others = jnp.matmul(flat, drawn_vectors.T, preferred_element_type=summed)
+        others = jnp.matmul(flat, drawn.T, preferred_element_type=summed)
     else:
-        others = _rounded_scores(flat, drawn_vectors).astype(summed)
+        others = _rounded_scores(flat, drawn).astype(summed)
     if factors is not None:
-        others = others * factors[None, rows:]
+        others = others * factors[None]
     if bias is not None:
         # -1 would be the last item, whose bias may be -inf.
+        ids = ids_read(target, negatives)
         of_ids = jnp.where(ids == IGNORED, 0, bias[ids]).astype(summed)
-        mine, others = mine + of_ids[:rows], others + of_ids[None, rows:]
+        of_target, others = of_target + of_ids[:rows], others + of_ids[None, rows:]
     counted = used[None] & (negatives[None] != target.columns[:, None])
     # Logarithm of how many items a negative stands for.
     stands_for = jnp.zeros(count, summed)
     if log_q is not None:
-        drawn = jnp.maximum(jnp.sum(used), 1).astype(summed)
-        stands_for = jnp.where(used, -jnp.log(drawn) - log_q.astype(summed), 0)
+        number = jnp.maximum(jnp.sum(used), 1).astype(summed)
+        stands_for = jnp.where(used, -jnp.log(number) - log_q.astype(summed), 0)
     if loss == "softmax":
         others = jnp.where(counted, others + stands_for[None], -jnp.inf)
-        # Joined with `mine` they would be written once more.
+        # Joined with `of_target` they would be written once more.
         top = jax.lax.stop_gradient(
-            jnp.maximum(mine, jnp.max(others, axis=1, initial=-jnp.inf))
+            jnp.maximum(of_target, jnp.max(others, axis=1, initial=-jnp.inf))
         )
         top = jnp.where(jnp.isfinite(top), top, 0)
-        sums = jnp.exp(mine - top) + jnp.sum(jnp.exp(others - top[:, None]), axis=1)
-        each = jnp.log(sums) + top - mine
+        sums = jnp.exp(of_target - top) + jnp.sum(
+            jnp.exp(others - top[:, None]), axis=1
+        )
+        each = jnp.log(sums) + top - of_target
     else:
         of_others = jax.nn.softplus(others) * jnp.exp(stands_for)[None]
-        each = jax.nn.softplus(-mine) + jnp.sum(jnp.where(counted, of_others, 0), 1)
+        each = jax.nn.softplus(-of_target)
+        each += jnp.sum(jnp.where(counted, of_others, 0), 1)
     each = jnp.where(target.broken, jnp.nan, each)
     total = jnp.sum(given)
     each = jnp.where(given == 0, 0, given * each)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
@@ -17,6 +19,7 @@ from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig, operand_dtype
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
+from sparsejax.sequence.turns import Picked, Turn, sum_of_turns, tokens_of_turn
 
 # Once: a program that is compiled for a function is not found for its like.
 normal = nnx.initializers.normal(0.02)
@@ -184,14 +187,20 @@ class SequenceModel(nnx.Module):
 
         It is over all items, or those that are drawn: see `SequenceConfig.negatives`.
 
+        Where there are more than some thousand places, the tokens of some histories are
+        worked on together, in as many turns as the batch needs when it runs: time and memory
+        are those of the places that have a next item, not of padding. `SASRec` and `HSTU`
+        are computed so from the vectors of items to the loss and back; other models are
+        called with all places, and their output layer computes the rest alone.
+
         Args:
           histories: up to `max_length + 1` places.
           times: of each place, or None.
-          max_targets: the most places that have a next item. The output layer computes as
-            many rows, and `SASRec` and `HSTU` are computed on as many, so that padding
-            costs them nothing. On a mesh they divide it evenly over "data", and deal out
-            the histories so that parts have nearly the same number. More places make the
-            loss NaN. None is all places.
+          max_targets: the most places that have a next item, where it is known. All are then
+            one turn of so many places, which a GPU works on a little faster. More places make the
+            loss NaN. A mesh has one turn always, so that it needs this number: parts of
+            "data" share it evenly, and deal out the histories so that parts have nearly the
+            same number. None is any number.
 
         Raises:
           ValueError: histories are longer, or have less than two places.
@@ -199,6 +208,9 @@ class SequenceModel(nnx.Module):
         _check_two(histories)
         model = with_vectors(self, deterministic=False)
         h = model(histories[:, :-1], None if times is None else times[:, :-1])
+        size = tokens_of_turn(histories)
+        if max_targets is None and size is not None:
+            return model._loss_by_turns(histories, times, size, h)
         targets = histories[:, 1:]
         if max_targets is None:
             return model._cross_entropy(h, targets)
@@ -211,16 +223,76 @@ class SequenceModel(nnx.Module):
         return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
 
     def _cross_entropy(self, h, targets):
-        if (count := self.config.negatives) is None:
+        drawn = self._drawn(targets)
+        if drawn is None:
             return self.output.cross_entropy(h, targets)
-        if self.config.sampler == "batch":
-            drawn = sample_with_batch(self.draws(), targets, self.num_items, count)
-        else:
-            drawn = NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
         negatives, log_q = drawn
-        half = operand_dtype(self.config) == "bfloat16"
         return self.output.sampled_cross_entropy(
-            h, targets, negatives, log_q=log_q, dtype="bfloat16" if half else None
+            h, targets, negatives, log_q=log_q, dtype=self._score_dtype
+        )
+
+    @property
+    def _score_dtype(self) -> Literal["bfloat16"] | None:
+        return "bfloat16" if operand_dtype(self.config) == "bfloat16" else None
+
+    def _drawn(self, targets) -> tuple[jax.Array, jax.Array] | None:
+        """Negatives and the logarithms of their probabilities; None without negatives."""
+        if (count := self.config.negatives) is None:
+            return None
+        if self.config.sampler == "batch":
+            return sample_with_batch(self.draws(), targets, self.num_items, count)
+        return NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
+
+    def _loss_by_turns(
+        self, histories: Ids, times: Times, size: int, h: Vectors | None = None
+    ) -> Float[Array, ""]:
+        """The loss, whose memory and time are those of the places that have a next item.
+
+        Args:
+          histories: see `loss`.
+          times: see `loss`.
+          size: the number of tokens of a turn.
+          h: the hidden vectors; None if `_of_tokens` makes those of each turn.
+        """
+        length = histories.shape[1]
+        wanted = histories[:, 1:] != PADDING
+        total = jnp.maximum(jnp.sum(wanted), 1)
+        drawn = self._drawn(histories[:, 1:])
+        # The rows of items that a turn reads are read before the loop, so that the optimizer
+        # sees which they are.
+        inputs = jnp.pad(wanted, ((0, 0), (0, 1))) & (h is None)
+        is_read = inputs | jnp.pad(wanted, ((0, 0), (1, 0)))
+        ids = jnp.where(is_read, histories, PADDING).reshape(-1)
+        if drawn is not None:
+            ids = jnp.concatenate([ids, drawn[0]])
+        arrays, picks, of_drawn, bias = [], [], None, None
+        if h is not None:
+            arrays.append(h.reshape(-1, h.shape[-1]))
+            picks.append(Picked(0, length - 1))
+        if h is None or drawn is not None:
+            vectors = self._vectors_of(ids)
+            arrays.append(vectors[: histories.size])
+            of_drawn = vectors[histories.size :]
+        if h is None:
+            picks.append(Picked(0, length))
+        output = self.output
+        if drawn is not None:
+            picks.append(Picked(len(arrays) - 1, length, 1))
+            bias, output = output.training_bias(), output.without_vectors()
+        model: Any = output
+        if h is None:
+            model = copy.copy(self)
+            vars(model)["output"] = output
+        return sum_of_turns(
+            _LossOfTurn(h is None, self._score_dtype),
+            model,
+            histories,
+            times,
+            arrays,
+            picks,
+            of_drawn,
+            (bias, drawn, total),
+            size=size,
         )
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
@@ -271,6 +343,39 @@ class SequenceModel(nnx.Module):
         return model.output.item_scores(model.last(histories, times), ids)
 
 
+@dataclasses.dataclass(frozen=True)
+class _LossOfTurn:
+    """A turn's part of the mean loss, a `turns.TurnSum`.
+
+    Attributes:
+      of_tokens: whether the model makes the hidden vectors, a `TokenModel`. Else they are
+        picked, and the model is the output layer.
+      dtype: see `sampled_cross_entropy`.
+    """
+
+    of_tokens: bool
+    dtype: Literal["bfloat16"] | None
+
+    def __call__(self, model: Any, turn: Turn, of_drawn: Any, fixed: Any) -> jax.Array:
+        (bias, drawn, total), (h, *of_targets) = fixed, turn.picked
+        output = model
+        if self.of_tokens:
+            output, h = model.output, model._of_tokens(turn.tokens, h)
+        if drawn is None:
+            loss = output.cross_entropy(h, turn.targets)
+        else:
+            loss = output.sampled_of_vectors(
+                h,
+                *of_targets,
+                of_drawn,
+                turn.targets,
+                *drawn,
+                bias=bias,
+                dtype=self.dtype,
+            )
+        return loss * (jnp.sum(turn.targets != PADDING) / total)
+
+
 class TokenModel(SequenceModel):
     """A `SequenceModel` that computes nothing for padding. Each defines `_new_block`.
 
@@ -298,9 +403,18 @@ class TokenModel(SequenceModel):
         """A layer of attention, called with vectors and their tokens."""
         raise NotImplementedError("a model of tokens defines _new_block")
 
-    def _of_tokens(self, tokens: Tokens) -> TokenVectors:
-        """The hidden vector of each token, which depends on those before it."""
-        vectors = self._vectors_of(tokens.ids) * self.config.width**0.5
+    def _of_tokens(
+        self, tokens: Tokens, vectors: TokenVectors | None = None
+    ) -> TokenVectors:
+        """The hidden vector of each token, which depends on those before it.
+
+        Args:
+          tokens: of some histories.
+          vectors: of their items; None reads them.
+        """
+        if vectors is None:
+            vectors = self._vectors_of(tokens.ids)
+        vectors = vectors * self.config.width**0.5
         x = self.dropout(vectors + self.places[...][tokens.places], tokens)
         for block in self.blocks:
             x = block(x, tokens)
@@ -318,14 +432,20 @@ class TokenModel(SequenceModel):
     def loss(
         self, histories: Ids, times: Times = None, *, max_targets: int | None = None
     ) -> Float[Array, ""]:
-        if max_targets is None:
-            return super().loss(histories, times)
         _check_two(histories)
         self._check_length(histories.shape[1] - 1)
         model = with_vectors(self, deterministic=False)
-        tokens, targets, fits = Tokens.packed(histories, times, max_targets)
+        broken = jnp.any(self._broken(histories[:, :-1]))
+        # An item behind padding would be taken for one of an earlier place.
+        is_item = histories != PADDING
+        broken |= jnp.any(is_item[:, 1:] & ~is_item[:, :-1])
+        size = tokens_of_turn(histories)
+        if max_targets is None and size is not None:
+            loss = model._loss_by_turns(histories, times, size)
+            return jnp.where(broken, jnp.nan, loss)
+        room = histories[:, 1:].size if max_targets is None else max_targets
+        tokens, targets, fits = Tokens.packed(histories, times, room)
         loss = model._cross_entropy(model._of_tokens(tokens), targets)
-        broken = jnp.any(self._broken(tokens.ids))
         return jnp.where(fits & ~broken, loss, jnp.nan)
 
 

@@ -1,0 +1,305 @@
+"""Sums over the entries that histories have, some at a time: padding costs nothing."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+from jax.custom_derivatives import SymbolicZero
+from jaxtyping import Array, Bool, Float, Int
+
+from sparsejax.mesh.layout import mesh_is_set
+from sparsejax.ops.implementations import xla_is_for_gpu
+from sparsejax.sequence.tokens import PADDING, Tokens
+from sparsejax.sparse import sums_so_far
+
+# Tokens of a turn. On a CPU its vectors stay in the caches. On a GPU a turn launches some 200
+# programs, so it is large.
+_CPU_TOKENS, _GPU_TOKENS = 1024, 2**14
+
+
+class Picked(NamedTuple):
+    """Rows of an array with one row for each place of a batch of histories.
+
+    Attributes:
+      array: the number of the array.
+      length: the number of places that the array has for each history.
+      shift: which place is picked for a token, less the token's own place.
+    """
+
+    array: int
+    length: int
+    shift: int = 0
+
+
+class Turn(NamedTuple):
+    """The tokens of some histories, which are worked on together.
+
+    Attributes:
+      tokens: of these histories, then padding.
+      targets: the next item of each token.
+      picked: for each `Picked` the rows of its array, `[tokens, width]`.
+    """
+
+    tokens: Tokens
+    targets: Int[Array, "tokens"]
+    picked: Sequence[jax.Array]
+
+
+# The sum over a turn's tokens, made with a copy of the model: (model, turn, shared, fixed).
+# Hashable, and equal to another that does the same: a compiled loop is found by it.
+TurnSum = Callable[[Any, Turn, Any, Any], Float[Array, ""]]
+
+
+def tokens_of_turn(histories: Int[Array, "batch length"]) -> int | None:
+    """The number of tokens that a turn has; None if all places are one turn.
+
+    On a mesh parts of a batch have different numbers of tokens, and would take different
+    numbers of turns, while layers exchange numbers in each. So there all places are one turn.
+    """
+    batch, length = histories.shape
+    size = _GPU_TOKENS if xla_is_for_gpu(None) else _CPU_TOKENS
+    size = max(size, length)
+    return None if mesh_is_set() or batch * (length - 1) <= size else size
+
+
+def sum_of_turns(
+    function: TurnSum,
+    model: nnx.Module,
+    histories: Int[Array, "batch length"],
+    times: Float[Array, "batch length"] | None,
+    arrays: Sequence[jax.Array],
+    picks: Sequence[Picked],
+    shared: Any,
+    fixed: Any,
+    *,
+    size: int,
+) -> Float[Array, ""]:
+    """The sum of a function over turns, whose number is counted when the program runs.
+
+    A turn has whole histories, as many as fit into `size` tokens; a token is a place that has
+    a next item. There is one turn at least. The loop makes the derivatives together with
+    the sum, as a loop of unknown length cannot be run backward. It keeps nothing of a turn but
+    its part of the gradients, so that memory for layers does not grow with the batch.
+
+    It is differentiable in reverse mode, once, in the parameters of the model, `arrays` and
+    `shared`. Each turn begins with the same random state; the model's is that after one.
+
+    Args:
+      function: see `TurnSum`.
+      model: a copy of it is passed to the function.
+      histories: their last place is a target only.
+      times: of each place, or None.
+      arrays: `[rows, width]`, rows of which turns pick.
+      picks: the rows that `Turn.picked` has.
+      shared: a tree of arrays that each turn gets whole.
+      fixed: a tree of arrays that are not differentiated.
+      size: the number of tokens of a turn, at least the length of a history.
+    """
+    graph, random, rest = nnx.split(model, nnx.RngState, ...)
+    leaves, structure = jax.tree.flatten((rest, shared))
+    smooth = tuple(jnp.issubdtype(x.dtype, jnp.inexact) for x in leaves)
+    if times is not None:
+        # A time before an earlier one counts as that.
+        times = lax.cummax(times, axis=1)
+    wanted = histories[:, 1:] != PADDING
+    indptr = jnp.append(jnp.int32(0), sums_so_far(jnp.sum(wanted, axis=1)))
+    # There is room for a turn after the last: a slice that did not fit would begin earlier.
+    (places,) = jnp.nonzero(wanted.reshape(-1), size=wanted.size + size, fill_value=0)
+    batch = _Batch(histories, times, indptr, places.astype(jnp.int32))
+    others = [x for x, each in zip(leaves, smooth, strict=True) if not each]
+    constants, of_constants = jax.tree.flatten((random, others, fixed, batch))
+    work = _Work(function, graph, structure, of_constants, smooth, tuple(picks), size)
+
+    @jax.custom_vjp
+    def summed(inputs, arrays, constants) -> Any:
+        return _loop(work, inputs, arrays, constants, (), ())[:2]
+
+    def forward(inputs, arrays, constants) -> Any:
+        wanted = (
+            tuple(i for i, x in enumerate(each) if x.perturbed)
+            for each in (inputs, arrays)
+        )
+        values = ([x.value for x in each] for each in (inputs, arrays, constants))
+        total, random, sums = _loop(work, *values, *wanted)
+        gradients = [
+            [found.get(i) for i, _ in enumerate(each)]
+            for found, each in zip(sums, (inputs, arrays), strict=True)
+        ]
+        return (total, random), gradients
+
+    def backward(gradients, cotangents):
+        slope, _ = cotangents
+        if isinstance(slope, SymbolicZero):
+            return None, None, None
+        of_inputs, of_arrays = (
+            [None if x is None else slope.astype(x.dtype) * x for x in each]
+            for each in gradients
+        )
+        return of_inputs, of_arrays, None
+
+    summed.defvjp(forward, backward, symbolic_zeros=True)
+    inputs = [x for x, each in zip(leaves, smooth, strict=True) if each]
+    total, random = summed(inputs, list(arrays), constants)
+    nnx.update(model, random)
+    return total
+
+
+class _Batch(NamedTuple):
+    """The histories that the turns share.
+
+    Attributes:
+      histories: see `sum_of_turns`.
+      times: ascending within a history.
+      indptr: where the tokens of each history begin and end.
+      places: the place of each token, numbered through the batch.
+    """
+
+    histories: Int[Array, "batch length"]
+    times: Float[Array, "batch length"] | None
+    indptr: Int[Array, "batch_plus_1"]
+    places: Int[Array, "tokens"]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Work:
+    """What a turn does; see `sum_of_turns`.
+
+    Attributes:
+      function: see there.
+      graph: of the model.
+      structure: of its state and of `shared`, whose leaves are inputs or other arrays.
+      of_constants: structure of random state, other arrays, `fixed` and the `_Batch`.
+      smooth: which leaves are inputs, which can be differentiated.
+      picks: see there.
+      size: see there.
+    """
+
+    function: TurnSum
+    graph: Any
+    structure: Any
+    of_constants: Any
+    smooth: tuple[bool, ...]
+    picks: tuple[Picked, ...]
+    size: int
+
+    def __call__(self, inputs, picked, constants, window: _Window):
+        """The sum over a turn, and the random state after it."""
+        random, others, fixed, batch = jax.tree.unflatten(self.of_constants, constants)
+        inputs, others = iter(inputs), iter(others)
+        leaves = [next(inputs if each else others) for each in self.smooth]
+        rest, shared = jax.tree.unflatten(self.structure, leaves)
+        model = nnx.merge(self.graph, random, rest, copy=True)
+        value = self.function(model, window.turn(batch, picked), shared, fixed)
+        return value, nnx.split(model, nnx.RngState, ...)[1]
+
+
+# A program of its own, so that it is found again where nothing else is compiled.
+@functools.partial(jax.jit, static_argnums=(0, 4, 5))
+def _loop(work: _Work, inputs, arrays, constants, wanted, wanted_arrays):
+    """The sum, the random state, and gradients of the wanted inputs and arrays.
+
+    Gradients are dictionaries: the number of an input, or of an array, to its gradient.
+    """
+    random, *_, batch = jax.tree.unflatten(work.of_constants, constants)
+    picks, tokens = work.picks, batch.indptr
+
+    def goes_on(carry):
+        turns, first, *_ = carry
+        return (turns == 0) | (tokens[first] < tokens[-1])
+
+    def step(carry):
+        turns, first, total, _, of_inputs, of_arrays = carry
+        window = _Window.of(batch, first, work.size)
+        at = [window.rows(pick, len(arrays[pick.array])) for pick in picks]
+        read = [
+            arrays[pick.array].at[i].get(mode="fill", fill_value=0)
+            for pick, i in zip(picks, at, strict=True)
+        ]
+
+        def differentiated(some, some_read):
+            own = [some.get(i, x) for i, x in enumerate(inputs)]
+            own_read = [some_read.get(i, x) for i, x in enumerate(read)]
+            return work(own, own_read, constants, window)
+
+        if not (wanted or wanted_arrays):
+            value, random = differentiated({}, {})
+            return turns + 1, window.end, total + value, random, {}, {}
+        value, pull, random = jax.vjp(
+            differentiated,
+            {i: inputs[i] for i in wanted},
+            {i: read[i] for i, pick in enumerate(picks) if pick.array in wanted_arrays},
+            has_aux=True,
+        )
+        more, more_read = pull(jnp.ones_like(value))
+        of_inputs = {i: x + more[i] for i, x in of_inputs.items()}
+        of_arrays = dict(of_arrays)
+        for i, slopes in more_read.items():
+            # A token has rows of its own, also in later turns.
+            places = of_arrays[picks[i].array].at[at[i]]
+            of_arrays[picks[i].array] = places.add(
+                slopes, mode="drop", unique_indices=True, indices_are_sorted=True
+            )
+        return turns + 1, window.end, total + value, random, of_inputs, of_arrays
+
+    sums = (
+        {i: jnp.zeros_like(each[i]) for i in chosen}
+        for each, chosen in ((inputs, wanted), (arrays, wanted_arrays))
+    )
+    start = jnp.int32(0), jnp.int32(0), jnp.zeros((), jnp.float32), random, *sums
+    _, _, total, random, *sums = lax.while_loop(goes_on, step, start)
+    return total, random, sums
+
+
+class _Window(NamedTuple):
+    """Where the tokens of a turn are.
+
+    Attributes:
+      end: the first history of the next turn.
+      row: the history of each token.
+      place: its place there; 0 for padding.
+      used: whether it is a token.
+      indptr: where histories begin and end in the turn; those of other turns are empty.
+    """
+
+    end: Int[Array, ""]
+    row: Int[Array, "tokens"]
+    place: Int[Array, "tokens"]
+    used: Bool[Array, "tokens"]
+    indptr: Int[Array, "histories_plus_1"]
+
+    @classmethod
+    def of(cls, batch: _Batch, first, size: int) -> _Window:
+        indptr, length = batch.indptr, batch.histories.shape[1] - 1
+        start = indptr[first]
+        end = jnp.searchsorted(indptr, start + size, side="right").astype(jnp.int32) - 1
+        count = indptr[end] - start
+        used = jnp.arange(size, dtype=jnp.int32) < count
+        places = lax.dynamic_slice_in_dim(batch.places, start, size)
+        places = jnp.where(used, places, 0)
+        row, place = lax.div(places, length), lax.rem(places, length)
+        return cls(end, row, place, used, jnp.clip(indptr - start, 0, count))
+
+    def rows(self, pick: Picked, count: int) -> Int[Array, "tokens"]:
+        """The row of an array for each token, ascending; padding has rows behind the last."""
+        at = self.row * pick.length + self.place + pick.shift
+        return jnp.where(self.used, at, count + jnp.arange(len(at), dtype=jnp.int32))
+
+    def turn(self, batch: _Batch, picked) -> Turn:
+        def at(x, places, fill):
+            return jnp.where(self.used, x[self.row, places], fill)
+
+        tokens = Tokens(
+            at(batch.histories, self.place, PADDING),
+            self.place,
+            self.row,
+            self.indptr[None],
+            None if batch.times is None else at(batch.times, self.place, 0),
+        )
+        return Turn(tokens, at(batch.histories, self.place + 1, PADDING), picked)

@@ -1,0 +1,115 @@
+"""Losses whose tokens are worked on some at a time, beside those of all tokens at once."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.optimizers import RowGradient
+from sparsejax.sequence.turns import tokens_of_turn
+
+ITEMS, LENGTH, ROWS = 60, 11, 200
+CONFIGS = {
+    "sasrec": sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1, dropout=0.3),
+    "hstu": sj.HSTUConfig(max_length=LENGTH, width=8, blocks=1, dropout=0.3),
+    "gru": sj.GRUConfig(max_length=LENGTH, width=8, blocks=1, dropout=0.3),
+}
+CASES = {
+    "ragged": np.random.default_rng(0).integers(0, LENGTH + 2, ROWS),
+    "full": np.full(ROWS, LENGTH + 1),
+    "one": np.where(np.arange(ROWS) == 150, LENGTH + 1, np.arange(ROWS) % 2),
+    "nothing": np.arange(ROWS) % 2,
+}
+
+
+def histories_of(lengths: np.ndarray) -> tuple[jax.Array, jax.Array]:
+    rng = np.random.default_rng(1)
+    rows = rng.integers(0, ITEMS, (ROWS, LENGTH + 1))
+    inside = np.arange(LENGTH + 1) < lengths[:, None]
+    times = np.where(inside, rng.exponential(1e4, rows.shape).cumsum(axis=1), 0)
+    rows = np.where(inside, rows, -1)
+    return jnp.asarray(rows, jnp.int32), jnp.asarray(times, jnp.float32)
+
+
+@functools.cache
+def program(name: str, negatives: int | None, room: int | None):
+    """Losses of two calls, and the gradients of the first."""
+    config: Any = dataclasses.replace(CONFIGS[name], negatives=negatives)
+    if negatives:
+        config = dataclasses.replace(config, sampler="batch")
+    model = sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(model)
+
+    @jax.jit
+    def answer(state, histories, times):
+        model = nnx.merge(graph, state, copy=True)
+
+        def loss(model):
+            return model.loss(histories, times, max_targets=room)
+
+        first, gradients = sj.value_and_grad(loss)(model)
+        return [first, loss(model)], gradients
+
+    return functools.partial(answer, state)
+
+
+@pytest.mark.parametrize(
+    ("name", "negatives"), [("sasrec", None), ("hstu", 7), ("gru", 7)]
+)
+def test_turns_are_as_all_at_once(name, negatives):
+    def answer(room, given):
+        losses, gradients = program(name, negatives, room)(*given)
+        leaves = jax.tree.leaves(gradients, is_leaf=is_row_gradient)
+        return losses, [g.todense() if is_row_gradient(g) else g for g in leaves]
+
+    for case, lengths in CASES.items():
+        given = histories_of(lengths)
+        assert tokens_of_turn(given[0]) == 1024 < ROWS * LENGTH
+        losses, gradients = answer(None, given)
+        wanted, slopes = answer(ROWS * LENGTH, given)
+        np.testing.assert_allclose(losses, wanted, rtol=1e-5, err_msg=case)
+        assert (losses[0] != losses[1]) == (case != "nothing")
+        assert len(gradients) == len(slopes)
+        for a, b in zip(gradients, slopes, strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-6, err_msg=case)
+        largest = max(float(jnp.abs(g).max()) for g in gradients)
+        assert (largest > 1e-3) == (case != "nothing")
+    histories, times = histories_of(CASES["ragged"])
+    long = int(np.argmax(CASES["ragged"]))
+    # An id of no item, and an item behind padding.
+    for place, item in [(1, ITEMS), (0, -1)]:
+        broken = histories.at[long, place].set(item)
+        losses, _ = program(name, negatives, None)(broken, times)
+        assert np.isnan(losses).all() or (name, item) == ("gru", -1)
+
+
+def test_a_model_of_ones_own_takes_any_places():
+    class LastItem(sj.sequence.SequenceModel):
+        def __call__(self, histories, times=None):
+            return self.output.kernel[...][jnp.maximum(histories, 0)]
+
+    config = sj.SASRecConfig(max_length=LENGTH, width=4)
+    model = LastItem(config, items=ITEMS, rngs=nnx.Rngs(0))
+    histories, _ = histories_of(CASES["ragged"])
+    histories = histories[:, ::-1]  # padding comes first
+    room = ROWS * LENGTH
+    found, wanted = (
+        nnx.jit(
+            nnx.value_and_grad(
+                lambda model, room=room: model.loss(histories, max_targets=room)
+            )
+        )(model)
+        for room in (None, room)
+    )
+    for a, b in zip(*(jax.tree.leaves(x) for x in (found, wanted)), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-5)
+
+
+def is_row_gradient(g: Any) -> bool:
+    return isinstance(g, RowGradient)
