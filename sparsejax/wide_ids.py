@@ -1,4 +1,4 @@
-"""Ids of 64 bits, as two words of 32 bits: the ids of dynamic tables.
+"""Ids of 64 bits, as two words of 32 bits: the ids of dynamic tables, and lists of any ids.
 
 JAX has no integers of 64 bits unless a program asks for them.
 """
@@ -9,7 +9,10 @@ import dataclasses
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+
+from sparsejax.sparse import CSR
 
 Array = jax.Array | np.ndarray
 
@@ -102,6 +105,23 @@ class WideIds:
                 )
         low, high = _words(array, None)
         return cls(low, high, None, offsets.astype(np.int32), weights)
+
+    def narrow(self, num_rows: int) -> Array | CSR:
+        """The ids of a table of so many rows: int32, or a CSR of lists in their order.
+
+        An id that is no int32 is the largest one, which no table has.
+        """
+        on_host = isinstance(self.low, np.ndarray) and isinstance(self.high, np.ndarray)
+        xp = np if on_host else jnp
+        most = np.uint32(2**31 - 1)
+        low = xp.where(self.high == 0, xp.minimum(self.low, most), most)
+        ids = low.astype(np.int32)
+        if self.offsets is not None:
+            leaves = (self.weights, ids, self.offsets, None)
+            return CSR.tree_unflatten(num_rows, leaves)
+        if self.present is None:
+            return ids
+        return xp.where(self.present, ids, np.int32(-1))
 
 
 def _missing(present: np.ndarray | None) -> int:

@@ -103,7 +103,8 @@ class EmbeddingCollection(nnx.Module):
     `SparseLinear`.
 
     Ids of a feature are an int32 array, `[batch]` or `[batch, n]`, where -1 stands for no id,
-    or a `CSR` `[batch, num_rows]` of the ids, whose data are weights. An id counts as often as
+    or a `CSR` `[batch, num_rows]` of the ids, whose data are weights. Lists of ids in any
+    order are `WideIds.ragged(ids, offsets, weights)`. An id counts as often as
     it occurs. Without ids a feature is zero, whatever the combiner.
 
     On a mesh rows of large tables are divided over "model", and batches over "data". A seed

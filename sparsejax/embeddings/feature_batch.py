@@ -108,6 +108,8 @@ def pack(
         if features[name].table.dynamic:
             wide[name] = _wide_ids(features[name], value)
             narrow[name] = _positions(wide[name])
+        elif isinstance(value, WideIds):
+            narrow[name] = value.narrow(features[name].table.config.num_rows)
     sizes = {n: _batch_size(features[n], value) for n, value in narrow.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"features differ in their numbers of examples: {sizes}")
@@ -160,6 +162,8 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
         if feature.table.dynamic:
             found[name] = wide = _wide_ids(feature, value)
             value = _positions(wide)
+        elif isinstance(value, WideIds):
+            found[name] = value = value.narrow(feature.table.config.num_rows)
         # `_batch_size` refuses others
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
             _batch_size(feature, value)
@@ -595,8 +599,8 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
         return value.num_rows
     if not isinstance(value, Array):
         raise TypeError(
-            f"ids of feature {name!r} must be an array of int32 or a CSR, got "
-            f"{type(value).__name__}"
+            f"ids of feature {name!r} must be an array of int32, a CSR or WideIds.ragged(ids, "
+            f"offsets), got {type(value).__name__}"
         )
     if value.dtype != np.int32:
         raise TypeError(

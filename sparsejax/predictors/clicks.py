@@ -204,14 +204,15 @@ class Clicks:
             what = f"lack {sorted(missing)}" if missing else f"have {sorted(unknown)}"
             raise ValueError(f"the features are {sorted(names)}, but the ids {what}")
         dynamic = {f.name for s in self.stacks if s.dynamic for f in s.features}
+        sizes = {f.name: f.num_ids for s in self.stacks for f in s.features}
         found = dict(ids)
         for name, each in ids.items():
             if name in dynamic:
                 found[name] = _wide(name, each, rows)
                 continue
-            wrong = f"ids of feature {name!r} must be arrays of int32 or a CSR"
+            wrong = f"ids of feature {name!r} must be arrays of int32, a CSR or WideIds"
             if isinstance(each, WideIds):
-                raise TypeError(wrong)
+                found[name] = each = jax.tree.map(np.asarray, each).narrow(sizes[name])
             flat = each.indices if isinstance(each, CSR) else each
             if getattr(flat, "dtype", None) != np.int32:
                 raise TypeError(wrong)

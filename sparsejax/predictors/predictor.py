@@ -256,7 +256,8 @@ class Predictor:
           clicks: a data set; or dense columns `[n, num_dense]`, with `ids`. A data set has
             the ids that its own vocabulary gives: read it with that of the training data.
           ids: for each feature int32 `[n]` or `[n, m]`, where -1 is no id, or a `CSR` without
-            values. Of a dynamic table int64, uint64 or `WideIds`, without weights.
+            values, or `WideIds.ragged` of lists in any order. Of a dynamic table int64,
+            uint64 or `WideIds`, without weights.
 
         Raises:
           FloatingPointError: a probability is NaN; the message names the example.

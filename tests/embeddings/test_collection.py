@@ -168,6 +168,47 @@ def test_every_kind_of_feature(collection, packed):
     assert joined.shape == (BATCH, collection.num_outputs)
 
 
+def as_lists(ids):
+    """The same ids as `WideIds`, those of 64 bits that NumPy has by default."""
+    found = {}
+    for name, value in ids.items():
+        if isinstance(value, sj.CSR):
+            count = int(value.indptr[-1])
+            weights = None if value.data is None else value.data[:count]
+            given = value.indices[:count].astype(np.int64), value.indptr, weights
+            found[name] = sj.embeddings.WideIds.ragged(*given)
+        else:
+            found[name] = sj.embeddings.WideIds.of(value.astype(np.int64))
+    return found
+
+
+@pytest.mark.parametrize("packed", ["device", "host", "mesh"])
+def test_lists_in_any_order(collection, packed):
+    ids = random_ids(3)
+    want, _ = oracle(tables_of(collection), FEATURES, ids)
+    lists = as_lists(ids)
+    assert (np.diff(lists["weighted"].low.astype(np.int64)) < 0).any()
+    batch = collection.pack(lists) if packed == "host" else on_device(lists)
+    if packed == "mesh":
+        with mesh_or_none((2, 4)):
+            got = collection_of()(batch)
+    else:
+        got, _ = call(collection, batch)
+    for name in FEATURES:
+        assert_close(got[name], want[name], terms=8, magnitude=4)
+
+
+def test_large_numbers_are_outside_a_table(collection):
+    lists = as_lists(random_ids())
+    for number in (700, 2**31 - 1, 2**32 + 5, 2**63):
+        one = sj.embeddings.WideIds.ragged(np.array([number], np.uint64), [0] * 8 + [1])
+        with pytest.raises(ValueError, match="'weighted', example 7: id .* is outside"):
+            collection.pack(lists | {"weighted": one})
+        got, _ = call(collection, on_device(lists | {"weighted": one, "friends": one}))
+        assert np.isnan(got["weighted"]).tolist() == [[False] * 6] * 7 + [[True] * 6]
+        assert not np.asarray(got["friends"]).any()  # outside="drop"
+
+
 def test_host_and_device_pack_the_same(collection):
     ids = random_ids(1)
     host = collection.pack(ids)

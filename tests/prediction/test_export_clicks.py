@@ -241,6 +241,11 @@ def test_requests_that_do_not_fit(train, predictor):
     ):
         with pytest.raises(ValueError, match=message):
             predictor.predict(dense, ids | changed)
+    # Lists in any order, one behind the other.
+    lists = sj.embeddings.WideIds.ragged([2, 0, 1, 1], [0, 3, 3, 4, 4])
+    padded = np.array([[2, 0, 1], [-1] * 3, [1, -1, -1], [-1] * 3], np.int32)
+    found = [predictor.predict(dense, ids | {"seen": seen}) for seen in (lists, padded)]
+    np.testing.assert_array_equal(*found)
     # Dropped, as if it were not there.
     without = predictor.predict(dense, ids | {"item": np.full(4, -1, np.int32)})
     outside = np.full(4, 10**6, np.int32)

@@ -62,7 +62,7 @@ def evict(
         last = of_tables(state.last)
         expired = jnp.zeros_like(can)
         if config.time_to_live is not None:
-            # What does not fit into int32 fits into uint32.
+            # An age that does not fit into int32 fits into uint32.
             age = lax.bitcast_convert_type(now - last, jnp.uint32)
             most = np.uint32(min(config.time_to_live, 2**32 - 1))
             expired = can & (last < now) & (age > most)
