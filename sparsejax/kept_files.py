@@ -1,14 +1,21 @@
-"""Files in a folder of the user's cache: whole, bounded in all, the least recently used removed."""
+"""Files in a folder of the user's cache: whole, bounded in all, the least recently used removed.
+
+What is in them is believed, and programs are run. So neither the folder nor a file in it may be
+of another user, or be one that others can write.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
+import os
 import pathlib
+import stat
 import tempfile
 from collections.abc import Generator
 
-from sparsejax.whole_files import whole_file
+from sparsejax.whole_files import opened_regular, whole_file
 
 
 @contextlib.contextmanager
@@ -37,11 +44,67 @@ def check_writable(path: pathlib.Path) -> None:
     """Makes a folder that only the user can read, if it does not exist.
 
     Raises:
-      OSError: files cannot be made in it.
+      OSError: files cannot be made in it, or other users can write there.
     """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    check_own(path)
     with tempfile.TemporaryFile(dir=path):
         pass
+
+
+def check_own(path: pathlib.Path) -> None:
+    """Looks whether all in a folder comes from this user.
+
+    Raises:
+      PermissionError: the folder or a file in it has another owner, or others can write there.
+      OSError: it cannot be read.
+    """
+    if fault := _fault(path.stat()):
+        raise _not_own(path, fault)
+    # Nobody else reaches what is in a folder that only its owner may enter.
+    is_closed = not stat.S_IMODE(path.stat().st_mode) & 0o077
+    for entry in [*os.scandir(path)]:
+        with contextlib.suppress(FileNotFoundError):  # another process has removed it
+            facts = entry.stat(follow_symlinks=False)
+            if stat.S_ISLNK(facts.st_mode):
+                raise _not_own(path, f"{entry.name} is a link")
+            if fault := _fault(facts, is_closed=is_closed):
+                raise _not_own(path, f"{entry.name}: {fault}")
+
+
+@contextlib.contextmanager
+def opened_own(path: pathlib.Path) -> Generator[io.BufferedReader]:
+    """Opens a file for bytes that only this user can have written.
+
+    Raises:
+      OSError: it cannot be read, or `check_own` refuses the folder or the file.
+      ValueError: it is no regular file.
+    """
+    folder = path.parent.stat()
+    if fault := _fault(folder):
+        raise _not_own(path.parent, fault)
+    is_closed = not stat.S_IMODE(folder.st_mode) & 0o077
+    if path.is_symlink():
+        raise _not_own(path.parent, f"{path.name} is a link")
+    with opened_regular(path) as file:
+        # The opened file, which nobody can replace.
+        if fault := _fault(os.fstat(file.fileno()), is_closed=is_closed):
+            raise _not_own(path.parent, f"{path.name}: {fault}")
+        yield file
+
+
+def _fault(facts: os.stat_result, *, is_closed: bool = False) -> str | None:
+    """Why a file or a folder may come from another user; None if it does not."""
+    if facts.st_uid != os.geteuid():
+        return f"its owner is the user {facts.st_uid}, not {os.geteuid()}"
+    if facts.st_mode & 0o022 and not is_closed:
+        return f"other users can write there (mode {stat.S_IMODE(facts.st_mode):o})"
+    return None
+
+
+def _not_own(path: pathlib.Path, fault: str) -> PermissionError:
+    text = f"{fault}; remove this folder, it is made again so that only you can write there"
+    return PermissionError(errno.EPERM, text, str(path))
 
 
 def _last_used(path: pathlib.Path) -> float:

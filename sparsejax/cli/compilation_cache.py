@@ -51,7 +51,8 @@ def programs_kept(*, since: float) -> Iterator[None]:
         yield
         return
     try:
-        check_writable(folder())
+        for each in (folder(), ready_folder()):
+            check_writable(each)
     except OSError as error:
         warnings.warn(
             f"compiled programs are not kept: {error.filename}: {error.strerror}",

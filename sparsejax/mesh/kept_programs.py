@@ -534,7 +534,10 @@ def _write(path: pathlib.Path, program: jax.stages.Compiled) -> None:
 def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
     """The program in a file; None if it is not there, or damaged."""
     try:
-        content = path.read_bytes()
+        # JAX's form of a program is a pickle, which can do anything: so whose file it is
+        # must be known before.
+        with kept_files.opened_own(path) as file:
+            content = file.read()
         seal, content = content[:_SEAL], content[_SEAL:]
         if seal != _seal(path, content):
             return None

@@ -43,7 +43,7 @@ import numpy as np
 import platformdirs
 from jax import export
 
-from sparsejax import codec
+from sparsejax import codec, kept_files
 from sparsejax.data.files.opening import is_address, shown
 from sparsejax.data.files.stores import Place
 from sparsejax.mesh import processes
@@ -153,7 +153,7 @@ def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
     if version is None:
         raise FileNotFoundError(errno.ENOENT, "no such file", shown(path))
     folder = platformdirs.user_cache_path("sparsejax") / "predictors"
-    folder.mkdir(parents=True, exist_ok=True)
+    kept_files.check_writable(folder)
     address = hashlib.blake2b(os.fspath(path).encode(), digest_size=8).hexdigest()
     with contextlib.ExitStack() as stack:
         with filelock.FileLock(folder / f"{address}.lock"):

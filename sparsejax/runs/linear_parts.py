@@ -98,7 +98,8 @@ def _path(
 def _read(path: pathlib.Path) -> Arrays | None:
     """The arrays of a file; None if it is not there, or damaged."""
     try:
-        with open(path, "rb") as content, np.load(content, allow_pickle=False) as file:
+        with kept_files.opened_own(path) as content:
+            file = np.load(content, allow_pickle=False)
             found = file["kernel"], file["scale"]
         os.utime(path)  # it was used
     except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):

@@ -224,3 +224,14 @@ def test_least_recently_used_programs_are_removed(similar, folder, monkeypatch):
     similar()
     left = [file.stat().st_size for file in folder.glob("*-cache")]
     assert 0 < sum(left) <= max(sizes) < sum(sizes)
+
+
+@pytest.mark.parametrize("name", ["programs", "ready_programs"])
+def test_folders_that_others_can_write_are_not_used(small, folder, name, capsys):
+    shared = folder.with_name(name)
+    shared.mkdir(parents=True)
+    shared.chmod(0o777)
+    assert main(small) == 0
+    told = capsys.readouterr().err
+    assert f"not kept: {shared}: other users can write there (mode 777)" in told
+    assert not [*shared.iterdir()] and jax.config.jax_compilation_cache_dir is None
