@@ -25,8 +25,9 @@ _LAST_WORK = 0.7
 _POLL = 0.1
 
 _watched = False
-_leaving = False
-_line = threading.Lock()  # whoever has it says that the process was interrupted
+_last = threading.Lock()  # whoever has it ends the process
+_line = threading.Lock()  # whoever has it may say that the process was interrupted
+_said = False
 _working = False
 _answered = False
 _kept: Callable[[], bool] | None = None
@@ -115,18 +116,22 @@ def is_watched() -> bool:
     return _watched
 
 
-def may_say() -> bool:
-    """Whether the caller is the one that says that the process was interrupted.
+def say_once(say: Callable[[], object]) -> None:
+    """Calls what says that the process was interrupted, if that was not said before.
 
-    It is so once. Does not return if another thread is ending the process.
+    Does not return if another thread is ending the process.
     """
+    global _said
     wait_if_leaving()
-    return not _watched or _line.acquire(blocking=False)
+    with _line:
+        if not (_watched and _said):
+            _said = True
+            say()
 
 
 def wait_if_leaving() -> None:
     """Does not return if another thread is ending the process, and says why."""
-    while _leaving:
+    while _last.locked():
         time.sleep(_POLL)
 
 
@@ -135,10 +140,11 @@ def leave(number: int) -> None:
 
     Returns without an effect if `watch` was not called.
     """
-    global _leaving
     if not _watched:
         return
-    _leaving, after = True, ""
+    if not _last.acquire(blocking=False):
+        wait_if_leaving()  # for the thread that came first, and writes the line
+    after = ""
 
     def last_work() -> None:
         nonlocal after
@@ -152,7 +158,8 @@ def leave(number: int) -> None:
         work = threading.Thread(target=last_work, daemon=True)
         work.start()
         work.join(_LAST_WORK)
-    if _line.acquire(blocking=False):
+    # The main thread may be writing the line.
+    if _line.acquire(timeout=_LAST_WORK) and not _said:
         _say(f"interrupted{after}")
     os._exit(128 + number)
 

@@ -247,7 +247,8 @@ def report(command: flags.Report) -> None:
     opened = Folder.of(command.run)
     commands, settings = _commands(command, opened), opened.settings
     whole_files.check_writable(out)
-    titles = None if command.titles is None else read_titles(command.titles)
+    say = functools.partial(print, file=sys.stderr)
+    titles = None if command.titles is None else read_titles(command.titles, say)
     measuring = Measuring(
         inputs=command.train,
         heldout=command.test,

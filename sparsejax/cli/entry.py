@@ -22,6 +22,7 @@ def run() -> NoReturn:
     """
     is_whole_process = _is_whole_process()
     if is_whole_process:
+        _open_closed()
         ending.watch()
     from sparsejax.cli.main import main
 
@@ -29,6 +30,20 @@ def run() -> NoReturn:
     if is_whole_process:
         end(status)
     sys.exit(status)
+
+
+def _open_closed() -> None:
+    """Opens standard streams that are closed, so that no data file gets their number.
+
+    What is written to standard output is an error then, as it would be lost.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        if getattr(sys, name) is None:
+            reads = number < 2
+            file = os.open(os.devnull, os.O_RDONLY if reads else os.O_WRONLY)
+            if file == number:
+                mode = "w" if number else "r"
+                setattr(sys, name, os.fdopen(file, mode, encoding="utf-8"))
 
 
 def _is_whole_process() -> bool:

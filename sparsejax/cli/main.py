@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import functools
 import gc
 import json
 import logging
 import os
 import re
+import shutil
 import sys
 import threading
 import time
@@ -30,6 +32,8 @@ from sparsejax.mesh import interrupts
 
 # A module that is imported from now on is as its file is at this time.
 _BEGUN = time.time()
+
+_FEWEST_COLUMNS = 40  # of a page of help
 
 # Names of some flags in other programs, too different for tyro to suggest ours.
 _CALLED_OTHERWISE = {
@@ -75,6 +79,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _parse(argv: Sequence[str]) -> flags.Command:
     """The command. For help or wrong usage, prints it and raises SystemExit."""
     options: dict[str, Any] = {"args": argv, "config": (OmitArgPrefixes,)}
+    columns = os.environ.get("COLUMNS")
+    if shutil.get_terminal_size().columns < _FEWEST_COLUMNS:  # tyro would not end
+        os.environ["COLUMNS"] = str(_FEWEST_COLUMNS)
     try:
         if argv == ["--version"]:
             print(f"sparsejax {sparsejax.__version__}")
@@ -106,6 +113,10 @@ def _parse(argv: Sequence[str]) -> flags.Command:
                 _advise(argv, unknown)
         raise
     finally:
+        if columns is None:
+            os.environ.pop("COLUMNS", None)
+        else:
+            os.environ["COLUMNS"] = columns
         sys.stdout.flush()
 
 
@@ -368,8 +379,7 @@ def _failed(error: BaseException, command: flags.Command | None) -> int:
     status = 1
     if _is_interrupt(error):
         after = _what_next(command)
-        if ending.may_say():
-            _say(f"interrupted{after}")
+        ending.say_once(lambda: _say(f"interrupted{after}"))
         status = interrupts.status()
     elif isinstance(error, BrokenPipeError):  # nobody reads the output any more
         # At exit Python flushes stdout once more.
@@ -426,6 +436,8 @@ def _message(error: BaseException | str, command: flags.Command | None) -> str:
     """The text of an error or a warning, on one line and in the command's words."""
     if isinstance(error, OSError) and error.filename and error.strerror:
         return f"{error.filename}: {error.strerror}"
+    if isinstance(error, OSError) and error.errno == errno.EBADF:
+        return "the result cannot be written: standard output is closed"
     text = in_flags(str(error), command)
     return " ".join(text.split("\n")) or type(error).__name__
 

@@ -392,6 +392,15 @@ LookupRows = CSR | ShardedCSR | DividedRows
 """What a lookup and the gradient of its kernel take."""
 
 
+def check_sparse_rows(x: object) -> None:
+    """Raises TypeError unless these are sparse rows."""
+    if not isinstance(x, SparseRows):
+        raise TypeError(
+            f"expected a CSR, got {type(x).__name__}; of a SciPy matrix CSR.from_scipy "
+            "makes one"
+        )
+
+
 def check_kernel_rows(name: str, kernel: jax.Array, x: ShardedCSR) -> None:
     """Raises ValueError unless each device has the kernel rows of its block's columns."""
     rows = padded_rows(x.num_cols)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -131,10 +132,11 @@ def uninterrupted() -> Iterator[None]:
                 signal.signal(number, lambda number, frame: came.add(number))
         yield
     finally:
+        before = dict(handlers)
         try:
             _install(handlers)
         finally:
-            _raise(came)
+            _handle(came, before)
 
 
 @functools.cache
@@ -159,14 +161,18 @@ def _install(handlers: dict[int, Callable[..., Any]]) -> None:
             _install(handlers)
 
 
-def _raise(numbers: set[int]) -> None:
-    """Sends this process all of these signals, even if a handler raises."""
+def _handle(numbers: set[int], handlers: dict[int, Callable[..., Any]]) -> None:
+    """Calls the handlers of all of these signals, even if one of them raises.
+
+    A signal that is sent once more would count as a second one, see `ending.watch`.
+    """
     try:
         while numbers:
-            signal.raise_signal(numbers.pop())
+            number = numbers.pop()
+            handlers[number](number, sys._getframe())
     finally:
         if numbers:
-            _raise(numbers)
+            _handle(numbers, handlers)
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

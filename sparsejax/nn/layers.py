@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax import losses
-from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.blocks import SparseRows, check_sparse_rows
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -114,11 +114,7 @@ class SparseLinear(nnx.Module):
 
     def __call__(self, x: SparseRows) -> Float[Array, "batch hidden"]:
         """`[batch, out_features]` of `x: [batch, in_features]`."""
-        if not isinstance(x, SparseRows):
-            raise TypeError(
-                f"expected a CSR, got {type(x).__name__}; of a SciPy matrix "
-                "CSR.from_scipy makes one"
-            )
+        check_sparse_rows(x)
         if x.num_cols != self.in_features:
             raise ValueError(
                 f"x has {x.num_cols:,} columns but the layer has {self.in_features:,} "
@@ -330,6 +326,8 @@ class SparseOutput(nnx.Module):
             labels = as_targets(labels, self.num_items)
             h = h.reshape(labels.num_rows, h.shape[-1])
             weights = None if weights is None else weights.reshape(-1)
+        elif not isinstance(labels, Labels):
+            check_sparse_rows(labels)
         if labels.num_cols != self.num_items:
             raise ValueError(
                 f"labels has {labels.num_cols:,} columns but the layer has "
@@ -514,6 +512,8 @@ class SparseOutput(nnx.Module):
           denied: whether an item is left out of all rows.
           u: of the linear part.
         """
+        if exclude is not None:
+            check_sparse_rows(exclude)
         h, kernel, bias, scale = self._operands(h, u)
         if denied is not None:
             denied = jnp.pad(denied, (0, len(kernel) - self.num_items))
@@ -671,6 +671,7 @@ class SparseDropout(nnx.Module):
         self, x: Matrix, *, deterministic: bool | None = None
     ) -> Matrix:
         """`x` with some values set to 0; `x` itself if deterministic."""
+        check_sparse_rows(x)
         if deterministic is None:
             deterministic = self.deterministic
         if deterministic or self.rate == 0:
@@ -696,6 +697,7 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
     [[0.6..., 0.0, 0.8...], [0.0, 0.0, 0.0]]
     """
 
+    check_sparse_rows(x)
     return gather.combined(x, "sqrtn")
 
 

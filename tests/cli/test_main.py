@@ -13,6 +13,7 @@ from run_folders import (
     names_of,
 )
 
+import sparsejax as sj
 from sparsejax.cli import flags
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
@@ -196,6 +197,39 @@ def test_the_flag_of_a_list_is_given_once(capsys):
 def test_help(capsys, command):
     assert main([*command.split(), "--help"]) == 0
     assert f"usage: sparsejax {command}".strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("columns", ["1", "5"])
+@pytest.mark.parametrize("words", [["similar", "--help"], ["nosuch"], ["similar"]])
+def test_a_narrow_terminal(monkeypatch, capsys, columns, words):
+    """It once took a core for ever, also where a page says what is wrong."""
+    monkeypatch.setenv("COLUMNS", columns)
+    assert main(words) == (0 if "--help" in words else 2)
+    assert os.environ["COLUMNS"] == columns
+    assert "similar" in "".join(capsys.readouterr())
+
+
+def test_standard_output_that_is_closed(tmp_path):
+    """No data file gets its number, and a result is not lost in silence."""
+    (tmp_path / "in.csv").write_text("user,item\nann,tea\n")
+
+    def closed(words: str) -> subprocess.CompletedProcess[str]:
+        shell = f'exec "$0" -m sparsejax {words} >&-'
+        return subprocess.run(
+            ["sh", "-c", shell, sys.executable],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+
+    assert closed("convert in.csv out.parquet").returncode == 0
+    assert sj.read(tmp_path / "out.parquet").row_names.tolist() == ["ann"]
+    done = closed("--version")
+    assert done.returncode == 1
+    assert done.stderr == (
+        "sparsejax: error: the result cannot be written: standard output is closed\n"
+    )
 
 
 def test_formats_are_those_of_the_readers():

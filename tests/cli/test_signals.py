@@ -78,7 +78,8 @@ from sparsejax.mesh import interrupts
 
 def convert(command):
     with interrupts.deferred(lambda: True):
-        tell("SIGTERM")
+        with interrupts.uninterrupted():  # it is not the second signal at its end
+            tell("SIGTERM")
         time.sleep(2.5)
         print("saved", file=sys.stderr)
         MORE
@@ -100,7 +101,7 @@ def test_a_long_compilation_is_told():
     def program(x):
         for i in range(100):
             x = jnp.sort(jnp.sin(x) @ x, axis=i % 2)
-        return x
+        return x + time.time_ns() % 1e6  # so that it is in no cache
 
     with told_if_long(told.append, after=0.02):
         time.sleep(0.1)

@@ -222,7 +222,7 @@ def test_saved_and_damaged(tmp_path):
 @pytest.mark.parametrize(
     ("rows", "options", "message"),
     [
-        ([{"item": "a", "x": 1}, {"item": "a", "x": 2}], {}, "item names must be unique.*'a'"),
+        ([{"item": "a", "x": 1}, {"item": "a", "x": 2}], {}, "item 'a' has several rows, whose 'x' are 1 and 2; give"),
         ([{"item": "a", "x": 1.0}, {"item": "b", "x": float("-inf")}], {}, "column 'x' of item 'b' is -inf; leave the cell empty where"),
         ([{"item": "a", "x": 1.0}, {"item": "b", "x": 1.7976931348623157e308}], {}, "item 'b' is 1.79.*e[+]308, the largest number of its type; leave"),
         ([{"item": "a", "x": 1.0}, {"item": "b", "x": -3.4028234663852886e38}], {}, "item 'b' is -3.40.*e[+]38, the largest number of its type; leave"),

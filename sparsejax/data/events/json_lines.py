@@ -21,6 +21,7 @@ from sparsejax.data.files.opening import (
     Lines,
     Path,
     WithoutLines,
+    half_pair,
     head,
     line_blocks,
     open_data,
@@ -198,6 +199,8 @@ def _wrong(
                 if pt.is_null(first):
                     types.pop(name)
                 pa.array([cell], None if pt.is_null(first) else first)
+            except UnicodeEncodeError as error:
+                return lines.error(at, f"{name!r} {half_pair(error)}")
             except (pa.ArrowException, OverflowError):
                 return lines.error(
                     at,

@@ -14,7 +14,7 @@ import pyarrow as pa
 from sparsejax.data.events.block import Cells
 from sparsejax.data.files import parquet
 from sparsejax.data.files.hive import NO_CONSTANTS, Constants
-from sparsejax.data.files.opening import DataError, Path, is_address
+from sparsejax.data.files.opening import DataError, Path, half_pair, is_address
 
 _ROWS = 2**16  # dicts that become a table at a time
 TABLE = "the table"  # what messages name
@@ -87,6 +87,8 @@ def _naming() -> Generator[None]:
     """Turns errors of Arrow within the block into a `DataError` of the table."""
     try:
         yield
+    except UnicodeEncodeError as error:
+        raise DataError.at(TABLE, half_pair(error)) from error
     except (pa.ArrowException, OverflowError) as error:
         raise DataError.at(TABLE, f"cannot be read: {error}") from error
 
@@ -98,10 +100,8 @@ def _of_path(path: Path) -> list[Piece]:
     files = parquet.files_below(path)
     if any(file.is_parquet for file in files):
         files = [file for file in files if file.is_parquet]
-    else:
-        files = [file for file in files if file.size]  # as Spark writes empty ones
     if not files:
-        raise DataError.at(path, "is a directory without a file")
+        raise DataError.at(path, "is a directory without a file that is not empty")
     return [
         Piece(
             file.path,
@@ -141,8 +141,17 @@ def _of_dicts(records: Iterator[Any]) -> Iterator[pa.RecordBatch]:
                 kind = type(record).__name__
                 raise TypeError(f"expected only dicts, got {kind}")
         names = names or list(dict.fromkeys(k for record in chunk for k in record))
-        columns = [pa.array([record.get(n) for record in chunk]) for n in names]
+        columns = [_column(n, [record.get(n) for record in chunk]) for n in names]
         yield pa.record_batch(columns, names=list(map(str, names)))
+
+
+def _column(name: Any, cells: list[Any]) -> pa.Array:
+    try:
+        return pa.array(cells)
+    except UnicodeEncodeError as error:
+        raise DataError.at(TABLE, f"column {name!r} {half_pair(error)}") from error
+    except (pa.ArrowException, OverflowError) as error:
+        raise DataError.at(TABLE, f"column {name!r} cannot be read: {error}") from error
 
 
 def _of_batches(records: Iterable[Any]) -> Iterator[pa.RecordBatch]:

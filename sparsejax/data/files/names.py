@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from sparsejax.data.files import arrow, spelling
+from sparsejax.data.files.opening import half_pair
 
 Names = np.ndarray
 
@@ -48,7 +49,12 @@ def as_names(names: Iterable[object] | pa.Array) -> Names:
     # A float32 of NumPy holds fewer integers than a float of Python.
     names = list(names)
     is_plain = set(map(type, names)) <= {str} and all(names)
-    return np.array(names if is_plain else _spelled(names), _TEXT)
+    found = names if is_plain else _spelled(names)
+    try:
+        return np.array(found, _TEXT)
+    except UnicodeEncodeError as error:
+        at = found.index(error.object)
+        raise ValueError(f"name {at:,} {half_pair(error)}") from error
 
 
 _TEXT = np.dtypes.StringDType()
@@ -65,7 +71,10 @@ def _of_arrow(names: pa.Array | pa.ChunkedArray) -> Names:
     found, wrong, problem = spelling.as_integers_or_text(names)
     if wrong.any():
         raise ValueError(f"name {np.argmax(wrong):,} {problem}")
-    return np.array(arrow.texts(found.cast(pa.large_string())), _TEXT)
+    try:
+        return np.array(arrow.texts(found.cast(pa.large_string())), _TEXT)
+    except pa.ArrowInvalid as error:
+        raise ValueError(f"a name is not valid UTF-8: {error}") from error
 
 
 def _spelled(names: Iterable[object]) -> list[str]:

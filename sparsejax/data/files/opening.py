@@ -205,11 +205,18 @@ class _WithBlankLines:
             self._file.leave_out(line, line + 1, problem)
 
 
+def check_path(path: Path) -> None:
+    """Raises DataError if a path has a NUL, which no file has in its name."""
+    if "\0" in os.fspath(path):
+        raise DataError.at(path, "has a NUL, which cannot be in a path")
+
+
 def check_regular(path: Path) -> None:
     """Raises DataError if `path` is not a regular file.
 
     This is checked before opening, because opening a pipe would wait for a writer.
     """
+    check_path(path)
     try:
         mode = os.stat(path).st_mode
     except FileNotFoundError as error:
@@ -396,7 +403,7 @@ def progress_bar(path: Path, size: int) -> tqdm:
 
 def shown(path: Path) -> str:
     """The path as messages show it: without the password that an address may hold."""
-    return re.sub("(?<=://)[^/@]*@", "", os.fspath(path))
+    return re.sub("(?<=://)[^/@]*@", "", os.fspath(path)).replace("\0", "\\0")
 
 
 def is_address(path: Path) -> bool:
@@ -511,6 +518,12 @@ def _check_text(lines: Lines) -> None:
 
 
 _STRAY = "carriage return inside a line; lines must end in LF or CR LF"
+
+
+def half_pair(error: UnicodeEncodeError) -> str:
+    """The problem of a text that cannot be UTF-8, such as the cut title of a product."""
+    half = error.object[error.start]
+    return f"has half of a surrogate pair, {half!r}, which is no character; remove it"
 
 
 def _binary(path: Path) -> DataError:

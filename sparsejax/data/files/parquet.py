@@ -222,14 +222,17 @@ def parquet_files(path: Path) -> list[ParquetPath]:
         return files
     files = [file for file in files if file.is_parquet]
     if not files:
-        raise DataError.at(path, "is a directory without a .parquet file")
+        raise DataError.at(
+            path, "is a directory without a .parquet file that is not empty"
+        )
     return with_same_constants(files)
 
 
 def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
     """A file, or those in a folder and its subfolders, in the order of their names.
 
-    Files and folders whose names start with `_` or `.` are skipped, as in Spark. Of a Delta
+    Files and folders whose names start with `_` or `.` are skipped, as in Spark, and so are
+    files of 0 bytes. Of a Delta
     or an Iceberg table these are the files that hold its rows now, with its columns.
 
     Args:
@@ -265,7 +268,8 @@ def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
     for info in sorted(found, key=lambda info: info.path):
         below = os.path.relpath(info.path, inner)
         hidden = any(part[0] in "_." for part in below.split("/"))
-        if info.type == pa.fs.FileType.File and not hidden:
+        # Spark, `touch` and uploads that were given up leave files without a byte.
+        if info.type == pa.fs.FileType.File and info.size and not hidden:
             whole = os.path.join(folder, below)
             file = ParquetPath(whole, filesystem, info.path, info.size)
             files.append(dataclasses.replace(file, constants=Constants.of(below)))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import csv
 import io
 import json
@@ -16,14 +17,22 @@ import pyarrow.csv
 import pyarrow.types as pt
 import scipy.sparse
 
+from sparsejax.callers import warn_caller
 from sparsejax.data.events import json_lines
 from sparsejax.data.events.block import is_list
-from sparsejax.data.events.pieces import Piece, find_pieces, is_path
+from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import arrow, parquet, stored
 from sparsejax.data.files.columns import role_of
 from sparsejax.data.files.names import as_names, numbered, quoted
-from sparsejax.data.files.opening import DataError, Path, head, open_data
+from sparsejax.data.files.opening import (
+    DataError,
+    Path,
+    half_pair,
+    head,
+    open_data,
+    shown,
+)
 from sparsejax.data.files.spelling import are_missing, is_name, is_text
 from sparsejax.data.sets.item_features import ItemFeatures
 
@@ -90,7 +99,8 @@ def read_item_features(
 
     Raises:
       DataError: a file or a table cannot be read, there is no column of items, or no column
-        has content. An item is named twice. A number is infinite, is the largest number of
+        has content. Two rows of an item differ; rows that are equal are left out, with a
+        warning. A number is infinite, is the largest number of
         its type, or is so large that all others are alike beside it. Vectors differ in
         their lengths. The message names column and item.
       ValueError: a column that is named does not exist, or is of another type; `columns`
@@ -119,6 +129,14 @@ def read_item_features(
     tables = [
         _with_folders(piece, _table(piece, item, (*tags, *words))) for piece in pieces
     ]
+    for piece, each in zip(pieces, tables, strict=True):
+        if twice := [
+            n for n, k in collections.Counter(each.column_names).items() if k > 1
+        ]:
+            raise DataError.at(
+                piece.path,
+                f"has several columns {quoted(twice)}; give each its own name",
+            )
     try:
         table = pa.concat_tables(tables, promote_options="default").combine_chunks()
     except pa.ArrowInvalid as error:
@@ -147,7 +165,11 @@ def read_item_features(
             path,
             f"{item!r} of row {int(np.argmax(missing)):,} is empty; name each item",
         )
-    items = as_names(names)
+    try:
+        items = as_names(names)
+    except ValueError as error:
+        raise DataError.at(path, f"column {item!r}: {error}") from error
+    table, items = _once(path, table, items, others)
     read = _Read(path, items, separator)
     parts: list[_Tags] = []
     vectors: list[np.ndarray] = []
@@ -156,6 +178,10 @@ def read_item_features(
     for name in others:
         try:
             found = read.column(name, _one(table.column(name)), tags, words)
+        except DataError:
+            raise
+        except (ValueError, pa.ArrowException) as error:
+            raise read.wrong(name, f"cannot be read: {error}") from error
         except _NoContentError as nothing:
             if nothing.is_fault and name in chosen:
                 raise read.wrong(name, f"is {nothing}") from None
@@ -255,6 +281,13 @@ class _Read(NamedTuple):
             rows, column = np.repeat(rows, lengths), column.flatten()
         kept = ~are_missing(column)
         rows, column = rows[kept], column.filter(pa.array(kept.tolist()))
+        if pt.is_binary(column.type) or pt.is_large_binary(column.type):
+            try:
+                column = column.cast(pa.large_string())
+            except pa.ArrowInvalid:
+                raise _NoContentError(
+                    "bytes that are not text, such as an image", is_fault=True
+                ) from None
         found = as_names(column)
         if is_text(column.type) and self.separator:
             cut = [str(cell).split(self.separator) for cell in found]
@@ -294,7 +327,13 @@ class _Read(NamedTuple):
         return _Tags(f"tag, true for {len(rows):,} items", [name], matrix)
 
     def numbers(self, name: str, column: pa.Array) -> _Tags:
-        wide = column.cast(pa.float64())
+        try:
+            wide = column.cast(pa.float64())
+        except pa.ArrowInvalid:
+            raise _NoContentError(
+                f"integers beyond 2^53, as ids are; tags={name} makes tags of them",
+                is_fault=True,
+            ) from None
         values = arrow.numbers(wide.fill_null(math.nan))
         rows = np.flatnonzero(~np.isnan(values))
         values = values[rows]
@@ -383,6 +422,38 @@ class _Read(NamedTuple):
         matrix.sum_duplicates()
         matrix.data[:] = 1
         return _Tags("", [f"{name}{sign}{text}" for text in distinct[order]], matrix)
+
+
+def _once(
+    path: Path, table: pa.Table, items: np.ndarray, columns: list[str]
+) -> tuple[pa.Table, np.ndarray]:
+    """The rows and their items, without rows that repeat an earlier one.
+
+    Raises:
+      DataError: two rows of an item differ.
+    """
+    distinct, codes = numbered(items)
+    if len(distinct) == len(items):
+        return table, items
+    _, first = np.unique(codes, return_index=True)
+    again = np.setdiff1d(np.arange(len(items)), first)
+    before = table.select(columns).take(arrow.from_numbers(first[codes[again]]))
+    after = table.select(columns).take(arrow.from_numbers(again))
+    for one, other, at in zip(
+        before.to_pylist(), after.to_pylist(), again.tolist(), strict=True
+    ):
+        for name in columns:
+            if repr(one[name]) != repr(other[name]):  # so that NaN is equal
+                raise DataError.at(
+                    path,
+                    f"item {str(items[at])!r} has several rows, whose {name!r} are "
+                    f"{one[name]!r} and {other[name]!r}; give each item one row",
+                )
+    warn_caller(
+        f"{shown(path)}: {len(again):,} rows repeat another one and were left out"
+    )
+    kept = np.sort(first)
+    return table.take(arrow.from_numbers(kept)), items[kept]
 
 
 def _joined(parts: list[scipy.sparse.csr_array], items: int) -> scipy.sparse.csr_array:
@@ -481,24 +552,41 @@ def _json_lines(path: Path) -> pa.Table:
 
 def _json(path: Path) -> pa.Table:
     """One object with the tags of each item; or a list of objects."""
+
+    def with_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        found = dict(pairs)
+        if len(found) < len(pairs):
+            [(key, _)] = collections.Counter(key for key, _ in pairs).most_common(1)
+            raise DataError.at(path, f"an object has the key {key!r} more than once")
+        return found
+
     with open_data(path) as stream:
         try:
-            found = json.load(stream)
+            found = json.load(stream, object_pairs_hook=with_keys)
+        except DataError:
+            raise
         except ValueError as error:
             raise DataError.at(path, f"is not JSON: {error}") from error
     if isinstance(found, list):
         if not all(isinstance(each, dict) for each in found):
             raise DataError.at(path, "is a JSON list, but not of objects")
-        return _table(find_pieces(found)[0]) if found else pa.table({})
+        try:
+            return _table(find_pieces(found)[0]) if found else pa.table({})
+        except DataError as error:
+            problem = str(error).removeprefix(f"{TABLE}: ")
+            raise DataError.at(path, problem) from error
     try:
         lists = pa.array(list(found.values()))
+        items = pa.array(list(found))
+    except UnicodeEncodeError as error:
+        raise DataError.at(path, half_pair(error)) from error
     except pa.ArrowException as error:
         raise DataError.at(path, f"has values of several types: {error}") from error
     if not is_list(lists.type):
         raise DataError.at(
             path, 'is a JSON object, but not with a list for each item: {"tea": [4, 7]}'
         )
-    return pa.table({"item": pa.array(list(found)), _ATTRIBUTES: lists})
+    return pa.table({"item": items, _ATTRIBUTES: lists})
 
 
 def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
