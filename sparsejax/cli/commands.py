@@ -34,6 +34,7 @@ from sparsejax.data import (
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
 from sparsejax.data.prepared import preparation
+from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
@@ -44,7 +45,6 @@ from sparsejax.runs.reading import (
     kind_of_saved,
     read_file,
     read_histories,
-    read_titles,
     with_times,
 )
 from sparsejax.verbs import vectors as vector_files

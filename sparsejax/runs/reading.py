@@ -6,99 +6,27 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.types as pt
 
-from sparsejax.callers import warn_caller
 from sparsejax.data import (
     DataError,
     SequenceDataset,
     SparseDataset,
     read,
 )
-from sparsejax.data.events.block import is_list
 from sparsejax.data.events.sniff import is_parquet
-from sparsejax.data.events.source import Asked, open_source
-from sparsejax.data.files import arrow, stored
-from sparsejax.data.files.columns import Chosen, account_of, account_of_histories
+from sparsejax.data.files import stored
+from sparsejax.data.files.columns import account_of, account_of_histories
 from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.data.files.opening import shown
 from sparsejax.data.files.parquet import first_schema, parquet_files
-from sparsejax.data.files.spelling import are_missing
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
-from sparsejax.data.sets.click_files import guess_clicks
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.runs.options import Reading
-
-
-def read_titles(
-    source: Any, say: Callable[[str], object] = warn_caller
-) -> dict[str, str]:
-    """The text to show for the name of each item that has one.
-
-    Args:
-      source: a mapping; or a file or a table, whose first column has the names and whose
-        second one has the titles. A title may be missing.
-      say: called with a line about titles that are missing, and about rows that repeat
-        another one.
-
-    Raises:
-      DataError: the source cannot be read, a name is empty, or an item has several titles.
-    """
-    if isinstance(source, Mapping):
-        return {
-            str(name): str(title)
-            for name, title in source.items()
-            if title not in (None, "") and str(title) != "nan"
-        }
-    asked = Asked(Chosen(user=0, item=1, time=None), indicator=True)
-    if is_file(source) and not is_parquet(source) and guess_clicks(source) == "pairs":
-        # A header is then the title of an item that the model does not know.
-        asked = dataclasses.replace(asked, format="pairs", header=False)
-    found: dict[str, str] = {}
-    empty = repeated = 0
-    for cells in open_source(source, asked).cells:
-        names, titles = _plain(cells.columns["user"]), _plain(cells.columns["item"])
-        if is_list(titles.type):
-            raise cells.error(0, "the title is a list; give each item one text")
-        if (unnamed := are_missing(names)).any():
-            row = int(np.argmax(unnamed))
-            raise cells.error(row, "the name of the item is empty")
-        named = ~are_missing(titles)
-        empty += int((~named).sum())
-        rows = np.flatnonzero(named)
-        try:
-            items = as_names(names).tolist()
-            texts = as_names(titles.take(arrow.from_numbers(rows))).tolist()
-        except ValueError as error:
-            raise DataError.at(cells.path, str(error)) from error
-        for row, title in zip(rows.tolist(), texts, strict=True):
-            before = found.setdefault(items[row], title)
-            if before != title:
-                raise cells.error(
-                    row,
-                    f"item {items[row]!r} has the title {title!r}, and {before!r} before; "
-                    "give each item one title",
-                )
-            repeated += 1
-    repeated -= len(found)
-    for count, what in (
-        (empty, "items have no title and are shown by their names"),
-        (repeated, "rows repeat the title of an item"),
-    ):
-        if count:
-            say(f"{name_of(source)}: {count:,} {what}")
-    return found
-
-
-def _plain(column: pa.Array) -> pa.Array:
-    type_ = column.type
-    return column.cast(type_.value_type) if pt.is_dictionary(type_) else column
 
 
 def dates_of(data: Any) -> list[str]:

@@ -18,6 +18,7 @@ import numpy as np
 from sparsejax.codec import ModelConfig
 from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
 from sparsejax.data.files.columns import BY_NAME, Column, TimeColumn
+from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.row_codes import TableDtype
@@ -37,7 +38,7 @@ from sparsejax.runs.options import (
     Recommending,
     Training,
 )
-from sparsejax.runs.reading import is_file, read_titles
+from sparsejax.runs.reading import is_file
 from sparsejax.verbs.export import export_with_answer
 from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
-from sparsejax.runs.reading import read_titles
+from sparsejax.data.reading.item_titles import read_titles
 
 WEEK = [datetime.date(2024, 1, day) for day in range(1, 8)]
 

@@ -8,8 +8,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
+from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.runs.following import names_in
-from sparsejax.runs.reading import read_titles
 
 HALF = "\ud83d"  # of a surrogate pair
 
