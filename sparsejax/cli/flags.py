@@ -948,7 +948,8 @@ class Serve:
         as models/films with models/films/3/model.predictor; or the folder of a run, whose
         model then recommends up to 100 items a row.
       name: The model's name in the protocol.
-      host: Name or address to listen at. 0.0.0.0 is all that this machine has.
+      host: Name or address to listen at. 0.0.0.0 is all of IPv4 that this machine has, and
+        :: all of IPv6 and IPv4.
       port: Port of HTTP; 0 takes a free one.
       grpc_port: Port of gRPC, which is off by default.
       tls_cert: File of the certificates, for TLS.

@@ -287,6 +287,8 @@ class Items:
     ) -> tuple[list[Rows], np.ndarray]:
         """Histories of names as the programs take them; and how many of each are unknown.
 
+        Unknown names of `only` count, too.
+
         Args:
           histories: as for `recommend_names`, several.
           times: as for `recommend_names`.
@@ -317,9 +319,11 @@ class Items:
             unwanted.append(self._known_of(_as_lists(exclude)))
         if not exclude_seen or exclude is not None:
             matrix = self._matrix_of(*unwanted, rows=matrix.num_rows)
-        if only is not None:
-            matrix = self._without(self._matrix_of(self._known_of(only)), matrix)
         unknown = _lengths(asked.indptr) - _lengths(known.indptr)
+        if only is not None:
+            candidates = self._known_of(only)
+            unknown = unknown + _lengths(only.indptr) - _lengths(candidates.indptr)
+            matrix = self._without(self._matrix_of(candidates), matrix)
         return [*self._matrices(shown), matrix], unknown
 
     def example(self) -> list[Rows]:

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import functools
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, NoReturn
 
 import grpc
 import numpy as np
 from google.protobuf.message import DecodeError
+from grpc_health.v1 import health_pb2
 from open_inference.grpc import protocol as messages
 
 from sparsejax.serving import logs, protocol
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
-from sparsejax.serving.service import Service
+from sparsejax.serving.service import SIMILAR, Service
 
 _CODES = {
     404: grpc.StatusCode.NOT_FOUND,
@@ -23,6 +25,8 @@ _CODES = {
     503: grpc.StatusCode.UNAVAILABLE,
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
+_MANY = 2**31 - 1
+_LOOK = 0.5  # seconds between two looks of who watches the health
 _SERVICE = "inference.GRPCInferenceService"
 _METHODS = (
     *("ServerLive", "ServerReady", "ModelReady"),
@@ -44,7 +48,14 @@ _FIELDS = {
 def server(service: Service) -> grpc.aio.Server:
     """A server that answers for a service. It has no port yet, and is not started."""
     most = service.settings.limits.body
-    options = [("grpc.max_receive_message_length", most), ("grpc.so_reuseport", 0)]
+    options = [
+        ("grpc.max_receive_message_length", most),
+        ("grpc.so_reuseport", 0),
+        # Beyond these gRPC cancels calls by itself, which no metric and no line of the log
+        # would tell. They are refused here, see `Service.begin`.
+        ("grpc.server.max_pending_requests", _MANY),
+        ("grpc.server.max_pending_requests_hard_limit", _MANY),
+    ]
     made = grpc.aio.server(options=options)
     answers = _Answers(service)
     methods = {
@@ -56,8 +67,55 @@ def server(service: Service) -> grpc.aio.Server:
         for name in _METHODS
     }
     handler = grpc.method_handlers_generic_handler(_SERVICE, methods)
-    made.add_generic_rpc_handlers((handler,))
+    made.add_generic_rpc_handlers((handler, _health(service)))
     return made
+
+
+def _health(service: Service) -> grpc.GenericRpcHandler:
+    """gRPC's standard health service, which probes and load balancers ask."""
+    statuses = health_pb2.HealthCheckResponse
+    models = {service.name, *[SIMILAR] * service.settings.similar}
+
+    def status(request: Any) -> Any:
+        """The status of the server, of the protocol or of a model; None if it is unknown."""
+        if request.service not in {"", _SERVICE, *models}:
+            return None
+        return statuses.SERVING if service.is_ready else statuses.NOT_SERVING
+
+    async def check(request: Any, context: Any) -> Any:
+        found = status(request)
+        if found is None:
+            text = f"unknown service {request.service!r:.80}"
+            await context.abort(grpc.StatusCode.NOT_FOUND, text)
+        return statuses(status=found)
+
+    async def watch(request: Any, context: Any) -> AsyncIterator[Any]:
+        last = None
+        while True:
+            found = status(request)
+            found = statuses.SERVICE_UNKNOWN if found is None else found
+            if found != last:
+                yield statuses(status=found)
+            if service.draining:  # else this call would hold up the end
+                return
+            last = found
+            await asyncio.sleep(_LOOK)
+
+    return grpc.method_handlers_generic_handler(
+        "grpc.health.v1.Health",
+        {
+            "Check": grpc.unary_unary_rpc_method_handler(
+                check,
+                request_deserializer=health_pb2.HealthCheckRequest.FromString,
+                response_serializer=statuses.SerializeToString,
+            ),
+            "Watch": grpc.unary_stream_rpc_method_handler(
+                watch,
+                request_deserializer=health_pb2.HealthCheckRequest.FromString,
+                response_serializer=statuses.SerializeToString,
+            ),
+        },
+    )
 
 
 def _parser(kind: Any) -> Callable[[bytes], Any]:
@@ -110,10 +168,12 @@ def read(request: Any, limits: Limits) -> Asked:
 
 def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     kinds = {name: each.WhichOneof("parameter_choice") for name, each in given.items()}
-    return {
-        name: None if kind is None else getattr(given[name], kind)
-        for name, kind in kinds.items()
-    }
+    return protocol.said(
+        {
+            name: None if kind is None else getattr(given[name], kind)
+            for name, kind in kinds.items()
+        }
+    )
 
 
 def _tensor(given: Any, raw: bytes | None, limits: Limits) -> Tensor:

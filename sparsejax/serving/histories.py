@@ -53,6 +53,10 @@ class Histories:
         """Whether the items of a row have times."""
         return self._times is not None
 
+    def __contains__(self, user: str) -> bool:
+        """Whether there is a row of this name."""
+        return user in self._rows
+
     def of(
         self, user: str, known: np.ndarray, *, most: int | None, once: bool
     ) -> tuple[list[str], np.ndarray | None, np.ndarray | None]:

@@ -43,6 +43,11 @@ class Metrics:
         self._unknown = Counter(
             "sparsejax_unknown_names", "Names that the model lacks", registry=registry
         )
+        self._strangers = Counter(
+            "sparsejax_unknown_users",
+            "Users whom the histories do not know",
+            registry=registry,
+        )
         self._compilations = Counter(
             "sparsejax_compilations", "Programs compiled", registry=registry
         )
@@ -117,6 +122,10 @@ class Metrics:
     def unknown(self, names: int) -> None:
         """Counts unknown names."""
         self._unknown.inc(names)
+
+    def strangers(self, users: int) -> None:
+        """Counts users whom the histories do not know."""
+        self._strangers.inc(users)
 
     def reload(self, result: str) -> None:
         """Counts a version that was loaded, or could not be."""

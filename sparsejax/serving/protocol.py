@@ -156,7 +156,7 @@ def read(
     except orjson.JSONDecodeError as error:
         raise RefusedError(400, f"the request must be JSON in UTF-8: {error}") from None
     request = _expect(document, dict, "the request")
-    parameters = dict(_expect(request.get("parameters", {}), dict, "parameters"))
+    parameters = _parameters(request, "parameters")
     asked = request.get("id")
     tensors: dict[str, Tensor] = {}
     for number, given in enumerate(_expect(request.get("inputs"), list, "inputs")):
@@ -173,8 +173,9 @@ def read(
     binary = parameters.pop("binary_data_output", False)
     binary = _expect(binary, bool, "parameters.binary_data_output")
     outputs = None
-    if "outputs" in request:
-        outputs = dict(_outputs(_expect(request["outputs"], list, "outputs"), binary))
+    # No list, null and an empty list ask for all outputs, as over gRPC.
+    if (stated := request.get("outputs")) not in (None, []):
+        outputs = dict(_outputs(_expect(stated, list, "outputs"), binary))
     identity = None if asked is None else _expect(asked, str, "id")
     return Asked(identity, parameters, tensors, outputs, binary)
 
@@ -183,7 +184,7 @@ def _outputs(outputs: list, binary: bool) -> Iterator[tuple[str, bool]]:
     for number, wanted in enumerate(outputs):
         where = f"outputs[{number}]"
         output = _expect(wanted, dict, where)
-        options = _expect(output.get("parameters", {}), dict, f"{where}.parameters")
+        options = _parameters(output, f"{where}.parameters")
         if unknown := sorted(options.keys() - {"binary_data"}):
             raise RefusedError(
                 422,
@@ -193,6 +194,26 @@ def _outputs(outputs: list, binary: bool) -> Iterator[tuple[str, bool]]:
         yield _expect(output.get("name"), str, f"{where}.name"), own
 
 
+def _parameters(given: Mapping[str, Any], where: str) -> dict[str, Any]:
+    """The parameters of a request or a tensor; see `said`."""
+    stated = given.get("parameters")
+    return said({} if stated is None else _expect(stated, dict, where))
+
+
+def said(parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """The parameters of a request without those that say nothing here.
+
+    Clients of MLServer and Seldon write null for what they do not state, and state in
+    `content_type` and `headers` how their own side codes data.
+    """
+    return {
+        name: each
+        for name, each in parameters.items()
+        if each is not None and name not in _OF_CLIENTS
+    }
+
+
+_OF_CLIENTS = "content_type", "headers"
 _KINDS = {dict: "an object", list: "a list", str: "text", bool: "true or false"}
 
 
@@ -216,7 +237,7 @@ def _tensor(
             422, f"{where}: datatype must be one of {known}, got {datatype!r:.40}"
         )
     shape = checked_shape(_expect(given.get("shape"), list, f"{where}: shape"), where)
-    options = _expect(given.get("parameters", {}), dict, f"{where}: parameters")
+    options = _parameters(given, f"{where}: parameters")
     if unknown := sorted(options.keys() - {"binary_data_size"}):
         raise RefusedError(
             422,
@@ -235,7 +256,7 @@ def _tensor(
             data = [None if each is None else next(known) for each in flat]
         check_count(data, shape, where)
         return Tensor(name, datatype, shape, data), rest
-    if "data" in given:
+    if given.get("data") is not None:
         raise RefusedError(422, f"{where} has data and binary_data_size; leave one out")
     if type(size) is not int or not 0 <= size <= len(rest):
         raise RefusedError(

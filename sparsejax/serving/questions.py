@@ -44,6 +44,7 @@ from sparsejax.serving.protocol import (
 
 _INTEGERS = {name for name, kind in NUMBERS.items() if np.dtype(kind).kind in "iu"}
 _REALS = NUMBERS.keys() - {"BOOL"}
+_STRANGERS = "unknown_users"  # an output
 # Scores of places that no item fills, in an answer with rows of one length.
 _NO_SCORE = np.finfo(np.float32).min
 
@@ -59,6 +60,7 @@ class Question:
       k: items for each row; of clicks the rows that are wanted, 0 for all.
       padded: whether all rows of the answer have one length.
       only: whether the last of the rows names the items that are ranked.
+      strangers: for each row 1 if the histories do not know its user; None without histories.
     """
 
     given: Sequence[Rows]
@@ -67,6 +69,7 @@ class Question:
     k: int = 0
     padded: bool = False
     only: bool = False
+    strangers: np.ndarray | None = None
 
 
 @runtime_checkable
@@ -181,6 +184,9 @@ class _Ranked:
             Tensor("lengths", "INT32", lengths.shape, lengths),
             Tensor("unknown", "INT32", unknown.shape, unknown),
         ]
+        if question.strangers is not None:
+            strangers = question.strangers.astype(np.int32)
+            found.append(Tensor(_STRANGERS, "INT32", strangers.shape, strangers))
         return {tensor.name: tensor for tensor in found}
 
 
@@ -213,6 +219,7 @@ class Lists(_Ranked):
             known = find_names(histories.features, predictor.items)
             self._known = known >= 0  # of the histories' items, by the model
             kinds["users"] = "BYTES"
+            self.outputs.append(Tensor(_STRANGERS, "INT32", (-1,), None))
         if self._beside:
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
         self._lists = ["exclude", "candidates"]
@@ -281,9 +288,14 @@ class Lists(_Ranked):
             )
         except (TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
-        padded = len(items.shape) == 2
+        padded, rows = len(items.shape) == 2, len(indptr) - 1
+        strangers = None
+        if self._histories is not None:
+            strangers = np.zeros(rows, np.int32)
+            if users is not None:
+                strangers[:] = [user not in self._histories for user in users.data]
         return Question(
-            given, len(indptr) - 1, unknown, k, padded, only=only is not None
+            given, rows, unknown, k, padded, only=only is not None, strangers=strangers
         )
 
     def _further(

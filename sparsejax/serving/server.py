@@ -213,7 +213,11 @@ def _listening(host: str, port: int) -> socket.socket:
         (family, *_, where), *_ = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
         )
-        listening = socket.create_server(where[:2], family=family, backlog=2048)
+        # :: is all that this machine has, of both families, as gRPC takes it, too.
+        both = where[0] == "::" and socket.has_dualstack_ipv6()
+        listening = socket.create_server(
+            where[:2], family=family, backlog=2048, dualstack_ipv6=both
+        )
     except OSError as error:
         raise OSError(
             error.errno, f"cannot listen: {error.strerror}", f"{host}:{port}"

@@ -519,6 +519,8 @@ class Service:
                 continue
             if question.unknown is not None:
                 self.metrics.unknown(int(question.unknown.sum()))
+            if question.strangers is not None:
+                self.metrics.strangers(int(question.strangers.sum()))
             return
 
     def _question(

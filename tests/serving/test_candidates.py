@@ -76,6 +76,7 @@ def test_candidates_of_rows(client, predictor):
     status, found = client.infer(items, lengths, candidates, counts)
     assert status == 200
     assert found["lengths"]["data"] == [2, 0, 5]
+    assert found["unknown"]["data"] == [1, 0, 0]
     names, scores = found["items"]["data"], found["scores"]["data"]
     for history, some, part in (
         (["item 3", "item 1"], rows[0][:3], slice(0, 2)),

@@ -64,6 +64,7 @@ def test_answers_are_those_of_both(tmp_path, predictor, file):
     expected = predictor.recommend_names(before)
     assert alone["items"]["data"] == [name for row in expected for name in row]
     assert alone["unknown"]["data"] == [0, 0, 0]
+    assert alone["unknown_users"]["data"] == [0, 0, 1]
     now = [["item 4", "item 1"], ["item 0", "item 7", "item 4"], []]
     expected = predictor.recommend_names(now)
     assert both["items"]["data"] == [name for row in expected for name in row]
