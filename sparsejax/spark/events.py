@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import io
+import re
 import warnings
 from typing import Any
 
@@ -13,13 +16,13 @@ import pyarrow.types as pt
 from sparsejax.data.events.block import NO_ITEM, NO_TIME, NO_USER, NO_VALUE, is_list
 from sparsejax.data.events.source import check_times
 from sparsejax.data.events.tables import find_table_layout, inner_type
-from sparsejax.data.files import arrow
+from sparsejax.data.files import arrow, lake
 from sparsejax.data.files.columns import Chosen, Columns, role_of
 from sparsejax.data.files.hive import Constants, of_folder
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.spelling import exact_bits, is_text
 from sparsejax.data.files.values import parse_times
-from sparsejax.spark.workers import spark_type
+from sparsejax.spark.workers import spark_errors, spark_type
 
 PATH = "the frame"  # what messages name
 
@@ -118,6 +121,37 @@ def frame_events(
     wrong = marked.where("problem IS NOT NULL")
     assert layout.source is not None
     return FrameEvents(clean, wrong, layout.source, valued, times)
+
+
+def check_files(frame: Any) -> None:
+    """Raises DataError if the frame reads files of a table without the log of the table.
+
+    `session.read.parquet(path)` does so: rows that were deleted come back.
+    """
+    with contextlib.redirect_stdout(io.StringIO()) as plan:
+        frame.explain("formatted")
+    # The readers of tables have an index of files that has another name.
+    lists = re.findall(r"Location: InMemoryFileIndex ?\[([^]]*)\]", plan.getvalue())
+    roots = {root for each in lists for root in each.split(", ")}
+    for root in sorted(root for root in roots if ":/" in root):
+        for folder in (root, *lake.folders_above(root)):
+            for kind, pattern in lake.PATTERNS.items():
+                if _is_there(frame.sparkSession, f"{folder}/{pattern}"):
+                    raise DataError.at(
+                        folder,
+                        f"is a table of {kind}, but the frame reads its files without its log, "
+                        f"also those of earlier versions; read it by Spark's package for {kind}: "
+                        f'session.read.format("{kind.lower()}")',
+                    )
+
+
+def _is_there(session: Any, pattern: str) -> bool:
+    """Whether the cluster finds a file or a folder."""
+    try:
+        session.read.format("binaryFile").load(pattern)
+    except spark_errors():  # or it may not be listed
+        return False
+    return True
 
 
 def count_wrong(events: FrameEvents, *, skip_bad: bool) -> dict[str, int]:

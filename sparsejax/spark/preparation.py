@@ -47,7 +47,13 @@ from sparsejax.data.prepared.preparation import (
 from sparsejax.data.sets import split
 from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.vocabulary import hand_starts
-from sparsejax.spark.events import PATH, FrameEvents, count_wrong, frame_events
+from sparsejax.spark.events import (
+    PATH,
+    FrameEvents,
+    check_files,
+    count_wrong,
+    frame_events,
+)
 from sparsejax.spark.row_writing import WRITTEN, Found, Write
 from sparsejax.spark.workers import check_workers, clear_errors, map_batches
 
@@ -121,7 +127,7 @@ def prepare(
 
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
-        has one. Or nothing is left, or nothing is held out.
+        has one. The frame reads the files of a Delta or another table without its log. Or nothing is left, or nothing is held out.
       FileExistsError: `out` has a manifest. If it is that of the same events and settings,
         nothing is done, and it is returned.
       ImportError: pyspark is not installed.
@@ -158,6 +164,7 @@ def prepare(
         before = prepared_before(address, asked.settings)
     check_workers(frame.sparkSession)
     with contextlib.ExitStack() as kept, clear_errors("preparing the frame"):
+        check_files(frame)
         events = frame_events(
             frame,
             asked.chosen,

@@ -352,3 +352,31 @@ def test_workers_of_another_version(session, tmp_path, monkeypatch):
     ):
         sj.spark.prepare(frame, tmp_path / "out")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("mark", "kind"),
+    [
+        ("_delta_log/00000000000000000000.json", "Delta"),
+        ("metadata/v1.metadata.json", "Iceberg"),
+        (".hoodie/hoodie.properties", "Hudi"),
+        (None, None),
+    ],
+)
+def test_files_of_a_table_without_its_log_are_refused(session, tmp_path, mark, kind):
+    """Those of earlier versions would be read, too."""
+    folder = tmp_path / "a table"
+    part = folder / "data" / "dt=1"
+    part.mkdir(parents=True)
+    pq.write_table(pa.table({"user": ["ann"], "item": ["tea"]}), part / "1.parquet")
+    if mark is None:
+        sj.spark.prepare(session.read.parquet(str(folder)), tmp_path / "out")
+        return
+    (folder / mark).parent.mkdir()
+    (folder / mark).write_text("{}")
+    frame = session.read.parquet(str(folder / "data")).groupBy("user", "item").count()
+    with pytest.raises(
+        sj.DataError, match=rf"a table: is a table of {kind}, but the fr"
+    ):
+        sj.spark.prepare(frame, tmp_path / "out")
+    assert not (tmp_path / "out").exists()

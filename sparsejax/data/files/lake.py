@@ -12,7 +12,7 @@ import os
 import re
 import tempfile
 import urllib.parse
-from collections.abc import Collection, Generator, Iterable, Mapping
+from collections.abc import Collection, Generator, Iterable, Iterator, Mapping
 from typing import Any
 
 import pyarrow as pa
@@ -30,6 +30,13 @@ _FORMATS = {
     "Iceberg": r"metadata/[^/]+\.metadata\.json",
     "Hudi": r"\.hoodie(_partition_metadata|/.*)?",
     "Paimon": r"snapshot/(LATEST|snapshot-[0-9]+)",
+}
+# Patterns for paths that only a folder of each format has, for a cluster that lists them.
+PATTERNS = {
+    "Delta": "_delta_log",
+    "Iceberg": "metadata/*.metadata.json",
+    "Hudi": ".hoodie",
+    "Paimon": "snapshot/snapshot-*",
 }
 _MARKS = "|".join(f"(?P<{kind}>{mark})" for kind, mark in _FORMATS.items())
 _TABLE = re.compile(f"(?:(?P<folder>.*?)/)?(?:{_MARKS})")
@@ -134,10 +141,8 @@ def format_of(place: Place, below: Collection[str]) -> str | None:
             f"has {name!r} in it, a table of {kind}, whose log says which files hold; name "
             "the folder of the table, or a folder without tables",
         )
-    inner = place.inner.rstrip("/") if place.is_remote else os.path.abspath(place.inner)
-    # Tables have their files below folders of these names.
-    while "/" in inner and re.search("=|^data$", os.path.basename(inner)):
-        inner = os.path.dirname(inner)
+    whole = place.inner.rstrip("/") if place.is_remote else os.path.abspath(place.inner)
+    for inner in folders_above(whole):
         above = Place(inner, place.filesystem, inner)
         with contextlib.suppress(DataError):  # it may not be allowed to list it
             names = above.names()
@@ -149,6 +154,12 @@ def format_of(place: Place, below: Collection[str]) -> str | None:
     else:
         return None
     raise DataError.at(place.path, problem)
+
+
+def folders_above(path: str) -> Iterator[str]:
+    """The folders above a folder that may be a table's, as a table has files below them."""
+    while "/" in path and re.search("=|^data$", os.path.basename(path)):
+        yield (path := os.path.dirname(path))
 
 
 def _tables_in(below: Iterable[str]) -> dict[str, str]:
