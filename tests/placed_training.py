@@ -164,6 +164,7 @@ RULES = [
     sj.optimizers.adadelta(1.0, 0.95, eps=1e-2),
     sj.optimizers.adam(0.01, eps=1e-3),
     sj.optimizers.adamw(0.01, eps=1e-3, weight_decay=0.1),
+    sj.optimizers.adamax(0.01, eps=1e-3),
     sj.optimizers.lazy_adam(0.01, eps=1e-3),
 ]
 

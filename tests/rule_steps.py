@@ -33,6 +33,10 @@ def numpy_step(rule, w, state, g, t, rate):
             s["nu"] = rule.b2 * s["nu"] + (1 - rule.b2) * g**2
             mean = s["mu"] / (1 - rule.b1**t)
             move = mean / (np.sqrt(s["nu"] / (1 - rule.b2**t)) + rule.eps) + decay * w
+        case "adamax":
+            s["mu"] = rule.b1 * s["mu"] + (1 - rule.b1) * g
+            s["nu"] = np.maximum(rule.b2 * s["nu"], np.abs(g) + rule.eps)
+            move = s["mu"] / (1 - rule.b1**t) / s["nu"]
         case "ftrl":
             n = s["n"] + g**2
             s["z"] = s["z"] + g - (np.sqrt(n) - np.sqrt(s["n"])) / rate * w

@@ -291,7 +291,7 @@ class Train(OfKinds):
       config: JSON file that describes the network, instead of the network options below;
         or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}, or
         of clicks.
-      optimizer: One of adam, adamw, lazy_adam, rmsprop, adadelta, adagrad,
+      optimizer: One of adam, adamw, adamax, lazy_adam, rmsprop, adadelta, adagrad,
         rowwise_adagrad, ftrl, sgd, momentum and nesterov. For histories adamw has b2 .98
         and a weight decay of .1.
       learning_rate: Learning rate of the optimizer, at its highest.

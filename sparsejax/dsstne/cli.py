@@ -7,6 +7,7 @@ import itertools
 import math
 import os
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Callable, Sequence
@@ -15,6 +16,9 @@ from sparsejax.dsstne import encoder, generate, neighbours, predict, train
 from sparsejax.mesh import processes
 from sparsejax.whole_files import check_writable, whole_text_file
 
+# A format of printf that begins with a minus, and a number with C's suffix of its type.
+_LEFT_FORMAT = re.compile(r"-[-+ #0]*\d*(\.\d*)?[lL]?[efgEFG]")
+_OF_C = re.compile(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?[fFlL]")
 LAUNCHED = ("generateNetCDF", "train", "predict", "encoder", "knn-search")
 
 
@@ -42,8 +46,19 @@ def run(argv: Sequence[str]) -> None:
     ):
         kind = kinds.add_parser(name, help=does, description=does, allow_abbrev=False)
         kind.set_defaults(carry_out=make(kind))
-    given = vars(parser.parse_args(list(argv)))
+    given = vars(parser.parse_args(_joined(argv)))
     given.pop("carry_out")(given)
+
+
+def _joined(argv: Sequence[str]) -> list[str]:
+    """The arguments, with a format like `-8.3f` joined to its `-p`: else it seems a flag."""
+    found: list[str] = []
+    for text in argv:
+        if found and found[-1] == "-p" and _LEFT_FORMAT.fullmatch(text):
+            found[-1] += text
+        else:
+            found.append(text)
+    return found
 
 
 # A function that carries out a command, given the values of its flags by name.
@@ -278,7 +293,8 @@ def _number(
     kind = type(default)
 
     def number(text: str) -> float:
-        value = kind(text)
+        # As in C, where 0.025f is a number.
+        value = kind(text[:-1] if _OF_C.fullmatch(text) else text)
         if not least <= value < math.inf:
             raise argparse.ArgumentTypeError(f"must be at least {least}, got {text}")
         return value

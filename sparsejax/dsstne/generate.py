@@ -6,7 +6,7 @@ import dataclasses
 import os
 
 from sparsejax.data.files.opening import DataError
-from sparsejax.dsstne.index_files import index_text, read_index
+from sparsejax.dsstne.index_files import holes, index_text, read_index
 from sparsejax.dsstne.netcdf import file_image
 from sparsejax.dsstne.text import read_samples
 from sparsejax.whole_files import check_writable, write_together
@@ -72,7 +72,8 @@ def generate(command: Generate) -> None:
     if len(found.samples) > len(old):
         files.append((command.samples, index_text(found.samples)))
     write_together(files)
+    features = len(found.features) - len(holes(found.features))
     print(
         f"{command.out}: {command.dataset}, {dataset.num_examples:,} examples, "
-        f"{len(found.features):,} features, width {dataset.columns:,}"
+        f"{features:,} features, width {dataset.columns:,}"
     )

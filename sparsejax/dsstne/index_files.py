@@ -20,11 +20,12 @@ def read_index(path: Path) -> Names:
     """Reads an index file: lines `name<TAB>number`, in any order.
 
     Returns:
-      `[n]` the name that has each number.
+      `[n]` the name that has each number. Numbers that no name has are `holes`, with names
+      of padding.
 
     Raises:
-      DataError: a line is not of this form, a name or a number occurs twice, or a number
-        below the highest one is missing.
+      DataError: a line is not of this form, a name or a number occurs twice, or more than
+        half of the numbers up to the highest one, and more than 128, have no name.
     """
     names: list[Names] = []
     numbers: list[np.ndarray] = []
@@ -63,27 +64,36 @@ def read_index(path: Path) -> Names:
         raise DataError.at(path, "holds no names: the file is empty")
     number, name = np.concatenate(numbers), np.concatenate(names)
     order = np.argsort(number, kind="stable")
-    wrong = np.flatnonzero(number[order] != np.arange(len(order)))
-    if wrong.size:
-        at = int(wrong[0])
-        found = int(number[order[at]])
-        if found < at:
-            line = int(order[at]) + first_lines[0]
-            raise DataError.at(path, f"the number {found} occurs twice", line=line)
+    twice = np.flatnonzero(np.diff(number[order]) == 0)
+    if twice.size:
+        at = order[twice[0] + 1]
+        line = int(at) + first_lines[0]
+        raise DataError.at(path, f"the number {number[at]} occurs twice", line=line)
+    count, missing = int(number[order[-1]]) + 1, int(number[order[-1]]) + 1 - len(order)
+    if missing > max(_PADDED_TO, len(order)):
         raise DataError.at(
             path,
-            f"no name has the number {at}, but {found} occurs; numbers must be 0 to "
-            f"{len(order) - 1}",
+            f"{missing:,} of the numbers 0 to {count - 1:,} have no name, which is more than "
+            "half; is this an index?",
         )
     try:
         check_unique(name, "index")
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
-    return name[order]
+    if not missing:
+        return name[order]
+    made = padding_names(0, count)
+    made[number] = name
+    return made
+
+
+def holes(names: Names) -> np.ndarray:
+    """The numbers of an index that no name has, ascending."""
+    return np.flatnonzero(names == padding_names(0, len(names)))
 
 
 def index_text(names: Iterable[object]) -> str:
-    """The content of an index file; the n-th name gets the number n.
+    """The content of an index file; the n-th name gets the number n. Holes are left out.
 
     Raises:
       ValueError: a name occurs twice, is empty, or contains a TAB or a line end.
@@ -91,7 +101,11 @@ def index_text(names: Iterable[object]) -> str:
     names = as_names(names)
     check_unique(names, "index")
     check_names("index", names, "\t\r\n\ufeff", "an index file")
-    return "".join(f"{name}\t{n}\n" for n, name in enumerate(names.tolist()))
+    empty = set(holes(names).tolist())
+    lines = (
+        f"{name}\t{n}\n" for n, name in enumerate(names.tolist()) if n not in empty
+    )
+    return "".join(lines)
 
 
 def index_names(index: Path | Iterable[object]) -> Names:

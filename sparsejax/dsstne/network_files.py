@@ -177,6 +177,11 @@ class _Reader:
             )
         return choices[number]
 
+    def function(self, name: str, type: str) -> str:
+        """The function of a pooling layer; files may lack that of others, as in DSSTNE."""
+        is_needed = type == "Pooling" or self.file.has_attribute(name)
+        return self.choice(name, _FUNCTIONS) if is_needed else _FUNCTIONS[0]
+
     def count(self, name: str) -> int:
         """How many layers, or weights, or sources of a layer."""
         count = self.file.count(name)
@@ -299,7 +304,7 @@ class _Reader:
             delta_norm=file.number(f"{at}deltaNorm"),
             batch_normalization=bool(attributes & _BATCH_NORMALIZATION),
             sparseness_penalty=own if kind == "Hidden" and own.p + own.beta else None,
-            function=self.choice(f"{at}poolingfunction", _FUNCTIONS),
+            function=self.function(f"{at}poolingfunction", type),
             kernel=self.sizes(f"{at}kernel", windowed, axes),
             stride=self.sizes(f"{at}kernelStride", windowed, axes),
             padding=self.sizes(f"{at}kernelPadding", windowed, axes, at_least=0),

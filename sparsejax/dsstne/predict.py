@@ -17,7 +17,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.dsstne.definition import Definition
 from sparsejax.dsstne.devices import setting_mesh
-from sparsejax.dsstne.index_files import read_index
+from sparsejax.dsstne.index_files import holes, read_index
 from sparsejax.dsstne.layer_definition import LayerDefinition
 from sparsejax.dsstne.network import Network
 from sparsejax.dsstne.network_files import load_parameters
@@ -116,13 +116,14 @@ def predict(command: Predict) -> None:
             return
         model.rank_first(len(items))
         if command.multiply:
-            best = _multiplied(command, model, rows, filters, len(items))
+            best = _multiplied(command, model, rows, filters, items)
         else:
             best = recommend(
                 model,
                 _given(model, rows),
                 command.k,
                 exclude=filters.astype(bool),
+                exclude_items=holes(items),
                 batch_size=command.batch_size,
             )
     processes.in_first(lambda: _write(command, found.samples, best, items))
@@ -187,21 +188,23 @@ def _multiplied(
     model: Network,
     rows: SparseDataset,
     filters: scipy.sparse.csr_array,
-    items: int,
+    items: Names,
 ) -> Recommendations:
     """The best after scores were multiplied with the filters' values."""
     assert model.output_layer is not None
     output, count = model.output_layer.name, rows.num_rows
     ids = np.full((count, command.k), -1, np.int32)
     best = np.full((count, command.k), -np.inf, np.float32)
-    most = min(command.k, items)
+    empty = holes(items)
+    most = min(command.k, len(items) - len(empty))
     for start in range(0, count, command.batch_size):
         some = slice(start, start + command.batch_size)
         batch = rows.align_rows(rows.row_names[some])
         given, size = _given(model, batch), command.batch_size
-        scores = model.units(given, output, batch_size=size)[:, :items]
+        scores = model.units(given, output, batch_size=size)[:, : len(items)]
         part = scipy.sparse.coo_array(filters[some])
         np.multiply.at(scores, part.coords, part.data.astype(np.float32))
+        scores[:, empty] = -np.inf
         order = np.argsort(-scores, axis=1, kind="stable")[:, :most]
         ids[some, :most] = order
         best[some, :most] = np.take_along_axis(scores, order, axis=1)

@@ -18,6 +18,7 @@ from sparsejax.optimizers.rules import Rule as Rule
 from sparsejax.optimizers.rules import adadelta as adadelta
 from sparsejax.optimizers.rules import adagrad as adagrad
 from sparsejax.optimizers.rules import adam as adam
+from sparsejax.optimizers.rules import adamax as adamax
 from sparsejax.optimizers.rules import adamw as adamw
 from sparsejax.optimizers.rules import from_json as from_json
 from sparsejax.optimizers.rules import ftrl as ftrl

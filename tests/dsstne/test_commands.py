@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 from flax import nnx
 
+import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.dsstne import generate, save_network, train
 from sparsejax.dsstne.definition import Definition
@@ -208,6 +209,7 @@ def test_train_writes_networks_and_predict_reads_them(folder, capsys):
         ("-multiply -k 1", "u\tq,1.227:\n"),
         ("-l Hidden", "u\t0.881 0.731\n"),
         ("-k 1 -p-7.2lf", "u\tp,0.68   :\n"),
+        ("-k 1 -p -8.3f", "u\tp,0.682   :\n"),
         ("-k 1 -p +.1e", "u\tp,+6.8e-01:\n"),
         ("-k 1 -p 07.3f", "u\tp,000.682:\n"),
         ("-k 1 -p f", "u\tp,0.681700:\n"),
@@ -222,6 +224,39 @@ def test_predict_gives_the_scores_of_a_file(folder, flags, expected):
     (folder / "filters").write_text(filters)
     assert run(f"{PREDICT} {flags}") == 0
     assert (folder / "recs").read_text() == expected
+
+
+@pytest.mark.parametrize("flags", ["", "-multiply"])
+def test_nothing_is_recommended_for_a_hole_of_an_index(folder, flags):
+    """As in DSSTNE's own tests, whose indices need not have every number."""
+    networks.tiny(folder / "gl.nc")
+    (folder / "features").write_text("a\t0\nc\t2\n")
+    (folder / "items").write_text("q\t1\nr\t2\n")
+    (folder / "text").write_text("u\ta,0.5:c,2\n")
+    (folder / "filters").write_text("w\tq,1\n")
+    assert run(f"{PREDICT} {flags}") == 0
+    assert (folder / "recs").read_text() == "u\tq,0.614:r,0.098:\n"
+
+
+def test_new_names_get_numbers_behind_the_holes(folder, capsys):
+    (folder / "f").write_text("milk\t5\ntea\t2\n")
+    (folder / "s").write_text("dan\t1\n")
+    (folder / "more").write_text("ann\ttea:rum\ndan\tmilk\n")
+    command = "dsstne generateNetCDF -d x -i more -o x.nc -f f -s s -m"
+    assert run(command) == 0
+    said = capsys.readouterr()
+    assert "1 samples of the index have no line and get an empty row" in said.err
+    assert "x.nc: x, 3 examples, 3 features, width 128" in said.out
+    assert sorted((folder / "f").read_text().split("\n")) == [
+        "", "milk\t5", "rum\t6", "tea\t2"
+    ]  # fmt: skip
+    assert (folder / "s").read_text() == "dan\t1\nann\t2\n"
+    data = sj.dsstne.read_datasets(
+        folder / "x.nc", features=folder / "f", samples=folder / "s"
+    )
+    rows = data["x"].to_scipy().toarray()
+    assert rows.shape == (3, 128)
+    assert [np.flatnonzero(row).tolist() for row in rows] == [[], [5], [2, 6]]
 
 
 def test_predict_reads_what_cannot_be_trained(folder, capsys):
@@ -398,7 +433,7 @@ def test_a_mesh_gives_the_same(folder, capsys):
         (f"{PREDICT} -p 4.3f%s", "is no format"),
         (f"{PREDICT} -p ,.3f", "is no format"),
         (f"{PREDICT} -mesh data=x", "-mesh"),
-        (PREDICT.replace("-i features", "-i holes"), "no name has the number 1"),
+        (PREDICT.replace("-i features", "-i holes"), "of the numbers 0 to 500 have no name"),
         (PREDICT.replace("-r text", "-r wrong -t analog"), "wrong:2: "),
         ("dsstne generateNetCDF -d x -i wrong -o a -f f -s s -c -t analog", "wrong:2: "),
         ("dsstne generateNetCDF -d x -i spaces -o a -f f -s s -c", "no line has a TAB"),
@@ -424,7 +459,7 @@ def test_wrong_input_is_one_line(folder, capsys, command, message):
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     large = {"N": int(0.35 * memory / (4 * 2 * 128))}
     (folder / "large.json").write_text(written(Input={}, Hidden=large))
-    (folder / "holes").write_text("a\t0\nc\t2\n")
+    (folder / "holes").write_text("a\t0\nc\t500\n")
     (folder / "wrong").write_text("u\ta,1\nv\ta,1:b,nan\n")
     (folder / "spaces").write_text("Example1    Feature1,123\n\nExample2 Feature2\n")
     (folder / "four").write_text("".join(f"{n}\ttea\n" for n in range(4)))
@@ -442,6 +477,10 @@ def test_an_unknown_flag_is_wrong_usage(folder, capsys):
     assert run(f"{TRAIN} -momentum 0.5") == 2
     assert "-momentum" in capsys.readouterr().err
     assert run(f"{TRAIN} -alpha nan") == 2
+    assert run(f"{TRAIN} -alpha 0.025g") == 2
+    # As C reads it: what is wrong here is the file.
+    assert run(f"{TRAIN.replace('config.json', 'no.json')} -alpha 0.025f -mu .5F") == 1
+    assert "no.json: No such file" in capsys.readouterr().err
     assert run(f"{PREDICT} -k 0") == 2
     assert "must be at least 1, got 0" in capsys.readouterr().err
     assert run("dsstne") == 2

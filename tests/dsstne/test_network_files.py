@@ -3,10 +3,12 @@
 import dataclasses
 
 import dsstne_networks as networks
+import h5py
 import netCDF4
 import numpy as np
 import pytest
 
+import sparsejax as sj
 from sparsejax.data import DataError
 from sparsejax.dsstne.definition import Definition, weights_of
 from sparsejax.dsstne.network_files import (
@@ -270,3 +272,20 @@ def test_damaged_files_are_refused(tmp_path):
         except (DataError, NotImplementedError):
             refused += 1
     assert refused > 50
+
+
+def test_a_function_is_needed_only_where_a_layer_pools(tmp_path):
+    """DSSTNE reads `poolingfunction` of pooling layers alone."""
+    path = tmp_path / "net.nc"
+    networks.tiny(path)
+    wanted = sj.dsstne.load_network(path)
+    with h5py.File(path, "a") as file:
+        names = [name for name in file.attrs if name.endswith("_poolingfunction")]
+        assert len(names) == 3
+        for name in names:
+            del file.attrs[name]
+    assert sj.dsstne.load_network(path).definition == wanted.definition
+    with h5py.File(path, "a") as file:
+        file.attrs["layer1_type"] = np.uint32(2)
+    with pytest.raises(sj.DataError, match="layer1_poolingfunction"):
+        sj.dsstne.load_network(path)

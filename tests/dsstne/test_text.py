@@ -186,6 +186,12 @@ def test_index_files(tmp_path):
     assert index_files.read_index(path).tolist() == ["b", "ä c", "a"]
     path.write_text("x\t1\ny\t0")
     assert index_files.read_index(path).tolist() == ["y", "x"]
+    path.write_text("x\t1\ny\t4\n")
+    found = index_files.read_index(path)
+    assert found.tolist()[1::3] == ["x", "y"] and len(found) == 5
+    assert index_files.holes(found).tolist() == [0, 2, 3]
+    longer = [*found.tolist(), "new"]
+    assert index_files.index_text(longer) == "x\t1\ny\t4\nnew\t5\n"
     with pytest.raises(ValueError, match="contains '\\\\t'"):
         index_files.index_text(["a\tb"])
 
@@ -199,7 +205,7 @@ BAD_INDICES = {
     "index:2: '' is not a number": "a\t0\nb\t\n",
     "index:1: the name is empty": "\t0\n",
     "index:3: the number 0 occurs twice": "a\t0\nb\t1\nc\t0\n",
-    "no name has the number 1, but 2 occurs": "a\t0\nb\t2\n",
+    "499 of the numbers 0 to 500 have no name": "a\t0\nb\t500\n",
     "index names must be unique.*'a'": "a\t0\na\t1\n",
 }
 

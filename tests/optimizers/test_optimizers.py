@@ -41,6 +41,7 @@ RULES = [
     optimizers.ftrl(0.5, l1=1e-3, l2=0.1),
     optimizers.adam(0.01),
     optimizers.adamw(cosine(0.01), weight_decay=0.1),
+    optimizers.adamax(cosine(0.01)),
 ]
 
 

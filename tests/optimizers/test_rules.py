@@ -40,6 +40,8 @@ RULES = [
     optimizers.adam(0.01, b1=0.8, b2=0.99, eps=1e-3),
     # Powers of 0.999 would show how it is rounded, here as in optax.
     optimizers.adamw(0.01, b1=0.875, b2=1 - 2**-9, weight_decay=0.1),
+    # In some steps u is eps, which shrinks no further.
+    optimizers.adamax(0.01, b1=0.8, b2=0.9, eps=0.3),
 ]
 RULES += [
     dataclasses.replace(rule, learning_rate=WARMUP)
@@ -388,7 +390,16 @@ def test_errors_of_options():
 
 @pytest.mark.parametrize(
     "name",
-    ["adagrad", "rowwise_adagrad", "ftrl", "rmsprop", "adadelta", "adam", "lazy_adam"],
+    [
+        "adagrad",
+        "rowwise_adagrad",
+        "ftrl",
+        "rmsprop",
+        "adadelta",
+        "adam",
+        "adamax",
+        "lazy_adam",
+    ],
 )
 def test_an_l2_penalty_within_an_adaptive_rule_is_refused(name):
     with pytest.raises(NotImplementedError, match=f"weight_decay of {name} .* adamw"):

@@ -6,7 +6,8 @@ not touch a row, the dense rule sees a gradient of zero::
     sgd, adagrad, rowwise_adagrad,
     ftrl                             changes nothing
     rmsprop, adadelta                shrinks the state
-    momentum, nesterov, adam         shrinks the state and moves the weights
+    momentum, nesterov, adam,
+    adamax                           shrinks the state and moves the weights
     adamw, and weight_decay          moves all weights, also of rows never touched
 
 `catch_up` does many such steps at once. See docs/optimizers.md.
@@ -27,7 +28,7 @@ from sparsejax.optimizers.rules.adaptive import (
     rowwise_adagrad,
 )
 from sparsejax.optimizers.rules.base import Rule
-from sparsejax.optimizers.rules.moments import adam, adamw, lazy_adam
+from sparsejax.optimizers.rules.moments import adam, adamax, adamw, lazy_adam
 from sparsejax.optimizers.rules.plain import momentum, nesterov, sgd
 from sparsejax.optimizers.rules.proximal import ftrl
 from sparsejax.optimizers.schedules import Schedule
@@ -45,6 +46,7 @@ _RULES: dict[str, type[Rule]] = {
         adadelta,
         adam,
         adamw,
+        adamax,
         lazy_adam,
     )
 }

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
+import jax
 import jax.numpy as jnp
 import optax
+from jax import lax
 
 from sparsejax.optimizers.rules.base import (
     Rule,
@@ -146,3 +149,100 @@ class lazy_adam(adam):
 
     def catch_up(self, w, state, lag, count):
         return w, state
+
+
+# Missed steps of adamax that are repeated together.
+_TOGETHER = 32
+
+
+@dataclasses.dataclass(frozen=True)
+class adamax(Rule):
+    """Adam with the largest recent gradient in place of the mean of squares.
+
+    ::
+
+        m = b1 m + (1 - b1) g
+        u = max(b2 u, |g| + eps)
+        w -= learning_rate (m / (1 - b1^t)) / u                        in step t
+
+    Rows that a step does not touch are brought up to date by repeating the missed steps, of
+    which the first 159 count at the defaults. What further ones add is lost in rounding.
+
+    Raises:
+      ValueError: b1 is not below b2.
+    """
+
+    elementwise = True
+    shrinks_state = True
+    moves_weights = True
+    b1: float = 0.9
+    b2: float = 0.999
+    eps: float = 1e-8
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_below_one(b1=self.b1, b2=self.b2)
+        check_positive(eps=self.eps)
+        if self.b1 >= self.b2:
+            raise ValueError(
+                f"b1 must be below b2, got b1={self.b1}, b2={self.b2}: rows that are not "
+                "touched would drift ever faster"
+            )
+
+    def dense(self):
+        return optax.adamax(self.learning_rate, self.b1, self.b2, self.eps)
+
+    def init(self, shape):
+        return {
+            "mu": jnp.zeros(shape, jnp.float32),
+            "nu": jnp.zeros(shape, jnp.float32),
+        }
+
+    def catch_up(self, w, state, lag, count):
+        mu, nu = state["mu"], state["nu"]
+        # Rows that were never touched, whose lag is the longest, do not move.
+        moves = jnp.any(mu != 0, axis=1, keepdims=True)
+        owed = jnp.where(moves, jnp.minimum(lag, self._steps), 0)
+        first = count - lag
+
+        def some(i, total):
+            k = i * _TOGETHER + 1 + jnp.arange(_TOGETHER)[None]
+            t = jnp.maximum(first + k, 1)
+            factor = self.rate(t) * power(self.b1, k) / self._rest(t, nu.dtype)
+            factor = jnp.where(k <= owed, factor, 0).astype(nu.dtype)
+            shrunk = power(self.b2, k).astype(nu.dtype)
+            for j in range(_TOGETHER):
+                largest = jnp.maximum(nu * shrunk[:, j : j + 1], self.eps)
+                total = total + factor[:, j : j + 1] / largest
+            return total
+
+        rounds = -(-jnp.max(owed, initial=0) // _TOGETHER)
+        total = lax.fori_loop(0, rounds, some, jnp.zeros_like(nu))
+        state = {
+            "mu": mu * power(self.b1, lag),
+            "nu": jnp.maximum(
+                nu * power(self.b2, lag), jnp.where(lag > 0, self.eps, 0)
+            ),
+        }
+        return w - mu * total, state
+
+    def numbers(self, count):
+        return self.rate(count), 1 - self.b1**count
+
+    def step(self, w, state, gradient, numbers):
+        rate, total = numbers
+        mu = (1 - self.b1) * gradient + self.b1 * state["mu"]
+        nu = jnp.maximum(self.b2 * state["nu"], jnp.abs(gradient) + self.eps)
+        return w - rate * (mu / total / nu), {"mu": mu, "nu": nu}
+
+    @property
+    def _steps(self) -> int:
+        """Missed steps that count: each moves a weight by b1 / b2 of the one before, or less."""
+        if not self.b1:
+            return 0
+        return math.ceil(math.log(2**-24) / math.log(self.b1 / self.b2))
+
+    def _rest(self, t: jax.Array, dtype) -> jax.Array:
+        """`1 - b1^t`, with all digits."""
+        log = math.log(self.b1) if self.b1 else -math.inf
+        return -jnp.expm1(t.astype(dtype) * log)
