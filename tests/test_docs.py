@@ -283,12 +283,12 @@ def test_splits(trained, capsys):
     pathlib.Path("purchases.csv").write_text("\n".join(lines))
     page = (DOCS / "splits.md").read_text()
     fences = re.findall(r"^```\w*\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
-    first, output, again, commands = fences
+    first, output, again, commands, more = fences
     exec(compile(first, "splits.md", "exec"), trained)  # noqa: S102
     assert capsys.readouterr().out == output
     exec(compile(again, "splits.md", "exec"), trained)  # noqa: S102
     assert trained["validation"].num_entries > 30
-    for line in commands.splitlines():
+    for line in (commands + more).splitlines():
         assert cli.main(shlex.split(line)[1:]) == 0
     assert "popularity_ndcg@20" in capsys.readouterr().out
 

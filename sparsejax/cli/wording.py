@@ -13,11 +13,17 @@ _ADVICE = {
     "say what the model gets: DenseColumn(missing=0.0)": (
         'say what the model gets: "missing": 0.0 of this column, in a file for --schema'
     ),
-    "use split_at, or use read_sequences(...).split_last(...) and to_sparse() of its parts "
-    "(on the command line: split --by time, or split --histories)": (
-        "use split --by time, or split --by last --histories, whose parts train takes, too"
-    ),
+    (
+        _SPLIT
+        := "use split_at, or use read_sequences(...).split_last(...) and to_sparse() of "
+        "its parts (on the command line: split --by time, or split --histories)"
+    ): "use split --by time, or split --by last --histories, whose parts train takes, too",
 }
+# The same where a part of the data is held out for validation, which may be a split's part.
+_OF_VALIDATION = (
+    "split DATA itself once more, split DATA --by time --fraction .9 --out DIR: train on "
+    "DIR/train.parquet, and give --validation DIR/heldout.parquet"
+)
 # Names and paths in a message are the user's, whatever words they contain.
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 
@@ -34,7 +40,10 @@ def in_flags(text: str, command: Command | None) -> str:
     """
     known = {}
     if command is not None:
-        for python, advice in _ADVICE.items():
+        advices = dict(_ADVICE)
+        if hasattr(command, "validation"):
+            advices[_SPLIT] = _OF_VALIDATION
+        for python, advice in advices.items():
             text = text.replace(python, advice)
         files = {n: n.upper() for n in ("train", "test") if hasattr(command, n)}
         known = files | flags_of(type(command))

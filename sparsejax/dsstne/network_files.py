@@ -177,7 +177,7 @@ class _Reader:
             )
         return choices[number]
 
-    def function(self, name: str, type: str) -> str:
+    def function(self, name: str, type: str) -> str | None:
         """The function of a pooling layer; files may lack that of others, as in DSSTNE."""
         is_needed = type == "Pooling" or self.file.has_attribute(name)
         return self.choice(name, _FUNCTIONS) if is_needed else _FUNCTIONS[0]

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
+import pyarrow as pa
 
 from sparsejax.data import (
     DataError,
@@ -54,6 +55,8 @@ def read_file(
       indicator: ignore values, whatever `reading` says.
     """
     indicator = indicator or reading.indicator
+    if (table := _baskets(source)) is not None:
+        return read(table, features=features, indicator=True)
     if isinstance(source, SparseDataset):
         data = source if features is None else source.align_features(features)
         return data.without_values() if indicator else data
@@ -87,6 +90,16 @@ def read_file(
     return data
 
 
+def _baskets(source: Any) -> pa.Table | None:
+    """A table of lists of names, a row for each list; None if the source is something else."""
+    if not isinstance(source, list | tuple) or not source:
+        return None
+    if not all(isinstance(each, list | tuple) for each in source):
+        return None
+    rows = [str(number) for number in range(len(source))]
+    return pa.table({"user": rows, "item": pa.array(source, pa.list_(pa.string()))})
+
+
 def _has_histories(source: Any) -> bool:
     """Whether a source is a `SequenceDataset`, or a file of one."""
     return isinstance(source, SequenceDataset) or kind_of_saved(source) == "histories"
@@ -107,6 +120,8 @@ def read_histories(
         raise ValueError("value=...: histories have no values; leave it out")
     if isinstance(source, SequenceDataset):
         return source if features is None else source.align_features(features)
+    if (table := _baskets(source)) is not None:
+        return read_sequences(table, features=features)
     if isinstance(source, SparseDataset):
         raise ValueError(
             "a SparseDataset has lost the order and the repeats of its events: read the "

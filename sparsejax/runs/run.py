@@ -423,7 +423,8 @@ class Run:
         Args:
           users: names of rows, in any order; all rows by default.
           k: items a row.
-          inputs: the rows, also of new users; by default what the model was trained on.
+          inputs: the rows, also of new users; by default what the model was trained on. Lists
+            of names of items will do, such as `[["tea", "milk"], ["rye"]]`, in their order.
           exclude_seen: do not recommend what a row has in `inputs`.
           exclude: a file, a table or data: do not recommend what a row has there.
           exclude_items: names of items that nobody is recommended, such as those sold out.

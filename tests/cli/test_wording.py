@@ -57,8 +57,16 @@ def test_advice_is_of_the_command_line():
     )
     with pytest.warns(UserWarning) as warned:
         warn_of_repeats(1, 2)
-    said = in_flags(str(warned[0].message), TRAIN)
+    said = in_flags(
+        str(warned[0].message), flags.Split(data="x", by="last", out=pathlib.Path("x"))
+    )
     assert said.endswith("--by last --histories, whose parts train takes, too")
+    # DATA may be a part of such a split. Then it is split once more, and nothing else helps.
+    said = in_flags(str(warned[0].message), TRAIN)
+    assert said.endswith(
+        "split DATA itself once more, split DATA --by time --fraction .9 --out DIR: train on "
+        "DIR/train.parquet, and give --validation DIR/heldout.parquet"
+    )
 
 
 def test_without_a_command_nothing_is_a_flag():

@@ -172,12 +172,24 @@ def test_tables_histories_and_clicks_in_memory(folder, tmp_path):
     assert run.recommend(["bob"], k=1).names() == [["rye"]]
     more = pa.table({"who": ["eve"], "what": ["rye"]})
     assert run.recommend(k=1, inputs=more).names() == [["tea"]]
+    # Baskets, as a predictor takes them.
+    baskets = [["rye"], ["tea"], []]
+    run.export(tmp_path / "shop.predictor", k=1)
+    predictor = sj.load_predictor(tmp_path / "shop.predictor")
+    found = run.recommend(k=1, inputs=baskets).names()
+    assert found[:2] == [["tea"], ["rye"]]
+    assert found == predictor.recommend_names(baskets)
 
     histories = sj.read_sequences(folder / "histories.csv", **COLUMNS)
     run = sj.Run.train(histories, model="gru", num_epochs=1)
     (tmp_path / "x").mkdir()
     run.save(tmp_path / "x" / "run")
     again = sj.Run.load(tmp_path / "x" / "run", **COLUMNS)
+    baskets = [["i3", "i4"], ["i4", "i3"], ["i3", "unknown", "i4"]]
+    with pytest.warns(match="unknown"):
+        ranked = again.recommend(k=2, inputs=baskets)
+    assert ranked.names()[0] == ranked.names()[2]
+    assert not np.array_equal(ranked.scores[0], ranked.scores[1])  # in their order
     found = again.recommend(["u3"], k=2, inputs=folder / "histories.csv")
     np.testing.assert_array_equal(found.ids, run.recommend(["u3"], k=2).ids)
 
