@@ -10,7 +10,6 @@ from collections.abc import Collection
 from typing import Any, cast
 
 import numpy as np
-import pyarrow as pa
 
 from sparsejax.data import (
     DataError,
@@ -55,8 +54,8 @@ def read_file(
       indicator: ignore values, whatever `reading` says.
     """
     indicator = indicator or reading.indicator
-    if (table := _baskets(source)) is not None:
-        return read(table, features=features, indicator=True)
+    if (rows := _baskets(source)) is not None:
+        return read(rows, features=features, indicator=True)
     if isinstance(source, SparseDataset):
         data = source if features is None else source.align_features(features)
         return data.without_values() if indicator else data
@@ -90,14 +89,13 @@ def read_file(
     return data
 
 
-def _baskets(source: Any) -> pa.Table | None:
-    """A table of lists of names, a row for each list; None if the source is something else."""
+def _baskets(source: Any) -> list[dict[str, Any]] | None:
+    """Rows of lists of names; None if the source is something else."""
     if not isinstance(source, list | tuple) or not source:
         return None
     if not all(isinstance(each, list | tuple) for each in source):
         return None
-    rows = [str(number) for number in range(len(source))]
-    return pa.table({"user": rows, "item": pa.array(source, pa.list_(pa.string()))})
+    return [{"user": str(n), "item": list(names)} for n, names in enumerate(source)]
 
 
 def _has_histories(source: Any) -> bool:
@@ -120,8 +118,8 @@ def read_histories(
         raise ValueError("value=...: histories have no values; leave it out")
     if isinstance(source, SequenceDataset):
         return source if features is None else source.align_features(features)
-    if (table := _baskets(source)) is not None:
-        return read_sequences(table, features=features)
+    if (rows := _baskets(source)) is not None:
+        return read_sequences(rows, features=features)
     if isinstance(source, SparseDataset):
         raise ValueError(
             "a SparseDataset has lost the order and the repeats of its events: read the "
