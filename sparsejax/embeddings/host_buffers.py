@@ -22,7 +22,7 @@ from jax.sharding import NamedSharding, SingleDeviceSharding
 from jax.sharding import PartitionSpec as P
 from numpy.typing import DTypeLike
 
-from sparsejax.mesh.layout import mesh_is_set
+from sparsejax.mesh.layout import default_device, mesh_is_set
 
 _PINNED = "pinned_host"
 # Shapes of buffers that are kept.
@@ -190,13 +190,13 @@ def _devices() -> np.ndarray:
     """`[data, model]`: the devices."""
     if mesh_is_set():
         return jax.sharding.get_mesh().devices
-    return np.array(jax.devices()[:1])
+    return np.array([default_device()])
 
 
 @functools.cache
 def _pins() -> bool:
     """Whether the devices have pinned memory, which is not their own."""
-    kinds = {memory.kind for memory in jax.devices()[0].addressable_memories()}
+    kinds = {memory.kind for memory in default_device().addressable_memories()}
     return jax.default_backend() == "gpu" and _PINNED in kinds
 
 

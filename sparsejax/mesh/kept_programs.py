@@ -36,7 +36,7 @@ from jax.experimental.compilation_cache import compilation_cache
 import pallas_kernels
 import sparsejax
 from sparsejax import kept_files
-from sparsejax.mesh.layout import device_memory, mesh_is_set
+from sparsejax.mesh.layout import default_device, device_memory, mesh_is_set
 
 # The least recently used programs are removed beyond this.
 MAX_BYTES = 2**30
@@ -346,6 +346,7 @@ def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
         return _digest_of(
             (
                 _process(since),
+                _devices_of(types),
                 sorted(settings.items()),
                 (f.__module__, f.__qualname__),
                 sorted(keepable.static),
@@ -363,7 +364,6 @@ def _is_known(module: Any) -> bool:
 
 def _process(since: float) -> tuple[Any, ...]:
     """The part of the key that is the same for all programs of a process."""
-    devices = jax.devices()
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -371,12 +371,19 @@ def _process(since: float) -> tuple[Any, ...]:
     }
     return (
         _packages(since),
-        [(each.id, each.platform, each.device_kind) for each in devices],
-        devices[0].client.platform_version,
-        _processor() if devices[0].platform == "cpu" else device_memory(),
+        default_device().client.platform_version,
+        _processor() if default_device().platform == "cpu" else device_memory(),
         jax.process_count(),
         environment,
     )
+
+
+def _devices_of(types: _Types) -> list[tuple[Any, ...]]:
+    """The devices that a program runs on; others that the process sees do not matter."""
+    devices = {default_device()} if types.mesh is None else set(types.mesh.devices.flat)
+    for *_, sharding, _ in (leaf for leaf in types.leaves if len(leaf) > 3):
+        devices |= sharding.device_set
+    return sorted((each.id, each.platform, each.device_kind) for each in devices)
 
 
 @functools.cache

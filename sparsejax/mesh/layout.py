@@ -313,9 +313,9 @@ def jit_sharded[**Args, Made](
 
 
 def sharding_of(spec: P) -> jax.sharding.Sharding:
-    """How `put_on_mesh` lays an array of this spec: without a mesh, on the first device."""
+    """How `put_on_mesh` lays an array of this spec: without a mesh, on the default device."""
     if not mesh_is_set():
-        return jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        return jax.sharding.SingleDeviceSharding(default_device())
     return NamedSharding(jax.sharding.get_mesh(), spec)
 
 
@@ -465,29 +465,28 @@ def rows_per_device(num_rows: int) -> int:
     return num_rows // model
 
 
-# Programs traced within it are found again only within it.
-_for_one_device = jax.make_user_context(default_value=False)
+def is_for_one_device() -> bool:
+    """Whether a program that is traced or compiled now runs on one device.
 
-
-def for_one_device() -> contextlib.AbstractContextManager[Any]:
-    """Within it, what is traced runs on one device, however many there are."""
-    return _for_one_device(True)
-
-
-def traced_for_one_device() -> bool:
-    """Whether what is traced now runs on one device.
-
-    It does if there is only one device, if `jax.shard_map` divides the work, or within
-    `for_one_device`.
+    The mesh that is set decides, not how many devices the process sees: it is for one
+    device if no mesh is set, if the mesh has one device, or if `jax.shard_map` divides the
+    work.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    alone = jax.device_count() == 1 or bool(_for_one_device.value)
-    return alone or bool(mesh.manual_axes)
+    return mesh.empty or mesh.size == 1 or bool(mesh.manual_axes)
+
+
+def default_device() -> jax.Device:
+    """The device on which JAX makes arrays if no mesh is set, see `jax.default_device`."""
+    chosen = jax.config.jax_default_device
+    if isinstance(chosen, jax.Device):
+        return chosen
+    return jax.local_devices(backend=chosen)[0]
 
 
 def device_memory() -> int | None:
-    """Bytes that JAX may take of the first device here; None if it does not say."""
-    stats = jax.local_devices()[0].memory_stats()
+    """Bytes that JAX may take of the default device; None if it does not say."""
+    stats = default_device().memory_stats()
     return None if stats is None else stats.get("bytes_limit")
 
 

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from sparsejax.mesh.kept_programs import Keepable
+from sparsejax.mesh.layout import is_for_one_device
 
 # XLA then times no programs to choose one, and has no operation whose result depends on
 # the order in which threads end. A CPU ignores it.
@@ -65,24 +66,32 @@ def is_timed(modules: Iterable[object]) -> bool:
     return any(getattr(type(module), "kind", None) == "clicks" for module in modules)
 
 
-@functools.cache
 def gpu_options(
     *, loops_in_graphs: bool = False, timed_fusions: bool = False
 ) -> Mapping[str, Any]:
     """Options for a program's compiler, as far as XLA takes them; none without a GPU.
 
+    They depend on whether a mesh of several devices is set, see `is_for_one_device`.
+
     Args:
-      loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out where
-        there are several devices: such graphs were not tried with their collectives.
-      timed_fusions: fusions are compiled in two ways, to time them. Not on several devices,
-        where it was not tried.
+      loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out on
+        a mesh of several devices: such graphs were not tried with their collectives.
+      timed_fusions: fusions are compiled in two ways, to time them. Left out on a mesh of
+        several devices, where it was not tried.
     """
+    return _gpu_options(is_for_one_device(), loops_in_graphs, timed_fusions)
+
+
+@functools.cache
+def _gpu_options(
+    one_device: bool, loops_in_graphs: bool, timed_fusions: bool
+) -> Mapping[str, Any]:
     if jax.default_backend() != "gpu":
         return {}
     choices: list[dict[str, Any]] = [WITHOUT_TRITON]
-    if not timed_fusions or jax.device_count() > 1:
+    if not (timed_fusions and one_device):
         choices.append(WITHOUT_TIMED_FUSIONS)
-    if jax.device_count() > 1:
+    if not one_device:
         choices += [OVERLAPPED, COPIED]
     elif loops_in_graphs:
         choices.append(LOOPS_IN_GRAPHS)
@@ -105,10 +114,11 @@ def _are_taken(*options: tuple[str, Any]) -> bool:
     return True
 
 
-class Programs(dict[bool, Keepable]):
-    """`Keepable(f, ...)` in two forms, by whether it is deterministic.
+class Programs:
+    """`Keepable(f, ...)` in two forms: `programs[deterministic]`.
 
-    A deterministic program gives the same bits in every process on the same kind of GPU.
+    The options of a form are those for the mesh that is set when it is asked for. A
+    deterministic program gives the same bits in every process on the same kind of GPU.
     It cannot be called inside another program: that one's options hold for both.
 
     Args:
@@ -129,7 +139,7 @@ class Programs(dict[bool, Keepable]):
         timed_fusions: bool = False,
         **options: Any,
     ):
-        super().__init__()
+        self._made: dict[tuple[bool, bool], Keepable] = {}
         self._f = f
         self._inside_others = inside_others
         self._for_gpus = {
@@ -146,8 +156,14 @@ class Programs(dict[bool, Keepable]):
             self._f, inside_others=self._inside_others, **how, **self._options
         )
 
-    def __missing__(self, deterministic: bool) -> Keepable:
-        # Made when it is first asked for: the options ask which devices there are.
+    def __getitem__(self, deterministic: bool) -> Keepable:
+        # Made when it is first asked for: the options ask for the kind of device.
+        key = deterministic, is_for_one_device()
+        if key not in self._made:
+            self._made[key] = self._make(deterministic)
+        return self._made[key]
+
+    def _make(self, deterministic: bool) -> Keepable:
         how = dict(self._for_gpus)
         if deterministic:  # times differ from one process to the next
             how["timed_fusions"] = False
@@ -155,13 +171,12 @@ class Programs(dict[bool, Keepable]):
         if deterministic:
             f = _with_same_bits(f)
             chosen |= DETERMINISTIC
-        self[deterministic] = Keepable(
+        return Keepable(
             f,
             inside_others=self._inside_others and not deterministic,
             compiler_options=chosen or None,
             **self._options,
         )
-        return self[deterministic]
 
 
 def _with_same_bits(f: Callable[..., Any]) -> Callable[..., Any]:

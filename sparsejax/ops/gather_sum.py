@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from pallas_kernels import gather_matmul as mosaic
+from pallas_kernels.mosaic import on_one_device
 from sparsejax.mesh.blocks import LookupRows
 from sparsejax.mesh.exchange import DividedRows, narrower
 from sparsejax.mesh.layout import (
@@ -208,6 +209,7 @@ def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
     data = jnp.ones(x.nse, w.dtype) if x.data is None else jnp.asarray(x.data, w.dtype)
     data, ids = jnp.where(inside, data, jnp.nan), jnp.where(inside, ids, 0)
     shape = x.num_rows + 1, w.shape[0]
+    w = on_one_device(w)
     y = (sparse.CSR((data, ids, indptr), shape=shape) @ w)[:-1]
     return jnp.where(x.overfull_rows()[:, None], jnp.nan, y)
 

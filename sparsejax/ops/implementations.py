@@ -7,7 +7,7 @@ from typing import Literal, NamedTuple
 
 import jax
 
-from sparsejax.mesh.layout import traced_for_one_device
+from sparsejax.mesh.layout import is_for_one_device
 
 # The argument `implementation` of every operation.
 #
@@ -15,7 +15,8 @@ from sparsejax.mesh.layout import traced_for_one_device
 #   "xla_gpu"     XLA's operations in the form for GPUs, on every platform
 #   "cusparse"    cuSPARSE's product, where rows are gathered and added; else as "xla_gpu"
 #   "mosaic_gpu"  a GPU program of `pallas_kernels`
-#   None          the fastest that can run on the devices visible where it is traced
+#   None          the fastest that can run on the kind of device that is visible where it is
+#                 traced; how many devices are visible does not matter
 #
 # A name is used on whatever machine the operation is traced. So a machine without a GPU can
 # lower a program for one, and run the form that other machines have.
@@ -67,11 +68,11 @@ def custom_call_can_run(capabilities: Capabilities, *, divided: bool = False) ->
 
     Args:
       capabilities: of the GPUs that the call is for.
-      divided: whether `shard_map` will divide the work over devices. Without it there
-        must be one device: the partitioner cannot divide a custom call.
+      divided: whether `shard_map` will divide the work over devices. Without it the
+        program must be for one device: the partitioner cannot divide a custom call.
     """
     capability = gpu_capability()
-    if capability is None or not (divided or traced_for_one_device()):
+    if capability is None or not (divided or is_for_one_device()):
         return False
     return capabilities.oldest <= capability <= capabilities.newest
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import export, lax
 
-from sparsejax.mesh.layout import for_one_device, without_mesh
+from sparsejax.mesh.layout import without_mesh
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.ops import coarse_top_k
@@ -228,9 +228,9 @@ class Programs:
             inputs = jax.tree.unflatten(tree, apart(given, likes))
             return in_one_array(program(weights, inputs))
 
-        options = dict(gpu_options(loops_in_graphs=True)) or None
-        one_array = jax.jit(whole, compiler_options=options)
         with without_mesh():
+            options = dict(gpu_options(loops_in_graphs=True)) or None
+            one_array = jax.jit(whole, compiler_options=options)
             made = one_array.lower(self.weights, in_one_array(likes)).compile()
         return functools.partial(made, self.weights)
 
@@ -293,7 +293,8 @@ def _by_rows(
     denies: bool,
 ) -> dict[int, Any]:
     """`Programs.by_rows`."""
-    options = dict(gpu_options()) or None
+    with without_mesh():  # programs are for one device
+        options = dict(gpu_options()) or None
     return {
         rows: jax.jit(
             _whole(signature, program, best, denies), compiler_options=options
@@ -313,7 +314,7 @@ def coarse_items(signature: Signature, weights: Sequence[jax.Array]) -> list[jax
     if layer is None or not layer.int8:
         return []
     kernel, dtype = weights[layer.kernel], jnp.dtype(layer.dtype)
-    with for_one_device():
+    with without_mesh():
         if not coarse_top_k.is_of_use(kernel.shape, dtype):
             return []
     count = len(CoarseItems._fields)
@@ -353,8 +354,7 @@ def _best_of_all(
     best: Callable[..., tuple[jax.Array, ...]] = top_k
     if layer.coarse is not None:
         best = functools.partial(coarse_top_k.coarse_top_k, coarse=layer.coarse)
-    with for_one_device():
-        return best(h, layer.kernel, layer.bias, k, exclude=exclude, **options)
+    return best(h, layer.kernel, layer.bias, k, exclude=exclude, **options)
 
 
 @promoting()

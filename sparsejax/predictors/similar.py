@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from sparsejax.mesh.layout import for_one_device
+from sparsejax.mesh.layout import without_mesh
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import gpu_options
 from sparsejax.ops.top_k import top_k
@@ -36,14 +36,15 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
         bias = sum(denied, start=bias)
         kernel, seen = kernel.astype(layer.dtype), CSR(None, *own, num_cols=num_items)
         operands = kernel[items], kernel, bias, k
-        with for_one_device():
-            found, cosines = top_k(
-                *operands, scale=scale, exclude=seen, precision="highest"
-            )
+        found, cosines = top_k(
+            *operands, scale=scale, exclude=seen, precision="highest"
+        )
         cosines = jnp.where(found < 0, -jnp.inf, cosines * scale[items][:, None])
         return [found.astype(ids.dtype), cosines.astype(scores.dtype)]
 
-    options, kernel = dict(gpu_options()) or None, programs.weights[layer.kernel]
+    with without_mesh():  # programs are for one device
+        options = dict(gpu_options()) or None
+    kernel = programs.weights[layer.kernel]
     weights = [
         kernel,
         *_scale_and_bias(kernel),

@@ -17,6 +17,7 @@ from jaxtyping import Float
 
 import sparsejax
 from sparsejax import kept_files
+from sparsejax.mesh.layout import default_device
 from sparsejax.nn import closed_form
 from sparsejax.nn.config import LinearConfig
 from sparsejax.verbs.build import matrix_of
@@ -87,7 +88,7 @@ def _path(
         fingerprint,
         shape,
         config,
-        jax.devices()[0].device_kind,
+        default_device().device_kind,
         [module.__version__ for module in modules],
     ]
     digest = hashlib.blake2b(repr(parts).encode(), digest_size=16)

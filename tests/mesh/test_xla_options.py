@@ -14,10 +14,18 @@ from sparsejax.mesh import xla_options
 WITHOUT = xla_options.WITHOUT_TRITON | xla_options.WITHOUT_TIMED_FUSIONS
 
 
-def options(monkeypatch, backend, *, devices=1, **wanted):
+@pytest.fixture(autouse=True)
+def _options_are_made_anew(monkeypatch):
+    anew = xla_options._gpu_options.__wrapped__
+    monkeypatch.setattr(xla_options, "_gpu_options", anew)
+
+
+def options(monkeypatch, backend, *, model=None, **wanted):
     monkeypatch.setattr(jax, "default_backend", lambda: backend)
-    monkeypatch.setattr(jax, "device_count", lambda: devices)
-    return xla_options.gpu_options.__wrapped__(**wanted)
+    if model is None:
+        return xla_options.gpu_options(**wanted)
+    with jax.set_mesh(sj.make_mesh(model=model)):
+        return xla_options.gpu_options(**wanted)
 
 
 def test_without_a_gpu_there_are_none(monkeypatch):
@@ -52,8 +60,8 @@ def test_steps_of_clicks_have_timed_fusions(monkeypatch):
         sj.jit(lambda model: 2 * model.value[...])(model)
     assert asked == [False, True]
     sj.jit(lambda model: 3 * model.value[...], deterministic=True)(Clicks())
+    vars(dispatch.run_steps).pop("timed", None)  # made anew
     steps = dispatch.run_steps.timed
-    steps.clear()
     assert steps[False] is not steps[True] and "clicks" == sj.embeddings.DLRM.kind
     assert asked[2:] == [False, True, False]
     monkeypatch.undo()
@@ -67,9 +75,21 @@ def test_options_that_xla_refuses_are_left_out(monkeypatch):
     assert taken == WITHOUT
 
 
-def test_several_devices_have_no_graphs_of_loops(monkeypatch):
-    """What they exchange crosses while others work, with options that this XLA takes."""
-    taken = options(
-        monkeypatch, "gpu", devices=2, loops_in_graphs=True, timed_fusions=True
-    )
+def test_the_mesh_decides_not_the_devices_that_are_visible(monkeypatch):
+    """On a mesh of several, arrays cross while others work, and loops are no graphs."""
+    assert jax.device_count() > 1
+    wanted = {"loops_in_graphs": True, "timed_fusions": True}
+    alone = xla_options.WITHOUT_TRITON | xla_options.LOOPS_IN_GRAPHS
+    assert options(monkeypatch, "gpu", **wanted) == alone
+    assert options(monkeypatch, "gpu", model=1, **wanted) == alone
+    taken = options(monkeypatch, "gpu", model=2, **wanted)
     assert taken == WITHOUT | xla_options.OVERLAPPED | xla_options.COPIED
+
+
+def test_a_program_has_a_form_for_a_mesh():
+    programs = xla_options.Programs(lambda x: x)
+    alone = programs[False]
+    with jax.set_mesh(sj.make_mesh(model=1)):
+        assert programs[False] is alone
+    with jax.set_mesh(sj.make_mesh(model=2)):
+        assert programs[False] is not alone

@@ -1,17 +1,32 @@
-"""What each operation runs on a GPU of some compute capability, by tracing it there."""
+"""What each operation runs on a GPU of some compute capability, by tracing it there.
 
+Eight devices are visible here. An operation runs what it runs where one is visible.
+"""
+
+import ast
 import functools
+import pathlib
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
-from jax.sharding import AxisType
-from jax.sharding import PartitionSpec as P
 
+import sparsejax as sj
 from sparsejax import optimizers
 from sparsejax.mesh import xla_options
-from sparsejax.ops import chunked_loss, implementations, row_update, scatter_gradient
+from sparsejax.ops import (
+    chunked_loss,
+    hash_index,
+    implementations,
+    row_update,
+    scatter_gradient,
+)
+from sparsejax.ops.coarse_top_k import CoarseItems, coarse_top_k
+from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
 from sparsejax.ops.gather_matmul import gather_matmul
+from sparsejax.ops.history_attention import history_attention
+from sparsejax.ops.linear_cross_entropy import linear_cross_entropy
 from sparsejax.ops.output_loss import output_loss
 from sparsejax.ops.top_k import top_k
 from sparsejax.sparse import CSR
@@ -39,35 +54,88 @@ def loss(x, h, kernel, **options):
     return jax.grad(of, (0, 1))(h, kernel)
 
 
+def interaction(x, h, kernel):
+    blank = blank_vectors(h[:, :16], 27)
+    rows = jnp.broadcast_to(h[:, None, :16], (4, 27 + blank, 16))
+    return dot_interaction(rows, h[:, :16], blank=blank)
+
+
+def attention(x, h, kernel):
+    tokens = jnp.broadcast_to(h[:, None, :64], (4, 2, 64))
+    return history_attention(
+        tokens, tokens, tokens, jnp.array([0, 1, 4]), activation="softmax"
+    )
+
+
+def cross_entropy(x, h, kernel):
+    return jax.grad(linear_cross_entropy)(h, kernel, jnp.zeros(4, int))
+
+
+def coarse(x, h, kernel):
+    items = CoarseItems.of(kernel, None)
+    return coarse_top_k(h, kernel, None, 3, coarse=items, scale=None, exclude=x)
+
+
+def squared_loss(x, h, kernel):
+    def of(h, kernel):
+        return output_loss(h, kernel, None, x, loss="l2_loss")
+
+    return jax.grad(of, (0, 1))(h, kernel)
+
+
+def find(x, h, kernel):
+    layout = hash_index.Layout(rows=44, firsts=(0,), sizes=(43,))
+    index = hash_index.empty(layout)
+    words = jnp.zeros(4, jnp.uint32) + jnp.uint32(h[0, 0])
+    keys = hash_index.TableKeys(jnp.zeros(4, jnp.int32), words, words)
+    return hash_index.find(layout, index, keys, jnp.ones(4, bool))
+
+
 # Each with the dtype of its operands, whether GPUs newer than Hopper have a program, and
-# whether older ones have cuSPARSE.
+# whether older ones have cuSPARSE. Each operation that chooses a GPU program stands here.
 OPERATIONS = {
     "gather_matmul": (lambda x, h, w: gather_matmul(x, w), jnp.float32, True, True),
     "gradient": (gradient, jnp.float32, True, True),
     "step_on_rows": (step_on_rows, jnp.float32, True, True),
     "output_loss": (loss, jnp.bfloat16, False, False),
     "top_k": (lambda x, h, w: top_k(h, w, None, 3), jnp.bfloat16, False, False),
+    "dot_interaction": (interaction, jnp.bfloat16, False, False),
+    "history_attention": (attention, jnp.bfloat16, False, False),
+    "linear_cross_entropy": (cross_entropy, jnp.bfloat16, False, False),
+    "coarse_top_k": (coarse, jnp.bfloat16, False, False),
+    "l2_loss": (squared_loss, jnp.bfloat16, False, False),
+    "hash_index": (find, jnp.float32, True, False),
+}
+# The modules of `ops` that ask whether a GPU program can run, with operations that ask there.
+CHOOSING = {
+    "chunked_loss": "output_loss",
+    "coarse_top_k": "coarse_top_k",
+    "dot_interaction": "dot_interaction",
+    "gather_sum": "gather_matmul",
+    "gram_loss": "l2_loss",
+    "hash_index": "hash_index",
+    "history_attention": "history_attention",
+    "linear_cross_entropy": "linear_cross_entropy",
+    "top_k": "top_k",
 }
 
 
-def traced(name: str, *, deterministic: bool = False) -> jax.stages.Traced:
-    """An operation, on a mesh of one device."""
+def traced(
+    name: str, lies: jax.sharding.Sharding | None = None, *, deterministic: bool = False
+) -> jax.stages.Traced:
+    """An operation on one device, without a mesh."""
     function, dtype, *_ = OPERATIONS[name]
     x = CSR(None, jnp.zeros(40, int), jnp.arange(5) * 10, num_cols=COLUMNS)
-    auto = (AxisType.Auto,)
-    mesh = jax.make_mesh((1,), ("one",), devices=jax.devices()[:1], axis_types=auto)
-    # Within it a program is for one device, also where there are more.
-    function = jax.shard_map(
-        function, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False
-    )
     h, kernel = jnp.ones((4, HIDDEN), dtype), jnp.ones((COLUMNS, HIDDEN), dtype)
+    if lies is not None:
+        kernel = jax.device_put(kernel, lies)
     jax.clear_caches()  # else what was traced for another GPU is found again
     return xla_options.Programs(function)[deterministic].program.trace(x, h, kernel)
 
 
-def lowered(name: str) -> str:
-    """The program for CUDA."""
-    return traced(name).lower(lowering_platforms=("cuda",)).as_text()
+def lowered(name: str, lies: jax.sharding.Sharding | None = None) -> str:
+    """The program for CUDA; with the kernel as `lies` says."""
+    return traced(name, lies).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("capability", [9.0, 10.0, 12.0])
@@ -106,6 +174,60 @@ PRECISIONS = {
     "high": "num_primitive_operations = 3",
     "default": "precision = [DEFAULT, DEFAULT]",
 }
+
+
+def test_each_operation_that_chooses_stands_in_the_table():
+    """A new operation must join `OPERATIONS`, whose tests see more devices than one."""
+    assert set(CHOOSING.values()) <= OPERATIONS.keys()
+    found = set()
+    for path in pathlib.Path(implementations.__file__).parent.glob("*.py"):
+        names = {
+            n.id
+            for n in ast.walk(ast.parse(path.read_text()))
+            if isinstance(n, ast.Name)
+        }
+        if "custom_call_can_run" in names:
+            found.add(path.stem)
+    assert found == CHOOSING.keys()
+
+
+def test_nothing_asks_how_many_devices_are_visible():
+    """A mesh says it; only commands that make a mesh of all devices ask."""
+    wings = pathlib.Path(sj.__file__).parent
+    found = {
+        path.relative_to(wings).as_posix()
+        for path in wings.rglob("*.py")
+        if "device_count()" in path.read_text()
+    }
+    assert found == {"dsstne/devices.py", "mesh/processes.py"}
+
+
+@pytest.mark.parametrize("name", ["gather_matmul", "top_k"])
+def test_arrays_on_several_devices_need_a_mesh(monkeypatch, name):
+    """XLA would repeat a GPU program on each device without a word."""
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
+    mesh = sj.make_mesh(model=2)
+    divided = jax.NamedSharding(mesh, jax.P("model"))
+    with pytest.raises(
+        ValueError, match=r"on each of 2 devices.*jax\.set_mesh\(mesh\)"
+    ):
+        lowered(name, divided)
+    with jax.set_mesh(mesh):
+        assert "mosaic_gpu" not in lowered(name, divided)
+    one = jax.sharding.SingleDeviceSharding(jax.devices()[3])
+    assert "custom_call @mosaic_gpu" in lowered(name, one)
+
+
+def test_arrays_on_several_devices_without_a_gpu():
+    """XLA's operations are divided rightly."""
+    x = CSR(None, jnp.arange(40) % 7, jnp.arange(5) * 10, num_cols=COLUMNS)
+    w = jnp.asarray(np.random.default_rng(0).standard_normal((COLUMNS, 8)), jnp.float32)
+    divided = jax.device_put(
+        w, jax.NamedSharding(sj.make_mesh(model=2), jax.P("model"))
+    )
+    np.testing.assert_allclose(
+        jax.jit(gather_matmul)(x, divided), gather_matmul(x, w), 1e-6
+    )
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)

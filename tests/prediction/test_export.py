@@ -23,7 +23,6 @@ from jax.interpreters.mlir import make_ir_context
 
 import sparsejax as sj
 from sparsejax import CSR
-from sparsejax.mesh.layout import for_one_device
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
 from sparsejax.ops import implementations
 from sparsejax.predictors import stablehlo
@@ -218,9 +217,8 @@ def test_a_click_model_is_exported_in_arithmetic_alone(tmp_path, for_hopper):
     config = sj.DLRMConfig(dim=16, bottom=(4,), top=(4,), dtype="bfloat16")
     model = sj.embeddings.DLRM(config, **sizes, rngs=nnx.Rngs(0))
     ids = {name: jnp.zeros(4, jnp.int32) for name in sizes["features"]}
-    with for_one_device():
-        traced = jax.jit(model.__call__).trace(jnp.zeros((4, 2)), ids)
-        sj.export_predictor(model, tmp_path / "p", batch_size=4)
+    traced = jax.jit(model.__call__).trace(jnp.zeros((4, 2)), ids)
+    sj.export_predictor(model, tmp_path / "p", batch_size=4)
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert "custom_call @mosaic_gpu" in text
 
