@@ -136,8 +136,9 @@ class Devices:
     Attributes:
       mesh: Number of parts into which each batch (data) and each large kernel (model) is
         divided. data=2,model=4 takes 8 devices, and divides the output's kernel over all
-        of them. The default is one device. With several processes it is all devices:
-        batches are divided over the processes, kernels over the devices of each process.
+        of them. auto takes all devices: batches are divided over the processes, kernels over
+        the devices of each process. The default is one device, and with several
+        processes auto.
       distributed: This process is one of several that srun, mpirun or Kubernetes started.
         They find each other through the launcher.
       coordinator: Address of process 0, with a free port. Needed without such a launcher.
@@ -145,7 +146,7 @@ class Devices:
       process_id: Number of this process, from 0. Needed without such a launcher.
     """
 
-    mesh: Annotated[str | None, _value(_Mesh, "")] = None
+    mesh: Annotated[str | None, _value(f"{_Mesh}|auto", "")] = None
     distributed: Flag = False
     coordinator: Annotated[str | None, _value("HOST:PORT", "")] = None
     num_processes: Annotated[int | None, _value("INT", "")] = None

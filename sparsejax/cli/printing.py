@@ -11,6 +11,7 @@ from flax import nnx
 from tqdm import tqdm
 
 from sparsejax.baselines.models import BASELINES
+from sparsejax.mesh import processes
 from sparsejax.runs.report import means_over
 
 
@@ -19,6 +20,11 @@ def print_summary(account: str, model: nnx.Module) -> None:
     leaves = jax.tree.leaves(nnx.state(model, nnx.Param))
     parameters = sum(leaf.size for leaf in leaves)
     print(f"{account}, {parameters:,} parameters", file=sys.stderr)
+    if idle := processes.idle_gpus():
+        print(
+            f"one GPU of {idle + 1} is used; --mesh auto divides the model over all",
+            file=sys.stderr,
+        )
 
 
 def print_epoch(num_epochs: int, step: int, entry: Mapping[str, float]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
+import math
 import os
 import signal
 import sys
@@ -15,7 +16,7 @@ import numpy as np
 from jax.experimental import multihost_utils
 
 from sparsejax.mesh import interrupts, locks, peers
-from sparsejax.mesh.layout import make_mesh
+from sparsejax.mesh.layout import ROW_MULTIPLE, make_mesh, mesh_is_set
 
 # A process that runs but has been silent for this long counts as lost, and all others end.
 HEARTBEAT_SECONDS = 60
@@ -119,15 +120,18 @@ def is_joined() -> bool:
 def mesh_of(text: str | None) -> jax.sharding.Mesh:
     """The mesh that a text such as "data=2,model=4" describes.
 
-    Without a text, a kernel is divided over the devices of a process, which are close to
-    each other, and a batch over the processes.
+    "auto", or no text, takes all devices: a kernel is divided over the devices of a process,
+    which are close to each other, and a batch over the processes. If one process has, for
+    example, 6 devices, which do not divide our sizes, "auto" takes 4 of them.
 
     Raises:
       ValueError: the text describes no mesh, or with several processes a mesh that lacks
         some of their devices.
     """
     processes, devices = jax.process_count(), jax.device_count()
-    if text is None:
+    if text == "auto" and processes == 1:
+        return make_mesh(model=math.gcd(2 ** (devices.bit_length() - 1), ROW_MULTIPLE))
+    if text in (None, "auto"):
         try:
             return make_mesh(data=processes, model=devices // processes)
         except ValueError as error:
@@ -142,6 +146,13 @@ def mesh_of(text: str | None) -> jax.sharding.Mesh:
             f"{devices}, and each must take part"
         )
     return mesh
+
+
+def idle_gpus() -> int:
+    """How many GPUs of this process have no work because no mesh is set."""
+    if mesh_is_set() or jax.default_backend() == "cpu":
+        return 0
+    return len(jax.local_devices()) - 1
 
 
 def axes_of(text: str) -> tuple[int, int]:

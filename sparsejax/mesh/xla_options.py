@@ -33,6 +33,12 @@ LOOPS_IN_GRAPHS = {
     "DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE"
 }
 
+# For programs that run while a profile is recorded. XLA then runs the operations of a CUDA
+# graph one by one. If a program did both, steps with momentum or Adam gave wrong numbers and
+# then CUDA_ERROR_LAUNCH_FAILED (jax 0.11.2, also without the profiler's library for GPUs).
+# A program without graphs and one that has them and is never profiled are both right.
+WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
+
 # Arrays cross between devices from when they are there until they are needed, several at a
 # time. By default XLA takes an exchange of rows for as quick as a launch.
 OVERLAPPED = {
@@ -57,6 +63,19 @@ def same_bits_are_wanted() -> bool:
     return _same_bits.value
 
 
+def is_profiled() -> bool:
+    """Whether GPUs are being profiled: by `jax.profiler`, or by a client of its server."""
+    if jax.default_backend() != "gpu":
+        return False
+    if jax.profiler.TraceAnnotation.is_enabled():
+        return True
+    # A session that does not trace the host. JAX's own names, which may change.
+    state = getattr(getattr(jax, "_src", None), "profiler", None)
+    state = getattr(state, "_profile_state", None)
+    names = "session", "profile_session"
+    return any(getattr(state, name, None) is not None for name in names)
+
+
 def is_timed(modules: Iterable[object]) -> bool:
     """Whether XLA shall time fusions of a training step of these modules: of click models.
 
@@ -71,7 +90,8 @@ def gpu_options(
 ) -> Mapping[str, Any]:
     """Options for a program's compiler, as far as XLA takes them; none without a GPU.
 
-    They depend on whether a mesh of several devices is set, see `is_for_one_device`.
+    They depend on whether a mesh of several devices is set, see `is_for_one_device`, and on
+    whether a profile is being recorded.
 
     Args:
       loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out on
@@ -79,12 +99,14 @@ def gpu_options(
       timed_fusions: fusions are compiled in two ways, to time them. Left out on a mesh of
         several devices, where it was not tried.
     """
-    return _gpu_options(is_for_one_device(), loops_in_graphs, timed_fusions)
+    return _gpu_options(
+        is_for_one_device(), is_profiled(), loops_in_graphs, timed_fusions
+    )
 
 
 @functools.cache
 def _gpu_options(
-    one_device: bool, loops_in_graphs: bool, timed_fusions: bool
+    one_device: bool, profiled: bool, loops_in_graphs: bool, timed_fusions: bool
 ) -> Mapping[str, Any]:
     if jax.default_backend() != "gpu":
         return {}
@@ -93,7 +115,9 @@ def _gpu_options(
         choices.append(WITHOUT_TIMED_FUSIONS)
     if not one_device:
         choices += [OVERLAPPED, COPIED]
-    elif loops_in_graphs:
+    if profiled:
+        choices.append(WITHOUT_GRAPHS)
+    elif loops_in_graphs and one_device:
         choices.append(LOOPS_IN_GRAPHS)
     # XLA's options are no stable interface. All are asked for at once, so that a process
     # compiles one program for it.
@@ -117,8 +141,8 @@ def _are_taken(*options: tuple[str, Any]) -> bool:
 class Programs:
     """`Keepable(f, ...)` in two forms: `programs[deterministic]`.
 
-    The options of a form are those for the mesh that is set when it is asked for. A
-    deterministic program gives the same bits in every process on the same kind of GPU.
+    The options of a form are those for the mesh that is set when it is asked for, and for a
+    profile that is being recorded then: ask before each call. A deterministic program gives the same bits in every process on the same kind of GPU.
     It cannot be called inside another program: that one's options hold for both.
 
     Args:
@@ -139,7 +163,7 @@ class Programs:
         timed_fusions: bool = False,
         **options: Any,
     ):
-        self._made: dict[tuple[bool, bool], Keepable] = {}
+        self._made: dict[tuple[bool, bool, bool], Keepable] = {}
         self._f = f
         self._inside_others = inside_others
         self._for_gpus = {
@@ -158,7 +182,7 @@ class Programs:
 
     def __getitem__(self, deterministic: bool) -> Keepable:
         # Made when it is first asked for: the options ask for the kind of device.
-        key = deterministic, is_for_one_device()
+        key = deterministic, is_for_one_device(), is_profiled()
         if key not in self._made:
             self._made[key] = self._make(deterministic)
         return self._made[key]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
+import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
@@ -84,6 +86,69 @@ def test_the_mesh_decides_not_the_devices_that_are_visible(monkeypatch):
     assert options(monkeypatch, "gpu", model=1, **wanted) == alone
     taken = options(monkeypatch, "gpu", model=2, **wanted)
     assert taken == WITHOUT | xla_options.OVERLAPPED | xla_options.COPIED
+
+
+@pytest.fixture
+def profile(tmp_path):
+    """Records profiles: of the host, or of nothing that the host does."""
+
+    def record(level):
+        options = jax.profiler.ProfileOptions()
+        options.host_tracer_level = level
+        options.python_tracer_level = 0
+        return jax.profiler.trace(tmp_path, profiler_options=options)
+
+    return record
+
+
+@pytest.mark.parametrize("level", [0, 2])
+def test_no_graphs_while_a_gpu_is_profiled(monkeypatch, profile, level):
+    """XLA would run their operations one by one, and with graphs again: wrong numbers."""
+    loops = {"loops_in_graphs": True}
+    before = options(monkeypatch, "gpu", **loops)
+    with profile(level):
+        taken = options(monkeypatch, "gpu", **loops)
+        on_mesh = options(monkeypatch, "gpu", model=2, **loops)
+        assert options(monkeypatch, "cpu", **loops) == {}
+    assert taken == WITHOUT | xla_options.WITHOUT_GRAPHS
+    assert on_mesh["xla_gpu_enable_command_buffer"] == ""
+    assert options(monkeypatch, "gpu", **loops) == before
+    assert before["xla_gpu_enable_command_buffer"].endswith("WHILE")
+
+
+def test_programs_that_are_profiled_are_others(monkeypatch, profile):
+    """Of `sj.jit`, of `fit` and of each `Programs`; afterwards the first ones run again."""
+    made = []
+    monkeypatch.setattr(
+        xla_options, "_gpu_options", lambda *how: made.append(how) or {}
+    )
+    model = nnx.Linear(2, 3, rngs=nnx.Rngs(0))
+    step = sj.jit(lambda model, x: model(x).sum())
+    programs = xla_options.Programs(lambda x: x)
+    matrix = np.eye(16, dtype=np.float32)
+    data = sj.SparseDataset.from_scipy(scipy.sparse.csr_array(matrix))
+    config = sj.NetworkConfig.autoencoder(hidden=(4,))
+    trained = sj.build(config, data, sj.optimizers.adagrad(0.1))
+    vars(dispatch.run_steps).pop("timed", None)
+    monkeypatch.setattr(dispatch.run_steps, "_made", {})
+
+    def run():
+        sj.fit(*trained, data, num_epochs=1, batch_size=16, seed=0)
+        return step(model, jnp.ones((1, 2))), programs[False]
+
+    with monkeypatch.context() as patched:
+        patched.setattr(jax, "default_backend", lambda: "gpu")
+        patched.setattr(dispatch, "steps_per_dispatch", lambda entries: 1)
+        patched.setattr(dispatch, "fills_dispatches", lambda: False)
+        first, program = run()
+        count = len(made)
+        assert run()[1] is program and len(made) == count
+        with profile(2):
+            profiled, other = run()
+        assert other is not program and profiled == first
+        assert [profiled for _, profiled, *_ in made[count:]].count(True) >= 3
+        count = len(made)
+        assert run()[1] is program and len(made) == count
 
 
 def test_a_program_has_a_form_for_a_mesh():

@@ -21,6 +21,7 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.cli import printing
 from sparsejax.cli.main import main
 from sparsejax.data import ClickSchema, KeyColumn
 from sparsejax.data.datasets import msweb
@@ -321,9 +322,28 @@ def test_the_mesh_of_several_processes(monkeypatch):
     assert processes.mesh_of(None).shape == {"data": 4, "model": 2}
     with pytest.raises(ValueError, match="has 4 devices, but 4 processes have 8"):
         processes.mesh_of("model=4")
+    assert processes.mesh_of("auto").shape == {"data": 4, "model": 2}
     monkeypatch.setattr(jax, "device_count", lambda: 12)
     with pytest.raises(ValueError, match="with 12 devices need --mesh: model must be"):
         processes.mesh_of(None)
+
+
+@pytest.mark.parametrize(("devices", "used"), [(1, 1), (2, 2), (6, 4), (8, 8)])
+def test_the_mesh_of_all_devices(monkeypatch, devices, used):
+    monkeypatch.setattr(jax, "device_count", lambda: devices)
+    assert processes.mesh_of("auto").shape == {"data": 1, "model": used}
+
+
+def test_gpus_without_work_are_named(monkeypatch, capsys):
+    assert processes.idle_gpus() == 0  # of a CPU
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    printing.print_summary("5 rows", nnx.Linear(2, 3, rngs=nnx.Rngs(0)))
+    said = capsys.readouterr().err
+    assert said.splitlines()[1] == (
+        "one GPU of 8 is used; --mesh auto divides the model over all"
+    )
+    with jax.set_mesh(processes.mesh_of("auto")):
+        assert processes.idle_gpus() == 0
 
 
 def test_what_one_process_does_for_all(monkeypatch):

@@ -329,8 +329,7 @@ class Program[Model: nnx.Module | Trainable]:
         _check_divided(model)
         check_hashable(self._flat.graphdef, model)
         self._how = How(self._flat.graphdef, self._flat.layout, fused)
-        steps = run_steps.timed if is_timed(self.modules) else run_steps
-        self._run_steps = steps[deterministic]
+        self._steps = run_steps.timed if is_timed(self.modules) else run_steps
         self._deterministic = deterministic
         self._stagings: dict[TrainingTask, Staging | None] = {}
 
@@ -373,7 +372,7 @@ class Program[Model: nnx.Module | Trainable]:
     def _launched(self, dispatch: Dispatch, staged: Any) -> jax.Array:
         def program(arrays):
             arguments = self._arguments(dispatch, arrays)
-            state, losses = self._run_steps(*arguments, staged)
+            state, losses = self._steps[self._deterministic](*arguments, staged)
             return jax.tree.leaves(state), losses
 
         losses = self._flat.run(program)
@@ -385,7 +384,8 @@ class Program[Model: nnx.Module | Trainable]:
         if self._staging_of(dispatch.data.roles) is not None:
             return  # what it is given is not known yet
         arrays = [variable.get_raw_value() for variable in self.variables]
-        self._run_steps.compile_ahead(*self._arguments(dispatch, arrays))
+        run_steps = self._steps[self._deterministic]
+        run_steps.compile_ahead(*self._arguments(dispatch, arrays))
 
     def _arguments(self, dispatch: Dispatch, arrays: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments of `run_steps`."""

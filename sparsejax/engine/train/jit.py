@@ -240,7 +240,7 @@ class _Step:
     ):
         self._f, self._static, self._donated = f, static, donated
         self._deterministic = deterministic
-        self._programs: dict[_How, jax.stages.Wrapped] = {}
+        self._programs: dict[_How, Programs] = {}
         self._split: dict[Any, _Split] = {}
 
     def __call__(self, arguments: tuple[Any, ...], named: dict[str, Any]) -> Any:
@@ -276,8 +276,9 @@ class _Step:
                 if _are_traced(jax.tree.leaves(nnx.state(modules))):
                     return self._within(arguments, named)
                 split = self._of(key, modules, split)
+            program = split.programs[self._deterministic].program
             return split.flat.run(
-                lambda values: split.program(values, given, kept, split.flat.constants)
+                lambda values: program(values, given, kept, split.flat.constants)
             )
         except (RuntimeError, ValueError) as error:
             _check_alive(modules, error)
@@ -312,7 +313,7 @@ class _Step:
             _check_same_variables(self._f, before, modules)
         if how not in self._programs:
             timed = is_timed(modules)
-            self._programs[how] = _compiled(self._f, how, self._deterministic, timed)
+            self._programs[how] = _programs(self._f, how, timed)
         while len(self._split) >= _REMEMBERED:
             del self._split[next(iter(self._split))]
         # A weak reference to this step: modules must not keep it, nor it them.
@@ -326,7 +327,7 @@ class _Split:
 
     Attributes:
       flat: their arrays.
-      program: takes and gives these.
+      programs: take and give these.
       paths: of their variables.
     """
 
@@ -334,10 +335,10 @@ class _Split:
         self,
         flat: inplace.Flattened,
         modules: list[Any],
-        program: jax.stages.Wrapped,
+        programs: Programs,
         forget: Callable[[Any], None],
     ):
-        self.flat, self.program = flat, program
+        self.flat, self.programs = flat, programs
         self.paths = _paths(modules)
         self._modules = [_reference(module, forget) for module in modules]
         # The containers of the modules and what they held.
@@ -376,10 +377,8 @@ class _Split:
         return same and self.is_alive(modules)
 
 
-def _compiled(
-    f: Callable[..., Any], how: _How, deterministic: bool, timed: bool
-) -> jax.stages.Wrapped:
-    """The program of a function: of arrays, and donating those of the modules."""
+def _programs(f: Callable[..., Any], how: _How, timed: bool) -> Programs:
+    """The programs of a function: of arrays, and donating those of the modules."""
 
     def program(values, given, kept, constants):
         state = jax.tree.unflatten(how.structure, jax.tree.leaves(values))
@@ -403,10 +402,9 @@ def _compiled(
         return with_shardings(after, how.layout), result
 
     program.__name__ = _name(f)  # a profile shows it
-    programs = Programs(
+    return Programs(
         program, loops_in_graphs=True, timed_fusions=timed, donate_argnums=(0, 1)
     )
-    return programs[deterministic].program
 
 
 def _forget(step: Callable[[], _Step | None], key: Any, _: Any) -> None:

@@ -1,0 +1,163 @@
+"""Times training and ranking on one GPU where one is visible, and where two are.
+
+    python benchmarks/visible_gpus.py run [--commit NAME]     on two GPUs of one host
+    python benchmarks/visible_gpus.py table                   anywhere
+
+No mesh is set and no argument is passed that the pages do not name. Each part is a process
+that trains DLRM, HSTU, SASRec and an autoencoder with `fit`, then ranks with the autoencoder.
+*one* sees the second GPU alone, *two* sees both and so runs on the first. The parts run one
+after the other.
+"""
+
+from __future__ import annotations
+
+import pathlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+
+_HERE = pathlib.Path(__file__).resolve().parent
+sys.path[:0] = [str(_HERE), str(_HERE.parent)]
+
+from report import command, origin, reported, table, write_section
+from workloads import DLRM_IDS, DLRM_LAYERS
+
+_PARTS = {
+    "one": {"CUDA_VISIBLE_DEVICES": "1"},
+    "two": {"CUDA_VISIBLE_DEVICES": "0,1"},
+}
+_EPOCHS = 4
+_ITEMS, _USERS = 40_981, 29_858  # Gowalla's
+
+
+def _clicks(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
+    import pyarrow as pa
+
+    import sparsejax as sj
+
+    examples, names = 2**20, [f"t{i}" for i in range(len(DLRM_IDS))]
+    columns = {"y": (rng.random(examples) < 0.2).astype(np.int8)}
+    dense = [f"d{i}" for i in range(13)]
+    for name in dense:
+        columns[name] = rng.standard_normal(examples).astype(np.float32)
+    for name, rows in zip(names, DLRM_IDS, strict=True):
+        popular = (rng.zipf(1.2, examples) - 1) * 7919 % rows
+        columns[name] = popular.astype(np.int32)
+    ids = dict(zip(names, map(sj.data.HashedColumn, DLRM_IDS), strict=True))
+    schema = sj.ClickSchema(
+        "y", dense=dict.fromkeys(dense, sj.data.DenseColumn()), ids=ids
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "clicks.parquet")
+        pa.parquet.write_table(pa.table(columns), path)
+        data = sj.read_clicks(path, schema)
+    config = sj.DLRMConfig(dim=128, **DLRM_LAYERS, dtype="bfloat16")
+    return config, data, sj.optimizers.rowwise_adagrad(0.02), 65_536
+
+
+def _histories(kind: str, rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
+    import pyarrow as pa
+
+    import sparsejax as sj
+
+    users = 32_768
+    lengths = np.clip(rng.lognormal(np.log(50), 1, users).astype(int), 2, 201)
+    total = int(lengths.sum())
+    events = {
+        "user": np.repeat(np.arange(users), lengths),
+        "item": rng.integers(0, 1_000_000, total),
+        "time": np.arange(total) * 60,
+    }
+    made = {"hstu": sj.HSTUConfig, "sasrec": sj.SASRecConfig}[kind]
+    config = made(
+        max_length=200, width=256, heads=4, blocks=2, negatives=1024, dtype="bfloat16"
+    )
+    data = sj.read_sequences(pa.table(events))
+    return config, data, sj.optimizers.adam(1e-3), 2_048
+
+
+def _items(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
+    import scipy.sparse
+
+    import sparsejax as sj
+
+    density = 1_027_370 / (_USERS * _ITEMS)
+    matrix = scipy.sparse.random(
+        _USERS, _ITEMS, density, "csr", dtype=np.float32, rng=rng
+    )
+    matrix.data[:] = 1
+    config = sj.NetworkConfig.autoencoder(hidden=(256,))
+    return config, sj.SparseDataset.from_scipy(matrix), sj.optimizers.adam(1e-3), 512
+
+
+def _fastest(call: Callable[[], Any], times: int = 4) -> float:
+    """Seconds of the fastest call. The first one compiles."""
+    found = []
+    for _ in range(times + 1):
+        start = time.perf_counter()
+        call()
+        found.append(time.perf_counter() - start)
+    return min(found[1:])
+
+
+def measure(part: str) -> Iterator[dict]:
+    """Milliseconds of a step, of ranking all users, and of a request of 16 rows."""
+    import jax
+
+    import sparsejax as sj
+
+    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+
+    def result(name: str, milliseconds: float) -> dict:
+        facts = {"visible": len(jax.devices()), "ms": round(milliseconds, 3)}
+        return {"case": name, "part": part, "versions": versions, **facts}
+
+    cases = {
+        "DLRM, fit": lambda rng: _clicks(rng),
+        "HSTU, fit": lambda rng: _histories("hstu", rng),
+        "SASRec, fit": lambda rng: _histories("sasrec", rng),
+        "items, fit": lambda rng: _items(rng),
+    }
+    for name, make in cases.items():
+        with reported(name):
+            config, data, rule, batch = make(np.random.default_rng(0))
+            model, optimizer = sj.build(config, data, rule)
+            history = sj.fit(
+                model, optimizer, data, num_epochs=_EPOCHS, batch_size=batch, seed=0
+            )
+            fastest = max(entry["examples_per_second"] for entry in history)
+            yield result(name, 1e3 * batch / fastest)
+    train, heldout = data.split(0.8, seed=0)
+    seconds = _fastest(lambda: sj.recommend(model, train, k=10, exclude="inputs"))
+    yield result("items, recommend to all", 1e3 * seconds)
+    seconds = _fastest(lambda: sj.evaluate(model, train, heldout))
+    yield result("items, evaluate", 1e3 * seconds)
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder, "predictor")
+        sj.export_predictor(model, path, k=10, batch_size=16)
+        predictor = sj.load_predictor(path)
+        rows = train.to_scipy()[:16]
+        calls = [_fastest(lambda: predictor.recommend(rows), 20) for _ in range(5)]
+    yield result("items, predictor, 16 rows", 1e3 * statistics.median(calls))
+
+
+def write_table(report: dict) -> None:
+    """The section of README.md."""
+    found = {(each["case"], each["part"]): each["ms"] for each in report["results"]}
+    rows = []
+    for case in dict.fromkeys(case for case, _ in found):
+        one, two = found.get((case, "one")), found.get((case, "two"))
+        ratio = f"{two / one:.2f}" if one and two else "-"
+        rows.append((case, one or "-", two or "-", ratio))
+    lines = [origin(report), ""]
+    lines += table(("ms", "one visible", "two visible", "ratio"), rows)
+    write_section("visible gpus", lines)
+
+
+if __name__ == "__main__":
+    command(__doc__, __file__, _PARTS, measure, write_table)
