@@ -41,7 +41,7 @@ def _clicks(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
     import sparsejax as sj
 
     examples, names = 2**20, [f"t{i}" for i in range(len(DLRM_IDS))]
-    columns = {"y": (rng.random(examples) < 0.2).astype(np.int8)}
+    columns: dict[str, np.ndarray] = {"y": (rng.random(examples) < 0.2).astype(np.int8)}
     dense = [f"d{i}" for i in range(13)]
     for name in dense:
         columns[name] = rng.standard_normal(examples).astype(np.float32)

@@ -16,10 +16,14 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    return getattr(_library(), name)
+
+
+def _library() -> Any:
     from jax.experimental.pallas import mosaic_gpu
 
     ask_once()
-    return getattr(mosaic_gpu, name)
+    return mosaic_gpu
 
 
 def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
@@ -32,15 +36,15 @@ def kernel(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
       ValueError: when the program is compiled for several devices outside of
         `jax.shard_map`.
     """
-    launch = __getattr__("kernel")(body, **options)
+    launch = _library().kernel(body, **options)
 
     def call(*operands: Any) -> Any:
-        operands = list(operands)
+        checked = list(operands)
         for i, operand in enumerate(operands):
             if isinstance(operand, jax.Array):  # not a reference
-                operands[i] = on_one_device(operand)
+                checked[i] = on_one_device(operand)
                 break
-        return launch(*operands)
+        return launch(*checked)
 
     return call
 

@@ -21,7 +21,7 @@ ROWS, BATCH = 25_000, 1024
 
 def clicks(rng: np.random.Generator) -> tuple[Any, Any]:
     sizes = {"user": 30_000, "item": 5_000, "shop": 500}
-    columns = {"y": (rng.random(ROWS) < 0.2).astype(np.int8)}
+    columns: dict[str, np.ndarray] = {"y": (rng.random(ROWS) < 0.2).astype(np.int8)}
     columns |= {"price": rng.standard_normal(ROWS).astype(np.float32)}
     for name, rows in sizes.items():
         columns[name] = np.minimum(rng.zipf(1.2, ROWS) - 1, rows - 1).astype(np.int32)
