@@ -366,6 +366,8 @@ def replicated[Tree](tree: Tree) -> Tree:
 
     Every process can then read it.
     """
+    if axes_are_explicit():
+        return reshard_if_explicit(tree, P())
     return lax.with_sharding_constraint(tree, P()) if mesh_is_set() else tree
 
 

@@ -312,7 +312,9 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
         in_specs=(P("data", "model"), P("model")),
         out_specs=P("model"),
     )
-    return Terms(by_column, data, jnp.concatenate(dys), num_rows, divided=True)
+    # Each is gathered as it is. XLA would divide their columns before, to join them.
+    dy = jnp.concatenate([replicated(dy) for dy in dys])
+    return Terms(by_column, data, dy, num_rows, divided=True)
 
 
 def _exchanged_terms(xs, dys, num_rows: int) -> Terms:

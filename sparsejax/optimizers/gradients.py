@@ -32,7 +32,12 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
 from sparsejax.mesh.exchange import DividedRows
-from sparsejax.mesh.layout import BY_ROWS, axis_sizes, reshard_if_explicit
+from sparsejax.mesh.layout import (
+    BY_ROWS,
+    axis_sizes,
+    replicated,
+    reshard_if_explicit,
+)
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import scatter_gradient
 from sparsejax.ops.gather_sum import mosaic_is_fastest
@@ -115,6 +120,8 @@ def rows_of(
         return kernel[...].at[ids].get(mode="fill", fill_value=0)
     count = len(ids)
     if is_divided(kernel):  # "data" divides the rows that are asked for
+        # Gathered once here, and not for each number that is made of them.
+        ids = replicated(ids)
         ids = jnp.pad(ids, (0, -count % axis_sizes()[0]), constant_values=-1)
     used = ids >= 0
     ends = sums_so_far(used)

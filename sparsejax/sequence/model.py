@@ -9,9 +9,18 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.layout import (
+    BY_ROWS,
+    item_axes,
+    jit_sharded,
+    mesh_is_set,
+    out_sharding,
+    replicated,
+)
 from sparsejax.nn.item_content import ContentSizes, with_vectors
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
@@ -117,8 +126,16 @@ class SequenceModel(nnx.Module):
         # With content, all vectors are made in each step, so that all rows are read.
         whole = negatives is None or self.output.content is not None
         kind, kernel = nnx.Param if whole else RowParam, self.output.kernel
-        if type(kernel) is not kind:
-            self.output.kernel = kind(kernel[...], **kernel.get_metadata())
+        if type(kernel) is kind:
+            return
+        # Where all are scored, all devices divide them. Rows of a batch are read from the
+        # devices along "model": else all vectors would be gathered over "data" in each step.
+        spec = P(item_axes(), None) if whole else BY_ROWS
+        value, metadata = kernel[...], kernel.get_metadata()
+        if mesh_is_set():
+            value = jit_sharded(_same, spec, static=())(value)
+            metadata = metadata | out_sharding(spec)
+        self.output.kernel = kind(value, **metadata)
 
     @property
     def num_items(self) -> int:
@@ -240,8 +257,11 @@ class SequenceModel(nnx.Module):
         if (count := self.config.negatives) is None:
             return None
         if self.config.sampler == "batch":
-            return sample_with_batch(self.draws(), targets, self.num_items, count)
-        return NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
+            drawn = sample_with_batch(self.draws(), targets, self.num_items, count)
+        else:
+            drawn = NegativeSampler.uniform(self.num_items).sample(self.draws(), count)
+        # To divide so few over a mesh takes longer than to draw them everywhere.
+        return (replicated(drawn[0]), replicated(drawn[1])) if mesh_is_set() else drawn
 
     def _loss_by_turns(
         self, histories: Ids, times: Times, size: int, h: Vectors | None = None
@@ -447,6 +467,10 @@ class TokenModel(SequenceModel):
         tokens, targets, fits = Tokens.packed(histories, times, room)
         loss = model._cross_entropy(model._of_tokens(tokens), targets)
         return jnp.where(fits & ~broken, loss, jnp.nan)
+
+
+def _same(x: jax.Array) -> jax.Array:
+    return x
 
 
 def _check_two(histories: Ids) -> None:

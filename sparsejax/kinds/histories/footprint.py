@@ -49,7 +49,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
-from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.optimizer import Optimizer, updates_whole
 from sparsejax.sequence.build import model_of
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig, operand_dtype
 from sparsejax.sequence.model import SequenceModel, TokenModel
@@ -255,10 +255,14 @@ class HistoryWorkload(Workload):
             return 2 * 4 * read * width
         if drawn is None or self.content is not None:  # which makes all vectors
             return input_gradient(self, read, rows // data, width, dense=True)
-        made = input_gradient(self, read + targets + drawn, rows, width, dense=False)
-        if data > 1:  # the kernel is gathered, and its gradients are summed
-            made += 3 * 4 * rows * width
-        return made
+        # Those of all parts of "data", which are gathered.
+        entries = data * read + targets + drawn
+        made = input_gradient(self, entries, rows, width, dense=False)
+        if data == 1:
+            return made
+        if self.rule.drifts and updates_whole(rows, entries):
+            return made + 2 * 4 * rows * width  # summed for each of two lookups
+        return made + 4 * entries * width
 
     def _scores(self, tokens: int) -> int:
         """Bytes of the attention's backward pass, of blocks that are worked on together."""
@@ -324,10 +328,13 @@ class HistoryWorkload(Workload):
             if drawn is None:
                 over_data["gradient of the vectors"] = gathered(read, data)
             else:
-                kernel = 4 * padded_rows(self.inputs) // model * width
-                over_data["vectors of the items and their gradients"] = gathered(
-                    kernel, data
-                ) + 2 * summed(kernel, data)
+                entries = data * self._read(data, model) + targets + drawn
+                rows, found = padded_rows(self.inputs) // model, gathered
+                if self.rule.drifts and updates_whole(rows, entries):
+                    entries, found = 2 * rows, summed
+                over_data["gradients of the vectors of items"] = found(
+                    4 * entries * width, data
+                )
             between = sum(
                 v.part
                 for v in laid
