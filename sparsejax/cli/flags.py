@@ -335,9 +335,10 @@ class Train(OfKinds):
       export_to: Folder of versions, such as models/films, which serve --watch looks at: the
         next version is written there after training. It recommends up to --k items, or as many
         as the version before.
-      gate: Write the version only if it is better in this metric than the newest one in the
-        folder that loads, on the events that --validation, last or a file, holds out:
+      gate: Write the version only if it is clearly better in this metric than the newest one
+        in the folder that loads, on the events that --validation, last or a file, holds out:
         hit_rate, map, mrr, ndcg or recall. The newest one must not have been trained on them.
+        Clearly: the 95 % interval of the difference is above 0.
       network: The network to train.
       histories: The model of histories to train.
       columns: Which columns of a table hold what. By default their names say it.
@@ -972,6 +973,7 @@ class Serve:
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is
         127.0.0.1 unless it is given.
+      page: A page for a person at the address itself, with a form that asks the models.
       grace: Seconds after SIGTERM in which the process ends.
       compilation: How programs for the device are compiled.
     """
@@ -998,6 +1000,7 @@ class Serve:
     exclude_file: Annotated[str | None, _OptionalFile] = None
     changes: Annotated[str | None, _value("DIR", "")] = None
     admin: Annotated[str | None, _value("[HOST:]PORT", "")] = None
+    page: bool = True
     grace: float = 30.0
     compilation: Compilation = Compilation()
 

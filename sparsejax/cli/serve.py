@@ -113,6 +113,7 @@ def serve(command: flags.Serve) -> None:
                 histories=command.histories,
                 exclude_file=command.exclude_file,
                 changes=command.changes,
+                page=command.page,
             ),
             address,
             grace=command.grace,

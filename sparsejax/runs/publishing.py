@@ -147,7 +147,8 @@ def publish(
     """Writes the next version into a folder, and says so.
 
     With a gate it is written only if it is better than the newest version that loads, on the
-    run's held-out events. Both are measured as they serve: by their predictors.
+    run's held-out events: the interval of the difference is above 0. Both are measured as they
+    serve: by their predictors.
 
     Args:
       run: folder of the run.
@@ -180,20 +181,26 @@ def publish(
             **options,
         )
         if gate is not None and before is not None:
-            new, old = (
-                measured(each, source, gate) for each in (load_predictor(path), before)
+            old, new = (
+                measured(each, source, gate) for each in (before, load_predictor(path))
             )
-            said = f": {gate} {new:.4f}, of version {number} {old:.4f}"
-            if not new > old:
-                return f"{folder}: version {number} stays{said}"
+            found = metrics.compare(old, new)[str(gate)]
+            said = (
+                f": {gate} {found.second:.4f}, of version {number} {found.first:.4f}; "
+                f"change {found.difference:+.4f}, 95 % interval "
+                f"[{found.low:+.4f}, {found.high:+.4f}]"
+            )
+            if not found.low > 0:
+                chance = "" if found.is_clear else ", which may be chance"
+                return f"{folder}: version {number} stays{said}{chance}"
         new_number = following(folder)
         with whole_folder(folder / str(new_number)) as made:
             os.replace(path, made / FILE)
     return f"{folder}: version {new_number} is new{said}"
 
 
-def measured(predictor: Predictor, source: Source, gate: Gate) -> float:
-    """The mean of a metric over the rows that have held-out events.
+def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measured:
+    """A metric of each row that has held-out events, and its mean.
 
     An event of an item that the predictor does not know is missed.
 
@@ -218,4 +225,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> float:
     places = find_names(predictor.items, source.known)
     ids = np.where(found.ids >= 0, places[found.ids], -1)
     labels = jax.tree.map(jnp.asarray, heldout.align_rows(names).matrix)
-    return float(jnp.mean(_METRICS[gate.metric](jnp.asarray(ids), labels, gate.k)))
+    found = _METRICS[gate.metric](jnp.asarray(ids), labels, gate.k)
+    figures = np.asarray(found, np.float64)
+    rows = metrics.Rows(names, {str(gate): figures})
+    return metrics.Measured({str(gate): float(figures.mean())}, rows)

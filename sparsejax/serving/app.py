@@ -18,6 +18,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from sparsejax.serving import logs, metrics, protocol
+from sparsejax.serving.page import page
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Answered, InHand, Service
 from sparsejax.serving.versions import Versions
@@ -83,6 +84,14 @@ def app(service: Service) -> ASGIApp:
     async def numbers(request: Request) -> Response:
         return Response(service.metrics.text(), media_type=metrics.CONTENT_TYPE)
 
+    routes = []
+    if service.settings.page:
+        shown = page(service.models)
+
+        async def person(request: Request) -> Response:
+            return shown
+
+        routes.append(Route("/", person))
     infer = _Inference(service)
     models = ["/v2/models/{model}", "/v2/models/{model}/versions/{version}"]
     routed = Starlette(
@@ -92,6 +101,7 @@ def app(service: Service) -> ASGIApp:
             Route("/v2/health/live", live),
             Route("/v2/health/ready", ready),
             Route("/metrics", numbers),
+            *routes,
             *(Route(path, model) for path in models),
             *(Route(f"{path}/ready", model_ready) for path in models),
         ],

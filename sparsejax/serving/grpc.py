@@ -16,7 +16,7 @@ from open_inference.grpc import protocol as messages
 
 from sparsejax.serving import logs, protocol
 from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
-from sparsejax.serving.service import SIMILAR, Service
+from sparsejax.serving.service import Service
 
 _CODES = {
     404: grpc.StatusCode.NOT_FOUND,
@@ -74,11 +74,10 @@ def server(service: Service) -> grpc.aio.Server:
 def _health(service: Service) -> grpc.GenericRpcHandler:
     """gRPC's standard health service, which probes and load balancers ask."""
     statuses = health_pb2.HealthCheckResponse
-    models = {service.name, *[SIMILAR] * service.settings.similar}
 
     def status(request: Any) -> Any:
         """The status of the server, of the protocol or of a model; None if it is unknown."""
-        if request.service not in {"", _SERVICE, *models}:
+        if request.service not in {"", _SERVICE, *service.models}:
             return None
         return statuses.SERVING if service.is_ready else statuses.NOT_SERVING
 

@@ -66,6 +66,7 @@ class Settings:
       histories: file of a saved data set: what users had before, whom a request may name.
       exclude_file: file with the names of items that nobody is recommended.
       changes: folder of changes of a click model, which are taken as they come.
+      page: whether there is a page for a person at `/`.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -82,6 +83,7 @@ class Settings:
     histories: str | None = None
     exclude_file: str | None = None
     changes: str | None = None
+    page: bool = True
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -354,11 +356,15 @@ class Service:
         """Whether requests are answered, and further ones should come."""
         return self._version is not None and not self.draining and self.is_live
 
+    @property
+    def models(self) -> list[str]:
+        """The names of the models, of which the first one is its own."""
+        return [self.name, *[SIMILAR] * self.settings.similar]
+
     def check_name(self, model: str) -> None:
         """Raises RefusedError unless this is a model of the service."""
-        known = [self.name, *[SIMILAR] * self.settings.similar]
-        if model not in known:
-            shown = " and ".join(map(repr, known))
+        if model not in self.models:
+            shown = " and ".join(map(repr, self.models))
             raise RefusedError(
                 404, f"unknown model {model!r:.80}; this service has {shown}"
             )

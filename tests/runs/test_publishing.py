@@ -69,6 +69,7 @@ def test_each_night_the_better_version_is_written(tmp_path, capsys, monkeypatch)
     continued = ["--from", str(tmp_path / "first")]
     said = night(1, "second", *continued, "--epochs", "12")
     assert f"{films}: version 2 is new: ndcg@3 " in said and ", of version 1 " in said
+    assert "; change +" in said and ", 95 % interval [+" in said
     assert "i19" not in sj.load_predictor(films / "1" / FILE).items
     assert "i19" in sj.load_predictor(films / "2" / FILE).items
     assert sj.load_predictor(films / "2" / FILE).answer is not None
@@ -76,7 +77,9 @@ def test_each_night_the_better_version_is_written(tmp_path, capsys, monkeypatch)
     (films / "3").mkdir()
     (films / "3" / FILE).write_bytes((films / "2" / FILE).read_bytes()[:-99])
     # As good is not better.
-    assert f"{films}: version 2 stays: ndcg@3 " in published[-1]()
+    stays = published[-1]()
+    assert f"{films}: version 2 stays: ndcg@3 " in stays
+    assert stays.endswith("interval [+0.0000, +0.0000], which may be chance")
     assert versions(films) == [1, 2, 3]
     faults = {
         "ndcg@9 ranks more": (days[1], "ndcg@9", "autoencoder"),
@@ -132,7 +135,7 @@ def test_a_metric_by_hand(tmp_path, history):
         ("recall", 0.5),
     ):
         found = publishing.measured(predictor, source, Gate(metric, 3))
-        np.testing.assert_allclose(found, oracle, rtol=1e-6)
+        np.testing.assert_allclose(found[f"{metric}@3"], oracle, rtol=1e-6)
     with pytest.raises(ValueError, match="recommends 3 items with names, but ndcg@4"):
         publishing.measured(predictor, source, Gate("ndcg", 4))
 

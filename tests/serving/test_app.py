@@ -415,7 +415,7 @@ def test_wrong_sizes_of_binary_data(client):
 
 def test_paths_and_methods(client):
     for path, expected in {
-        "/": "paths of the protocol",
+        "/no-such": "paths of the protocol",
         "/v2/models/other": "unknown model 'other'; this service has 'films'",
         "/v2/models/films/versions/2": "unknown version '2'",
         "/v2/models/films/versions/2/ready": "unknown version '2'",

@@ -1,0 +1,47 @@
+"""The page for a person: it runs its own script alone, and names cannot become HTML."""
+
+import base64
+import contextlib
+import hashlib
+import html
+import re
+
+from served import Client, listening
+
+from sparsejax.serving.page import page
+from sparsejax.serving.service import Service, Settings
+
+
+def test_the_page(client):
+    status, headers, body = client.ask("GET", "/")
+    text = body.decode()
+    assert status == 200 and headers["content-type"] == "text/html; charset=utf-8"
+    assert "<option>films</option>" in text
+    policy = dict(
+        part.split(" ", 1) for part in headers["content-security-policy"].split("; ")
+    )
+    assert policy["default-src"] == "'none'" and policy["connect-src"] == "'self'"
+    for name in ("script", "style"):
+        ((_, content),) = re.findall(rf"<{name}([^>]*)>(.*?)</{name}>", text, re.DOTALL)
+        digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
+        assert policy[f"{name}-src"] == f"'sha256-{digest}'"
+    # Nothing else that a browser would run or load.
+    assert not re.search(r"\son\w+=|src=|href=|javascript:|innerHTML|eval\(", text)
+    # It asks what the protocol offers.
+    paths = {*re.findall(r'"(/v2[^"]*)"', text)}
+    assert paths == {"/v2/models/", "/v2/health/ready"}
+
+
+def test_names_of_models_are_text():
+    name = "</option></select><script>alert(1)</script>@SCRIPT@"
+    text = bytes(page([name]).body).decode()
+    assert "<script>alert" not in text and text.count("<script>") == 1
+    (shown,) = re.findall("<option>(.*?)</option>", text)
+    assert html.unescape(shown) == name
+
+
+def test_no_page():
+    service = Service("films", Settings(page=False))
+    with contextlib.closing(service), listening(service) as port:
+        status, found = Client(port).get("/")
+    assert status == 404 and "paths of the protocol" in found["error"]
