@@ -17,6 +17,7 @@ from typing import Any
 
 import grpc
 import uvicorn
+import uvloop
 
 from sparsejax.serving.connections import configured
 from sparsejax.serving.grpc import server as grpc_server
@@ -38,8 +39,14 @@ def listening(
         if other is not None:
             other.cancel()
 
+    def run() -> None:
+        with asyncio.Runner(
+            loop_factory=uvloop.new_event_loop
+        ) as runner:  # as the command
+            runner.run(serve())
+
     with socket.create_server(("127.0.0.1", 0)) as bound:
-        thread = threading.Thread(target=lambda: asyncio.run(serve()))
+        thread = threading.Thread(target=run)
         thread.start()
         while not server.started:
             time.sleep(0.001)

@@ -296,6 +296,8 @@ class _Together:
     def write(self, data: bytes) -> None:
         """Sends bytes after the head that waits. What may be a head waits, see `flush`."""
         data, self._head = self._head + data, b""
+        if self._transport.is_closing():
+            return  # the client has left while several of its requests waited
         if data.endswith(_END_OF_HEAD) and not data.startswith(_CONTINUE):
             self._head = data
         else:
@@ -303,8 +305,8 @@ class _Together:
 
     def flush(self) -> None:
         """Sends a head that waits."""
-        if self._head:
-            head, self._head = self._head, b""
+        head, self._head = self._head, b""
+        if head and not self._transport.is_closing():
             self._transport.write(head)
 
     def close(self) -> None:

@@ -184,3 +184,14 @@ def test_bodies_that_are_held_are_bounded(service, monkeypatch):
             assert connection.recv(2**16).startswith(b"HTTP/1.1 408")
             connection.close()
         assert Client(port).infer(tensor("items", "BYTES", ["item 1"]))[0] == 200
+
+
+def test_who_leaves_while_several_requests_wait(
+    client, port, service, caplog, monkeypatch
+):
+    with monkeypatch.context() as patch:
+        # So that the first request still waits when the client leaves.
+        patch.setattr(service.version("films", None).batcher, "_max_wait", 0.4)
+        assert asked(port, (post() + BODY) * 2 + post() + BODY[:-1], ends=True) == b""
+    assert client.infer(tensor("items", "BYTES", ["item 1"]))[0] == 200
+    assert service.in_hand == 0 and not caplog.records
