@@ -145,7 +145,11 @@ ITEMS = given("items", "BYTES", NAMES)
         ),
         (asked(given("items", "TEXT", shape=[1])), "INVALID_ARGUMENT", "one of BOOL"),
         (asked(given("items", "BYTES", [b"\xff"])), "INVALID_ARGUMENT", "UTF-8"),
-        (asked(ITEMS, parameters={"k": {}}), "INVALID_ARGUMENT", "k must be a whole"),
+        (
+            asked(ITEMS, parameters={"k": {"bool_param": True}}),
+            "INVALID_ARGUMENT",
+            "k must be a whole",
+        ),
         (asked(ITEMS, outputs=[{"name": "x"}]), "INVALID_ARGUMENT", "unknown output"),
         (
             asked(ITEMS, raw_input_contents=[b"", b""]),
