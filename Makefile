@@ -6,6 +6,7 @@
 ##   make test-slow     slower ones
 ##   make test WITH_SLOW=1   both in one session, as CI does
 ##   make test-all      all tests, for a release: each annotation checked, new random examples
+##   make test-as-user  commands and verbs by their defaults, optimized, with nothing cached
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
 ##   make lint          format, lint, types, import floors
 ##   make docs          the pages, in docs/_build/index.html
@@ -21,7 +22,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Many processes are started, and asserts take five seconds to rewrite.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-slow test-all test-x64 lint docs test-oldest test-spark clean
+.PHONY: help demo test test-slow test-all test-as-user test-x64 lint docs test-oldest test-spark clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
@@ -41,6 +42,15 @@ test-slow: $(VENV)/.installed
 
 test-all: $(VENV)/.installed
 	$(PYTEST) --check-annotations --random-examples
+
+# The code of the pages, then each command and verb. `tests/as_user` has fixtures of its own:
+# those of the other tests set up eight devices and a shared cache.
+test-as-user: $(VENV)/.installed
+	programs=$$(mktemp -d) && trap 'rm -rf "$$programs"' EXIT && \
+	  JAX_COMPILATION_CACHE_DIR=$$programs $(VENV)/bin/pytest --numprocesses 2 --dist worksteal \
+	  -m "not slow and not release" $(OPTIONS) tests/test_readme.py tests/test_docs.py
+	$(VENV)/bin/pytest --confcutdir tests/as_user --numprocesses 2 --dist loadfile \
+	  --durations 10 tests/as_user
 
 # Of losses over all items and of ranking the tests choose their own types. Annotations are
 # checked here, as types differ most, and a check of all tests would take a fifth of their time.

@@ -31,6 +31,7 @@ PROGRAMS = pathlib.Path(
 )
 MAX_BYTES = 2**30
 TESTS = pathlib.Path(__file__).parent
+collect_ignore = ["as_user"]  # has fixtures of its own, see `make test-as-user`
 RENAMED = pytest.StashKey[set[str]]()
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
