@@ -37,7 +37,7 @@ def test_other_models(run, sparsejax, model):
     [
         "predict run parts/heldout.parquet --out probabilities.csv",
         "report run --test parts/heldout.parquet",
-        f"plan --model dlrm --examples clicks.csv {COLUMNS} --memory 4GB --compile",
+        f"plan --model dlrm --examples clicks.csv {COLUMNS} --memory 4GB",
         "tune parts/train.parquet --model dlrm --trials 1 --epochs 1 --run tuned",
         "train parts/train.parquet --from run --run more --epochs 1",
         "compare run more parts/heldout.parquet",
