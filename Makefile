@@ -43,12 +43,9 @@ test-slow: $(VENV)/.installed
 test-all: $(VENV)/.installed
 	$(PYTEST) --check-annotations --random-examples
 
-# The code of the pages, then each command and verb. `tests/as_user` has fixtures of its own:
-# those of the other tests set up eight devices and a shared cache.
+# `tests/as_user` has fixtures of its own: those of the other tests set up eight devices and a
+# shared cache of programs.
 test-as-user: $(VENV)/.installed
-	programs=$$(mktemp -d) && trap 'rm -rf "$$programs"' EXIT && \
-	  JAX_COMPILATION_CACHE_DIR=$$programs $(VENV)/bin/pytest --numprocesses 2 --dist worksteal \
-	  -m "not slow and not release" $(OPTIONS) tests/test_readme.py tests/test_docs.py
 	$(VENV)/bin/pytest --confcutdir tests/as_user --numprocesses 2 --dist loadfile \
 	  --durations 10 tests/as_user
 
