@@ -8,12 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
 from flax import nnx
 from matrices import oracle, random_csr
 
 from sparsejax.nn.activations import ACTIVATIONS
 from sparsejax.nn.config import HiddenConfig, InputConfig, NetworkConfig, OutputConfig
 from sparsejax.nn.models import FeedForward
+from sparsejax.sparse import CSR
 
 PLAIN: dict[str, Any] = {
     "activation": "relu",
@@ -152,3 +154,22 @@ def test_a_model_can_be_pickled(name):
     np.testing.assert_array_equal(
         again(x, deterministic=True), model(x, deterministic=True)
     )
+
+
+def test_a_scipy_matrix_is_refused(wrong_types):
+    config = NetworkConfig.autoencoder((3,))
+    model = FeedForward(config, inputs=5, outputs=5, rngs=nnx.Rngs(0))
+    matrix = scipy.sparse.csr_array(np.eye(2, 5, dtype=np.float32))
+    x, ids = CSR.from_scipy(matrix), jnp.zeros((2, 1), jnp.int32)
+    for call in (
+        model,
+        model.encode,
+        lambda rows: model.top_k(rows, 1),
+        lambda rows: model.top_k(x, 1, exclude=rows),
+        lambda rows: model.item_scores(rows, ids),
+        lambda rows: model.loss(x, rows),
+    ):
+        with pytest.raises(
+            TypeError, match="expected a CSR, got csr_array; of a SciPy"
+        ):
+            call(matrix)
