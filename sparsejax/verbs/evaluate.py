@@ -111,7 +111,8 @@ def evaluate(
         the model an empty row for each, as if they were in `inputs`: they are in the means.
         "skip" leaves them out. "users_new" is their number.
       candidates: `[rows, items]`: for each row, rank only these items and its held-out
-        ones, for example one held-out item among 100 others. Rows are matched as those
+        ones, for example one held-out item among 100 others. Unknown items are left out of
+        both, and a warning says how many of these items are. Rows are matched as those
         of `heldout`. The model also needs `item_scores`; a `HistoryModel`
         `item_scores(histories, ids)`, with `times=` if it uses them.
       popularity: `[any rows, items]`, what the baseline counts, `inputs` by default. If
@@ -121,7 +122,8 @@ def evaluate(
         `fold_in` the inputs do not decide: then all items of the vocabulary are known,
         unless training data is named here.
       groups: for clicks: the name of a feature with one id an example, or `[examples]`
-        numbers or text.
+        numbers or text. A warning says if several categories of a feature have one id, as
+        hashed ones may, and so are one group.
       by: "entries" measures items apart by the number of rows that have them in the training
         data, which `popularity` names: 0, 1 to 4, 5 to 9, 10 to 19, 20 and more. For each
         group there are "entries[1-4]", the number of held-out entries; "recall@20[1-4]" and

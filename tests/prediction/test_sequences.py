@@ -118,8 +118,8 @@ def test_candidates_alone_are_ranked(timed):
         1 + np.sum(scores[row, given[row]] > scores[row, item])
         for row, item in ((0, 17), (2, 18), (3, 12))
     ]
-    # Held-out items that nobody has are unknown: let the baseline's data have them.
-    known = made([17, 18, 12], prefix="other")
+    # Items that nobody has are unknown: let the baseline's data have them.
+    known = made([17, 18, 12], *given, prefix="other")
     found = sj.evaluate(
         model,
         train,

@@ -104,11 +104,11 @@ class Shop:
                     counts[a][b] += 1
         return counts
 
-    def model(self, items: list[str]) -> Linear:
-        """Scores by `co_visits`, and an area that nobody has seen below all others."""
+    def model(self, items: list[str], *, of_new: float = -1.0) -> Linear:
+        """Scores by `co_visits`, and an area that nobody has seen by a number, below others."""
         counts = self.co_visits()
         weights = [[counts.get(a, {}).get(b, 0) for b in items] for a in items]
-        bias = [0.0 if item in counts else -1.0 for item in items]
+        bias = [0.0 if item in counts else of_new for item in items]
         return Linear(np.array(weights, np.float32), np.array(bias))
 
     def ranked(self, among=None):
@@ -209,9 +209,15 @@ def test_users_whose_items_are_all_unknown_lower_the_mean(shop):
             assert missed[key] == pytest.approx(share * value, rel=1e-5)
 
 
-@pytest.mark.parametrize("unknown", ["miss", "skip"])
-def test_among_candidates(shop, unknown):
-    """Unknown candidates are left out; unknown held-out items come behind all."""
+@pytest.mark.parametrize(
+    ("unknown", "route"),
+    [("miss", Shop.split), ("skip", Shop.split), ("miss", Shop.two_files)],
+)
+def test_among_candidates(shop, unknown, route):
+    """Unknown candidates are left out; unknown held-out items come behind all.
+
+    They may have a column, and a model may rank them high.
+    """
     rng = np.random.default_rng(0)
     everything = shop.items + shop.new
     lists = {
@@ -219,11 +225,26 @@ def test_among_candidates(shop, unknown):
         for row in shop.shown
     }
     among = {row: lists[row] | shop.wanted[row] for row in shop.shown}
-    shown, heldout = shop.two_files()
-    with pytest.warns(sj.data.UnknownFeaturesWarning, match="entries are left out"):
-        candidates = dataset_of(lists, everything).align_features(shown)
+    shown, heldout = route(shop)
+    names = shown.feature_names.tolist()
+    if route is Shop.two_files:
+        with pytest.warns(sj.data.UnknownFeaturesWarning, match="entries are left out"):
+            candidates = dataset_of(lists, everything).align_features(shown)
+    else:
+        candidates = dataset_of(lists, names)
     options = {"unknown": unknown, "candidates": candidates, **OPTIONS}
-    found = sj.evaluate(shop.model(shop.items), shown, heldout, **options)
+    model = shop.model(names, of_new=1e3)
+    if route is Shop.two_files:
+        found = sj.evaluate(model, shown, heldout, **options)
+    else:
+        total = sum(map(len, lists.values()))
+        lost = sum(len(v - set(shop.items)) for v in lists.values())
+        text = (
+            rf"^{lost:,} of {total:,} candidates \({lost / total:.1%}\) are of items wi"
+        )
+        with pytest.warns(UserWarning, match=text) as told:
+            found = sj.evaluate(model, shown, heldout, **options)
+        assert told[0].filename == __file__
     of_model, of_popularity = (
         by_hand(ranked, shop.wanted, set(shop.items), unknown)
         for ranked in shop.ranked(among)

@@ -486,6 +486,22 @@ class _Given:
             return _of_items(self.heldout, None)
         return _of_items(self.heldout, column_counts(self.trained.matrix) > 0)
 
+    def known_candidates(self) -> NamedCSR:
+        """The candidates that are known items. Warns of others."""
+        assert self.candidates is not None
+        if self.trained is None:
+            return self.candidates
+        known = _of_items(self.candidates, column_counts(self.trained.matrix) > 0)
+        total = int(np.asarray(self.candidates.matrix.indptr)[-1])
+        lost = total - int(np.asarray(known.matrix.indptr)[-1])
+        if lost:
+            warn_caller(
+                f"{lost:,} of {total:,} candidates ({lost / total:.1%}) are of items without an "
+                "entry in the training data: they are left out, as held-out items of that sort "
+                "are; popularity=... names the training data"
+            )
+        return known
+
 
 def _rows_shown(
     labels: NamedCSR, scored: np.ndarray, inputs: Inputs, setup: Setup
@@ -561,9 +577,8 @@ def _tasks(
             unwanted = exclusion(shown, rows, held, given.exclude, batch_size)
         _check_repeats(labels, scored, given.exclude, seen_rows)
     if given.candidates is not None:
-        ids = _candidate_ids(
-            given.candidates, labels, given.known(), scored, batch_size
-        )
+        among = given.known_candidates()
+        ids = _candidate_ids(among, labels, given.known(), scored, batch_size)
         ids[np.isin(ids, denied)] = -1
     return Tasks(
         shown=batches_of(shown, held, rows, batch_size),
@@ -700,25 +715,18 @@ def _candidate_ids(
 ) -> np.ndarray:
     """`[steps, batch, count]` the candidates and the labels of some rows of `labels`.
 
-    Labels of unknown items are left out. So they rank behind all candidates, whether the
-    vocabulary has them or not. `known` has the other labels. In each row ids ascend, and -1
-    fills it up.
+    Labels of unknown items are left out, so they rank behind all candidates. `known` has the
+    other labels. Candidates are of known items. In each row ids ascend, and -1 fills it up.
     """
     found = find_rows(labels, among)[rows]
     lengths = np.append(np.diff(np.asarray(among.matrix.indptr)), 0)  # -1: no row
     without = rows[lengths[found] == 0]
     if without.size:
         raise ValueError(
-            f"{without.size:,} of {rows.size:,} rows of heldout have no candidates: "
-            f"{labels.labels(without)}"
+            f"{without.size:,} of {rows.size:,} rows of heldout have no candidates of known "
+            f"items: {labels.labels(without)}"
         )
-    wanted, trained = _rows(labels, rows), _rows(known, rows)
-    both = _rows(among, found) + trained  # a union: neither has zeros
-    unknown = wanted - trained
-    unknown.eliminate_zeros()
-    if unknown.nnz:
-        both = scipy.sparse.csr_array(both - both.multiply(abs(unknown)))
-        both.eliminate_zeros()
+    both = _rows(among, found) + _rows(known, rows)  # a union: neither has zeros
     lengths = np.diff(both.indptr)
     steps = -(-rows.size // batch_size)
     ids = np.full((steps * batch_size, max(lengths.max(), 1)), -1, np.int32)
