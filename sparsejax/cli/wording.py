@@ -10,6 +10,7 @@ _ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
 _ELSEWHERE |= {"test": "heldout", "train": "inputs", "skip_bad_lines": "skip_bad=True"}
 # Advice of messages in Python, and the same in a shell.
 _ADVICE = {
+    "train model='dlrm'": "train --model dlrm",
     "say what the model gets: DenseColumn(missing=0.0)": (
         'say what the model gets: "missing": 0.0 of this column, in a file for --schema'
     ),

@@ -276,8 +276,9 @@ class Predictor:
         ones.
 
         Args:
-          records: an Arrow table, or a dict of lists or arrays, by the names of columns.
-            Labels are not needed; other columns are not read.
+          records: a table, or a dict of lists or arrays, by the names of columns; or a list of
+            dicts, one an example. None and NaN are missing. Labels are not needed; other columns
+            are not read.
 
         Raises:
           FloatingPointError: see `predict`.

@@ -140,8 +140,8 @@ def _of_whole_messages(method: Callable[..., Awaitable[Any]]) -> Callable[..., A
     return answered
 
 
-def read(request: Any, limits: Limits) -> Asked:
-    """Reads an inference request.
+def read(request: Any, limits: Limits, missing: bool = False) -> Asked:
+    """Reads an inference request. `missing`, a number may be NaN, which stands for a missing one.
 
     Raises:
       RefusedError: it cannot be read, or is too large.
@@ -155,7 +155,7 @@ def read(request: Any, limits: Limits) -> Asked:
         )
     tensors: dict[str, Tensor] = {}
     for number, given in enumerate(request.inputs):
-        tensor = _tensor(given, raw[number] if raw else None, limits)
+        tensor = _tensor(given, raw[number] if raw else None, limits, missing)
         if tensor.name in tensors:
             raise RefusedError(422, f"the input {tensor.name!r:.80} is given twice")
         tensors[tensor.name] = tensor
@@ -175,7 +175,7 @@ def _parameters(given: Mapping[str, Any]) -> dict[str, Any]:
     )
 
 
-def _tensor(given: Any, raw: bytes | None, limits: Limits) -> Tensor:
+def _tensor(given: Any, raw: bytes | None, limits: Limits, missing: bool) -> Tensor:
     where, datatype = f"the input {given.name!r:.80}", given.datatype
     if datatype not in _FIELDS:
         raise RefusedError(
@@ -184,14 +184,14 @@ def _tensor(given: Any, raw: bytes | None, limits: Limits) -> Tensor:
         )
     shape = protocol.checked_shape([*given.shape], where)
     if raw is not None:
-        data = protocol.of_bytes(memoryview(raw), datatype, where, limits)
+        data = protocol.of_bytes(memoryview(raw), datatype, where, limits, missing)
     elif datatype == "BYTES":
         names = given.contents.bytes_contents
         found = [protocol.of_utf8(name, where) for name in names]
         data = protocol.texts(found, where, limits)
     else:
         flat = [*getattr(given.contents, _FIELDS[datatype])]
-        data = protocol.numbers(flat, datatype, where)
+        data = protocol.numbers(flat, datatype, where, missing)
     protocol.check_count(data, shape, where)
     return Tensor(given.name, datatype, shape, data)
 
@@ -258,11 +258,13 @@ class _Answers:
             in_hand = service.begin()
             service.hold(in_hand, request.ByteSize())
             model, number = request.model_name, request.model_version or None
-            service.version(model, number)  # before the tensors are read
+            form = service.version(model, number).form  # before the tensors are read
             found = await service.predict(
                 model,
                 number,
-                functools.partial(read, request, service.settings.limits),
+                functools.partial(
+                    read, request, service.settings.limits, form.takes_missing
+                ),
                 write,
                 size=request.ByteSize() if request.raw_input_contents else 0,
                 seconds=context.time_remaining(),

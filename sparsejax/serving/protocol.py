@@ -250,7 +250,7 @@ def _tensor(
         if datatype == "BYTES":
             data = texts(found, where, limits)
         else:
-            data = numbers(found, datatype, where)
+            data = numbers(found, datatype, where, missing)
         if len(found) < len(flat):
             known = iter(data)
             data = [None if each is None else next(known) for each in flat]
@@ -264,7 +264,7 @@ def _tensor(
             f"{where}: binary_data_size is {size!r:.40}, but {len(rest)} bytes are left "
             "after the JSON and the inputs before",
         )
-    data = of_bytes(rest[:size], datatype, where, limits)
+    data = of_bytes(rest[:size], datatype, where, limits, missing)
     check_count(data, shape, where)
     return Tensor(name, datatype, shape, data), rest[size:]
 
@@ -326,7 +326,9 @@ def _refuse_name(count: int, where: str, limits: Limits) -> None:
     )
 
 
-def numbers(flat: Sequence[Any], datatype: str, where: str) -> np.ndarray:
+def numbers(
+    flat: Sequence[Any], datatype: str, where: str, missing: bool = False
+) -> np.ndarray:
     """Numbers of a list.
 
     Raises:
@@ -343,16 +345,20 @@ def numbers(flat: Sequence[Any], datatype: str, where: str) -> np.ndarray:
             422, f"{where}: an element of {datatype} cannot be {wrong[0]!r:.40}"
         )
     with np.errstate(over="ignore"):
-        return finite(np.array(flat, np.float64 if kind.kind == "f" else kind), where)
+        found = np.array(flat, np.float64 if kind.kind == "f" else kind)
+        return finite(found, where, missing)
 
 
-def finite(given: np.ndarray, where: str) -> np.ndarray:
-    """The same numbers.
+def finite(given: np.ndarray, where: str, missing: bool = False) -> np.ndarray:
+    """The same numbers. `missing`, they may be NaN, which stands for a missing one.
 
     Raises:
       RefusedError: one is no finite float32.
     """
-    most = np.abs(given).max(initial=0) if given.dtype.kind == "f" else 0
+    most = 0
+    if given.dtype.kind == "f":
+        sizes = np.abs(given)
+        most = np.fmax.reduce(sizes, initial=0) if missing else sizes.max(initial=0)
     if not most <= np.finfo(np.float32).max:  # NaN is not below, either
         raise RefusedError(
             422, f"{where}: numbers must be finite, and within those of float32"
@@ -360,8 +366,14 @@ def finite(given: np.ndarray, where: str) -> np.ndarray:
     return given
 
 
-def of_bytes(data: memoryview, datatype: str, where: str, limits: Limits) -> Any:
-    """The elements of binary data.
+def of_bytes(
+    data: memoryview,
+    datatype: str,
+    where: str,
+    limits: Limits,
+    missing: bool = False,
+) -> Any:
+    """The elements of binary data. `missing`, NaN stands for a missing number.
 
     Raises:
       RefusedError: they are not whole, no UTF-8, not finite, or too long.
@@ -380,7 +392,7 @@ def of_bytes(data: memoryview, datatype: str, where: str, limits: Limits) -> Any
         )
     if datatype == "BOOL":
         return np.frombuffer(data, np.uint8) != 0
-    return finite(np.frombuffer(data, kind), where)
+    return finite(np.frombuffer(data, kind), where, missing)
 
 
 def _encoded(data: bytes) -> EncodedNames | None:

@@ -204,7 +204,7 @@ class TritonPythonModel:
 def _reading(form: Form, request: Any) -> tuple[Asked, Question] | RefusedError:
     """A request of Triton as rows, or why it cannot be answered."""
     try:
-        tensors = {each.name: each for each in _tensors(request)}
+        tensors = {each.name: each for each in _tensors(request, form)}
         parameters = json.loads(request.parameters() or "{}")
         wanted = dict.fromkeys(request.requested_output_names(), True)
         asked = Asked(None, parameters, tensors, wanted or None)
@@ -213,7 +213,7 @@ def _reading(form: Form, request: Any) -> tuple[Asked, Question] | RefusedError:
         return error
 
 
-def _tensors(request: Any) -> Iterator[Tensor]:
+def _tensors(request: Any, form: Form) -> Iterator[Tensor]:
     for given in request.inputs():
         name, array = given.name(), given.as_numpy()
         where = f"the input {name!r}"
@@ -225,7 +225,7 @@ def _tensors(request: Any) -> Iterator[Tensor]:
             kind = next(
                 kind for kind, its in protocol.NUMBERS.items() if array.dtype == its
             )
-            data = protocol.finite(array.ravel(), where)
+            data = protocol.finite(array.ravel(), where, form.takes_missing)
             yield Tensor(name, kind, array.shape, data)
 
 

@@ -7,10 +7,12 @@ import gzip
 import itertools
 import json
 import math
+import pathlib
 from typing import Any
 
 import jax
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -19,6 +21,7 @@ import sparsejax as sj
 from sparsejax.data.events import tables
 from sparsejax.data.files.xxh64 import xxh64
 from sparsejax.data.sets import click_files, clicks
+from sparsejax.data.sets.click_records import examples_of
 
 DENSE, IDS = ["I1", "I2"], ["C1", "C2"]
 NAMES = ("label", *DENSE, *IDS)
@@ -414,15 +417,19 @@ GOOD = "0\t1\t2\ta\tb\n"
     [
         ("2\t1\t2\ta\tb", "the label 'label' is 2; expected 0 or 1"),
         ("\t1\t2\ta\tb", "the label 'label' is missing"),
-        ("nan\t1\t2\ta\tb", "column 'label': value 'nan' is not finite"),
-        ("1\tNaN\t2\ta\tb", "column 'I1': value 'nan' is not finite"),
+        ("nan\t1\t2\ta\tb", "the label 'label' is missing"),
+        ("1\t1\tNaN\ta\tb", r"column 'I2' is empty, null or NaN; .*missing=0.0"),
+        ("1\tinf\t2\ta\tb", "column 'I1': value 'inf' is not finite"),
         ("1\t1e39\t2\ta\tb", "column 'I1': value '1e\\+39' is too large for float32"),
         ("1\tx\t2\ta\tb", "column 'I1': value 'x' is not a number"),
         (
             "1\t1\t2\ta",
             r"expected 5 columns \(label, I1, I2, ...\), got 4: the line is",
         ),
-        ("1\t1\t\ta\tb", r"column 'I2' is empty; .* DenseColumn\(missing=0.0\)"),
+        (
+            "1\t1\t\ta\tb",
+            r"column 'I2' is empty, null or NaN; .* DenseColumn\(missing=0.0\)",
+        ),
     ],
 )
 def test_wrong_lines(tmp_path, line, message):
@@ -463,7 +470,7 @@ def test_wrong_files(tmp_path):
     good = {"label": [0, 1], "I1": [1, 2], "I2": [1, 2], "C1": ["a", "b"], "C2": [3, 4]}
     for change, message in (
         ({"label": [0, 3]}, "row 1: the label 'label' is 3"),
-        ({"I2": [0, float("nan")]}, "row 1: column 'I2': value 'nan' is not finite"),
+        ({"I2": [0, float("inf")]}, "row 1: column 'I2': value 'inf' is not finite"),
         ({"I2": [[1], [2]]}, "column 'I2' must hold numbers, but it is list"),
         ({"C2": [0.0, 0.5]}, "row 1: column 'C2' holds 0.5, which cannot be a name"),
         ({"C2": [[1.0], [2.0, 0.5]]}, "row 1: column 'C2' holds 0.5"),
@@ -721,3 +728,54 @@ def test_times_of_clicks_that_are_wrong():
         dataclasses.replace(data, times=np.zeros(3))
     with pytest.raises(ValueError, match="each column has one role"):
         dataclasses.replace(schema, time="user")
+
+
+def test_none_and_nan_and_an_empty_cell_are_missing_in_every_form(tmp_path):
+    """Of numbers and of categories: files, tables, dicts of columns and lists of dicts."""
+    schema = sj.ClickSchema(
+        "label",
+        {"I1": sj.data.DenseColumn(missing=-1.0), "I2": LOG},
+        {"C1": sj.data.VocabularyColumn(), "C2": sj.data.HashedColumn(50)},
+    )
+    nan = float("nan")
+    none = {
+        "label": [0, 1, 1, 0],
+        "I1": [1.5, None, 3.0, None],
+        "I2": [None, 2.0, None, 4.0],
+        "C1": ["a", None, "b", "a"],
+        "C2": [7, 8, None, 7],
+    }
+    nans = {n: [nan if x is None else x for x in c] for n, c in none.items()}
+    frame = pd.DataFrame(nans)
+    frame.to_csv(tmp_path / "empty.csv", index=False)
+    frame.to_csv(tmp_path / "nan.csv", index=False, na_rep="")
+    text = (tmp_path / "nan.csv").read_text().splitlines()
+    text[2], text[4] = "1,nan,2.0,,8.0", "0,NaN,4.0,a,7.0"
+    (tmp_path / "nan.csv").write_text("\n".join(text) + "\n")
+    numbers = {n: pa.array(nans[n], pa.float64()) for n in ("I1", "I2")}
+    table = pa.table(none | numbers)
+    pq.write_table(table, tmp_path / "nan.parquet")
+    wanted = sj.read_clicks(pa.table(none), schema)
+    np.testing.assert_array_equal(wanted.dense[:, 0], np.float32([1.5, -1, 3, -1]))
+    forms = [
+        tmp_path / "empty.csv",
+        tmp_path / "nan.csv",
+        tmp_path / "nan.parquet",
+        table,
+        frame,
+        none,
+        nans,
+        [dict(zip(none, row, strict=True)) for row in zip(*none.values(), strict=True)],
+        frame.to_dict("records"),
+    ]
+    for form in forms:
+        found = sj.read_clicks(form, schema)
+        np.testing.assert_array_equal(found.dense, wanted.dense)
+        for name in schema.ids:
+            np.testing.assert_array_equal(found.ids[name], wanted.ids[name])
+        if not isinstance(form, pathlib.Path):
+            dense, ids = examples_of(form, schema, wanted.vocabularies)
+            np.testing.assert_array_equal(dense, wanted.dense)
+            np.testing.assert_array_equal(ids["C2"], wanted.ids["C2"])
+    with pytest.raises(sj.DataError, match="columns differ in their lengths"):
+        sj.read_clicks(none | {"I1": [1.0]}, schema)

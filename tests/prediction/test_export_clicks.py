@@ -260,8 +260,11 @@ def test_requests_that_do_not_fit(train, predictor):
         predictor.predict(np.where(np.arange(4)[:, None] == 2, np.nan, dense), ids)
     with pytest.raises(ValueError, match="the records lack the columns .'item'."):
         predictor.predict_records({n: c for n, c in columns(4).items() if n != "item"})
-    with pytest.raises(ValueError, match="row 1: .*'price'"):
+    with pytest.raises(ValueError, match="row 1: .*'price' is empty, null or NaN"):
         predictor.predict_records(columns(2) | {"price": [1.0, float("nan")]})
+    wrong: typing.Any = [{"user": "a"}, 3]
+    with pytest.raises(TypeError, match="records are dicts, .* got int among them"):
+        predictor.predict_records(wrong)
 
 
 def test_exports_that_do_not_fit(model, train, tmp_path):

@@ -147,7 +147,11 @@ def _of_dicts(records: Iterator[Any]) -> Iterator[pa.RecordBatch]:
 
 def _column(name: Any, cells: list[Any]) -> pa.Array:
     try:
-        return pa.array(cells)
+        try:
+            return pa.array(cells)
+        except (pa.ArrowInvalid, pa.ArrowTypeError):
+            # NaN among texts is missing: pandas writes dicts so.
+            return pa.array(cells, from_pandas=True)
     except UnicodeEncodeError as error:
         raise DataError.at(TABLE, f"column {name!r} {half_pair(error)}") from error
     except (pa.ArrowException, OverflowError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import enum
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -124,6 +124,8 @@ class Chosen:
 
 
 _SHOWN = 100  # columns that a message has
+# Names of columns that say whether there was a click.
+_LABELS = {"label", "labels", "click", "clicks", "clicked", "is_click", "is_clicked"}
 # So that the header of a small compressed file does not take minutes.
 _MAX_COLUMNS = 2**16
 
@@ -191,7 +193,8 @@ entries; every entry counts 1
         ]
         parts = [", ".join(roles)]
         if self.unread:
-            parts.append(f"not read: {', '.join(self.unread)}")
+            hint = _hint_of_clicks(self.unread, " (")
+            parts.append(f"not read: {', '.join(self.unread)}{hint}{')' * bool(hint)}")
         return "; ".join([*parts, self.account] if self.account else parts)
 
     def without_times(self, column: SourceColumn, problem: str) -> Columns:
@@ -373,8 +376,17 @@ def find_columns(
         elif role in ("user", "item"):
             problem = f"no column has a name that is known for the {role}"
             remedy = f"name it: {role}=COLUMN, by its name or its number from 0"
+            remedy += _hint_of_clicks([column.name for column in columns], "; or, ")
             unclear(path, columns, problem, remedy, line)
     return at
+
+
+def _hint_of_clicks(names: Iterable[str | None], before: str) -> str:
+    """Which model suits a table with a column of labels; empty if no name says so."""
+    for name in names:
+        if name is not None and name.lower() in _LABELS:
+            return f"{before}if {name!r} has 1 for a click and 0 for none, train model='dlrm'"
+    return ""
 
 
 def check_width(path: Path, count: int, line: int | None = None) -> None:

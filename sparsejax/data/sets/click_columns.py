@@ -91,7 +91,7 @@ def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
         if missing.any() and column.missing is None:
             raise block.error(
                 int(np.argmax(missing)),
-                f"column {name!r} is empty; fill it in, or say what the model gets: "
+                f"column {name!r} is empty, null or NaN; fill it in, or say what the model gets: "
                 "DenseColumn(missing=0.0)",
             )
         if column.log1p:
@@ -124,7 +124,10 @@ def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str
 
 
 def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
-    """`[examples]` float64, 0 where missing, and bool: whether a value is missing."""
+    """`[examples]` float64, 0 where missing, and bool: whether a value is missing.
+
+    NaN is missing, as a null and an empty text are.
+    """
     column = plain_text(block.columns[name])
     type_ = column.type
     if spelling.is_text(type_):
@@ -149,6 +152,8 @@ def _numbers(block: Cells, name: str) -> tuple[np.ndarray, np.ndarray]:
             block.path, f"column {name!r} must hold numbers, but it is {type_}"
         )
     found = values.to_numpy()
+    if (is_nan := np.isnan(found)).any():
+        found, missing = np.where(is_nan, 0, found), missing | is_nan
     with np.errstate(over="ignore"):
         wrong = ~np.isfinite(found.astype(np.float32))
     if wrong.any():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -31,6 +31,7 @@ from sparsejax.data.files.opening import (
     progress_bar,
 )
 from sparsejax.data.scan import Group
+from sparsejax.data.sets.click_records import table_of
 from sparsejax.data.sets.click_schema import ClickSchema
 
 # Large, so that a large vocabulary is not searched for few examples at a time.
@@ -61,6 +62,8 @@ def click_blocks(
         columns. Too many lines are bad.
       ValueError: there is a check, and a source is no file of lines.
     """
+    if isinstance(paths, Mapping):
+        paths = table_of(paths)
     used = schema.used if labelled else schema.used[1:]
     names = used if names is None else names
     used = list(dict.fromkeys([*used, *names]))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -31,15 +31,18 @@ _RECORDS = "records"
 
 
 def examples_of(
-    records: pa.Table | pa.RecordBatch | Mapping[str, Any],
+    records: pa.Table
+    | pa.RecordBatch
+    | Mapping[str, Any]
+    | Sequence[Mapping[str, Any]],
     schema: ClickSchema,
     vocabularies: Mapping[str, Names],
 ) -> tuple[np.ndarray, dict[str, Ids]]:
     """Numbers and ids of records, by the rules of `read_clicks`.
 
     Args:
-      records: columns by name: arrays, lists, or a table. Labels are not needed. None is a
-        missing value.
+      records: columns by name: arrays, lists, or a table; or a list of dicts, one an
+        example. Labels are not needed. None and NaN are missing values.
       schema: what the columns are.
       vocabularies: of the training data; other categories have the id of rare ones.
 
@@ -71,20 +74,26 @@ def examples_of(
 
 def _block(records: Any, dense: list[str], ids: list[str]) -> Cells:
     names = [*dense, *ids]
+    if isinstance(records, list | tuple):
+        records = _columns(records)
+    elif not isinstance(records, pa.Table | pa.RecordBatch | Mapping) and hasattr(
+        records, "__arrow_c_stream__"
+    ):
+        records = pa.table(records)
     if isinstance(records, pa.Table | pa.RecordBatch):
         known = records.column_names
     elif isinstance(records, Mapping):
         known = list(records)
     else:
         raise TypeError(
-            "records are columns: an Arrow table, or a dict of lists or arrays; got "
+            "records are a table, a dict of lists or arrays, or a list of dicts; got "
             f"{type(records).__name__}"
         )
     if missing := [name for name in names if name not in known]:
         raise ValueError(
             f"the records lack the columns {missing}; they have {list(known)}"
         )
-    columns = {name: _array(name, records[name], name in ids) for name in names}
+    columns = {name: _array(name, records[name]) for name in names}
     sizes = {name: len(column) for name, column in columns.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"columns of the records differ in their lengths: {sizes}")
@@ -95,7 +104,35 @@ def _block(records: Any, dense: list[str], ids: list[str]) -> Cells:
     return Cells(columns, error, _RECORDS)
 
 
-def _array(name: str, values: Any, nan_is_missing: bool) -> pa.Array:
+def table_of(columns: Mapping[str, Any]) -> pa.Table:
+    """A table of columns by name: arrays, lists, or arrays of Arrow.
+
+    Raises:
+      DataError: a column cannot be one, or columns differ in their lengths.
+    """
+    found = {str(name): _array(str(name), each) for name, each in columns.items()}
+    sizes = {name: len(column) for name, column in found.items()}
+    if len(set(sizes.values())) > 1:
+        raise DataError.at(_RECORDS, f"columns differ in their lengths: {sizes}")
+    return pa.table(found)
+
+
+def _columns(records: Sequence[Any]) -> dict[str, list[Any]]:
+    """The columns of dicts, one an example; None where one lacks a column.
+
+    Raises:
+      TypeError: one is no dict.
+    """
+    for record in records:
+        if not isinstance(record, Mapping):
+            raise TypeError(
+                f"records are dicts, one an example; got {type(record).__name__} among them"
+            )
+    names = dict.fromkeys(name for record in records for name in record)
+    return {name: [record.get(name) for record in records] for name in names}
+
+
+def _array(name: str, values: Any) -> pa.Array:
     if isinstance(values, pa.ChunkedArray):
         found = values.combine_chunks()
         return (
@@ -105,7 +142,7 @@ def _array(name: str, values: Any, nan_is_missing: bool) -> pa.Array:
         return values
     try:
         try:
-            found = pa.array(values, from_pandas=nan_is_missing)
+            found = pa.array(values, from_pandas=True)
         except (
             OverflowError
         ):  # of integers beyond int64, which Arrow takes by their type

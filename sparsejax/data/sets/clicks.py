@@ -136,6 +136,12 @@ class ClickDataset:
         return self.num_rows
 
     @property
+    def num_used_ids(self) -> int:
+        """How many ids the examples have, of all features together."""
+        entries = (e.indices if isinstance(e, CSR) else e for e in self.ids.values())
+        return sum(len(np.unique(each)) for each in entries)
+
+    @property
     def num_ids(self) -> dict[str, int]:
         """The number of ids of each feature, and so of the rows of its table."""
         return num_ids(self.schema, self.vocabularies)
@@ -333,11 +339,12 @@ def read_clicks(
     Files are TSV, CSV, JSON Lines or Parquet. Columns hold numbers, text, or lists of
     categories. Text files are UTF-8, also compressed as for `read`, and have a header unless `schema.columns` names the columns.
     They may be quoted as in RFC 4180, unless a TAB separates columns. Spaces belong to
-    categories. An empty cell and a null are missing values.
+    categories. An empty cell, a null and NaN are missing values.
 
     Args:
       path: a file, a list of files that follow each other, a folder, an address of Parquet
-        files, or a table in memory; see `read`.
+        files, or a table in memory, see `read`; or a dict of columns, or a list of dicts, one
+        an example.
       schema: what the columns are.
       features: the data set that was trained on, whose categories have their ids here
         too; unknown ones have the id of rare ones. By default categories are numbered by
@@ -348,7 +355,7 @@ def read_clicks(
 
     Raises:
       DataError: a file cannot be read, lacks a column, or has a line that is cut, a label
-        other than 0 and 1, or a number that is NaN; the message has file and line.
+        other than 0 and 1, or a number that is infinite; the message has file and line.
       TypeError: `features` is other data than clicks.
       ValueError: `features` lacks a column, there is none to append to, or there are
         more than 2^31 - 1 ids in a column of lists.
