@@ -294,7 +294,7 @@ class Train(OfKinds):
         of clicks.
       optimizer: One of adam, adamw, adamax, lazy_adam, rmsprop, adadelta, adagrad,
         rowwise_adagrad, ftrl, sgd, momentum and nesterov. For histories adamw has b2 .98
-        and a weight decay of .1.
+        and a weight decay of .1; for clicks one that falls with the number of examples.
       learning_rate: Learning rate of the optimizer, at its highest.
       weight_decay: In each step, subtract from each weight this share of it, times the
         learning rate. Only for adamw, sgd, momentum and nesterov.
@@ -325,7 +325,7 @@ class Train(OfKinds):
         make steps slower. A resume must keep it.
       epochs: Number of passes over the data, including those before a resume. By default
         as many as 200 steps take, but at least 30; of histories as many as 3,500 steps
-        take, but 40 to 300; of clicks one.
+        take, but 40 to 300; of clicks as many as 1,000 steps take, but at most 10.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
@@ -359,17 +359,22 @@ class Train(OfKinds):
     kind: Kind = None
     negatives: Annotated[int | None, _value("INT", "all items")] = None
     config: Annotated[pathlib.Path | None, _OptionalFile] = None
-    optimizer: Annotated[str | None, _value("STR", "adam, of histories adamw")] = None
-    learning_rate: Annotated[float | None, _value("FLOAT", ".002")] = None
+    optimizer: Annotated[
+        str | None, _value("STR", "adam, of histories and clicks adamw")
+    ] = None
+    learning_rate: Annotated[float | None, _value("FLOAT", ".002, of clicks .005")] = (
+        None
+    )
     weight_decay: Annotated[
-        float | None, _value("FLOAT", "0, of adamw .0001, of histories .1")
+        float | None,
+        _value("FLOAT", "0, of adamw .0001, of histories .1, of clicks .3 to 8"),
     ] = None
     warmup_epochs: float = 0.0
     decay: Annotated[
         Literal["cosine", "none"] | None, _value("{cosine,none}", "cosine")
     ] = None
     batch_size: Annotated[
-        int | None, _value("INT", "512, of histories 256, of clicks 4096")
+        int | None, _value("INT", "512, of histories 256, of clicks 32 to 4096")
     ] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     follow: Flag = False
@@ -461,7 +466,7 @@ class Tune(OfKinds):
     patience: Annotated[int | None, _value("INT", "train all epochs")] = None
     format: Annotated[Format | None, _Formats] = None
     optimizer: Annotated[str | None, _value("STR", "as for train")] = None
-    learning_rate: float = 0.002
+    learning_rate: Annotated[float | None, _value("FLOAT", "as for train")] = None
     batch_size: Annotated[int | None, _value("INT", "as for train")] = None
     item_features: Annotated[str | None, _value("FILE", "")] = None
     content_columns: Annotated[

@@ -20,7 +20,6 @@ from sparsejax.runs.kind import config_of as read_config
 from sparsejax.runs.options import Training
 from sparsejax.runs.training import named_rule
 from sparsejax.verbs import plan as planning
-from sparsejax.verbs.recipe import LEARNING_RATE
 
 
 def train(command: flags.Train) -> None:
@@ -89,14 +88,15 @@ def plan(command: flags.Plan) -> bool:
     memory, (config, _) = command.memory, config_of(command)
     commands = commands_of(config)
     commands.check(command)
-    name, options = named_rule(command.optimizer, commands.kind.defaults)
+    defaults = commands.kind.defaults
+    name, options = named_rule(command.optimizer, defaults)
     batch_size = command.batch_size
     if batch_size is None:
-        batch_size = commands.kind.defaults.batch_size
+        batch_size = defaults.batch_size
     text, fits = commands.planned(
         config,
         command,
-        rule=optimizers.get(name, learning_rate=LEARNING_RATE, **options),
+        rule=optimizers.get(name, learning_rate=defaults.learning_rate, **options),
         batch_size=batch_size,
         data=data,
         model=model,

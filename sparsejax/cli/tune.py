@@ -201,8 +201,10 @@ def _metric(command: flags.Tune) -> str:
 
 def _start(command: flags.Tune) -> dict[str, Any]:
     """The settings to begin with: those of the flags that are tuned."""
-    start = commands_for(command.kind).start(command)
-    return start | {"learning_rate": command.learning_rate}
+    commands, rate = commands_for(command.kind), command.learning_rate
+    if rate is None:
+        rate = commands.kind.defaults.learning_rate
+    return commands.start(command) | {"learning_rate": rate}
 
 
 def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:

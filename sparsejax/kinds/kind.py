@@ -13,6 +13,7 @@ from typing import Any, ClassVar, Protocol, cast, runtime_checkable
 
 from jax.typing import ArrayLike
 
+from sparsejax import optimizers
 from sparsejax.data.reading.sources import Inputs
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
@@ -32,10 +33,6 @@ class OfKind(Protocol):
     kind: ClassVar[str]
 
 
-# With more epochs, little data would be learned by heart.
-_MOST_EPOCHS = 300
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Defaults:
     """Settings with which a kind of model is trained, unless others are asked for.
@@ -43,10 +40,12 @@ class Defaults:
     Attributes:
       batch_size: examples of a step.
       least_epochs: passes over the data.
-      least_steps: few rows take more epochs, until there are this many steps, but at most
-        300 epochs.
+      least_steps: few rows take more epochs, until there are this many steps.
       optimizer: name of the rule.
       options: of this rule.
+      learning_rate: the highest one. It was chosen on held-out training entries of six data
+        sets: docs/choosing.md.
+      most_epochs: with more epochs, little data would be learned by heart.
       scored: rows that are scored at a time, to measure a model.
     """
 
@@ -55,12 +54,34 @@ class Defaults:
     least_steps: int
     optimizer: str
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    learning_rate: float = 2e-3
+    most_epochs: int = 300
     scored: int = 512
 
     def num_epochs(self, steps: int) -> int:
         """Epochs, if one has so many steps."""
         wanted = max(self.least_epochs, math.ceil(self.least_steps / steps))
-        return min(wanted, _MOST_EPOCHS)
+        return min(wanted, self.most_epochs)
+
+    def for_data(self, data: Any, *, continued: bool = False) -> Defaults:
+        """The settings for some data.
+
+        Args:
+          data: to train on, or how many examples it has. A stream has none yet.
+          continued: whether a trained model is trained on.
+        """
+        del data, continued
+        return self
+
+    def of_loop(self, data: Any) -> tuple[int, int]:
+        """Batch size and epochs of `fit` for some data."""
+        del data
+        return 512, 20
+
+    def constant_rule(self, data: Any) -> Rule:
+        """The rule of `build`, which does not know how long a training will be."""
+        del data
+        return optimizers.get("adam", learning_rate=1e-3)
 
 
 @runtime_checkable

@@ -16,6 +16,8 @@ from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
+    HashedColumn,
+    KeyColumn,
     VocabularyColumn,
     num_ids,
     without_time,
@@ -37,6 +39,7 @@ from sparsejax.kinds.clicks.scores import (
     evaluate_clicks,
     predict,
 )
+from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs.kind import COLUMNS, COUNTING, Opened, Runs, Source
@@ -57,10 +60,13 @@ from sparsejax.runs.reading import (
     validation_share,
 )
 from sparsejax.runs.threads import meanwhile
+from sparsejax.sparse import CSR
 from sparsejax.wide_ids import NUM_IDS
 
 # Points of a calibration curve.
 _BINS = 20
+# A model with this AUC orders examples, even if its probabilities are wrong.
+_ORDERS = 0.55
 
 
 _COLUMNS_OF_RUN = (
@@ -233,6 +239,11 @@ class Clicks(Runs):
         }
         model.add_ids(added, optimizer=optimizer)
 
+    def doubts(self, model: Any, source: Source) -> str | None:
+        found = compared(model, source.data, source.heldout)
+        what = "training" if source.heldout is None else "validation"
+        return None if found is None else found.warning(what)
+
     def account(self, data: ClickDataset | ScannedClicks) -> str:
         return (
             f"{data.num_rows:,} examples, {len(data.schema.dense):,} dense columns, "
@@ -260,12 +271,14 @@ class Clicks(Runs):
             raise ValueError("give heldout=..., the examples to measure on")
         reading = meanwhile(lambda: _read_like(examples, run.known, measuring.reading))
         model = self.corrected(run, measuring.correcting, measuring.reading)
-        return evaluate_clicks(
-            model,
-            reading(),
-            groups=measuring.groups,
-            keep_rows=measuring.keep_rows,
+        clicks = reading()
+        groups = _groups_of(measuring, run, clicks)
+        measured = evaluate_clicks(
+            model, clicks, groups=groups, keep_rows=measuring.keep_rows
         )
+        if clicks.num_rows >= LEAST_ROWS:
+            _warn_of_base_rate(measured)
+        return measured
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
         model, source = run.model(), correcting.calibrate
@@ -316,7 +329,7 @@ class Clicks(Runs):
         return {
             "model": model,
             "measured": evaluate_clicks(
-                model, clicks, groups=measuring.groups, keep_rows=True
+                model, clicks, groups=_groups_of(measuring, run, clicks), keep_rows=True
             ),
             "data": [
                 name_of(measuring.heldout),
@@ -325,6 +338,43 @@ class Clicks(Runs):
             ],
             "calibration": calibration_curve(predict(model, clicks), clicks.labels),
         }
+
+
+def _groups_of(measuring: Measuring, run: Opened, clicks: ClickDataset) -> Any:
+    """The groups of the examples: the categories of the file themselves, where it has them.
+
+    The ids of a model may be one for several categories: by a hash, or as they are rare.
+    """
+    name, source, schema = measuring.groups, measuring.heldout, run.known.schema
+    column = schema.ids.get(name)
+    if (
+        not isinstance(column, HashedColumn | VocabularyColumn)
+        or isinstance(source, ClickDataset)
+        or (is_file(source) and kind_of_saved(source) == "clicks")
+        or measuring.reading.skip_bad_lines  # lines that are bad elsewhere are not left out
+        or isinstance(clicks.ids[name], CSR)  # an error, which names the column
+    ):
+        return name
+    only = dataclasses.replace(without_time(schema), dense={}, ids={name: KeyColumn()})
+    return read_clicks(source, only).ids[name]
+
+
+def _warn_of_base_rate(measured: Mapping[str, float]) -> None:
+    """Warns if predicting the share of clicks for all examples is as good as the model."""
+    entropy = measured.get("normalized_entropy", 0.0)
+    if entropy < 1:
+        return
+    constant = measured["log_loss"] / entropy
+    advice = (
+        "train longer, or with the settings that suit the data"
+        if measured["auc"] < _ORDERS
+        else "its order is right (AUC {auc:.3f}), so correct its probabilities by "
+        "calibrate=...".format(**measured)
+    )
+    warn_caller(
+        "predicting the share of clicks for all examples is as good as this model: log loss "
+        f"{constant:.4f}, of the model {measured['log_loss']:.4f}; {advice}"
+    )
 
 
 def calibration_curve(
@@ -354,11 +404,11 @@ def _read(source: Any, schema: ClickSchema | None, reading: Reading) -> ClickDat
                 "schema is of no use for a data set, which has one: leave it out"
             )
         return source
-    _check_file(source)
+    _check_source(source)
     if schema is not None:
         skip = skips_bad_lines(source, reading)
         data = read_clicks(source, without_time(schema), skip_bad_lines=skip)
-    elif is_parquet(source):
+    elif is_file(source) and is_parquet(source):
         data = ClickDataset.load(source)
     else:
         raise ValueError(
@@ -391,8 +441,8 @@ def _read_like(
     is_data = isinstance(source, ClickDataset)
     skip = skips_bad_lines(source, reading)
     if not is_data:
-        _check_file(source)
-    if is_data or kind_of_saved(source) == "clicks":
+        _check_source(source)
+    if is_data or (is_file(source) and kind_of_saved(source) == "clicks"):
         data = source if is_data else ClickDataset.load(source)
         try:
             if append:
@@ -419,12 +469,13 @@ def _read_like(
     return data
 
 
-def _check_file(source: Any) -> None:
-    """Raises TypeError for what is neither a file nor clicks."""
-    if not is_file(source):
+def _check_source(source: Any) -> None:
+    """Raises TypeError for what is neither a file, nor a table, nor records."""
+    is_table = hasattr(source, "__arrow_c_stream__")
+    if not (is_file(source) or is_table or isinstance(source, list | tuple | Mapping)):
         raise TypeError(
-            "examples of clicks are a file or a ClickDataset, got "
-            f"{type(source).__name__}"
+            "examples of clicks are a file, a table, a dict of columns, a list of dicts, or a "
+            f"ClickDataset, got {type(source).__name__}"
         )
 
 

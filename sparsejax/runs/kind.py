@@ -155,6 +155,10 @@ class Runs(abc.ABC):
         """The configuration as it suits the data, and what to say about it."""
         return config, ""
 
+    def doubts(self, model: Any, source: Source) -> str | None:
+        """What to warn of after training, if the model is no better than simple predictions."""
+        return None
+
     @abc.abstractmethod
     def account(self, data: Any) -> str:
         """How large the data is."""

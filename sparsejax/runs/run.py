@@ -153,12 +153,14 @@ class Run:
           patience: stop when nDCG, or of clicks AUC, has not risen for so many epochs.
           negatives: of histories, the loss is over so many items, drawn for each batch.
           optimizer: name of the optimizer, see `sparsejax.optimizers.get`.
-          learning_rate: the highest learning rate; .002 by default.
-          weight_decay: of `adamw`, `sgd`, `momentum` and `nesterov`.
+          learning_rate: the highest learning rate; .002 by default, of clicks .005.
+          weight_decay: of `adamw`, `sgd`, `momentum` and `nesterov`; of clicks by default
+            4 (12,000 / examples)^(1/3), but at most 5; up to 8 for many rare categories.
           warmup_epochs: epochs over which the learning rate rises.
           decay: "cosine", the default, lets the learning rate fall to 0 at the last epoch;
             "none" keeps it, as `follow` does.
-          batch_size: rows a step; 512 by default, of histories 256, of clicks 4096.
+          batch_size: rows a step; 512 by default, of histories 256, of clicks the power of 2
+            that is nearest to the root of the number of examples, 32 to 4,096.
           num_epochs: passes over the data; by default as `sparsejax.training.recipe` has it.
           chunk_rows: read a Parquet file while training, so many rows at a time.
           follow: of clicks with dynamic tables: train on each file of a folder or a store once,

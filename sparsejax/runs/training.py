@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparsejax import optimizers
+from sparsejax.callers import warn_caller
 from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program, check_seed
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
@@ -24,11 +25,7 @@ from sparsejax.runs.reading import name_of
 from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.fit import fit
 from sparsejax.verbs.place import place
-from sparsejax.verbs.recipe import (
-    LEARNING_RATE,
-    learning_rate,
-    steps_of_epoch,
-)
+from sparsejax.verbs.recipe import learning_rate, steps_of_epoch
 
 # With fewer steps a model has learned little.
 _FEW_STEPS = 100
@@ -73,8 +70,8 @@ def train(
     steps = steps_of_epoch(source.chunks, settings.batch_size)
     if training.num_epochs is None and settings.num_epochs * steps < _FEW_STEPS:
         training.reading.say(
-            f"an epoch has {steps} steps, and {settings.num_epochs} is the default here: small "
-            "data needs more, num_epochs=20, or a smaller batch_size"
+            f"an epoch has {steps} steps, and {settings.num_epochs} is the default here, which "
+            "is little to learn from: give a smaller batch_size, or more by num_epochs=..."
         )
     if restored and source.features is not None:
         # A run that goes on from another one may have more room for tags.
@@ -144,6 +141,9 @@ def train(
             resume=training.resume,
             log=told,
         )
+    doubts = runs.doubts(model, source)
+    if doubts is not None and processes.is_first():
+        warn_caller(doubts)
     return source
 
 
@@ -188,13 +188,11 @@ def rule_of(
     Raises:
       ValueError: the optimizer does not take these options.
     """
-    (name, options), peak = (
-        named_rule(training.optimizer, defaults),
-        training.learning_rate,
-    )
+    name, options = named_rule(training.optimizer, defaults)
     if training.weight_decay is not None:
         options["weight_decay"] = training.weight_decay
-    peak = LEARNING_RATE if peak is None else peak
+    peak = training.learning_rate
+    peak = defaults.learning_rate if peak is None else peak
     optimizers.get(name, learning_rate=peak, **options)  # checks them
     decays = training.decay in (None, "cosine")
     is_number = 0 <= training.warmup_epochs < math.inf
@@ -216,7 +214,9 @@ def named_rule(name: str | None, defaults: Defaults) -> tuple[str, dict[str, Any
 
 def settings_of(training: Training, config: Any, source: Source) -> Settings:
     """The settings that `run.json` will hold."""
-    defaults = kind_of(config).defaults
+    defaults = kind_of(config).defaults.for_data(
+        source.data, continued=training.origin is not None
+    )
     epochs, batch_size = training.num_epochs, training.batch_size
     if batch_size is None:
         batch_size = defaults.batch_size

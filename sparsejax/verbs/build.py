@@ -9,7 +9,6 @@ import jax
 import scipy.sparse
 from flax import nnx
 
-from sparsejax import optimizers
 from sparsejax.codec import ModelConfig
 from sparsejax.data import ItemFeatures, ScannedDataset
 from sparsejax.kinds.content import fitting, set_content, sizes_of
@@ -90,7 +89,8 @@ def build(
         SciPy matrix; or histories, also of `scan_sequences`; or clicks, also of
         `scan_clicks`. Only its number of columns counts, or of the ids of each feature,
         unless the network has a linear part, which is computed from it.
-      rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default. That of
+      rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default, of clicks
+        `adamw(2e-3)` with a weight decay that follows from the number of examples. That of
         `sparsejax.training.recipe` suits a training with a known end better.
       targets: `[rows, items]`, of the same types; `data` itself by default. Models of
         histories and of clicks have none.
@@ -111,8 +111,9 @@ def build(
         histories or of clicks is given targets. No item has content.
       NotImplementedError: the data of a linear part is scanned.
     """
-    rule = optimizers.adam(1e-3) if rule is None else rule
     kind, options = kind_of(config), {}
+    if rule is None:
+        rule = kind.defaults.constant_rule(data)
     if item_features is not None:
         item_features = fitting(item_features, data if targets is None else targets)
         options = {"content": sizes_of(item_features)}

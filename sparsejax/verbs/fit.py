@@ -41,8 +41,8 @@ def fit(
     targets: Targets | ScannedDataset = None,
     *,
     weights: ArrayLike | None = None,
-    batch_size: int = 512,
-    num_epochs: int = 20,
+    batch_size: int | None = None,
+    num_epochs: int | None = None,
     seed: int = 0,
     shuffle: bool = True,
     validation: Source | OfKind | None = None,
@@ -118,8 +118,9 @@ def fit(
         by name, `{name: source}`, for a model whose `loss` takes such a dict of labels.
       weights: `[rows]`, weight of each example; 1 by default.
       batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
-        last batch of an epoch may be smaller.
-      num_epochs: passes over the data, those before a resume included.
+        last batch of an epoch may be smaller. By default 512, of clicks as `recipe` has it.
+      num_epochs: passes over the data, those before a resume included. By default 20, of
+        clicks as `recipe` has it.
       seed: seed of the order of examples.
       shuffle: False trains on the rows in the order of the data, the same in each epoch.
       validation: held-out entries of the rows of `inputs`. After each epoch they are
@@ -184,9 +185,11 @@ def fit(
         raise ValueError("k is the cut-off of validation metrics: give validation, too")
     if fused and isinstance(targets, Mapping):
         raise NotImplementedError("several targets cannot have a fused update")
+    kind = kind_of(inputs)
+    usual = kind.defaults.of_loop(inputs)
     how = loop.How(
-        batch_size=batch_size,
-        num_epochs=num_epochs,
+        batch_size=usual[0] if batch_size is None else batch_size,
+        num_epochs=usual[1] if num_epochs is None else num_epochs,
         seed=seed,
         shuffle=shuffle,
         fused=fused,
@@ -197,7 +200,6 @@ def fit(
         log=log,
         after_epoch=after_epoch,
     )
-    kind = kind_of(inputs)
     options = {
         "targets": targets,
         "weights": weights,

@@ -14,9 +14,6 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.rules import Rule
 from sparsejax.optimizers.schedules import Schedule, schedule
 
-# Chosen on held-out training entries of six data sets: docs/choosing.md.
-LEARNING_RATE = 2e-3
-
 
 @runtime_checkable
 class HasExamples(Protocol):
@@ -76,7 +73,7 @@ def recipe(
     *,
     batch_size: int | None = None,
     num_epochs: int | None = None,
-    peak: float = LEARNING_RATE,
+    peak: float | None = None,
 ) -> Recipe:
     """The training of `sparsejax train` without flags.
 
@@ -92,18 +89,22 @@ def recipe(
         fit(model, optimizer, train, **sizes)
 
     Args:
-      config: the network, or the model of histories.
+      config: the network, or the model of histories or of clicks.
       data: what is trained on; or its number of rows, of histories those with two entries
         or more.
-      batch_size: instead of 512, of histories 256.
+      batch_size: instead of 512, of histories 256; of clicks the power of 2 that is nearest
+        to the root of the number of rows, 32 to 4,096.
       num_epochs: instead of as many as 200 steps take, but at least 30; of histories as
-        many as 3,500 steps take, but 40 to 300.
-      peak: the learning rate of the first step.
+        many as 3,500 steps take, but 40 to 300; of clicks as many as 1,000 steps take, but
+        at most 10.
+      peak: the learning rate of the first step; .002 by default, of clicks .005.
     """
-    defaults = kind_of(config).defaults
+    rows = data if isinstance(data, int) else data.num_examples
+    defaults = kind_of(config).defaults.for_data(data)
     if batch_size is None:
         batch_size = defaults.batch_size
-    rows = data if isinstance(data, int) else data.num_examples
+    if peak is None:
+        peak = defaults.learning_rate
     steps = steps_of_epoch([rows], batch_size)
     if num_epochs is None:
         num_epochs = defaults.num_epochs(steps)

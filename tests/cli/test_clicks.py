@@ -268,9 +268,9 @@ def test_saved_clicks_are_read_while_training(clicks, tmp_path, capsys):
     assert main(argv) == 0
     said = capsys.readouterr().err
     assert (
-        "auc 0." in said and "an epoch has 6 steps, and 1 is the default here" in said
+        "auc 0." in said and "an epoch has 6 steps, and 10 is the default here" in said
     )
-    assert "small data needs more, --epochs 20, or a smaller --batch-size" in said
+    assert "give a smaller --batch-size, or more by --epochs" in said
     assert main(["evaluate", str(tmp_path / "run"), str(clicks / "test.tsv")]) == 0
 
 

@@ -2,24 +2,86 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
+from sparsejax import optimizers
 from sparsejax.data.reading.sources import Inputs
+from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
+from sparsejax.optimizers.rules import Rule
+
+# Where the learning rate does not fall, or a trained model is trained on.
+_CONSTANT_RATE = 2e-3
+_LEAST_BATCH, _MOST_DECAY = 32, 8.0
+# Of more examples the categories are not counted, which would take seconds.
+_COUNTED = 200_000
+
+
+class ClickDefaults(Defaults):
+    """Settings that depend on the number of examples, and on that of categories.
+
+    ::
+
+        batch size    the power of 2 that is nearest to sqrt(examples), 32 to 4,096
+        epochs        as many as 1,000 steps take, at most 10
+        weight decay  the larger one of 4 (12,000 / examples)^(1/3), at most 5,
+                      and 6 (categories / examples)^(1/2), at most 8
+
+    Without weight decay, few examples are learned by heart: a model is then worse than a
+    logistic regression. They were chosen by the AUC on other examples: docs/clicks.md.
+    """
+
+    def for_data(self, data: Any, *, continued: bool = False) -> Defaults:
+        rows = data if isinstance(data, int) else data.num_rows
+        if not rows:  # of a stream: weight decay would forget what is rare
+            return dataclasses.replace(self, learning_rate=_CONSTANT_RATE)
+        size = 2 ** round(math.log2(rows) / 2)
+        size = min(max(size, _LEAST_BATCH), self.batch_size)
+        if continued:  # weight decay would forget what the model has learned before
+            rate = _CONSTANT_RATE
+            return dataclasses.replace(self, batch_size=size, learning_rate=rate)
+        decay = min(4 * (12_000 / rows) ** (1 / 3), 5)
+        if isinstance(data, ClickDataset) and rows <= _COUNTED:
+            decay = max(decay, min(6 * (data.num_used_ids / rows) ** 0.5, _MOST_DECAY))
+        return dataclasses.replace(
+            self,
+            batch_size=size,
+            least_steps=1_000,
+            options={"weight_decay": float(f"{decay:.2g}")},
+        )
+
+    def of_loop(self, data: Any) -> tuple[int, int]:
+        found = self.for_data(data)
+        steps = math.ceil(data.num_rows / found.batch_size)
+        return found.batch_size, found.num_epochs(max(steps, 1))
+
+    def constant_rule(self, data: Any) -> Rule:
+        options = self.for_data(data).options
+        rate = _CONSTANT_RATE
+        return optimizers.get(self.optimizer, learning_rate=rate, **options)
 
 
 class Clicks(Kind):
     """The kind of a `ClickModelConfig` and of a `ClickDataset`."""
 
     name = "clicks"
-    defaults = Defaults(
-        batch_size=4096, least_epochs=1, least_steps=1, optimizer="adam", scored=8192
+    defaults = ClickDefaults(
+        batch_size=4096,
+        least_epochs=1,
+        least_steps=1,
+        optimizer="adamw",
+        options={"weight_decay": 0.0},
+        learning_rate=5e-3,
+        most_epochs=10,
+        scored=8192,
     )
     unused: ClassVar[Mapping[str, Collection[str]]] = {
         "build": ("item_features",),

@@ -14,8 +14,16 @@ from jax.typing import ArrayLike
 from jaxtyping import Float
 
 from sparsejax import metrics
+from sparsejax.callers import warn_caller
 from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.click_schema import (
+    MISSING,
+    RARE,
+    HashedColumn,
+    IdColumn,
+    VocabularyColumn,
+)
 from sparsejax.data.sets.clicks import ClickDataset, check_same_schema
 from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
@@ -136,7 +144,9 @@ def evaluate_clicks(
     if found.labels.any():
         measured["calibration"] = metrics.calibration(p, found.labels)
     if groups is not None:
-        by = found.groups if isinstance(groups, str) else np.asarray(groups)
+        by = np.asarray(groups) if found.groups is None else found.groups
+        if isinstance(groups, str):
+            _warn_of_merged(groups, clicks.schema.ids[groups], by)
         grouped = metrics.group_auc(found.logits, found.labels, by)
         measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
     if not keep_rows:
@@ -144,6 +154,32 @@ def evaluate_clicks(
     return metrics.Measured(
         measured, metrics.Rows.of_clicks(found.logits, found.labels)
     )
+
+
+def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
+    """Warns if several categories have one id, and so are one group."""
+    advice = "; give the categories themselves as an array: groups=[...]"
+    if isinstance(column, HashedColumn):
+        room, found = column.size - 1, len(np.unique(ids[ids != MISSING]))
+        if found == room:
+            warn_caller(
+                f"groups={name!r} is hashed to {room:,} ids, and all of them occur: categories "
+                f"that share an id are one group{advice}"
+            )
+            return
+        # Of so many categories, as many different ids are expected.
+        expected = round(np.log1p(-found / room) / np.log1p(-1 / room))
+        if expected > found:
+            warn_caller(
+                f"groups={name!r} is hashed to {room:,} ids, of which {found:,} occur: that is "
+                f"what about {expected:,} categories give, and those that share an id are one "
+                f"group{advice}"
+            )
+    elif isinstance(column, VocabularyColumn) and (rare := int((ids == RARE).sum())):
+        warn_caller(
+            f"groups={name!r}: {rare:,} of {len(ids):,} examples have a category without an id "
+            f"of its own, rare or unknown, and are one group{advice}"
+        )
 
 
 def check_click_model(model: Any) -> None:
@@ -273,8 +309,10 @@ class _Scores:
                 groups.append(ids)
             first += part.num_rows
         empty = [np.empty(0, np.float32)]
-        joined = (np.concatenate(x or empty) for x in (logits, labels, groups))
-        return _Found(*joined)
+        joined = (np.concatenate(x or empty) for x in (logits, labels))
+        return _Found(
+            *joined, None if feature is None else np.concatenate(groups or empty)
+        )
 
     def _of_part(
         self, scored: tuple[Any, Any] | None, clicks: ClickDataset
