@@ -40,7 +40,8 @@ class ClickDefaults(Defaults):
     """
 
     def for_data(self, data: Any, *, continued: bool = False) -> Defaults:
-        rows = data if isinstance(data, int) else data.num_rows
+        # `build` says what is wrong with data of another kind.
+        rows = data if isinstance(data, int) else getattr(data, "num_rows", 0)
         if not rows:  # of a stream: weight decay would forget what is rare
             return dataclasses.replace(self, learning_rate=_CONSTANT_RATE)
         size = 2 ** round(math.log2(rows) / 2)
