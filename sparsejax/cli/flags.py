@@ -374,7 +374,7 @@ class Train(OfKinds):
         Literal["cosine", "none"] | None, _value("{cosine,none}", "cosine")
     ] = None
     batch_size: Annotated[
-        int | None, _value("INT", "512, of histories 256, of clicks 32 to 4096")
+        int | None, _value("INT", "512, of histories 256, of clicks 64 to 4096")
     ] = None
     chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
     follow: Flag = False

@@ -160,7 +160,7 @@ class Run:
           decay: "cosine", the default, lets the learning rate fall to 0 at the last epoch;
             "none" keeps it, as `follow` does.
           batch_size: rows a step; 512 by default, of histories 256, of clicks the power of 2
-            that is nearest to the root of the number of examples, 32 to 4,096.
+            that is nearest to the root of the number of examples, 64 to 4,096.
           num_epochs: passes over the data; by default as `sparsejax.training.recipe` has it.
           chunk_rows: read a Parquet file while training, so many rows at a time.
           follow: of clicks with dynamic tables: train on each file of a folder or a store once,

@@ -93,7 +93,7 @@ def recipe(
       data: what is trained on; or its number of rows, of histories those with two entries
         or more.
       batch_size: instead of 512, of histories 256; of clicks the power of 2 that is nearest
-        to the root of the number of rows, 32 to 4,096.
+        to the root of the number of rows, 64 to 4,096.
       num_epochs: instead of as many as 200 steps take, but at least 30; of histories as
         many as 3,500 steps take, but 40 to 300; of clicks as many as 1,000 steps take, but
         at most 10.

@@ -175,6 +175,7 @@ def test_plan(clicks, tmp_path, capsys):
     assert "the tables need" in capsys.readouterr().err
 
 
+@pytest.mark.filterwarnings("ignore:the model is worse than")
 def test_tune(clicks, tmp_path, monkeypatch, capsys):
     pytest.importorskip("optuna")
     monkeypatch.chdir(tmp_path)

@@ -20,7 +20,8 @@ from sparsejax.optimizers.rules import Rule
 
 # Where the learning rate does not fall, or a trained model is trained on.
 _CONSTANT_RATE = 2e-3
-_LEAST_BATCH, _MOST_DECAY = 32, 8.0
+# On a mesh batches are multiples of 64.
+_LEAST_BATCH, _MOST_DECAY = 64, 8.0
 # Of more examples the categories are not counted, which would take seconds.
 _COUNTED = 200_000
 
@@ -30,7 +31,7 @@ class ClickDefaults(Defaults):
 
     ::
 
-        batch size    the power of 2 that is nearest to sqrt(examples), 32 to 4,096
+        batch size    the power of 2 that is nearest to sqrt(examples), 64 to 4,096
         epochs        as many as 1,000 steps take, at most 10
         weight decay  the larger one of 4 (12,000 / examples)^(1/3), at most 5,
                       and 6 (categories / examples)^(1/2), at most 8
