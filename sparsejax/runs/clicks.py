@@ -346,6 +346,8 @@ def _groups_of(measuring: Measuring, run: Opened, clicks: ClickDataset) -> Any:
     The ids of a model may be one for several categories: by a hash, or as they are rare.
     """
     name, source, schema = measuring.groups, measuring.heldout, run.known.schema
+    if name is None:
+        return None
     column = schema.ids.get(name)
     if (
         not isinstance(column, HashedColumn | VocabularyColumn)

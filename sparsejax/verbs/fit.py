@@ -187,8 +187,9 @@ def fit(
         raise NotImplementedError("several targets cannot have a fused update")
     kind = kind_of(inputs)
     usual = kind.defaults.of_loop(inputs)
+    batch_size = usual[0] if batch_size is None else batch_size
     how = loop.How(
-        batch_size=usual[0] if batch_size is None else batch_size,
+        batch_size=batch_size,
         num_epochs=usual[1] if num_epochs is None else num_epochs,
         seed=seed,
         shuffle=shuffle,

@@ -756,7 +756,7 @@ def test_none_and_nan_and_an_empty_cell_are_missing_in_every_form(tmp_path):
     table = pa.table(none | numbers)
     pq.write_table(table, tmp_path / "nan.parquet")
     wanted = sj.read_clicks(pa.table(none), schema)
-    np.testing.assert_array_equal(wanted.dense[:, 0], np.float32([1.5, -1, 3, -1]))
+    np.testing.assert_array_equal(wanted.dense[:, 0], [1.5, -1, 3, -1])
     forms = [
         tmp_path / "empty.csv",
         tmp_path / "nan.csv",

@@ -44,6 +44,10 @@ def drawn(rows: int, seed: int = 0) -> sj.ClickDataset:
     return sj.ClickDataset(labels, price, ids, schema, {})
 
 
+def lists_of(clicks: sj.ClickDataset) -> Any:
+    return clicks.ids["tags"]
+
+
 class Scaled(nnx.Module):
     """The logits of a dense column."""
 
@@ -122,11 +126,11 @@ def test_everything_that_trains_takes_the_same_defaults():
         defaults = kind_called(kind).defaults
         assert defaults.for_data(3) is defaults and defaults.of_loop(3) == (512, 20)
     # Many rare categories need more decay.
-    rare = clicks.ids | {"user": np.arange(1100, dtype=np.int32)}
+    rare: dict[str, Any] = {**clicks.ids} | {"user": np.arange(1100, dtype=np.int32)}
     schema = sj.ClickSchema(
         "click",
         clicks.schema.dense,
-        clicks.schema.ids | {"user": sj.data.HashedColumn(1100)},
+        {**clicks.schema.ids, "user": sj.data.HashedColumn(1100)},
     )
     many = sj.ClickDataset(clicks.labels, clicks.dense, rare, schema, {})
     decay = kind_called("clicks").defaults.for_data(many).options["weight_decay"]
@@ -141,7 +145,7 @@ def test_the_regression_is_that_of_all_columns():
         dense = (clicks.dense - train.dense.mean()) / train.dense.std()
         users = np.eye(12)[clicks.ids["user"]]
         tags = np.zeros((clicks.num_rows, 9))
-        lists = clicks.ids["tags"]
+        lists: Any = clicks.ids["tags"]
         rows = np.repeat(np.arange(clicks.num_rows), np.diff(lists.indptr))
         np.add.at(tags, (rows, lists.indices), 1)
         return np.concatenate([dense, users, tags], axis=1).astype(np.float64)
@@ -160,7 +164,7 @@ def test_the_regression_is_that_of_all_columns():
     ]
     assert min(np.abs(found - each).max() for each in wanted) < 0.02
     # Categories that the training data lack, and lists without an entry, count nothing.
-    none = train.rows(np.flatnonzero(np.diff(train.ids["tags"].indptr) == 0))
+    none = train.rows(np.flatnonzero(np.diff(lists_of(train).indptr) == 0))
     assert np.isfinite(regression(none, test)).all()
 
 
@@ -177,7 +181,7 @@ def test_a_model_that_is_worse_than_simple_predictions_is_named(with_validation)
         return found.warning(what)
 
     # The right weight of the price alone is worse than all columns.
-    text = said(Scaled(0.4, -2.0))
+    text = said(Scaled(0.4, -2.0)) or ""
     assert (
         f"worse than a logistic regression of the same columns on {'900' if with_validation else '1,000'} {what} ex"
         in text

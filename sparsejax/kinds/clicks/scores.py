@@ -309,9 +309,9 @@ class _Scores:
                 groups.append(ids)
             first += part.num_rows
         empty = [np.empty(0, np.float32)]
-        joined = (np.concatenate(x or empty) for x in (logits, labels))
+        by = None if feature is None else np.concatenate(groups or empty)
         return _Found(
-            *joined, None if feature is None else np.concatenate(groups or empty)
+            np.concatenate(logits or empty), np.concatenate(labels or empty), by
         )
 
     def _of_part(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 import numpy as np
 import scipy.sparse
@@ -128,7 +129,7 @@ def regression(train: ClickDataset, test: ClickDataset) -> np.ndarray:
     return _matrix(test, at, mean, deviation) @ w[:-1] + w[-1]
 
 
-def _fitted(x: scipy.sparse.csr_array, y: np.ndarray, variance: float) -> np.ndarray:
+def _fitted(x: Any, y: np.ndarray, variance: float) -> np.ndarray:
     """Weights and intercept of the least penalized log loss."""
     import scipy.optimize  # only this needs it
     import scipy.special
@@ -180,8 +181,8 @@ def _matrix(
     known: Mapping[str, np.ndarray],
     mean: np.ndarray,
     deviation: np.ndarray,
-) -> scipy.sparse.csr_array:
-    """`[examples, columns]`: standardized dense columns, then a column for each known id."""
+) -> Any:
+    """`[examples, columns]` CSR: standardized dense columns, then a column for each known id."""
     parts = [scipy.sparse.csr_array((clicks.dense - mean) / deviation)]
     for name, ids in clicks.ids.items():
         rows, found = _entries(ids)
