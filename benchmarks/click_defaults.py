@@ -131,7 +131,9 @@ def _measure(part: str) -> Iterator[dict]:
 def _regression(train: Any, test: Any, sizes: tuple[int, ...]) -> float:
     """The AUC of a logistic regression whose regularization three folds choose."""
     import scipy.sparse
-    from sklearn.linear_model import LogisticRegressionCV
+    from sklearn.linear_model import (  # pyrefly: ignore[missing-import]
+        LogisticRegressionCV,
+    )
 
     import sparsejax as sj
 

@@ -18,7 +18,6 @@ def run(folder, sparsejax) -> sj.Run:
     return sj.Run.load(folder / "run")
 
 
-@pytest.mark.xfail(reason="an epoch of the default batch is three steps here")
 def test_is_better_than_the_base_rate(run, sparsejax, capsys):
     sparsejax("evaluate run parts/heldout.parquet")
     measured = json.loads(capsys.readouterr().out.splitlines()[-1])

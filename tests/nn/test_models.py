@@ -159,7 +159,7 @@ def test_a_model_can_be_pickled(name):
 def test_a_scipy_matrix_is_refused(wrong_types):
     config = NetworkConfig.autoencoder((3,))
     model = FeedForward(config, inputs=5, outputs=5, rngs=nnx.Rngs(0))
-    matrix = scipy.sparse.csr_array(np.eye(2, 5, dtype=np.float32))
+    matrix: Any = scipy.sparse.csr_array(np.eye(2, 5, dtype=np.float32))
     x, ids = CSR.from_scipy(matrix), jnp.zeros((2, 1), jnp.int32)
     for call in (
         model,
