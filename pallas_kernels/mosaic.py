@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> object:
+    if name.startswith("__"):  # Python asks for `__path__` at `from ... import`
+        raise AttributeError(name)
     return getattr(_library(), name)
 
 

@@ -212,7 +212,7 @@ def read_signature(
     known |= {f"weights/{number}" for number, _ in enumerate(_arrays_of(signature))}
     if part is None:
         counts = names.counts(parts, length)
-        # What is not known is not unpacked, so nothing else has to be bounded.
+        # Unknown parts are refused before they are unpacked, so they need no bound.
         archive.check_names(parts, known | names.part_names(counts))
         return signature, names.read(parts, counts, length)
     archive.check_names(parts, known)

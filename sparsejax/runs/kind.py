@@ -156,7 +156,7 @@ class Runs(abc.ABC):
         return config, ""
 
     def doubts(self, model: Any, source: Source) -> str | None:
-        """What to warn of after training, if the model is no better than simple predictions."""
+        """A warning after training if the model is no better than simple predictions, or None."""
         return None
 
     @abc.abstractmethod

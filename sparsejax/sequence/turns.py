@@ -174,7 +174,7 @@ class _Batch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _Work:
-    """What a turn does; see `sum_of_turns`.
+    """The program of one turn; see `sum_of_turns`.
 
     Attributes:
       function: see there.

@@ -18,7 +18,7 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets import vocabulary
 
 VERSION = 1
-# A number that is so many deviations from the mean is none: a code for a missing number.
+# A number this many deviations away from the mean is a code for a missing number.
 _FAR = 1e6
 
 

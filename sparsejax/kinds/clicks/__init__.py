@@ -22,7 +22,7 @@ from sparsejax.optimizers.rules import Rule
 _CONSTANT_RATE = 2e-3
 # On a mesh batches are multiples of 64.
 _LEAST_BATCH, _MOST_DECAY = 64, 8.0
-# Of more examples the categories are not counted, which would take seconds.
+# With more examples the categories are not counted, which would take seconds.
 _COUNTED = 200_000
 
 

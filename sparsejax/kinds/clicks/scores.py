@@ -167,7 +167,7 @@ def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
                 f"that share an id are one group{advice}"
             )
             return
-        # Of so many categories, as many different ids are expected.
+        # The number of categories whose expected number of different ids was found.
         expected = round(np.log1p(-found / room) / np.log1p(-1 / room))
         if expected > found:
             warn_caller(

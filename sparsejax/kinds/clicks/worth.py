@@ -15,7 +15,7 @@ from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
 from sparsejax.sparse import CSR
 
-# Of fewer examples the figures say too little.
+# With fewer examples the figures say too little.
 LEAST_ROWS = 500
 # Examples that are fitted and measured: enough to see a bad model, in about a second.
 _FITTED, _MEASURED = 40_000, 20_000

@@ -255,7 +255,7 @@ class HistoryWorkload(Workload):
             return 2 * 4 * read * width
         if drawn is None or self.content is not None:  # which makes all vectors
             return input_gradient(self, read, rows // data, width, dense=True)
-        # Those of all parts of "data", which are gathered.
+        # Entries from all parts of "data" are gathered.
         entries = data * read + targets + drawn
         made = input_gradient(self, entries, rows, width, dense=False)
         if data == 1:
