@@ -63,7 +63,8 @@ def _lower_on_one_device(ctx: mlir.LoweringRuleContext, array: Any) -> list[Any]
         raise ValueError(
             f"XLA would repeat a GPU program on each of {devices} devices, as it cannot "
             "divide it: call it within `with jax.set_mesh(mesh):`, with the mesh that its "
-            "arrays are on, or put all arrays on one device"
+            "arrays are on, and give the operation its kernel_spec; or put all arrays on "
+            "one device"
         )
     return [array]
 

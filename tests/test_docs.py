@@ -380,7 +380,7 @@ GIVEN = {
         "dense",
         "array",
     ),
-    *("collection", "feature", "schema", "time"),
+    *("collection", "config", "feature", "schema", "time"),
 }
 
 

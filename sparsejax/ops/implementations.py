@@ -6,6 +6,7 @@ import math
 from typing import Literal, NamedTuple
 
 import jax
+from jax import lax
 
 from sparsejax.mesh.layout import is_for_one_device
 
@@ -75,6 +76,15 @@ def custom_call_can_run(capabilities: Capabilities, *, divided: bool = False) ->
     if capability is None or not (divided or is_for_one_device()):
         return False
     return capabilities.oldest <= capability <= capabilities.newest
+
+
+def computed_once[Tree](tree: Tree) -> Tree:
+    """The same arrays, for a chain of operations whose results are read more than once.
+
+    A CPU's compiler copies the operations of an array into each operation that reads it.
+    If each link of a chain is read twice, the program doubles with each link.
+    """
+    return tree if gpu_capability() is not None else lax.optimization_barrier(tree)
 
 
 def xla_is_for_gpu(implementation: Implementation) -> bool:

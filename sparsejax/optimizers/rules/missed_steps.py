@@ -17,6 +17,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Int
 
+from sparsejax.ops.implementations import computed_once
+
 # Missed steps whose rates are worked out together; a power of two. Most rows have
 # missed fewer.
 _CHUNK = 256
@@ -103,12 +105,8 @@ def _running(steps: Linear) -> Linear:
         # A sum of `width` steps is joined to the one before it.
         later = Linear(*(jnp.roll(s, width) for s in sums))
         there = np.arange(size) >= width
-        sums = Linear(
-            *(
-                jnp.where(there, j, s)
-                for j, s in zip(sums.then(later), sums, strict=True)
-            )
-        )
+        joined = zip(sums.then(later), sums, strict=True)
+        sums = computed_once(Linear(*(jnp.where(there, j, s) for j, s in joined)))
         width *= 2
     return sums
 

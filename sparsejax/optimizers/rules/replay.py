@@ -31,6 +31,7 @@ from jax import lax
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from sparsejax.ops.implementations import computed_once
 from sparsejax.ops.row_update import LagTable
 
 # Values of d. With 14 the sums are exact to 1e-8 also in the first five hundred steps, in which
@@ -127,7 +128,7 @@ class Replay:
         base = [factor * jnp.exp(-log_d / 2)]
         base.append(base[0] * x)
         while len(base) < _MANY:
-            base.append(2 * x * base[-1] - base[-2])
+            base.append(computed_once(2 * x * base[-1] - base[-2]))
         sums = self._shrinking_sums(jnp.stack(base, 1))
         few = 2 * radius <= _NARROW
         to_nodes = jnp.where(few, _interpolation(_FEW), _interpolation(_MANY))
