@@ -19,8 +19,10 @@ import jax
 import jax.numpy as jnp
 
 # A program may take so many times the processor seconds of the reference. On two quiet cores
-# the reference takes .5 seconds, and the largest program of a default model 7.
-MOST = 20
+# the reference takes .5 seconds, the largest program of a default model 9, and the steps of
+# DeepFM and of wide-and-deep models, whose tables and weights catch up by programs of their
+# own, take 14.
+MOST = 32
 
 _COMPILING = "/jax/core/compile/backend_compile_duration"
 

@@ -165,7 +165,7 @@ def test_equals_its_dense_twin(rule):
         assert array.dtype in (jnp.float32, jnp.int32)
 
 
-@pytest.mark.parametrize("rule", RULES[-2:], ids=lambda rule: rule.name)
+@pytest.mark.parametrize("rule", RULES[-3:], ids=lambda rule: rule.name)
 def test_rows_that_were_idle_for_long(rule):
     often, once = np.arange(6), np.arange(6, 30)
     full, few = (matrix(np.r_[ids, often]) for ids in (once, np.resize(often, 24)))

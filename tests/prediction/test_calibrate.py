@@ -88,6 +88,7 @@ def test_isotonic_pools_what_falls():
     assert len(one) == 1
 
 
+@pytest.mark.filterwarnings("ignore:predicting the share of clicks")
 def test_dropped_negatives_are_corrected(tmp_path, capsys):
     """A model of data of which a fifth of the negatives was kept, on all data."""
     train = sj.read_clicks(drawn(3000, kept=0.2), SCHEMA)
@@ -96,7 +97,12 @@ def test_dropped_negatives_are_corrected(tmp_path, capsys):
         for seed in (1, 2)
     )
     config = sj.DLRMConfig(dim=4, bottom=(8,), top=(8,))
-    how = {"num_epochs": 6, "batch_size": 64, "learning_rate": 0.01}
+    how = {
+        "num_epochs": 6,
+        "batch_size": 64,
+        "optimizer": "adam",
+        "learning_rate": 0.01,
+    }
     run = sj.Run.train(train, tmp_path / "run", config=config, **how)
     plain = run.evaluate(test)
     assert plain["calibration"] > 2

@@ -86,9 +86,9 @@ def results(made):
     similar = sj.similar_items(made, [3, ITEMS - 1, 40], k=4)
     measured = sj.evaluate(made, train, heldout, **some)
     # Fewer candidates than k, and most of them held out.
-    among = sj.evaluate(
-        made, train, heldout, candidates=matrix_of(0.01, 3) + new, **some
-    )
+    some_items = matrix_of(0.01, 3) + new
+    with pytest.warns(UserWarning, match="candidates .* they are left out"):
+        among = sj.evaluate(made, train, heldout, candidates=some_items, **some)
     assert measured["entries_unknown"] > ROWS and measured["users_unknown"] == 0
     return {
         "ids": (found.ids, plain.ids, similar.ids),
