@@ -148,7 +148,8 @@ def check_files(frame: Any) -> None:
 def _is_there(session: Any, pattern: str) -> bool:
     """Whether the cluster finds a file or a folder."""
     try:
-        session.read.format("binaryFile").load(pattern)
+        # Over Spark Connect a frame asks for its files when its schema is asked for.
+        _ = session.read.format("binaryFile").load(pattern).schema
     except spark_errors():  # or it may not be listed
         return False
     return True

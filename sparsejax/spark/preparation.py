@@ -127,7 +127,8 @@ def prepare(
 
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
-        has one. The frame reads the files of a Delta or another table without its log. Or nothing is left, or nothing is held out.
+        has one. Or the frame reads the files of a Delta or another table without its log,
+        or nothing is left, or nothing is held out.
       FileExistsError: `out` has a manifest. If it is that of the same events and settings,
         nothing is done, and it is returned.
       ImportError: pyspark is not installed.
