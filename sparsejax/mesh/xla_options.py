@@ -142,7 +142,9 @@ class Programs:
     """`Keepable(f, ...)` in two forms: `programs[deterministic]`.
 
     The options of a form are those for the mesh that is set when it is asked for, and for a
-    profile that is being recorded then: ask before each call. A deterministic program gives the same bits in every process on the same kind of GPU.
+    profile that is being recorded then: ask before each call.
+
+    A deterministic program gives the same bits in every process on the same kind of GPU.
     It cannot be called inside another program: that one's options hold for both.
 
     Args:
