@@ -23,7 +23,7 @@ from sparsejax.optimizers.rules.replay import Replay
 
 @dataclasses.dataclass(frozen=True)
 class _Moments(Rule):
-    """The common base of adam and related rules."""
+    """The state of rules that divide a mean gradient by a size of recent gradients."""
 
     elementwise = True
     shrinks_state = True
@@ -36,11 +36,32 @@ class _Moments(Rule):
         super().__post_init__()
         check_below_one(b1=self.b1, b2=self.b2)
         check_positive(eps=self.eps)
-        if self.b1**2 >= self.b2:
+        name, bound = self._bound
+        if self.b1 >= bound:
             raise ValueError(
-                f"b1 must be below sqrt(b2), got b1={self.b1}, b2={self.b2}: rows that "
+                f"b1 must be below {name}, got b1={self.b1}, b2={self.b2}: rows that "
                 "are not touched would drift ever faster"
             )
+
+    @property
+    def _bound(self) -> tuple[str, float]:
+        """The bound on `b1`: its formula and value."""
+        raise NotImplementedError
+
+    def init(self, shape):
+        return {
+            "mu": jnp.zeros(shape, jnp.float32),
+            "nu": jnp.zeros(shape, jnp.float32),
+        }
+
+
+@dataclasses.dataclass(frozen=True)
+class _Squares(_Moments):
+    """The common base of adam, adamw and lazy_adam: `nu` is a mean of squares."""
+
+    @property
+    def _bound(self) -> tuple[str, float]:
+        return "sqrt(b2)", math.sqrt(self.b2)
 
     @property
     def _replay(self) -> Replay:
@@ -58,12 +79,6 @@ class _Moments(Rule):
             self.eps,
             weight_decay=self.weight_decay,
         )
-
-    def init(self, shape):
-        return {
-            "mu": jnp.zeros(shape, jnp.float32),
-            "nu": jnp.zeros(shape, jnp.float32),
-        }
 
     def lag_table(self, count, dtype):
         if not self.weight_decay:
@@ -112,7 +127,7 @@ class _Moments(Rule):
 
 
 @dataclasses.dataclass(frozen=True)
-class adam(_Moments):
+class adam(_Squares):
     """::
 
         m = b1 m + (1 - b1) g
@@ -125,7 +140,7 @@ class adam(_Moments):
 
 
 @dataclasses.dataclass(frozen=True)
-class adamw(_Moments):
+class adamw(_Squares):
     """Like `adam`; each step also takes `learning_rate weight_decay w` off a weight.
 
     The decay is decoupled: the moments do not see it.
@@ -156,7 +171,7 @@ _TOGETHER = 32
 
 
 @dataclasses.dataclass(frozen=True)
-class adamax(Rule):
+class adamax(_Moments):
     """Adam with the largest recent gradient in place of the mean of squares.
 
     ::
@@ -172,31 +187,12 @@ class adamax(Rule):
       ValueError: b1 is not below b2.
     """
 
-    elementwise = True
-    shrinks_state = True
-    moves_weights = True
-    b1: float = 0.9
-    b2: float = 0.999
-    eps: float = 1e-8
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(b1=self.b1, b2=self.b2)
-        check_positive(eps=self.eps)
-        if self.b1 >= self.b2:
-            raise ValueError(
-                f"b1 must be below b2, got b1={self.b1}, b2={self.b2}: rows that are not "
-                "touched would drift ever faster"
-            )
+    @property
+    def _bound(self) -> tuple[str, float]:
+        return "b2", self.b2
 
     def dense(self):
         return optax.adamax(self.learning_rate, self.b1, self.b2, self.eps)
-
-    def init(self, shape):
-        return {
-            "mu": jnp.zeros(shape, jnp.float32),
-            "nu": jnp.zeros(shape, jnp.float32),
-        }
 
     def catch_up(self, w, state, lag, count):
         mu, nu = state["mu"], state["nu"]
