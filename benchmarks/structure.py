@@ -1,7 +1,12 @@
 """Counts what a reader of the package meets: branches on kinds, imports, ways through rooms.
 
+python benchmarks/structure.py ceilings [--root FOLDER]            fails above a ceiling
 python benchmarks/structure.py run [--root FOLDER] [--out NAME]    counts a checkout
 python benchmarks/structure.py table BEFORE AFTER                  results beside each other
+
+`make lint` runs `ceilings`: it counts the texts of both packages, imports neither, and compares
+the counts with `[tool.sparsejax.ceilings]` in pyproject.toml. A ceiling only goes down, except in a
+commit whose message has a line that begins with "Ceiling:" and says why.
 
 A *kind* is items, histories or clicks. A *branch on kinds* tests the class of a model, a
 configuration or a data set of one of them, or compares with a kind's name, or asks a
@@ -28,12 +33,14 @@ import dataclasses
 import functools
 import importlib
 import inspect
+import io
 import itertools
 import json
 import pathlib
 import re
 import subprocess
 import sys
+import tokenize
 import tomllib
 from collections.abc import Callable, Iterator
 from types import FrameType
@@ -56,6 +63,9 @@ WINGS = {"embeddings": "clicks", "nn": "items", "dsstne": "items"}
 WORDS = {"items", "histories", "clicks", "autoencoder", "sasrec", "hstu", "gru"}
 PREDICATES = {"of_histories", "is_click_model", "is_history_model"}
 MOST_PARAMETERS = 8
+# A function or a module with more lines of code than this is a long one.
+LONG_FUNCTION = 40
+LONG_MODULE = 300
 _JSON = {"json.loads", "json.dumps", "json.load", "json.dump"}
 _OF_VALUES = {"__init__", "__post_init__", "__hash__", "__eq__"}
 _FIRST_OPERATIONS = {"gather_matmul", "gather_sum", "history_attention"}
@@ -105,18 +115,28 @@ def _asked(node: ast.AST) -> str:
             node.left, ast.Constant
         ):
             return ""  # whether there is a column or a key of this name
-        words = {
-            leaf.value
-            for side in sides
-            for leaf in ast.walk(side)
-            if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)
-        }
-        return " ".join(sorted(words & WORDS))
+        return " ".join(sorted(_words(sides) & WORDS))
     if isinstance(node, ast.If | ast.IfExp | ast.While):
         return " ".join(sorted(_attributes(node.test) & PREDICATES))
     if isinstance(node, ast.MatchClass):
         return " ".join(_names(node.cls) & KINDS.keys())
+    if isinstance(node, ast.MatchValue):
+        return " ".join(_words([node.value]) & WORDS)
+    if isinstance(node, ast.Dict):
+        # A dict with a key "items" alone is no table of kinds.
+        found = _words([key for key in node.keys if key]) & set(KINDS.values())
+        return " ".join(sorted(found)) if len(found) > 1 else ""
     return ""
+
+
+def _words(nodes: list[ast.expr]) -> set[str]:
+    """The strings of some expressions."""
+    return {
+        leaf.value
+        for node in nodes
+        for leaf in ast.walk(node)
+        if isinstance(leaf, ast.Constant) and isinstance(leaf.value, str)
+    }
 
 
 def _names(node: ast.AST) -> set[str]:
@@ -146,6 +166,129 @@ def long_signatures(path: str, tree: ast.AST) -> Iterator[str]:
             count = len([a for a in every if a.arg not in ("self", "cls")])
             if count > MOST_PARAMETERS:
                 yield f"{path}:{node.lineno} {node.name} {count}"
+
+
+def code_lines(text: str, tree: ast.AST) -> set[int]:
+    """Numbers of the lines with code: no docstring, no comment, nothing blank."""
+    no_code = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT}
+    no_code |= {tokenize.DEDENT, tokenize.ENCODING, tokenize.ENDMARKER}
+    found = set[int]()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in no_code:
+            found.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            found -= set(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return found
+
+
+def untyped(text: str, tree: ast.AST) -> int:
+    """How often a type checker learns nothing: `Any`, `object`, `cast`, an ignored line.
+
+    A call of `object` makes a sentinel and is not counted.
+    """
+    called = {id(leaf.func) for leaf in ast.walk(tree) if isinstance(leaf, ast.Call)}
+    found = len(re.findall(r"# *(?:type|pyrefly): *ignore", text))
+    for node in ast.walk(tree):
+        name = getattr(node, "id", "") if isinstance(node, ast.Name) else ""
+        if isinstance(node, ast.Attribute) and _names(node.value) == {"typing"}:
+            name = node.attr
+        found += name == "Any" or (name == "object" and id(node) not in called)
+        found += name == "cast" and id(node) in called
+    return found
+
+
+def counted(root: pathlib.Path) -> dict[str, int]:
+    """What has a ceiling, counted in the texts of a checkout."""
+    found: collections.Counter[str] = collections.Counter()
+    functions, modules = [0], [0]
+    for package in ("pallas_kernels", "sparsejax"):
+        for path in sorted((root / package).rglob("*.py")):
+            text = path.read_text()
+            tree = ast.parse(text)
+            name = path.relative_to(root).as_posix()
+            lines = code_lines(text, tree)
+            modules.append(len(lines))
+            functions += [
+                len(lines & set(range(node.lineno, (node.end_lineno or 0) + 1)))
+                for node in ast.walk(tree)
+                if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
+            ]
+            found["modules"] += 1
+            found["lines of code"] += len(lines)
+            found["untyped places"] += untyped(text, tree)
+            many = len(list(long_signatures(name, tree)))
+            found[f"functions with more than {MOST_PARAMETERS} parameters"] += many
+            if package == "sparsejax":
+                found["branches on kinds"] += len(list(branches(name, tree)))
+    found["lines of the longest function"] = max(functions)
+    found["lines of the longest module"] = max(modules)
+    long = sum(size > LONG_FUNCTION for size in functions)
+    found[f"functions with more than {LONG_FUNCTION} lines"] = long
+    long = sum(size > LONG_MODULE for size in modules)
+    found[f"modules with more than {LONG_MODULE} lines"] = long
+    words = (root / "benchmarks" / "README.md").read_text().split()
+    found["words of benchmarks/README.md"] = len(words)
+    return dict(found)
+
+
+def ceilings(pyproject: str) -> dict[str, int]:
+    """The ceilings in the text of a pyproject.toml; none if it has no such table."""
+    tool = tomllib.loads(pyproject).get("tool", {})
+    return tool.get("sparsejax", {}).get("ceilings", {})
+
+
+def above(counts: dict[str, int], limits: dict[str, int]) -> list[str]:
+    """What is wrong with some counts: those above their ceilings, and those without one."""
+    wrong = [
+        f"{name}: {count:,} is above the ceiling, {limits[name]:,}"
+        for name, count in counts.items()
+        if name in limits and count > limits[name]
+    ]
+    for name in sorted(counts.keys() ^ limits.keys()):
+        have, lack = ("count", "ceiling") if name in counts else ("ceiling", "count")
+        wrong.append(f"{name}: has a {have}, but no {lack}")
+    return wrong
+
+
+def raised(before: dict[str, int], after: dict[str, int], message: str) -> list[str]:
+    """Ceilings that a commit raises, or removes, without a reason in its message.
+
+    Args:
+      before: the ceilings of the commit's parent.
+      after: the commit's ceilings.
+      message: the commit's message.
+    """
+    if re.search(r"^Ceilings?:", message, re.MULTILINE):
+        return []
+    return [
+        f"{name}: the ceiling rose from {limit:,} to {after.get(name, 'nothing')}; it only "
+        'goes down, unless the commit\'s message says why after "Ceiling:"'
+        for name, limit in before.items()
+        if name not in after or after[name] > limit
+    ]
+
+
+def _raised_in_history(root: pathlib.Path, commits: int = 20) -> list[str]:
+    """Ceilings raised without a reason in the last commits of pyproject.toml."""
+    try:
+        log = _git(root, "log", f"-{commits}", "--format=%H", "--", "pyproject.toml")
+    except (OSError, subprocess.CalledProcessError):
+        return []  # no clone, as in a source archive
+    wrong = []
+    for commit in log.split():
+        after = ceilings(_git(root, "show", f"{commit}:pyproject.toml"))
+        message = _git(root, "log", "-1", "--format=%B", commit)
+        try:
+            before = ceilings(_git(root, "show", f"{commit}^:pyproject.toml"))
+        except subprocess.CalledProcessError:
+            continue  # the first commit, or the last one that a shallow clone has
+        wrong += [f"{commit[:8]}: {line}" for line in raised(before, after, message)]
+    return wrong
 
 
 def codecs(tree: ast.AST) -> set[str]:
@@ -397,12 +540,17 @@ def shown(*results: dict[str, Any]) -> str:
 
 
 def _git(root: pathlib.Path, *arguments: str) -> str:
-    return subprocess.check_output(["git", "-C", root, *arguments], text=True).strip()
+    command = ["git", "-C", root, *arguments]
+    return subprocess.check_output(
+        command, text=True, stderr=subprocess.DEVNULL
+    ).strip()
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     commands = parser.add_subparsers(dest="command", required=True)
+    limited = commands.add_parser("ceilings")
+    limited.add_argument("--root", type=pathlib.Path, default=_HERE.parent)
     run = commands.add_parser("run")
     run.add_argument("--root", type=pathlib.Path, default=_HERE.parent)
     run.add_argument("--out", default="structure")
@@ -414,6 +562,14 @@ def main() -> None:
         print(shown(*(json.loads(path.read_text()) for path in paths)))
         return
     root = arguments.root.resolve()
+    if arguments.command == "ceilings":
+        counts = counted(root)
+        limits = ceilings((root / "pyproject.toml").read_text())
+        for name, found in counts.items():
+            print(f"{name}: {found:,} of at most {limits.get(name, 0):,}")
+        if wrong := above(counts, limits) + _raised_in_history(root):
+            sys.exit("\n".join(["Too many:", *wrong]))
+        return
     result = {
         "date": _git(root, "log", "-1", "--format=%cs"),
         "commit": _git(root, "rev-parse", "--short", "HEAD"),
