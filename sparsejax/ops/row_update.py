@@ -453,25 +453,29 @@ def settle(
     divided: bool = False,
     beyond: int = 0,
     young: bool = False,
+    table: LagTable | None = None,
 ) -> TrainedKernel:
     """Brings all rows up to date that have missed more than `beyond` steps.
 
-    Takes almost no time if there are none. `young`: see `gather_current`.
+    Takes almost no time if there are none. `young` says that no row has missed more steps
+    than the rule's table has, and `table` is that table, if it was made before.
     """
     if trained.last is None:
         return trained
     if divided:
 
-        def part(trained, count, noise):
+        def part(trained, count, noise, table):
             noise = _after(noise, _first_row(trained.num_rows))
-            return settle(rule, trained, count, noise=noise, beyond=beyond, young=young)
+            how = {"noise": noise, "beyond": beyond, "young": young, "table": table}
+            return settle(rule, trained, count, **how)
 
         return call_on_each_device(
             part,
             trained,
             count,
             noise,
-            in_specs=(P("model"), P(), P()),
+            table,
+            in_specs=(P("model"), P(), P(), P()),
             out_specs=P("model"),
         )
     if not rule.drifts:  # the weights stay, the state changes in one pass
@@ -481,9 +485,11 @@ def settle(
             trained.w, state, jnp.where(trained.last == NEVER, NEVER, count)
         )
 
-    def catch_up(trained, count, noise, block):
+    def catch_up(trained, count, noise, table, block):
         every = jnp.arange(trained.num_rows, dtype=jnp.int32)
-        table, stale = _table(rule, trained, count), _lag(trained.last, count) > beyond
+        stale = _lag(trained.last, count) > beyond
+        if table is None:
+            table = _table(rule, trained, count)
 
         def work(trained, block_ids, _):
             w, state = _caught_up(rule, trained, block_ids, count, noise, table, young)
@@ -492,7 +498,7 @@ def settle(
         ids, used = _chosen(stale, every)
         return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
-    return _for_platform(catch_up, trained, count, noise)
+    return _for_platform(catch_up, trained, count, noise, table)
 
 
 def are_young(rule: RowRule, last: jax.Array | None, count: jax.Array) -> bool:

@@ -534,9 +534,10 @@ class Optimizer(nnx.Pytree):
         numbers = made.first + jnp.arange(steps, dtype=jnp.int32)
         for path, kernel in kernels.items():
             rule, dtype = self.rule_of(kernel), accumulator(kernel.dtype)
-            self._settle(path, kernel, beyond=rule.table_lags - steps)
             if (rule, dtype) not in made.tables:
                 made.tables[rule, dtype] = _tables(rule, numbers, dtype)
+            table = jax.tree.map(lambda each: each[0], made.tables[rule, dtype])
+            self._settle(path, kernel, beyond=rule.table_lags - steps, table=table)
         token = _ahead.set(made)
         try:
             yield
@@ -656,8 +657,13 @@ class Optimizer(nnx.Pytree):
         *,
         deterministic: bool = False,
         beyond: int = 0,
+        table: row_update.LagTable | None = None,
+        young: bool = False,
     ) -> None:
-        """Brings a kernel's rows that missed more steps up to date, in place."""
+        """Brings a kernel's rows that missed more steps up to date, in place.
+
+        See `row_update.settle`.
+        """
         state = self._rows_of(path)
 
         def settled():
@@ -670,7 +676,8 @@ class Optimizer(nnx.Pytree):
                 noise=self.noise_of(path),
                 divided=gradients.is_divided(kernel),
                 beyond=beyond,
-                young=row_update.are_young(rule, before.last, self.step[...]),
+                young=young or row_update.are_young(rule, before.last, self.step[...]),
+                table=table,
             )
             arrays = {**trained.state, "last_step": trained.last}
             return [trained.w, *(arrays[name] for name in state)], None
@@ -759,7 +766,10 @@ class Optimizer(nnx.Pytree):
             if capacities[path] and self._whole(path, kernel, capacities[path])
         }
         for path in whole | elsewhere:
-            self._settle(path, kernels[path])
+            kernel = kernels[path]
+            trained = self._trained(path, kernel[...])
+            table = self._table_ahead(self.rule_of(kernel), trained)
+            self._settle(path, kernel, table=table, young=table is not None)
         rest = kernels.keys() - whole - elsewhere
         readers = {
             path: self._reader(path, self.rule_of(kernels[path])) for path in rest

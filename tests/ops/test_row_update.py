@@ -179,6 +179,11 @@ def test_rows_that_a_table_is_for(beyond):
     np.testing.assert_array_equal(got.last, want.last)
     same = np.all(np.isclose(got.w, want.w, rtol=1e-6, atol=0), axis=1)
     assert same[np.arange(9) != 7].all() and same[7] == (not beyond)
+    # A table that is given is used, and one of other steps has other numbers.
+    for steps in (0, 100):
+        table = rule.lag_table(jnp.int32(count + steps), jnp.float32)
+        got = settle(rule, trained, jnp.int32(count), table=table)
+        assert np.allclose(got.w[:7], want.w[:7], rtol=1e-6, atol=0) == (not steps)
     # Within a program nobody can tell.
     jax.eval_shape(
         lambda last: row_update.are_young(rule, last, jnp.int32(1)) and 1 / 0, last

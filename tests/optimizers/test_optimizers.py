@@ -216,6 +216,30 @@ def test_dense_gradients_and_large_batches(rule):
     np.testing.assert_allclose(kernel(model), kernel(twin[0]), **CLOSE)
 
 
+def test_whole_kernels_use_the_tables_that_were_made_ahead(monkeypatch):
+    """Then no step has the repetition of old steps, which takes long to compile."""
+    rule, repeated = optimizers.adamw(cosine(0.1), weight_decay=0.1), []
+    catch_up = type(rule).catch_up
+
+    def noted(self, *args):
+        repeated.append(args)
+        return catch_up(self, *args)
+
+    monkeypatch.setattr(type(rule), "catch_up", noted)
+    batch = jax.tree.map(lambda leaf: leaf[0], make_batches(1, nse=200))
+
+    def steps(model, optimizer):
+        with optimizer.ahead(model, 2):
+            row_step(model, optimizer, *batch)
+            row_step(model, optimizer, *batch)
+
+    nnx.eval_shape(steps, *make(rule))
+    assert len(repeated) == 2  # before the first step, for each of two platforms
+    repeated.clear()
+    nnx.eval_shape(row_step, *make(rule), *batch)
+    assert len(repeated) == 2
+
+
 def test_a_whole_kernel_has_a_dense_gradient_only_if_its_rows_drift():
     batch = jax.tree.map(lambda leaf: leaf[0], make_batches(1, nse=200))
 

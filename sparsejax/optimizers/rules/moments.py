@@ -102,8 +102,10 @@ class _Squares(_Moments):
         root = jnp.sqrt(state["nu"])
         total = self._replay.repeated(root, lag, owed, count, self.rate, decay)
         if decay:
-            total = total + self.all_missed(lag - owed, count).ww * total
-            w = w + self.all_missed(lag, count).ww * w
+            lags = jnp.concatenate([lag - owed, lag], 1)
+            lost = self.all_missed(lags, count).ww
+            total = total + lost[:, :1] * total
+            w = w + lost[:, 1:] * w
         state = {
             "mu": mu * power(self.b1, lag),
             "nu": state["nu"] * power(self.b2, lag),
