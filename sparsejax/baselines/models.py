@@ -14,10 +14,11 @@ from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.data.reading.sources import NamedCSR, Source
 from sparsejax.engine.rank.popularity import Popularity, column_counts
-from sparsejax.mesh.blocks import SparseRows
+from sparsejax.mesh.blocks import SparseRows, check_sparse_rows
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.ops.gather_matmul import gather_matmul
 from sparsejax.ops.item_weights import ease_weights, nearest_items
+from sparsejax.ops.targets import check_item_ids, only_of_items
 from sparsejax.sparse import CSR
 
 
@@ -108,6 +109,10 @@ class _FromItemToItem(nnx.Module):
 
     def __call__(self, x: SparseRows) -> Float[Array, "batch items"]:
         """All scores."""
+        check_sparse_rows(x, self.num_features)
+        return self._scores(x)
+
+    def _scores(self, x: SparseRows) -> Float[Array, "batch items"]:
         raise NotImplementedError
 
     def top_k(
@@ -123,6 +128,7 @@ class _FromItemToItem(nnx.Module):
         if denied is not None:
             scores = jnp.where(denied[None], -jnp.inf, scores)
         if exclude is not None:
+            check_sparse_rows(exclude)
             place = (exclude.row_ids(), exclude.column_ids())
             scores = scores.at[place].set(-jnp.inf, mode="drop")
         scores, ids = lax.top_k(scores, min(k, self.num_items))
@@ -136,8 +142,12 @@ class _FromItemToItem(nnx.Module):
     def item_scores(
         self, x: SparseRows, ids: Int[Array, "batch count"]
     ) -> Float[Array, "batch count"]:
-        """Scores of the items `ids` of each row."""
-        return jnp.take_along_axis(self(x), ids, axis=1)
+        """Scores of the items `ids` of each row, NaN for a number that is no item."""
+        scores = self(x)
+        check_item_ids(ids, len(scores), self.num_items)
+        ids = jnp.asarray(ids)
+        some = jnp.take_along_axis(scores, ids, axis=1, mode="clip")
+        return only_of_items(some, ids, self.num_items)
 
 
 class ItemWeights(_FromItemToItem):
@@ -153,7 +163,7 @@ class ItemWeights(_FromItemToItem):
         weights = jnp.pad(jnp.asarray(weights, jnp.float32), ((0, more), (0, 0)))
         self.kernel = nnx.Variable(weights)
 
-    def __call__(self, x: SparseRows) -> Float[Array, "batch items"]:
+    def _scores(self, x: SparseRows) -> Float[Array, "batch items"]:
         return gather_matmul(x, self.kernel[...])
 
 
@@ -171,7 +181,7 @@ class NearestItems(_FromItemToItem):
         self.num_features = self.num_items = len(ids)
         self.ids, self.weights = nnx.Variable(ids), nnx.Variable(weights)
 
-    def __call__(self, x: SparseRows) -> Float[Array, "batch items"]:
+    def _scores(self, x: SparseRows) -> Float[Array, "batch items"]:
         rows, columns = x.row_ids(), x.column_ids()
         weights = self.weights[...].at[columns].get(mode="clip")
         if x.data is not None:

@@ -7,17 +7,20 @@ from typing import Any
 from flax import nnx
 
 
-def check_hashable(graphdef: nnx.GraphDef, model: Any) -> None:
+def check_hashable(graphdef: nnx.GraphDef, *models: Any) -> None:
     """Raises TypeError unless programs can be found by a model's graph.
 
     Args:
       graphdef: of the model, perhaps with its optimizer.
-      model: to say which of its attributes is wrong.
+      models: to say which of their attributes is wrong.
     """
     try:
         hash(graphdef)
     except TypeError as error:
-        raise TypeError(_wrong(model)) from error
+        found = [wrong for model in models if (wrong := _wrong(model))]
+        kinds = ", ".join(type(model).__name__ for model in models)
+        found.append(f"an attribute of {kinds} cannot be hashed")
+        raise TypeError(found[0]) from error
 
 
 class _Holder(nnx.Module):
@@ -27,14 +30,16 @@ class _Holder(nnx.Module):
         self.value = value
 
 
-def _wrong(model: Any) -> str:
-    """The message, which names the attribute."""
+def _wrong(model: Any) -> str | None:
+    """The message, which names the attribute, or the metadata of a variable."""
     for path, node in nnx.iter_graph(model):
-        if not isinstance(node, nnx.Module):
+        is_variable = isinstance(node, nnx.Variable)
+        if not is_variable and not isinstance(node, nnx.Module):
             continue
-        for name, value in vars(node).items():
+        held = node.get_metadata() if is_variable else vars(node)
+        for name, value in held.items():
             try:
-                hash(nnx.split(_Holder(value))[0])
+                hash(value if is_variable else nnx.split(_Holder(value))[0])
             except ValueError:  # arrays in a dict, which are no part of the graph
                 continue
             except TypeError:
@@ -44,4 +49,4 @@ def _wrong(model: Any) -> str:
                     "which cannot be hashed, and programs are compiled for what it holds: "
                     "make it a frozen dataclass, or a tuple such as (*settings.items(),)"
                 )
-    return f"the {type(model).__name__} has an attribute that cannot be hashed"
+    return None

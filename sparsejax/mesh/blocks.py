@@ -392,12 +392,17 @@ LookupRows = CSR | ShardedCSR | DividedRows
 """What a lookup and the gradient of its kernel take."""
 
 
-def check_sparse_rows(x: object) -> None:
-    """Raises TypeError unless these are sparse rows."""
+def check_sparse_rows(x: object, num_features: int | None = None) -> None:
+    """Raises TypeError unless these are sparse rows, ValueError if they have other columns."""
     if not isinstance(x, SparseRows):
         raise TypeError(
             f"expected a CSR, got {type(x).__name__}; of a SciPy matrix CSR.from_scipy "
             "makes one"
+        )
+    if num_features is not None and x.num_cols != num_features:
+        raise ValueError(
+            f"x has {x.num_cols:,} columns but the model has {num_features:,} features; "
+            "read both with the same vocabulary"
         )
 
 

@@ -35,7 +35,13 @@ from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.ops.item_chunks import accumulator, dot
 from sparsejax.ops.linear_cross_entropy import linear_cross_entropy
 from sparsejax.ops.precision import Precision, check_precision
-from sparsejax.ops.targets import Labels, as_targets, check_targets
+from sparsejax.ops.targets import (
+    Labels,
+    as_targets,
+    check_item_ids,
+    check_targets,
+    only_of_items,
+)
 from sparsejax.optimizers import gradients, growth
 
 Initializer = Callable[..., jax.Array]
@@ -114,12 +120,7 @@ class SparseLinear(nnx.Module):
 
     def __call__(self, x: SparseRows) -> Float[Array, "batch hidden"]:
         """`[batch, out_features]` of `x: [batch, in_features]`."""
-        check_sparse_rows(x)
-        if x.num_cols != self.in_features:
-            raise ValueError(
-                f"x has {x.num_cols:,} columns but the layer has {self.in_features:,} "
-                "features; read both with the same vocabulary"
-            )
+        check_sparse_rows(x, self.in_features)
         y = gradients.lookup(
             self.kernel, x, combiner=self.combiner, implementation=self.implementation
         )
@@ -541,9 +542,15 @@ class SparseOutput(nnx.Module):
 
         Args:
           h: hidden vectors.
-          ids: item numbers, in `[0, num_items)`.
+          ids: item numbers, in `[0, num_items)`. The score of another number is NaN.
           u: of the linear part.
+
+        Raises:
+          TypeError: `ids` is no array of integers.
+          ValueError: `ids` has another shape, or is a NumPy array with a number that is no
+            item.
         """
+        check_item_ids(ids, len(h), self.num_items)
 
         def some_scores(h, kernel, bias, scale, ids):
             scores = jnp.einsum(
@@ -555,7 +562,8 @@ class SparseOutput(nnx.Module):
             )
             if scale is not None:
                 scores = scores * scale[ids]
-            return scores if bias is None else scores + bias[ids]
+            scores = scores if bias is None else scores + bias[ids]
+            return only_of_items(scores, ids, self.num_items)
 
         operands = self._operands(h, u)
         return call_with_auto_axes(some_scores, *operands, ids, out_specs=_BATCH)

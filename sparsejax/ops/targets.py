@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Int
+from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.output_loss import Targets as ColumnsOfChunk
 from sparsejax.mesh.blocks import SparseRows
@@ -125,13 +125,49 @@ def check_targets(targets: Any, shape: tuple[int, ...], num_items: int) -> None:
         )
     if not isinstance(targets, np.ndarray):
         return
-    wrong = (targets >= num_items) | (targets < IGNORED)
+    _check_numbers("target", targets, IGNORED, num_items, ", or -1 for none")
+
+
+def check_item_ids(ids: Any, num_rows: int, num_items: int) -> None:
+    """Raises TypeError or ValueError if these are no items whose scores are asked for.
+
+    Only NumPy arrays are looked at; see `only_of_items` for others.
+
+    Args:
+      ids: given by a user.
+      num_rows: number of rows, each of which asks for the same number of items.
+      num_items: ids are below it.
+    """
+    dtype = getattr(ids, "dtype", None)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        what = type(ids).__name__ if dtype is None else dtype
+        raise TypeError(f"ids are item numbers, an array of integers, got {what}")
+    if ids.ndim != 2 or len(ids) != num_rows:
+        raise ValueError(
+            f"ids has shape {ids.shape}; expected ({num_rows}, count), the items of each row"
+        )
+    if isinstance(ids, np.ndarray):
+        _check_numbers("id", ids, 0, num_items)
+
+
+def only_of_items(
+    scores: Float[Array, "rows count"], ids: Int[Array, "rows count"], num_items: int
+) -> Float[Array, "rows count"]:
+    """The scores, with NaN where an id is no item."""
+    return jnp.where((ids >= 0) & (ids < num_items), scores, jnp.nan)
+
+
+def _check_numbers(
+    name: str, numbers: np.ndarray, least: int, num_items: int, more: str = ""
+) -> None:
+    """Raises ValueError if one of the numbers is no item."""
+    wrong = (numbers >= num_items) | (numbers < least)
     if wrong.any():
         place = tuple(int(i) for i in np.argwhere(wrong)[0])
         at = place[0] if len(place) == 1 else place
         raise ValueError(
-            f"target {targets[place]:,} at {at} is no item: targets are in "
-            f"[0, {num_items:,}), or -1 for none"
+            f"{name} {numbers[place]:,} at {at} is no item: {name}s are in "
+            f"[0, {num_items:,}){more}"
         )
 
 

@@ -1,6 +1,7 @@
 """Models without training, compared with their formulas in float64."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import scipy.sparse
@@ -109,6 +110,43 @@ def test_they_recommend_as_other_models_do(name):
     )
     assert among == pytest.approx(all_items)
     assert all_items["coverage@3"] > 0
+
+
+@pytest.mark.parametrize("name", ["ease", "item_knn", "popularity"])
+def test_scores_of_some_items(name, wrong_types):
+    x = awkward()
+    known = models(x) | {"popularity": (baselines.popularity(x), None)}
+    model, weights = known[name]
+    ids = np.resize(np.arange(7), (25, 3))
+    found = model.item_scores(x, jnp.asarray(ids).at[4].set(jnp.array([7, -1, 2**30])))
+    assert np.isnan(found).any(axis=1).tolist() == [row == 4 for row in range(25)]
+    found = np.asarray(model.item_scores(x, ids))
+    if weights is not None:
+        every = x.to_scipy().toarray() @ weights
+        expected = np.take_along_axis(every, ids, axis=1)
+        np.testing.assert_allclose(found, expected, atol=1e-5)
+    for wrong, error, message in (
+        (ids + 1, ValueError, "id 7 at .* is no item: ids are in"),
+        (ids[:3], ValueError, r"shape \(3, 3\); expected \(25, count\)"),
+        (ids.astype(float), TypeError, "array of integers, got float64"),
+        ([[0]], TypeError, "array of integers, got list"),
+    ):
+        with pytest.raises(error, match=message):
+            model.item_scores(x, wrong)
+    if weights is None:
+        return
+    narrow = random_csr(25, 6, 0.3)
+    with pytest.raises(ValueError, match="x has 6 columns but the model has 7 feat"):
+        model.item_scores(narrow, ids)
+    scipys = x.to_scipy()
+    for call in (
+        lambda: model(scipys),
+        lambda: model.top_k(scipys, 2),
+        lambda: model.top_k(x, 2, exclude=scipys),
+        lambda: model.item_scores(scipys, ids),
+    ):
+        with pytest.raises(TypeError, match="expected a CSR, got .*of a SciPy matrix"):
+            call()
 
 
 def test_popularity_is_what_evaluate_compares_with():

@@ -1,5 +1,7 @@
 """Layers against NumPy in float64."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -117,12 +119,27 @@ def test_tied_kernels_are_one_parameter():
 
 def test_wrong_vocabulary():
     x = random_csr(2, 9)
-    with pytest.raises(ValueError, match="x has 9 columns but the layer has 10 feat"):
+    with pytest.raises(ValueError, match="x has 9 columns but the model has 10 feat"):
         SparseLinear(10, 4, rngs=nnx.Rngs(0))(x)
     with pytest.raises(ValueError, match="labels has 9 columns but the layer has 10"):
         SparseOutput(4, 10, rngs=nnx.Rngs(0)).loss(jnp.ones((2, 4)), x)
     with pytest.raises(ValueError, match="temperature must be positive"):
         SparseOutput(4, 10, temperature=0.0, rngs=nnx.Rngs(0))
+
+
+def test_scores_are_of_items_alone(wrong_types):
+    output, h = SparseOutput(4, 10, rngs=nnx.Rngs(0)), jnp.ones((2, 4))
+    found = output.item_scores(h, jnp.array([[0, 9], [10, -1]]))
+    np.testing.assert_array_equal(np.isnan(found), [[False] * 2, [True] * 2])
+    np.testing.assert_allclose(found[0], output.scores(h)[0, [0, 9]], rtol=1e-6)
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (np.array([[0], [10]]), ValueError, r"id 10 at \(1, 0\) is no item"),
+        (np.array([1, 2]), ValueError, r"shape \(2,\); expected \(2, count\)"),
+        (np.array([["a"], ["b"]]), TypeError, "an array of integers, got <U1"),
+    ]
+    for ids, error, message in wrong:
+        with pytest.raises(error, match=message):
+            output.item_scores(h, ids)
 
 
 def test_normalize_rows():

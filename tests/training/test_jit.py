@@ -235,6 +235,15 @@ def test_what_a_step_cannot_do():
             sj.jit(change)(layer)
     with pytest.raises(TypeError, match="returns a Linear"):
         sj.jit(lambda layer: (layer, 1))(layer)
+    settings = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
+    settings.sizes = [1, 2]  # pyrefly: ignore
+    kernel = nnx.Variable(jnp.ones(2), tags={"a": 1})
+    for module, where in (
+        (settings, "sizes' of the Linear"),
+        (kernel, "tags' of the V"),
+    ):
+        with pytest.raises(TypeError, match=f"'{where}.* cannot be hashed"):
+            sj.jit(lambda module: 1)(module)
     with pytest.raises(TypeError, match="number 1 of .* a list cannot"):
         sj.jit(lambda layer, sizes: 1, static_argnums=1)(layer, [1])
     np.testing.assert_array_equal(layer.table, np.ones(2))  # pyrefly: ignore

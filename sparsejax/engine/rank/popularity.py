@@ -12,6 +12,7 @@ from flax import nnx
 from sparsejax.data.reading.sources import Features
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import padded_rows
+from sparsejax.ops.targets import check_item_ids, only_of_items
 from sparsejax.ops.top_k import top_k
 from sparsejax.sparse import CSR
 
@@ -63,4 +64,7 @@ class Popularity(nnx.Module):
         return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
 
     def item_scores(self, x: Any, ids):
-        return self.scores[ids]
+        some = next(iter(x.values())) if isinstance(x, dict) else x
+        check_item_ids(ids, some.shape[0], self.num_items)
+        ids = jnp.asarray(ids)
+        return only_of_items(self.scores[ids], ids, self.num_items)

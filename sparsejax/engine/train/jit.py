@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, overload
 import jax
 from flax import nnx
 
+from sparsejax.engine.static import check_hashable
 from sparsejax.mesh.layout import with_shardings
 from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
@@ -94,6 +95,8 @@ def jit(
       timing programs that `fit` does not use either.
     - Under `jax.set_mesh(make_mesh(...))` whatever is not divided is copied to every device
       at the first call, and every array stays on its devices.
+    - What modules hold beside arrays must be hashable: a tuple in place of a list. A change
+      within a list would not be noticed.
     - The step changes values of variables. It cannot change what a module consists of, and it
       returns arrays, not modules.
 
@@ -115,8 +118,8 @@ def jit(
       A function with the arguments of `f`.
 
     Raises:
-      TypeError: (when called) a static argument cannot be hashed, or the step returns a
-        module.
+      TypeError: (when called) a static argument or a setting of a module cannot be hashed,
+        or the step returns a module.
       ValueError: (when called) the parameters of a module are not those of its first call;
         the step changes what a module consists of; the memory of a module was donated to
         another program; the optimizer was made for another model.
@@ -299,6 +302,7 @@ class _Step:
         unique = {id(module): module for module in modules}
         places = {each: place for place, each in enumerate(unique)}
         flat = inplace.Flattened(tuple(unique.values()))
+        check_hashable(flat.graphdef, *unique.values())
         numbers = iter([places[id(module)] for module in modules])
         how = _How(
             flat.graphdef,
