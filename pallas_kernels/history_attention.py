@@ -211,6 +211,11 @@ def unsupported(q: jax.Array | jax.ShapeDtypeStruct) -> str | None:
     return None
 
 
+# A program of their own: blocks of a model have equal ones, which are traced, lowered and, as
+# they have one name, compiled once (jax 0.11 numbers the names, and compiles each again).
+@functools.partial(
+    jax.jit, static_argnames=("thresholds", "activation", "scale", "divisor", "config")
+)
 def attend(
     q: Float[Array, "tokens heads dim"],
     k: Float[Array, "tokens heads dim"],
@@ -220,7 +225,7 @@ def attend(
     place_bias: Float[Array, "places"] | None,
     times: Float[Array, "tokens"] | None,
     time_bias: Float[Array, "buckets"] | None,
-    thresholds: Sequence[float] | None,
+    thresholds: tuple[float, ...] | None,
     *,
     activation: str,
     scale: float,
@@ -340,6 +345,10 @@ def _norms(q, k, step: _Scores, spans: Spans, config: Config):
     return norms
 
 
+@functools.partial(
+    jax.jit,
+    static_argnames=("thresholds", "scale", "divisor", "of_queries", "of_keys"),
+)
 def slopes(
     q: Float[Array, "tokens heads dim"],
     k: Float[Array, "tokens heads dim"],
@@ -350,7 +359,7 @@ def slopes(
     place_bias: Float[Array, "places"] | None,
     times: Float[Array, "tokens"] | None,
     time_bias: Float[Array, "buckets"] | None,
-    thresholds: Sequence[float] | None,
+    thresholds: tuple[float, ...] | None,
     *,
     y: Float[Array, "tokens heads dim"] | None = None,
     norms: Float[Array, "heads tokens"] | None = None,

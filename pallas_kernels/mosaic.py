@@ -3,11 +3,14 @@
 The import takes .3 s, which a machine that runs no GPU program saves.
 """
 
+import concurrent.futures
 import functools
+import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import jax
+import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -25,6 +28,8 @@ def _library() -> Any:
     from jax.experimental.pallas import mosaic_gpu
 
     ask_once()
+    if jax.default_backend() == "gpu":
+        compile_beside()
     return mosaic_gpu
 
 
@@ -95,3 +100,46 @@ def ask_once() -> None:
     ask = getattr(extension, "_get_ptxas_isa_version", None)
     if ask is not None:
         extension._get_ptxas_isa_version = functools.cache(ask)
+
+
+@functools.cache
+def compile_beside() -> None:
+    """Lets a thread compile each GPU program from when it is lowered.
+
+    XLA compiles one after the other, for .2 to 3 s each, after its own passes over the whole
+    program. For HSTU's training step these were 11 of 26 s. Mosaic keeps what it has compiled,
+    by a hash of the program, for the process: XLA then finds it there.
+    """
+    from jax.experimental.mosaic.gpu import core
+
+    # JAX's own name, which may change: then XLA compiles all by itself.
+    known = getattr(core, "KNOWN_KERNELS", None)
+    if type(known) is dict:
+        vars(core)["KNOWN_KERNELS"] = _Lowered(known)
+
+
+class _Lowered(dict[bytes, bytes]):
+    """Modules of Mosaic GPU by their hash, which are compiled when they are added."""
+
+    def __init__(self, known: dict[bytes, bytes]):
+        super().__init__(known)
+        self._thread = concurrent.futures.ThreadPoolExecutor(1, "mosaic")
+
+    def __setitem__(self, kernel_hash: bytes, module: bytes) -> None:
+        super().__setitem__(kernel_hash, module)
+        self._thread.submit(_compile, kernel_hash, module)
+
+
+def _compile(kernel_hash: bytes, module: bytes) -> None:
+    """Compiles a program around a module, which never runs: so its operands do not matter."""
+    if not threading.main_thread().is_alive():
+        return  # nobody waits for it
+    x = jax.ShapeDtypeStruct((1,), jnp.float32)
+    launch = jax.ffi.ffi_call("mosaic_gpu_v2", x, has_side_effect=True)
+    settings = dict.fromkeys(
+        ("use_custom_barrier", "skip_device_barrier", "uses_xla_collective_metadata"),
+        False,
+    )
+    jax.jit(
+        functools.partial(launch, kernel_hash=kernel_hash, module=module, **settings)
+    ).lower(x).compile()

@@ -209,7 +209,7 @@ def pytest_collection_modifyitems(
         config.stash[RENAMED] |= names - found
     if jax.default_backend() != "gpu":
         for item in items:
-            if "gpu" in item.keywords:
+            if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 

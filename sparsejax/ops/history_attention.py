@@ -400,7 +400,7 @@ def _for_program(operands) -> Any:
     thresholds = None
     if time is not None:
         times = _padded(times, 0)
-        thresholds = time_thresholds(len(time)).tolist()
+        thresholds = tuple(time_thresholds(len(time)).tolist())
     starts = _padded(starts, _NONE)
     return q, k, v, starts, ends, place, times, time, thresholds
 

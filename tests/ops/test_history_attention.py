@@ -364,6 +364,23 @@ def test_lowers_for_hopper_also_in_a_shard_map(monkeypatch):
     assert "mosaic_gpu" not in lowered(64, jnp.float32, "softmax")
 
 
+@pytest.mark.parametrize(("rule", "programs"), [("silu", 3), ("softmax", 4)])
+def test_layers_alike_share_their_gpu_programs(rule, programs, monkeypatch):
+    """Each is in the lowered program once, so that it is compiled once."""
+    monkeypatch.setattr(implementations, "gpu_capability", lambda: 9.0)
+
+    def loss(q, layers):
+        for _ in range(layers):
+            q = history_attention(q, q, q, jnp.array([0, 90, 130]), activation=rule)
+        return jnp.sum(q.astype(jnp.float32))
+
+    q = jax.ShapeDtypeStruct((256, 1, 64), jnp.bfloat16)
+    for layers in (1, 3):
+        traced = jax.jit(jax.value_and_grad(loss), static_argnums=1).trace(q, layers)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert text.count("custom_call @mosaic_gpu") == programs
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_memory_grows_with_the_number_of_tokens(form):
     def used(tokens):

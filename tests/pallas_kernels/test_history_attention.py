@@ -96,7 +96,12 @@ def test_forward(run_program, activation, columns, of_places, of_times):
 
     def call(q, k, v, spans, place, timed):
         config = mosaic.Config(columns=columns, stages=2, interpretable=INTERPRETED)
-        operands: Any = *spans, place, *timed, least.tolist() if of_times else None
+        operands: Any = (
+            *spans,
+            place,
+            *timed,
+            tuple(least.tolist()) if of_times else None,
+        )
         return mosaic.attend(
             q,
             k,
@@ -133,7 +138,12 @@ def test_backward(run_program, activation, of_places, of_times, heads):
     def call(q, k, v, dy, spans, place, timed):
         config = mosaic.Config(stages=2, interpretable=INTERPRETED)
         rule = {"scale": 0.5, "divisor": 3.0}
-        operands: Any = *spans, place, *timed, least.tolist() if of_times else None
+        operands: Any = (
+            *spans,
+            place,
+            *timed,
+            tuple(least.tolist()) if of_times else None,
+        )
         y, norms = mosaic.attend(
             q, k, v, *operands, activation=activation, config=config, **rule
         )
@@ -168,7 +178,7 @@ def test_lowers_for_cuda(activation):
 
     def call(q, k, v, dy):
         rule = {"scale": 0.5, "divisor": 3.0}
-        operands: Any = *spans, place, *timed, least.tolist()
+        operands: Any = *spans, place, *timed, tuple(least.tolist())
         y, norms = mosaic.attend(q, k, v, *operands, activation=activation, **rule)
         return y, mosaic.slopes(q, k, v, dy, *operands, y=y, norms=norms, **rule)
 
