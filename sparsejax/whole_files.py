@@ -42,6 +42,25 @@ _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 _Path = str | os.PathLike[str]
 
 
+def path_problem(path: _Path) -> str | None:
+    """Says why no file can have a path; None if one can."""
+    text = os.fspath(path)
+    if "\0" in text:
+        return "has a NUL, which cannot be in a path"
+    try:
+        os.fsencode(text)
+    except UnicodeEncodeError:
+        return "has half a character (a surrogate), which cannot be in a path"
+    return None
+
+
+def check_path(path: _Path) -> None:
+    """Raises ValueError if no file can have a path; the system's errors do not name it."""
+    if (problem := path_problem(path)) is not None:
+        shown = os.fspath(path).encode("utf-8", "backslashreplace").decode()
+        raise ValueError(f"{shown.replace('\0', '\\0')}: {problem}")
+
+
 def opened_regular(path: _Path) -> io.BufferedReader:
     """Opens a regular file to read bytes.
 
@@ -49,14 +68,17 @@ def opened_regular(path: _Path) -> io.BufferedReader:
 
     Raises:
       OSError: it cannot be opened.
-      ValueError: it is a pipe, a socket or a device.
+      ValueError: it is a pipe, a socket or a device; or see `check_path`.
     """
+    check_path(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-    is_regular = stat.S_ISREG(
-        os.stat(path).st_mode
-    )  # to open a device may do something
-    if is_regular or os.path.isdir(path):
-        file = os.fdopen(os.open(path, flags), "rb")  # a folder is an error here
+    mode = os.stat(path).st_mode  # to open a device may do something
+    if stat.S_ISDIR(mode):
+        raise IsADirectoryError(
+            errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)
+        )
+    if stat.S_ISREG(mode):
+        file = os.fdopen(os.open(path, flags), "rb")
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
         file.close()  # it was replaced meanwhile
@@ -197,8 +219,10 @@ def check_writable(path: _Path) -> None:
     """Checks that a file can be written to `path`.
 
     Raises:
-      ValueError: `path` is a folder or a device, or its folder does not exist.
+      ValueError: `path` is a folder or a device, or its folder does not exist; or see
+        `check_path`.
     """
+    check_path(path)
     path = pathlib.Path(path)
     if path.exists() and not path.is_file():
         raise ValueError(f"{path}: is not a file, so it cannot be replaced by one")
@@ -212,6 +236,7 @@ def check_new(path: _Path, names: Collection[str] = ()) -> None:
       FileExistsError: `path` exists, and is no folder of just these `names`.
       ValueError: the parent folder does not exist.
     """
+    check_path(path)
     path = pathlib.Path(path)
     is_repeated = bool(names) and path.is_dir() and {*os.listdir(path)} == {*names}
     if os.path.lexists(path) and not is_repeated:
@@ -238,6 +263,7 @@ def _check_parent(path: pathlib.Path) -> None:
 @contextlib.contextmanager
 def _replacing(path: _Path) -> Generator[pathlib.Path]:
     """A temporary name for a file, which is renamed to `path` when the block is done."""
+    check_path(path)
     path = pathlib.Path(path).resolve()  # a link stays a link
     with _hidden(path.parent, path) as temporary:
         yield temporary

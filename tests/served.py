@@ -58,8 +58,8 @@ def listening(
 
 
 @contextlib.contextmanager
-def over_grpc(service: Service) -> Iterator[grpc.Channel]:
-    """Within it a service answers over gRPC, in a thread: a channel to it."""
+def grpc_listening(service: Service) -> Iterator[int]:
+    """Within it a service answers over gRPC on a port, in a thread."""
     loop, started = asyncio.new_event_loop(), threading.Event()
     stop, ports = asyncio.Event(), list[int]()
 
@@ -75,12 +75,21 @@ def over_grpc(service: Service) -> Iterator[grpc.Channel]:
     thread.start()
     assert started.wait(60)
     try:
-        with grpc.insecure_channel(f"127.0.0.1:{ports[0]}") as channel:
-            yield channel
+        yield ports[0]
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join()
         loop.close()
+
+
+@contextlib.contextmanager
+def over_grpc(service: Service) -> Iterator[grpc.Channel]:
+    """Within it a service answers over gRPC, in a thread: a channel to it."""
+    with (
+        grpc_listening(service) as port,
+        grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
+    ):
+        yield channel
 
 
 def resident() -> int:

@@ -11,6 +11,7 @@ import warnings
 from collections.abc import Iterator
 
 from sparsejax import file_locks
+from sparsejax.whole_files import check_path
 
 _NAME = ".lock"
 
@@ -27,10 +28,12 @@ def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
     Raises:
       BlockingIOError: another process holds the folder; the message says which.
       OSError: the folder or the file cannot be made.
+      ValueError: see `whole_files.check_path`.
     """
     if "://" in os.fspath(folder):
         yield
         return
+    check_path(folder)
     folder = pathlib.Path(folder)
     is_new = not folder.exists()
     file = _hold(folder)

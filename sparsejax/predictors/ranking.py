@@ -287,7 +287,7 @@ class Items:
     ) -> tuple[list[Rows], np.ndarray]:
         """Histories of names as the programs take them; and how many of each are unknown.
 
-        Unknown names of `only` count, too.
+        Unknown names of `exclude` and `only` count, too.
 
         Args:
           histories: as for `recommend_names`, several.
@@ -315,11 +315,14 @@ class Items:
         else:
             shown = self._shown(known, matrix, at)
         unwanted = [known] * exclude_seen
+        unknown = _lengths(asked.indptr) - _lengths(known.indptr)
         if exclude is not None:
-            unwanted.append(self._known_of(_as_lists(exclude)))
+            further = _as_lists(exclude)
+            unwanted.append(self._known_of(further))
+            known_of_further = _lengths(unwanted[-1].indptr)
+            unknown = unknown + _lengths(further.indptr) - known_of_further
         if not exclude_seen or exclude is not None:
             matrix = self._matrix_of(*unwanted, rows=matrix.num_rows)
-        unknown = _lengths(asked.indptr) - _lengths(known.indptr)
         if only is not None:
             candidates = self._known_of(only)
             unknown = unknown + _lengths(only.indptr) - _lengths(candidates.indptr)

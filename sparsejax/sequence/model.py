@@ -317,6 +317,7 @@ class SequenceModel(nnx.Module):
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
+        histories = jnp.asarray(histories)
         place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
         h = self(histories, times)
         return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
@@ -356,7 +357,7 @@ class SequenceModel(nnx.Module):
 
         Args:
           histories: up to `max_length` places.
-          ids: item numbers, in `[0, num_items)`.
+          ids: item numbers, in `[0, num_items)`. The score of any other number is NaN.
           times: of each place, or None.
         """
         model = with_vectors(self)

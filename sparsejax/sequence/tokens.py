@@ -77,6 +77,8 @@ class Tokens(NamedTuple):
         Returns:
           The tokens, their next items, and whether there is room for all.
         """
+        # NumPy's arrays take no traced indices.
+        histories, times = jax.tree.map(jnp.asarray, (histories, times))
         parts = _parts(len(histories))
         room = -(-room // parts)
 

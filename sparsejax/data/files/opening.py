@@ -19,6 +19,7 @@ from typing import Protocol, runtime_checkable
 from tqdm import tqdm
 
 from sparsejax.data.files import others
+from sparsejax.whole_files import path_problem
 
 Path = str | os.PathLike[str]
 
@@ -206,9 +207,9 @@ class _WithBlankLines:
 
 
 def check_path(path: Path) -> None:
-    """Raises DataError if a path has a NUL, which no file has in its name."""
-    if "\0" in os.fspath(path):
-        raise DataError.at(path, "has a NUL, which cannot be in a path")
+    """Raises DataError if no file can have a path."""
+    if (problem := path_problem(path)) is not None:
+        raise DataError.at(path, problem)
 
 
 def check_regular(path: Path) -> None:
@@ -403,7 +404,8 @@ def progress_bar(path: Path, size: int) -> tqdm:
 
 def shown(path: Path) -> str:
     """The path as messages show it: without the password that an address may hold."""
-    return re.sub("(?<=://)[^/@]*@", "", os.fspath(path)).replace("\0", "\\0")
+    plain = os.fspath(path).encode("utf-8", "backslashreplace").decode()
+    return re.sub("(?<=://)[^/@]*@", "", plain).replace("\0", "\\0")
 
 
 def is_address(path: Path) -> bool:

@@ -41,6 +41,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.ops import index_edits
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.whole_files import check_path
 from sparsejax.wide_ids import WideIds, joined
 
 # Changes since the last base have at most so many times the rows of the tables; behind them
@@ -279,6 +280,7 @@ def export(
         raise ValueError("state=True needs the optimizer that has the state")
     if owner in _running:
         _running.pop(owner).settle()
+    check_path(folder)
     folder = folder.resolve()
     folder.mkdir(exist_ok=True)  # an error of it comes now, not from the thread
     now = [rows_now(part, optimizer, state=state) for part in parts]
