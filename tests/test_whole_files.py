@@ -7,6 +7,7 @@ import gzip
 import lzma
 import os
 import pathlib
+import re
 import resource
 import shutil
 import signal
@@ -16,9 +17,11 @@ import time
 
 import pytest
 
+from sparsejax.mesh.locks import locked
 from sparsejax.whole_files import (
     check_new,
     check_writable,
+    opened_regular,
     remove_abandoned,
     remove_folder,
     temporary_folder,
@@ -43,6 +46,24 @@ def test_a_file_is_whole_or_as_it_was(tmp_path, kind):
         file.flush()
         assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["d.txt"] and path.read_text() == "new"
+
+
+@pytest.mark.parametrize(
+    ("name", "problem"),
+    [("a\0b", r"a\\0b: has a NUL"), ("a\ud800", r"a\\ud800: has half a character")],
+)
+@pytest.mark.parametrize(
+    "use",
+    [check_new, check_writable, opened_regular, whole_file, whole_folder, locked],
+)
+def test_a_path_that_no_file_can_have(tmp_path, name, problem, use):
+    with pytest.raises(ValueError, match=problem), use(tmp_path / name):
+        pass
+
+
+def test_a_folder_is_no_file_to_read(tmp_path):
+    with pytest.raises(IsADirectoryError, match=re.escape(repr(str(tmp_path)))):
+        opened_regular(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -38,8 +38,8 @@ CASES = {
     "export --calibrate": Case(
         "export clicks clicks.predictor --calibrate later.csv", "clicks.predictor"
     ),
-    "predict --calibrate": Case(
-        "predict clicks later.csv --calibrate later.csv --out found.csv", "found.csv"
+    "evaluate --calibrate": Case(
+        "evaluate clicks later.csv --calibrate later.csv", None
     ),
     "train": Case(f"{TRAIN} --epochs 4", "new"),
     "train --export-to": Case(
@@ -131,7 +131,7 @@ def content(path: pathlib.Path) -> Any:
             return json.loads(path.read_text())
         case ".predictor":
             predictor = sj.load_predictor(path)
-            if predictor.items is not None:
+            if predictor.signature.kind == "items":
                 return predictor.recommend_names([["i1", "i2"], []])
             found = predictor.predict_records({"age": [3.0, 40.0], "user": ["1", "7"]})
             return found.tolist()

@@ -88,6 +88,19 @@ def test_candidates_of_rows(client, predictor):
         np.testing.assert_allclose(scores[part], wanted[1][:count], rtol=1e-5)
 
 
+def test_unknown_exclusions_are_counted(client):
+    items = tensor("items", "BYTES", ["item 3", "strange", "item 1"])
+    lengths = tensor("lengths", "INT32", [2, 1])
+    without = tensor("exclude", "BYTES", ["item 2", "gone", "sold", "sold"])
+    counts = tensor("exclude_lengths", "INT32", [1, 3])
+    _, found = client.infer(items, lengths, without, counts)
+    assert found["unknown"]["data"] == [1, 3]
+    some = tensor("candidates", "BYTES", ["item 5", "unheard"])
+    each = tensor("candidates_lengths", "INT32", [1, 1])
+    _, found = client.infer(items, lengths, without, counts, some, each)
+    assert found["unknown"]["data"] == [1, 4]
+
+
 def test_candidates_with_other_options(client):
     items = tensor("items", "BYTES", ["item 3"])
     some = tensor("candidates", "BYTES", ["item 3", "item 4", "item 5"])
