@@ -181,7 +181,12 @@ def test_scores_of_ids_of_any_sort(wrong_types):
     x = CSR.from_scipy(scipy.sparse.csr_array(np.eye(2, 5, dtype=np.float32)))
     every: Any = model(x, deterministic=True)
     lists: Any = [[4, 0, -1, 5, 2**40], [2, 2, 300, 1, 3]]
-    for ids in (lists, np.array(lists), jnp.array(np.minimum(lists, 2**31 - 1))):
+    every_sort: list[Any] = [
+        lists,
+        np.array(lists),
+        jnp.array(np.minimum(lists, 2**31 - 1)),
+    ]
+    for ids in every_sort:
         found = np.asarray(model.item_scores(x, ids))
         expected = np.full((2, 5), np.nan, np.float32)
         expected[0, :2], expected[1, [0, 1, 3, 4]] = (
