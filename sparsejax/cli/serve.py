@@ -53,6 +53,9 @@ def _admin_of(text: str) -> tuple[str, int]:
 def serve(command: flags.Serve) -> None:
     """`sparsejax serve`."""
     with _extra("serve"):
+        # gRPC's own lines are no JSON, and hold what clients send, also ends of lines. It reads
+        # this as it is imported.
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")
         from sparsejax.serving import server
     from sparsejax.serving.engine import Shape
     from sparsejax.serving.logs import log

@@ -317,7 +317,6 @@ class SequenceModel(nnx.Module):
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
-        histories = jnp.asarray(histories)
         place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
         h = self(histories, times)
         return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]

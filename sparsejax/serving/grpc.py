@@ -26,6 +26,9 @@ _CODES = {
     504: grpc.StatusCode.DEADLINE_EXCEEDED,
 }
 _MANY = 2**31 - 1
+# Calls of one connection at once, as many as a server of HTTP/2 should allow (RFC 9113, 6.5.2).
+# They bound its messages that still arrive, which are not counted before they are whole.
+_CALLS = 100
 _LOOK = 0.5  # seconds between two looks of who watches the health
 _SERVICE = "inference.GRPCInferenceService"
 _METHODS = (
@@ -51,6 +54,9 @@ def server(service: Service) -> grpc.aio.Server:
     options = [
         ("grpc.max_receive_message_length", most),
         ("grpc.so_reuseport", 0),
+        ("grpc.max_concurrent_streams", _CALLS),
+        # It refuses calls by chance near the bound, which no metric and no log would tell.
+        ("grpc.http.overload_protection", 0),
         # Beyond these gRPC cancels calls by itself, which no metric and no line of the log
         # would tell. They are refused here, see `Service.begin`.
         ("grpc.server.max_pending_requests", _MANY),

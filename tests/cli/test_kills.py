@@ -48,9 +48,12 @@ CASES = {
     "prepare": Case("prepare events.csv prepared --split-last 1", "prepared"),
     "split": Case("split events.csv --by last --out divided", "divided"),
     "tune": Case(
-        f"tune events.csv --run tuned --trials 3 --epochs 1 --hidden 4 {FAST}", "tuned"
+        "tune events.csv --run tuned --trials 3 --epochs 1 --hidden 4 --batch-size 64",
+        "tuned",
     ),
-    "compare": Case(f"compare items other {TWO}", None),
+    "compare": Case(
+        "compare items other parts/train.parquet parts/heldout.parquet", None
+    ),
     "report": Case(f"report items {TWO} --out page.html", "page.html"),
 }
 

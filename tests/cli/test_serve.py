@@ -58,6 +58,7 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         channel = stack.enter_context(
             grpc.insecure_channel(f"127.0.0.1:{ready['grpc_port']}")
         )
+        _say_goodbye(ready["grpc_port"], b"\n{\xff")  # each line is JSON nevertheless
         stub = stubs.GRPCInferenceServiceStub(channel)
         assert stub.ServerReady(messages.ServerReadyRequest()).ready
         client = Client(ready["port"])
@@ -158,6 +159,17 @@ def _ask(client: Client, answers: list[int]) -> None:
             found["items"]["data"] == ["rye", "milk"]
             or len(found["items"]["data"]) == 2
         )
+
+
+def _say_goodbye(port: int, text: bytes) -> None:
+    """Ends a connection of HTTP/2 with a text that gRPC writes to its own log."""
+    frame = (8 + len(text)).to_bytes(3) + b"\7\0" + bytes(4 + 4) + b"\0\0\0\1" + text
+    with socket.create_connection(("127.0.0.1", port), timeout=60) as connection:
+        settings = b"\0\0\0\4\0\0\0\0\0"
+        connection.sendall(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + settings + frame)
+        connection.shutdown(socket.SHUT_WR)
+        while connection.recv(1024):
+            pass
 
 
 def _ask_over_grpc(stub, answers: list[int]) -> None:

@@ -173,27 +173,3 @@ def test_a_scipy_matrix_is_refused(wrong_types):
             TypeError, match="expected a CSR, got csr_array; of a SciPy"
         ):
             call(matrix)
-
-
-def test_scores_of_ids_of_any_sort(wrong_types):
-    config = NetworkConfig.autoencoder((3,))
-    model = FeedForward(config, inputs=5, outputs=5, rngs=nnx.Rngs(0))
-    x = CSR.from_scipy(scipy.sparse.csr_array(np.eye(2, 5, dtype=np.float32)))
-    every: Any = model(x, deterministic=True)
-    lists: Any = [[4, 0, -1, 5, 2**40], [2, 2, 300, 1, 3]]
-    every_sort: list[Any] = [
-        lists,
-        np.array(lists),
-        jnp.array(np.minimum(lists, 2**31 - 1)),
-    ]
-    for ids in every_sort:
-        found = np.asarray(model.item_scores(x, ids))
-        expected = np.full((2, 5), np.nan, np.float32)
-        expected[0, :2], expected[1, [0, 1, 3, 4]] = (
-            every[0, [4, 0]],
-            every[1, [2, 2, 1, 3]],
-        )
-        np.testing.assert_allclose(found, expected, rtol=1e-5)
-    for wrong in ([1, 2], [[1]], [[1]] * 3, [[0.5], [1.0]], [["a"], ["b"]]):
-        with pytest.raises(ValueError, match=r"ids must be integers \[2, count\]"):
-            model.item_scores(x, wrong)  # pyrefly: ignore

@@ -1,5 +1,7 @@
 """The protocol over gRPC has the answers of HTTP."""
 
+import threading
+import time
 from collections.abc import Iterator
 from unittest.mock import Mock
 
@@ -179,6 +181,27 @@ def test_large_messages_and_deadlines(stub, service, monkeypatch):
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(asked(ITEMS), timeout=0.05)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
+
+
+def test_further_calls_of_a_connection_wait_with_the_client(stub, service, monkeypatch):
+    engine = service.version("films", None).batcher.engine
+    fetched, may_go_on = engine.fetched, threading.Event()
+
+    def waiting(*given):
+        may_go_on.wait()
+        return fetched(*given)
+
+    monkeypatch.setattr(engine, "fetched", waiting)
+    try:
+        calls = [stub.ModelInfer.future(asked(ITEMS)) for _ in range(120)]
+        while service.in_hand < 100:
+            time.sleep(0.01)
+        time.sleep(0.2)
+        assert service.in_hand == 100
+    finally:
+        may_go_on.set()
+    answers = [call.result() for call in calls]
+    assert all(answer == answers[0] for answer in answers)
 
 
 def test_the_inputs_decide_whether_an_answer_is_raw(stub):
