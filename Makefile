@@ -4,7 +4,8 @@
 ##   make demo          train on the bundled data, measure, recommend
 ##   make test          the tests that are quick
 ##   make test-slow     slower ones
-##   make test WITH_SLOW=1   both in one session, as CI does
+##   make test WITH_SLOW=1   both in one session, and one of seven shares of the tests for a
+##                      release, chosen by the day, as CI does
 ##   make test-all      all tests, for a release: each annotation checked, new random examples
 ##   make test-as-user  commands and verbs by their defaults, optimized, with nothing cached
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
@@ -35,7 +36,7 @@ PYTEST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
   --numprocesses 2 --dist worksteal --durations 20 $(OPTIONS)
 # In one session modules are collected, and what their tests share is made, once.
 test: $(VENV)/.installed
-	$(PYTEST) -m "$(if $(WITH_SLOW),,not slow and )not release"
+	$(PYTEST) $(if $(WITH_SLOW),--share-of-release today) -m "$(if $(WITH_SLOW),,not slow and )not release"
 
 test-slow: $(VENV)/.installed
 	$(PYTEST) -m slow

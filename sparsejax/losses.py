@@ -295,6 +295,7 @@ _RULES = {
         SoftmaxCrossEntropy,
     )
 }
+NAMES = tuple(_RULES)
 
 
 def get(loss: str | LossRule, **options: float | bool) -> LossRule:

@@ -1,11 +1,13 @@
 """What every test runs under."""
 
 import contextlib
+import datetime
 import gc
 import os
 import pathlib
 import signal
 import tempfile
+import zlib
 from collections.abc import Iterator
 
 import hypothesis
@@ -33,6 +35,8 @@ MAX_BYTES = 2**30
 TESTS = pathlib.Path(__file__).parent
 collect_ignore = ["as_user"]  # has fixtures of its own, see `make test-as-user`
 RENAMED = pytest.StashKey[set[str]]()
+OUTSIDE = pytest.StashKey[set[str]]()
+SHARES = 7  # of the cases in release_tests.txt; CI runs one a day
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
 
 
@@ -180,9 +184,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="draw new examples of properties; their programs are compiled anew",
     )
+    group.addoption(
+        "--share-of-release",
+        choices=[*map(str, range(SHARES)), "today"],
+        help=f"also run one of {SHARES} shares of release_tests.txt",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--share-of-release") == "today":
+        # As a number, which workers get: a day may end while they are started.
+        day = datetime.datetime.now(datetime.UTC).toordinal() % SHARES
+        config.option.share_of_release = str(day)
     if config.getoption("--random-examples"):
         hypothesis.settings.load_profile("random")
     if config.getoption("--check-annotations"):
@@ -198,25 +211,51 @@ def pytest_collection_modifyitems(
 ) -> None:
     """Marks what two lists name, and skips tests of a GPU where there is none."""
     config.stash[RENAMED] = set()
+    released: set[str] = set()
+    share = config.getoption("--share-of-release")
     for mark in ("slow", "release"):
         names = set((TESTS / f"{mark}_tests.txt").read_text().splitlines())
         found = set()
         for item in items:
             name = item.nodeid.partition("/")[2]
             if named := names & {name, name.partition("[")[0]}:
-                item.add_marker(mark)
                 found |= named
+                if mark == "release":
+                    released.add(name)
+                    if zlib.crc32(name.encode()) % SHARES == int(share or -1):
+                        continue
+                item.add_marker(mark)
         config.stash[RENAMED] |= names - found
+    names = {item.nodeid.partition("/")[2] for item in items}
+    in_ci = {name.partition("[")[0] for name in names - released}
+    config.stash[OUTSIDE] = {name.partition("[")[0] for name in released} - in_ci
     if jax.default_backend() != "gpu":
         for item in items:
             if item.get_closest_marker("gpu"):
                 item.add_marker(pytest.mark.skip(reason="needs a GPU"))
 
 
+def pytest_report_header(config: pytest.Config) -> str | None:
+    """Says which share of the cases for a release are run."""
+    share = config.getoption("--share-of-release")
+    if share is None:
+        return None
+    return (
+        f"release_tests.txt: share {share} of {SHARES} is run, too; "
+        f"--share-of-release={share} runs it again"
+    )
+
+
 @pytest.fixture
 def renamed_tests(pytestconfig) -> set[str]:
     """What the two lists name, and no test that was collected is called."""
     return pytestconfig.stash[RENAMED]
+
+
+@pytest.fixture
+def functions_outside_ci(pytestconfig) -> set[str]:
+    """Functions of which each case that was collected is named in release_tests.txt."""
+    return pytestconfig.stash[OUTSIDE]
 
 
 def pytest_sessionfinish(session: pytest.Session) -> None:

@@ -121,6 +121,16 @@ def test_the_lists_of_slow_tests_have_their_names(quick, renamed_tests):
     assert not renamed_tests
 
 
+def test_each_function_has_a_case_in_ci(quick, functions_outside_ci):
+    """`release_tests.txt` names further cases of a function.
+
+    `weekly_tests.txt` has the functions that have no other: CI runs one in seven of them a
+    day. No name is added there. One that has got a case in CI is removed.
+    """
+    weekly = (TESTS / "weekly_tests.txt").read_text().splitlines()
+    assert functions_outside_ci == set(weekly)
+
+
 def test_nothing_is_missing_here():
     public = {name for name in dir(sj) if _is_operation(getattr(sj, name))}
     assert public == set(OPERATIONS)
