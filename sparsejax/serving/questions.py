@@ -516,8 +516,9 @@ class Records:
         _check_known(asked.parameters, ["k", "timeout"], "parameter")
         if missing := [name for name in names if name not in asked.tensors]:
             raise RefusedError(422, f"the input {missing[0]!r} is missing: [n]")
-        several = {each.shape[0] for each in asked.tensors.values()} - {1}
-        lists = {t.name for t in asked.tensors.values() if len(t.shape) == 2}
+        tensors = [self._column(each) for each in asked.tensors.values()]
+        several = {each.shape[0] for each in tensors} - {1}
+        lists = {each.name for each in tensors if len(each.shape) == 2}
         if len(several) > 1 or not lists <= self._categories:
             shapes = {name: list(each.shape) for name, each in asked.tensors.items()}
             raise RefusedError(
@@ -526,7 +527,7 @@ class Records:
                 "of categories [n, m], got "
                 f"{shapes!r:.300}",
             )
-        for each in asked.tensors.values():
+        for each in tensors:
             if each.name in lists:
                 _check_type(each, {"BYTES"}, "BYTES, as empty names fill up its lists")
         count = max(several, default=1)
@@ -539,15 +540,18 @@ class Records:
             raise RefusedError(
                 422, "with k the best rows come first: ask for the output 'rows', too"
             )
-        records = {
-            name: _of_all_rows(_cells(each), count)
-            for name, each in asked.tensors.items()
-        }
+        records = {each.name: _of_all_rows(_cells(each), count) for each in tensors}
         try:
             given = self._model.rows_of_records(records)
         except (DataError, TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
         return Question(given, count, k=k or 0)
+
+    def _column(self, given: Tensor) -> Tensor:
+        """A tensor as a column. Clients of MLServer write columns of numbers as `[n, 1]`."""
+        if given.name in self._categories or given.shape[1:] != (1,):
+            return given
+        return given._replace(shape=given.shape[:1])
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
         """The outputs by their names: of all rows, or of the best `k` of them, best first."""

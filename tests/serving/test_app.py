@@ -704,8 +704,8 @@ def test_clicks_with_missing_values(kinds):
         asked[0] = tensor("age", "FP32", [1.0, 2.5])
         rows = [["", "c3", "c1"], ["", None, ""]]  # lists, filled up
         asked[1] = {"name": "city", "datatype": "BYTES", "shape": [2, 3], "data": rows}
-        status, lists = client.infer(*asked)
-        assert status == 200
+        status_of_lists, lists = client.infer(*asked)
+        assert status_of_lists == 200
         numbers = [
             tensor("age", "FP32", [1.0]),
             tensor("city", "INT64", [1, 2], [1, 2]),
@@ -713,8 +713,10 @@ def test_clicks_with_missing_values(kinds):
         status, error = client.infer(*numbers, tensor("user", "INT64", [1, 2], [1, 2]))
         assert status == 422 and "'city' must have datatype BYTES" in error
         asked[0]["shape"] = [2, 1]
+        assert client.infer(*asked) == (status_of_lists, lists)
+        asked[0]["shape"] = [1, 2]
         status, error = client.infer(*asked)
-        assert status == 422 and "[n, m]" in error and "'age': [2, 1]" in error
+        assert status == 422 and "[n, m]" in error and "'age': [1, 2]" in error
     predictor = sj.load_predictor(kinds / "clicks")
     expected = predictor.predict_records(records)
     assert found["probabilities"]["data"] == pytest.approx(expected, rel=1e-6)
