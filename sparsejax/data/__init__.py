@@ -40,9 +40,11 @@ from sparsejax.data.sets.clicks import ClickDataset as ClickDataset
 from sparsejax.data.sets.clicks import ClickSplit as ClickSplit
 from sparsejax.data.sets.clicks import read_clicks as read_clicks
 from sparsejax.data.sets.dataset import SparseDataset as SparseDataset
-from sparsejax.data.sets.dataset import UnknownFeaturesWarning as UnknownFeaturesWarning
 from sparsejax.data.sets.dense import DenseDataset as DenseDataset
 from sparsejax.data.sets.item_features import ItemFeatures as ItemFeatures
+from sparsejax.data.sets.named_rows import (
+    UnknownFeaturesWarning as UnknownFeaturesWarning,
+)
 from sparsejax.data.sets.sequences import Histories as Histories
 from sparsejax.data.sets.sequences import SequenceDataset as SequenceDataset
 from sparsejax.data.sets.sequences import SequenceSplit as SequenceSplit

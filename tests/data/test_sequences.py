@@ -246,3 +246,21 @@ def test_what_is_no_data_set(changed, problem):
     sj.SequenceDataset(**parts)
     with pytest.raises(ValueError, match=re.escape(problem)):
         sj.SequenceDataset(**{**parts, **changed})  # pyrefly: ignore
+
+
+def test_rows_of_names():
+    """Histories that are not there are empty, and what was left out goes with its row."""
+    data = sj.SequenceDataset(
+        np.array([0, 2, 3]),
+        np.array([1, 0, 1]),
+        np.array(["ann", "bob"]),
+        np.array(["tea", "rye"]),
+        left_out=np.array([0, 4]),
+    )
+    found = data.align_rows(["bob", "new", "ann"], missing="empty")
+    assert found.row_names.tolist() == ["bob", "new", "ann"]
+    assert found.indptr.tolist() == [0, 1, 1, 3]
+    assert found.indices.tolist() == [1, 1, 0]
+    assert found.left_out is not None and found.left_out.tolist() == [4, 0, 0]
+    with pytest.raises(ValueError, match="1 of 2 rows are not in the data set: 'new'"):
+        data.align_rows(["bob", "new"])

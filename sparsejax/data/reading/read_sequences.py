@@ -24,7 +24,7 @@ from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.sets.assemble import align_to, encode
 from sparsejax.data.sets.dataset import SparseDataset
-from sparsejax.data.sets.sequences import SequenceDataset, align_sequences
+from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
 Vocabulary = FeatureNames | Iterable[object] | None
@@ -97,7 +97,7 @@ def read_sequences(
     path = name_of(source)
     if features is None:
         return _accounted(data)
-    return _accounted(align_to(data, features, path, align_sequences))
+    return _accounted(align_to(data, features, path))
 
 
 def _accounted(data: SequenceDataset) -> SequenceDataset:

@@ -48,7 +48,7 @@ from sparsejax.data.files.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.files.opening import Path, shown
 from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.sets.assemble import Features, align_to, assemble
-from sparsejax.data.sets.dataset import SparseDataset, align_features
+from sparsejax.data.sets.dataset import SparseDataset
 
 
 def read(
@@ -312,11 +312,7 @@ def _saved(
         dataset = dataset.without_values()
     if asked.chosen.time is None:
         dataset = dataclasses.replace(dataset, times=None, order=None)
-    return (
-        dataset
-        if features is None
-        else align_to(dataset, features, path, align_features)
-    )
+    return dataset if features is None else align_to(dataset, features, path)
 
 
 def from_arrow(

@@ -22,7 +22,7 @@ from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.scan import Group, Scan
 from sparsejax.data.scans import scan_tables
-from sparsejax.data.sets.dataset import UnknownFeaturesWarning
+from sparsejax.data.sets.named_rows import UnknownFeaturesWarning
 
 _TYPES = {"indices": pa.int32(), "values": pa.float32()}
 

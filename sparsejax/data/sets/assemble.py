@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,11 +14,11 @@ from sparsejax.data.events.block import Block
 from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.names import NameEncoder, Names
 from sparsejax.data.files.opening import DataError, Path, shown
-from sparsejax.data.sets.dataset import (
-    SparseDataset,
+from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
+from sparsejax.data.sets.named_rows import (
+    NamedRows,
     UnknownFeaturesWarning,
     align_features,
-    events_of_pairs,
 )
 from sparsejax.data.sets.vocabulary import vocabulary_order
 from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
@@ -96,7 +96,7 @@ def assemble(
         )
         raise DataError.at(path, problem) from error
     if features is not None:
-        dataset = align_to(dataset, features, path, align_features)
+        dataset = align_to(dataset, features, path)
     if columns is not None:
         if times is None:
             columns = columns.without_empty_times()
@@ -175,26 +175,19 @@ def encode(
     )
 
 
-def align_to[Data](
-    dataset: Data,
-    features: Any,
-    path: Path,
-    align: Callable[[Data, Any], tuple[Data, str | None]],
-) -> Data:
+def align_to[Data: NamedRows](dataset: Data, features: Any, path: Path) -> Data:
     """A data set over other features, with a warning and an error that name the file.
 
     Args:
-      dataset: what `align` takes.
+      dataset: the data set.
       features: names, or a data set whose feature names are used.
       path: the file.
-      align: `align_features` or `align_sequences`: the data set over these features, and
-        what to warn of.
 
     Raises:
       DataError: there are entries, and all are of unknown features.
     """
     try:
-        aligned, unknown = align(dataset, features)
+        aligned, unknown = align_features(dataset, features)
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
     if unknown:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal
+from typing import Any, ClassVar
 
 import numpy as np
 import scipy.sparse
@@ -14,9 +13,9 @@ from sparsejax.data.files import names as _names
 from sparsejax.data.files import stored
 from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.entries import Entries, Leaves, known
-from sparsejax.data.files.names import Names, RowNames
-from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.files.names import Names
 from sparsejax.data.sets import vocabulary
+from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
     Time,
@@ -31,21 +30,15 @@ from sparsejax.data.sets.splits import (
     Split,
     split_by_share,
     split_entries,
-    split_items,
-    split_rows,
 )
-from sparsejax.sparse import CSR, MAX_ENTRIES, as_int32
+from sparsejax.sparse import CSR, as_int32
 
 # Columns of entries that a data set has beside its matrix, if times are known.
 _EVENTS = ("times", "order", "first_times")
 
 
-class UnknownFeaturesWarning(UserWarning):
-    """Some entries were left out because the vocabulary lacks their features."""
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class SparseDataset:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SparseDataset(NamedRows):
     """Rows of sparse features, in host memory, with names.
 
     >>> matrix = scipy.sparse.csr_array([[1, 0, 1], [0, 0, 0], [0, 1, 0.0]])
@@ -91,6 +84,8 @@ class SparseDataset:
         finite, or only one of `times` and `order` is given.
     """
 
+    _stored: ClassVar[stored.Kind] = "items"
+
     matrix: CSR
     row_names: Names
     feature_names: Names
@@ -124,29 +119,10 @@ class SparseDataset:
                     "first_times must have a time for each entry, which is not later than that of times"
                 )
 
-    def __repr__(self) -> str:
-        kind = "indicator" if self.matrix.data is None else "valued"
-        return (
-            f"SparseDataset({self.num_rows:,} rows, {self.num_features:,} features, "
-            f"{self.num_entries:,} entries, {kind})"
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return self.matrix.num_rows
-
     @property
     def num_examples(self) -> int:
         """Number of rows that a model can learn from: all."""
         return self.num_rows
-
-    @property
-    def num_features(self) -> int:
-        return self.matrix.num_cols
-
-    @property
-    def num_entries(self) -> int:
-        return self.matrix.nse
 
     @classmethod
     def from_scipy(
@@ -188,28 +164,6 @@ class SparseDataset:
     def to_scipy(self) -> scipy.sparse.csr_array:
         """The matrix as a SciPy `csr_array` of float32."""
         return self.matrix.to_scipy()
-
-    def save(self, path: Path) -> None:
-        """Writes the data set as one Parquet file, whole or not at all.
-
-        Raises:
-          OSError: the file cannot be written; nothing is left behind.
-        """
-        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
-        stored.write_rows(path, "items", rows)
-
-    @classmethod
-    def load(cls, path: Path) -> SparseDataset:
-        """Reads what `save` wrote, exactly.
-
-        Raises:
-          DataError: the file is missing, is not a saved data set, or is damaged.
-        """
-        rows = stored.read_rows(path, "items")
-        try:
-            return cls._of(*rows)
-        except ValueError as error:
-            raise DataError.at(path, f"is damaged: {error}") from error
 
     def without_values(self) -> SparseDataset:
         """The same entries as an indicator data set. Entries of value 0 stay entries."""
@@ -335,47 +289,6 @@ class SparseDataset:
             repeats=left_out,
         )
 
-    def split_rows(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
-        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
-
-        `(1 - fraction) num_rows` rows are held out, rounded half up, but one row always
-        stays in train. Both parts keep the order of rows and have all features. Which
-        rows are held out depends on the seed and on their names. It does not depend on
-        their order or their entries.
-
-        Args:
-          fraction: share of the rows to train on, in (0, 1).
-          seed: any integer.
-
-        Raises:
-          ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
-            be held out.
-        """
-        return split_rows(self, fraction, seed)
-
-    def split_items(self, fraction: float, *, seed: int) -> Split[SparseDataset]:
-        """Splits the features at random into `(train, heldout)`, to measure on new items.
-
-        `(1 - fraction) num_features` features are held out with all their entries, rounded
-        half up, but one feature always stays in train. So a model that learns from `train`
-        knows of them only what is known of them beside the entries. Both parts have all
-        rows and features of this data set. Which features are held out depends on the seed
-        and on their names. It does not depend on their order or their entries.
-
-        >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
-        >>> print(from_arrow(pandas.DataFrame(table)).split_items(0.5, seed=0))
-        held out 1 of 3 entries (33.3%), in 1 rows; new rows: 0, new features: 1
-
-        Args:
-          fraction: share of the features to train on, in (0, 1).
-          seed: any integer.
-
-        Raises:
-          ValueError: `fraction` is outside (0, 1), there are too few features for one to be
-            held out, or one part would be empty.
-        """
-        return split_items(self, fraction, seed)
-
     def match_rows(self, other: SparseDataset) -> tuple[SparseDataset, SparseDataset]:
         """The rows that both data sets have, by name, in this one's order.
 
@@ -394,36 +307,6 @@ class SparseDataset:
                 f"{_names.quoted(other.row_names)}"
             )
         return self._rows(rows), other._rows(found[rows])
-
-    def align_rows(
-        self,
-        rows: RowNames | Iterable[object],
-        *,
-        missing: Literal["error", "empty"] = "error",
-    ) -> SparseDataset:
-        """The rows of the given names, in the given order.
-
-        Args:
-          rows: names, or a data set whose row names are used.
-          missing: what to do with a name that is not in this data set. "error" raises;
-            "empty" makes an empty row. (`match_rows` leaves such names out.)
-
-        Raises:
-          ValueError: a name is not in this data set and `missing` is "error".
-        """
-        if missing not in ("error", "empty"):
-            raise ValueError(f'missing is "error" or "empty", got {missing!r}')
-        wanted = _names.of_rows(rows)
-        found = _names.find_names(wanted, self.row_names)
-        absent = wanted[found < 0]
-        if not absent.size:
-            return self._rows(found)
-        if missing == "error":
-            raise ValueError(
-                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
-                f'{_names.quoted(absent)}; missing="empty" makes empty rows for them'
-            )
-        return self._rows(found, wanted)
 
     def merge(self, *others: SparseDataset) -> SparseDataset:
         """The rows of all these data sets: joins several histories to one.
@@ -462,51 +345,13 @@ class SparseDataset:
         left_out = np.bincount(row, whole.of_rows["left_out"], len(names))
         return SparseDataset(merged, names, self.feature_names, left_out, **events)
 
-    def align_features(
-        self, features: SparseDataset | Iterable[object]
-    ) -> SparseDataset:
-        """The same rows over another data set's features, in its order.
+    @property
+    def _manner(self) -> str:
+        return "indicator" if self.matrix.data is None else "valued"
 
-        Entries of features that are not among the given ones are left out. A warning says
-        how many, and `left_out` has the number for each row.
-
-        Args:
-          features: names, or a data set whose feature names are used.
-
-        Raises:
-          ValueError: there are entries, and all are of unknown features.
-        """
-        aligned, unknown = align_features(self, features)
-        if unknown:
-            warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
-        return aligned
-
-    def append_features(
-        self, features: SparseDataset | Iterable[object]
-    ) -> SparseDataset:
-        """The same rows over other features, followed by those of its own that are new.
-
-        >>> data = SparseDataset.from_scipy(
-        ...     scipy.sparse.csr_array([[1, 1]]), feature_names=["new", "tea"]
-        ... )
-        >>> data.append_features(["milk", "tea"]).feature_names.tolist()
-        ['milk', 'tea', 'new']
-
-        So columns of a model that was trained on the given features keep their numbers:
-        see `FeedForward.add_items`. No entry is left out. A warning says if the new
-        features have so many entries that the work on a mesh would be unbalanced.
-
-        Args:
-          features: names, or a data set whose feature names are used.
-        """
-        names = _names.of_features(features)
-        spelled = _spelled_like(self, names)
-        longer = vocabulary.appended(names, spelled.feature_names)
-        appended, _ = align_features(spelled, longer)
-        vocabulary.warn_if_appended_unbalanced(
-            np.asarray(appended.matrix.indices), longer
-        )
-        return appended
+    @property
+    def _named(self) -> tuple[Names, Names, Columns | None]:
+        return self.row_names, self.feature_names, self.columns
 
     @property
     def _entries(self) -> Entries:
@@ -518,17 +363,6 @@ class SparseDataset:
             values=matrix.data,
             **{name: getattr(self, name) for name in _EVENTS},
         )
-
-    def _with(
-        self,
-        entries: Entries,
-        row_names: Names | None = None,
-        feature_names: Names | None = None,
-    ) -> SparseDataset:
-        """A data set of these entries, with the names of this one by default."""
-        rows = self.row_names if row_names is None else row_names
-        features = self.feature_names if feature_names is None else feature_names
-        return self._of(entries, rows, features, self.columns)
 
     @classmethod
     def _of(
@@ -547,47 +381,20 @@ class SparseDataset:
             **{name: entries.columns.get(name) for name in _EVENTS},
         )
 
-    def _rows(self, rows: np.ndarray, names: Names | None = None) -> SparseDataset:
-        """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
-        names = self.row_names[rows] if names is None else names
-        return self._with(self._entries.rows(rows), names)
+    def _in_order(self, entries: Entries) -> Entries:
+        return entries.sorted("indices")
+
+    def _joined(self, column: np.ndarray, names: Names) -> SparseDataset:
+        entries = self._entries
+        columns = entries.replaced(indices=column[entries.indices]).columns
+        shape = (self.num_rows, len(names))
+        matrix, events = _merged(entries.row_of, columns, shape)
+        return dataclasses.replace(self, matrix=matrix, feature_names=names, **events)
 
     def _known_times(self) -> tuple[np.ndarray, np.ndarray]:
         if self.times is None or self.order is None:
             raise ValueError("the data set has no times; read it with time=COLUMN")
         return self.times, self.order
-
-
-def align_features(
-    dataset: SparseDataset, features: SparseDataset | Iterable[object]
-) -> tuple[SparseDataset, str | None]:
-    """Does `SparseDataset.align_features`, and returns the text of its warning."""
-    wanted = _names.of_features(features)
-    dataset = _spelled_like(dataset, wanted)
-    column = _names.find_names(dataset.feature_names, wanted)
-    entries = dataset._entries
-    columns = column[entries.indices]
-    is_known = columns >= 0
-    message = about_unknown(is_known, dataset.feature_names[column < 0], wanted)
-    aligned = entries.replaced(indices=columns).keep(is_known).sorted("indices")
-    counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
-    aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})
-    return dataset._with(aligned, feature_names=wanted), message
-
-
-def _spelled_like(dataset: SparseDataset, vocabulary: Names) -> SparseDataset:
-    """The data set with the names of features that `names.spelled_like` gives."""
-    names = _names.spelled_like(dataset.feature_names, vocabulary)
-    if names is dataset.feature_names:
-        return dataset
-    names, column = _names.numbered(names)
-    if len(names) == dataset.num_features:
-        return dataclasses.replace(dataset, feature_names=names)
-    entries = dataset._entries
-    columns = entries.replaced(indices=column[entries.indices]).columns
-    shape = (dataset.num_rows, len(names))
-    matrix, events = _merged(entries.row_of, columns, shape)
-    return dataclasses.replace(dataset, matrix=matrix, feature_names=names, **events)
 
 
 def _merged(
@@ -618,32 +425,6 @@ def _merged(
             first = earliest[at]
         events = known(times=times[at], order=order[at], first_times=first)
     return CSR.from_scipy(matrix), events
-
-
-def about_unknown(known: np.ndarray, unknown: Names, wanted: Names) -> str | None:
-    """The text of a warning of entries whose features a vocabulary lacks; None if none.
-
-    Args:
-      known: `[entries]` bool: whether the vocabulary has the entry's feature.
-      unknown: the features that it lacks.
-      wanted: the vocabulary.
-
-    Raises:
-      ValueError: there are entries, and all are of unknown features.
-    """
-    left_out = len(known) - int(known.sum())
-    if not left_out:
-        return None
-    if left_out == len(known):
-        raise ValueError(
-            f"all {left_out:,} entries are of features that the vocabulary lacks: "
-            f"{_names.quoted(unknown)}; it has {_names.quoted(wanted)}"
-        )
-    return (
-        f"{left_out:,} of {len(known):,} entries are left out: "
-        f"{unknown.size:,} features are not among the {wanted.size:,} known ones: "
-        f"{_names.quoted(unknown)}"
-    )
 
 
 def latest_events(
@@ -747,35 +528,3 @@ def _check_times(
     check_times(times)
     if order.dtype != np.int64:
         raise ValueError(f"order must be int64, got {order.dtype}")
-
-
-def checked_left_out(left_out: object, num_rows: int) -> np.ndarray | None:
-    """`[rows]` int32, or None if nothing was left out.
-
-    Raises:
-      ValueError: these are not a count for each row.
-    """
-    if left_out is None:
-        return None
-    given = np.asarray(left_out)
-    with np.errstate(invalid="ignore"):
-        whole = given.astype(np.int64)
-    wrong = (whole != given) | (whole < 0) | (whole > MAX_ENTRIES)
-    if given.shape != (num_rows,) or wrong.any():
-        raise ValueError(f"left_out must be a count for each of the {num_rows:,} rows")
-    return whole.astype(np.int32) if whole.any() else None
-
-
-def check_times(times: np.ndarray) -> None:
-    """Raises ValueError unless these are finite and of a type that times have."""
-    if times.dtype not in (np.int64, np.float64, "datetime64[us]"):
-        raise ValueError(
-            f"times must be int64, float64 or datetime64[us], got {times.dtype}"
-        )
-    if not np.isfinite(times).all():
-        raise ValueError(f"entry {np.argmin(np.isfinite(times)):,} has no finite time")
-
-
-def _lengths(dataset: SparseDataset) -> np.ndarray:
-    """`[rows]` number of entries."""
-    return np.diff(dataset.matrix.indptr)

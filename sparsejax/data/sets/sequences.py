@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import warnings
-from collections.abc import Iterable
 from typing import ClassVar, NamedTuple
 
 import numpy as np
@@ -13,17 +11,9 @@ from sparsejax.data.files import names as _names
 from sparsejax.data.files import stored
 from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.entries import Entries, offsets
-from sparsejax.data.files.names import FeatureNames, Names
-from sparsejax.data.files.opening import DataError, Path
-from sparsejax.data.sets import vocabulary
-from sparsejax.data.sets.dataset import (
-    SparseDataset,
-    UnknownFeaturesWarning,
-    about_unknown,
-    check_times,
-    checked_left_out,
-    events_of_pairs,
-)
+from sparsejax.data.files.names import Names
+from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
+from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
     Time,
@@ -37,8 +27,6 @@ from sparsejax.data.sets.splits import (
     Split,
     split_by_share,
     split_entries,
-    split_items,
-    split_rows,
 )
 from sparsejax.sparse import CSR, as_int32
 
@@ -107,8 +95,8 @@ class Histories(NamedTuple):
         return is_entry, entries[is_entry]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class SequenceDataset:
+@dataclasses.dataclass(frozen=True, eq=False, repr=False)
+class SequenceDataset(NamedRows):
     """The events of each row, in order, in host memory, with names.
 
     >>> table = {"user": ["ann", "bob", "ann", "ann"], "item": ["tea", "rye", "rye", "tea"]}
@@ -140,6 +128,7 @@ class SequenceDataset:
     """
 
     kind: ClassVar[str] = "histories"
+    _stored: ClassVar[stored.Kind] = "histories"
 
     indptr: np.ndarray
     indices: np.ndarray
@@ -205,25 +194,6 @@ class SequenceDataset:
                 f"row {row} has the time {times[entry]} after {times[entry - 1]}; sort "
                 "the entries of each row by time, as read_sequences does"
             )
-
-    def __repr__(self) -> str:
-        known = "no times" if self.times is None else "times"
-        return (
-            f"SequenceDataset({self.num_rows:,} rows, {self.num_features:,} features, "
-            f"{self.num_entries:,} entries, {known})"
-        )
-
-    @property
-    def num_rows(self) -> int:
-        return len(self.row_names)
-
-    @property
-    def num_features(self) -> int:
-        return len(self.feature_names)
-
-    @property
-    def num_entries(self) -> int:
-        return len(self.indices)
 
     @property
     def num_examples(self) -> int:
@@ -299,29 +269,6 @@ class SequenceDataset:
             columns=self.columns,
             **events,
         )
-
-    def save(self, path: Path) -> None:
-        """Writes the data set as one Parquet file, whole or not at all.
-
-        Raises:
-          OSError: the file cannot be written; nothing is left behind.
-        """
-        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
-        stored.write_rows(path, "histories", rows)
-
-    @classmethod
-    def load(cls, path: Path) -> SequenceDataset:
-        """Reads what `save` wrote, exactly.
-
-        Raises:
-          DataError: the file is missing, holds no saved sequences, or is damaged.
-        """
-        entries, rows, features = stored.read_rows(path, "histories")
-        times, left_out = entries.columns.get("times"), entries.of_rows.get("left_out")
-        try:
-            return cls(entries.indptr, entries.indices, rows, features, times, left_out)
-        except ValueError as error:
-            raise DataError.at(path, f"is damaged: {error}") from error
 
     # Splits
 
@@ -418,79 +365,13 @@ class SequenceDataset:
         )
         return split_by_share(self, is_held, fraction)
 
-    def split_rows(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
-        """Splits the rows at random into `(train, heldout)`, to measure on unseen rows.
+    @property
+    def _manner(self) -> str:
+        return "no times" if self.times is None else "times"
 
-        The same rows are held out as by `SparseDataset.split_rows`.
-
-        Raises:
-          ValueError: `fraction` is outside (0, 1), or there are too few rows for one to
-            be held out.
-        """
-        return split_rows(self, fraction, seed)
-
-    def split_items(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
-        """Splits the features at random into `(train, heldout)`, to measure on new items.
-
-        The same features are held out as by `SparseDataset.split_items`.
-
-        Raises:
-          ValueError: `fraction` is outside (0, 1), there are too few features for one to be
-            held out, or one part would be empty.
-        """
-        return split_items(self, fraction, seed)
-
-    def align_features(
-        self, features: FeatureNames | Iterable[object]
-    ) -> SequenceDataset:
-        """The same rows over another data set's features, in its order.
-
-        Entries of features that are not among the given ones are left out. A warning says
-        how many, and `left_out` has the number for each row.
-
-        Args:
-          features: names, or a data set whose feature names are used.
-
-        Raises:
-          ValueError: there are entries, and all are of unknown features.
-        """
-        aligned, unknown = align_sequences(self, features)
-        if unknown:
-            warnings.warn(unknown, UnknownFeaturesWarning, stacklevel=2)
-        return aligned
-
-    def append_features(
-        self, features: FeatureNames | Iterable[object]
-    ) -> SequenceDataset:
-        """The same histories over other features, followed by its own that are new.
-
-        See `SparseDataset.append_features`.
-        """
-        names = _names.of_features(features)
-        spelled = _spelled_like(self, names)
-        longer = vocabulary.appended(names, spelled.feature_names)
-        appended, _ = align_sequences(spelled, longer)
-        vocabulary.warn_if_appended_unbalanced(appended.indices, longer)
-        return appended
-
-    def align_rows(self, rows: _names.RowNames | Iterable[object]) -> SequenceDataset:
-        """The histories of the given names, in the given order.
-
-        Args:
-          rows: names, or a data set whose row names are used.
-
-        Raises:
-          ValueError: a name is not in this data set.
-        """
-        wanted = _names.of_rows(rows)
-        found = _names.find_names(wanted, self.row_names)
-        absent = wanted[found < 0]
-        if absent.size:
-            raise ValueError(
-                f"{absent.size:,} of {wanted.size:,} rows are not in the data set: "
-                f"{_names.quoted(absent)}"
-            )
-        return self._rows(found)
+    @property
+    def _named(self) -> tuple[Names, Names, Columns | None]:
+        return self.row_names, self.feature_names, self.columns
 
     @property
     def _entries(self) -> Entries:
@@ -501,45 +382,30 @@ class SequenceDataset:
             times=self.times,
         )
 
-    def _with(self, entries: Entries, **names: Names) -> SequenceDataset:
-        """The same with other entries, and perhaps other names."""
-        return dataclasses.replace(
-            self,
-            indptr=entries.indptr,
-            indices=entries.indices,
-            times=entries.columns.get("times"),
-            left_out=entries.of_rows.get("left_out"),
-            **names,
+    @classmethod
+    def _of(
+        cls,
+        entries: Entries,
+        row_names: Names,
+        feature_names: Names,
+        columns: Columns | None = None,
+    ) -> SequenceDataset:
+        return cls(
+            entries.indptr,
+            entries.indices,
+            row_names,
+            feature_names,
+            entries.columns.get("times"),
+            entries.of_rows.get("left_out"),
+            columns,
         )
 
-    def _rows(self, rows: np.ndarray) -> SequenceDataset:
-        return self._with(self._entries.rows(rows), row_names=self.row_names[rows])
+    def _in_order(self, entries: Entries) -> Entries:
+        return entries
+
+    def _joined(self, column: np.ndarray, names: Names) -> SequenceDataset:
+        entries = self._entries.replaced(indices=column[self.indices])
+        return self._with(entries, feature_names=names)
 
 
 SequenceSplit = Split  # its older name
-
-
-def align_sequences(
-    data: SequenceDataset, features: FeatureNames | Iterable[object]
-) -> tuple[SequenceDataset, str | None]:
-    """Does `SequenceDataset.align_features`, and returns the text of its warning."""
-    wanted = _names.of_features(features)
-    data = _spelled_like(data, wanted)
-    column = _names.find_names(data.feature_names, wanted)
-    indices = column[data.indices]
-    known = indices >= 0
-    message = about_unknown(known, data.feature_names[column < 0], wanted)
-    entries = data._entries.replaced(indices=indices)
-    aligned = entries.keep(known)
-    counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
-    aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})
-    return data._with(aligned, feature_names=wanted), message
-
-
-def _spelled_like(data: SequenceDataset, vocabulary_: Names) -> SequenceDataset:
-    """The data with the names of features that `names.spelled_like` gives."""
-    names = _names.spelled_like(data.feature_names, vocabulary_)
-    if names is data.feature_names:
-        return data
-    names, column = _names.numbered(names)
-    return dataclasses.replace(data, indices=column[data.indices], feature_names=names)
