@@ -65,6 +65,10 @@ def test_auc_of_resamples_is_that_of_the_definition():
     assert found["auc"].low == pytest.approx(low)
     assert found["auc"].high == pytest.approx(high)
     assert found["auc"].is_clear and found["auc"].first == metrics.auc(one, labels)
+    back = metrics.compare(
+        of_clicks(other, labels), of_clicks(one, labels), resamples=200
+    )["auc"]
+    assert back.high < 0 and back.is_clear
     p = 1 / (1 + np.exp(-other))
     assert found["log_loss"].second == pytest.approx(metrics.log_loss(p, labels))
 

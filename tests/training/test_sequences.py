@@ -120,24 +120,24 @@ def test_rows_of_items_are_divided_over_model_alone():
                 max_length=LENGTH, width=8, blocks=1, dropout=0.0, negatives=5
             )
             model, optimizer = sj.build(config, sequences, sj.optimizers.adagrad(0.1))
-            history = sj.fit(
-                model, optimizer, sequences, batch_size=64, num_epochs=2, seed=0
-            )
+            if shape != (2, 1):
+                history = sj.fit(
+                    model, optimizer, sequences, batch_size=64, num_epochs=2, seed=0
+                )
+                found.append((losses(history), np.asarray(model.output.kernel[...])))
             kernel = model.output.kernel[...]
             if shape is not None:
                 assert (
                     kernel.sharding.shard_shape(kernel.shape)[0]
                     == len(kernel) // shape[1]
                 )
-            found.append((losses(history), np.asarray(kernel)))
             if shape == (2, 1):
                 # For all items they lie over all devices.
                 model.set_negatives(None)
                 kernel = model.output.kernel[...]
                 assert kernel.sharding.shard_shape(kernel.shape)[0] == len(kernel) // 2
-    for each in found[1:]:
-        for one, other in zip(found[0], each, strict=True):
-            np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
+    for one, other in zip(*found, strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("sampler", ["uniform", "batch"])
