@@ -15,6 +15,8 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
+from sparsejax.options.option import Options
+
 PACKAGES = ["", "baselines", "data", "data.datasets", "dsstne", "losses", "metrics"]
 PACKAGES += ["embeddings", "mesh", "nn", "optimizers", "sequence", "spark", "training"]
 PACKAGES += ["cli.flags"]  # the flags of the commands
@@ -69,6 +71,8 @@ def described(name: str, value: Any) -> Iterator[str]:
             continue
         if not owner.__module__.startswith("sparsejax"):
             continue
+        if owner is Options:  # the same for all verbs and commands
+            continue
         own = inspect.getattr_static(value, member)
         if isinstance(own, staticmethod | classmethod):
             own = own.__func__
@@ -80,7 +84,8 @@ def signature(value: Any) -> str:
     if isinstance(value, type):  # the metaclass of NNX's modules takes anything
         made = inspect.getattr_static(value, "__init__")
         value = value if made is object.__init__ else made
-    value = inspect.unwrap(value) if callable(value) else value
+    if callable(value):  # until something states another signature
+        value = inspect.unwrap(value, stop=lambda f: hasattr(f, "__signature__"))
     if not callable(value) or getattr(value, "_is_protocol", False):
         return ""
     try:

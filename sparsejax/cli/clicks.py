@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from flax import nnx
@@ -11,7 +11,6 @@ from flax import nnx
 from sparsejax import codec
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands, Range
-from sparsejax.cli.reading import reading_of
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets import writers
 from sparsejax.data.sets.click_schema import (
@@ -25,8 +24,8 @@ from sparsejax.embeddings.planner import plan_embeddings
 from sparsejax.kinds.clicks.scores import evaluate_clicks
 from sparsejax.mesh import processes
 from sparsejax.metrics.comparison import Measured
+from sparsejax.options.measuring import Evaluate
 from sparsejax.runs.folders import Folder
-from sparsejax.runs.options import Measuring, Recommending
 
 
 class Clicks(Commands):
@@ -34,36 +33,13 @@ class Clicks(Commands):
 
     name = "clicks"
     tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {"dim": (4, 8, 16, 32, 64)}
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "tune": (
-            "format",
-            "k",
-            "item_features",
-            "user",
-            "item",
-            "value",
-            "time",
-            "no_value",
-            "no_time",
-        ),
-        "plan": (
-            *("items", "rows", "entries", "features", "target_entries", "values"),
-            *("times", "negatives", "compile", "fused", "item_features"),
-        ),
-        "predict": ("exclude_seen",),
-    }
-    used: ClassVar[Mapping[str, Collection[str]]] = {"train": ("delimiter",)}
-
-    def check(self, command: Any) -> None:
-        if isinstance(command, flags.Vectors | flags.Similar):
-            raise ValueError("a model of clicks has no items, and no vectors of them")
-        super().check(command)
 
     def schema(self, command: flags.Train | flags.Plan) -> ClickSchema | None:
         if getattr(command, "origin", None) is None:
             return schema_of(command)
         assert isinstance(command, flags.Train)
-        if command.clicks != flags.Clicks() or command.columns.delimiter is not None:
+        names = {field.name for field in dataclasses.fields(flags.Clicks)}
+        if command.given & {*names, "delimiter"}:
             raise ValueError(
                 "--from takes the columns of its run: leave out --schema, --label, --dense, "
                 "--categories, --dynamic and --delimiter, or --from"
@@ -90,16 +66,20 @@ class Clicks(Commands):
         return str(planned), fits
 
     def start(self, command: flags.Tune) -> dict[str, Any]:
-        return {"dim": self.runs.read_config({"version": 1, "model": command.kind}).dim}
+        return {
+            "dim": self.runs.read_config({"version": 1, "model": command.model}).dim
+        }
 
-    def measuring(self, command: flags.Evaluate | flags.Compare) -> Measuring:
-        if command.test is not None:
+    def measuring(self, command: Evaluate) -> Evaluate:
+        if command.heldout is not None:
+            same = command.inputs == command.heldout
             raise ValueError(
                 "a model of clicks is measured on the examples of one file: leave out "
-                f"{command.train if command.train != command.test else 'TEST'}"
+                f"{'TEST' if same else command.inputs}"
             )
-        measuring = super().measuring(command)
-        return dataclasses.replace(measuring, inputs=None, heldout=command.train)
+        given = command.given - {"inputs"}
+        command = command.replaced(inputs=None, heldout=command.inputs)
+        return command.noting(given=given)
 
     def validated(self, model: Any, source: Any, k: int) -> Measured:
         found = evaluate_clicks(model, source.heldout, keep_rows=True)
@@ -107,8 +87,7 @@ class Clicks(Commands):
         return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
-        recommending = Recommending(inputs=command.data, reading=reading_of(command))
-        _, found = self.runs.recommend(recommending, run)
+        _, found = self.runs.recommend(command, command, run)
         processes.in_first(
             lambda: writers.save_numbers(command.out, "probability", found)
         )
@@ -116,30 +95,29 @@ class Clicks(Commands):
 
 def schema_of(command: flags.Train | flags.Plan | flags.Split) -> ClickSchema | None:
     """The schema that the flags name; None for a saved data set, which knows it."""
-    given = command.clicks
-    delimiter = command.columns.delimiter if hasattr(command, "columns") else None
-    others = given.label is not None or given.dense or given.categories
-    if given.schema is not None:
+    delimiter = getattr(command, "delimiter", None)
+    others = command.label is not None or command.dense or command.categories
+    if command.schema is not None:
         if others or delimiter is not None:
             raise ValueError(
                 "--schema says what all columns are, and what separates them: leave out "
                 "--label, --dense, --categories and --delimiter, or --schema"
             )
-        document = codec.load(given.schema)
+        document = codec.load(command.schema)
         try:
             return ClickSchema.from_json(document)
         except (ValueError, TypeError) as error:
-            raise ValueError(f"{given.schema}: {error}") from error
+            raise ValueError(f"{command.schema}: {error}") from error
     if not others and delimiter is None:
         return None
-    if given.label is None:
+    if command.label is None:
         raise ValueError("name the column of labels, --label, or a --schema")
     return ClickSchema(
-        given.label,
-        dense={name: DenseColumn() for name in given.dense},
+        command.label,
+        dense={name: DenseColumn() for name in command.dense},
         ids=dict.fromkeys(
-            given.categories,
-            VocabularyColumn() if given.dynamic is None else KeyColumn(),
+            command.categories,
+            VocabularyColumn() if command.dynamic is None else KeyColumn(),
         ),
         delimiter=delimiter,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import json
 import os
 import pathlib
@@ -19,12 +18,7 @@ from sparsejax import whole_files
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands, commands_of
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import (
-    correcting_of,
-    cutoffs_of,
-    read_features,
-    reading_of,
-)
+from sparsejax.cli.reading import read_features
 from sparsejax.data import (
     ClickDataset,
     SequenceDataset,
@@ -39,8 +33,9 @@ from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
 from sparsejax.metrics import comparison
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.reading import BY_NAME, Reading
 from sparsejax.runs.folders import Folder
-from sparsejax.runs.options import Measuring, Reading
 from sparsejax.runs.reading import (
     kind_of_saved,
     read_file,
@@ -54,23 +49,27 @@ _MOST_SERVED = 100  # items that a service of a run recommends to a row
 
 def evaluate(command: flags.Evaluate) -> None:
     """`sparsejax evaluate`."""
-    opened = Folder.of(command.run)
-    commands = _commands(command, opened)
-    measured = commands.runs.evaluate(commands.measuring(command), opened)
+    measured = _measured(command.run, command, command)
     print_metrics(measured)
     print(json.dumps(measured))
 
 
 def compare(command: flags.Compare) -> None:
     """`sparsejax compare`."""
-    measured = []
-    for directory in (command.run, command.other):
-        opened = Folder.of(directory)
-        commands = _commands(command, opened)
-        measured.append(commands.runs.evaluate(commands.measuring(command), opened))
-    found = comparison.compare(*measured)
+    asked = command.as_type(Evaluate).replaced(keep_rows=True)
+    runs = command.run, command.other
+    found = comparison.compare(*(_measured(run, asked, command) for run in runs))
     print(found)
     print(found.to_json())
+
+
+def _measured(run: pathlib.Path, asked: Evaluate, reading: Reading) -> Any:
+    """The metrics of a run."""
+    opened = Folder.of(run)
+    commands = commands_of(opened.settings.network)
+    asked = commands.measuring(asked)
+    asked.check_kind(commands.name)
+    return commands.runs.evaluate(asked, reading, opened)
 
 
 def predict(command: flags.Predict) -> None:
@@ -88,43 +87,28 @@ def predict(command: flags.Predict) -> None:
 def _commands(command: Any, opened: Folder) -> Commands:
     """The commands for the kind of a run, if it has a use for all flags."""
     commands = commands_of(opened.settings.network)
-    commands.check(command)
+    command.check_kind(commands.name)
+    if (
+        isinstance(command, flags.Vectors | flags.Similar)
+        and not commands.runs.ranks_items
+    ):
+        raise ValueError("a model of clicks has no items, and no vectors of them")
     return commands
 
 
 def export(command: flags.Export) -> None:
     """`sparsejax export`."""
     from sparsejax.predictors.files import load_predictor
-    from sparsejax.verbs.export import export_with_answer
 
-    if command.compile and not command.compilation.compilation_cache:
+    if command.compile and not command.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
     opened = Folder.of(command.run)
     commands = _commands(command, opened)
-    whole_files.check_writable(command.out)
-    say = functools.partial(print, file=sys.stderr)
-    correcting = correcting_of(command)
-    model = commands.runs.corrected(opened, correcting, Reading(say=say))
-    if getattr(model, "uses_times", False):
-        print(
-            "note: the predictor recommends without times; export_predictor in Python, "
-            "with the data as names, makes one that reads them",
-            file=sys.stderr,
-        )
-    export_with_answer(
-        model,
-        command.out,
-        names=opened.known,
-        item_features=opened.item_features(),
-        batch_size=command.batch_size,
-        unknown_ids=command.unknown_ids,
-        **used(
-            commands.kind, "export_predictor", {"k": command.k, "int8": command.int8}
-        ),
-    )
-    print(f"the predictor is in {command.out}", file=sys.stderr)
+    whole_files.check_writable(command.path)
+    commands.runs.export(command, Reading().noting(told=command.say), opened)
+    print(f"the predictor is in {command.path}", file=sys.stderr)
     if command.compile:
-        load_predictor(command.out).warm_up(rows=command.batch_size)
+        load_predictor(command.path).warm_up(rows=command.batch_size)
 
 
 @contextlib.contextmanager
@@ -140,7 +124,7 @@ def exported(command: flags.Serve) -> Generator[flags.Serve]:
     with whole_files.temporary_folder(tempfile.gettempdir()) as folder:
         path = os.path.join(folder, "model.predictor")
         export_predictor(opened.model(), path, names=opened.known, **k)
-        yield dataclasses.replace(command, model=path, name=name)
+        yield command.replaced(model=path, name=name)
 
 
 def convert(command: flags.Convert) -> None:
@@ -148,7 +132,7 @@ def convert(command: flags.Convert) -> None:
     to = command.to or _format_of(command.output)
     whole_files.check_writable(command.output)
     features = None if command.features is None else read_features(command.features)
-    data = read_file(command.input, reading_of(command), features=features)
+    data = read_file(command.input, command.as_type(Reading), features=features)
     if to == "parquet":
         data.save(command.output)
         return
@@ -165,7 +149,7 @@ def convert(command: flags.Convert) -> None:
 
 def prepare(command: flags.Prepare) -> None:
     """`sparsejax prepare`."""
-    if command.columns.no_time:
+    if command.time is None:
         raise ValueError(
             "--no-time is of no use for prepare, which reads times only if they are needed"
         )
@@ -174,25 +158,25 @@ def prepare(command: flags.Prepare) -> None:
     manifest = preparation.prepare(
         command.events,
         command.out,
-        user=command.columns.user,
-        item=command.columns.item,
-        value=command.columns.value,
-        time=command.columns.time,
+        user=command.user,
+        item=command.item,
+        value=command.value,
+        time=None if command.time is BY_NAME else command.time,
         format=command.format,
-        delimiter=command.columns.delimiter,
-        separator=command.columns.separator,
-        time_format=command.columns.time_format,
+        delimiter=command.delimiter,
+        separator=command.separator,
+        time_format=command.time_format,
         duplicates=command.duplicates,
         min_user=command.min_user,
         min_item=command.min_item,
         features=features,
-        indicator=command.columns.no_value,
+        indicator=command.indicator,
         split_time=time,
         repeats=command.repeats,
         split_last=command.split_last,
         split_fraction=command.split_fraction,
         seed=command.seed,
-        skip_bad=command.columns.skip_bad_lines,
+        skip_bad=command.skip_bad_lines,
         memory=command.memory,
     )
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)
@@ -207,10 +191,10 @@ def split(command: flags.Split) -> None:
     if _are_clicks(command):
         data, indptr = _clicks_to_split(command), np.zeros(1)
     elif command.histories:
-        data = read_histories(command.data, reading_of(command))
+        data = read_histories(command.data, command)
         indptr = data.indptr
     else:
-        data = read_file(command.data, reading_of(command))
+        data = read_file(command.data, command)
         indptr = data.matrix.indptr
         if command.by in ("last", "time"):
             with_times(data, command.data)
@@ -247,23 +231,15 @@ def report(command: flags.Report) -> None:
     opened = Folder.of(command.run)
     commands, settings = _commands(command, opened), opened.settings
     whole_files.check_writable(out)
-    say = functools.partial(print, file=sys.stderr)
-    titles = None if command.titles is None else read_titles(command.titles, say)
-    measuring = Measuring(
-        inputs=command.train,
-        heldout=command.test,
-        groups=command.groups,
-        k=cutoffs_of(command.k),
-        **vars(command.counting),
-        reading=reading_of(command),
-    )
+    titles = command.titles
+    titles = None if titles is None else read_titles(titles, command.say)
     write_report(
         out,
         history=opened.history(),
         title=command.run.resolve().name,
         settings=settings.described(),
         titles=titles,
-        **commands.runs.report(measuring, opened),
+        **commands.runs.report(command, command, opened),
     )
     print(f"the report is in {out}", file=sys.stderr)
 
@@ -277,8 +253,7 @@ def vectors(command: flags.Vectors) -> None:
     if command.data is None:
         found, names = vector_files.item_vectors(opened.model()), opened.known
     else:
-        reading = reading_of(command)
-        found, names = commands.runs.user_vectors(command.data, reading, opened)
+        found, names = commands.runs.user_vectors(command.data, command, opened)
     vector_files.save_vectors(command.out, found, names)
 
 
@@ -299,25 +274,27 @@ def similar(command: flags.Similar) -> None:
 
 def _are_clicks(command: flags.Split) -> bool:
     """Whether the data is examples of clicks: a saved data set, or the flags say so."""
-    given = command.clicks != flags.Clicks()
-    return given or kind_of_saved(command.data) == "clicks"
+    given = command.given & {field.name for field in dataclasses.fields(flags.Clicks)}
+    return bool(given) or kind_of_saved(command.data) == "clicks"
 
 
 def _clicks_to_split(command: flags.Split) -> ClickDataset:
     """Reads examples, with their times if they are split by time."""
     from sparsejax.cli.clicks import schema_of
 
-    time, columns = command.columns.time, command.columns
-    kept = dataclasses.replace(columns, time=None, delimiter=None)
+    time = None if command.time is BY_NAME else command.time
+    columns = {field.name for field in dataclasses.fields(Reading)}
+    columns -= {"delimiter", "skip_bad_lines"} | (
+        {"time"} if time is not None else set()
+    )
     if command.by not in ("time", "rows"):
         raise ValueError(f"--by {command.by} is of no use for clicks: time or rows")
-    of_others = command.histories, command.repeats, command.format
-    if any(of_others) or kept != flags.Columns():
+    if command.given & {"histories", "repeats", *columns}:
         raise ValueError(
             "--histories, --repeats, --format, --user, --item, --value, --no-value, --no-time, "
             "--separator and --time-format are of no use for clicks: leave them out"
         )
-    if command.clicks.dynamic is not None:
+    if command.dynamic is not None:
         raise ValueError(
             "--dynamic is of no use here: a column of 64-bit ids is of the kind key in --schema"
         )
@@ -338,9 +315,7 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
             schema = dataclasses.replace(schema, time=time)
         if command.by == "time" and schema.time is None:
             raise ValueError("--by time needs --time, the column of times")
-        data = read_clicks(
-            command.data, schema, skip_bad_lines=command.columns.skip_bad_lines
-        )
+        data = read_clicks(command.data, schema, skip_bad_lines=command.skip_bad_lines)
     print(f"{shown(command.data)}: {data!r}", file=sys.stderr)
     return data
 

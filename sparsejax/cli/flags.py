@@ -1,4 +1,4 @@
-"""The flags of each command, as dataclasses that tyro reads.
+"""The commands and their flags: the options of the verbs, and what only a shell has.
 
 Only light packages are imported here, so that `sparsejax --help` answers at once.
 """
@@ -7,67 +7,47 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import typing
-from collections.abc import Iterator, Sequence
-from typing import Annotated, Any, Literal
+from typing import Any, Literal
 
-from tyro.conf import (
-    Fixed,
-    FlagCreatePairsOff,
-    Positional,
-    Suppress,
-    UseAppendAction,
-    arg,
+from sparsejax.options import measuring, predicting, training
+from sparsejax.options.option import RANKING, Flag, Options, flags_of, option
+from sparsejax.options.reading import (
+    BY_NAME,
+    Column,
+    Columns,
+    Format,
+    Reading,
+    TimeColumn,
 )
-
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 
-
-def _value(metavar: str, default: str | None = None) -> Any:
-    """How help shows a flag's value and default; without `default`, the real default."""
-    hint = None if default is None else f"(default: {default})" if default else ""
-    return arg(metavar=metavar, help_behavior_hint=hint)
-
-
-# As sparsejax.data has them, to read and to write.
-Format = Literal["text", "pairs", "jsonl", "adjacency", "parquet"]
+# As sparsejax.data has them, to write, and as sparsejax.ops has it.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
-Precision = Literal["highest", "high", "default"]  # as sparsejax.ops has it
-_Formats = _value("{text,pairs,jsonl,adjacency,parquet}", "from name and content")
-_File = _value("FILE")
-_OptionalFile = _value("FILE", "")
-_Column = _value("COLUMN", "")
-_Folder = _value("DIR")
-_Mesh = "data=INT,model=INT"
-# Not called model, which in messages is an axis of the mesh.
-Kind = Annotated[
-    Literal[
-        "autoencoder", "sasrec", "hstu", "gru", "dlrm", "dcn", "deepfm", "wide_deep"
-    ]
-    | None,
-    arg(
-        name="model",
-        metavar=f"{{{','.join(MODELS)}}}",
-        help_behavior_hint=f"(default: {DEFAULT_MODEL})",
-    ),
+Precision = Literal["highest", "high", "default"]
+Model = Literal[
+    "autoencoder", "sasrec", "hstu", "gru", "dlrm", "dcn", "deepfm", "wide_deep"
 ]
-# Off unless given.
-Flag = Annotated[bool, FlagCreatePairsOff, arg(help_behavior_hint="")]
+SWITCH = Flag(gives=True)
+_FILE = Flag(value="FILE")
+_OPTIONAL_FILE = Flag(value="FILE", default="")
+_FOLDER = Flag(value="DIR")
+_RUN = Flag(value="DIR", positional=True)
+_Mesh = "data=INT,model=INT"
+_COLUMNS = Flag(value="COLUMN", default="")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class OfKinds:
-    """A command that works on models of all kinds.
+class InShell(Options):
+    """Options whose names are flags."""
 
-    Attributes:
-      given: The fields whose flags were given, also those that have their default.
-    """
-
-    given: Annotated[frozenset[str], Fixed, Suppress] = frozenset()
+    @classmethod
+    def spelled(cls, name: str) -> str:
+        (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
+        return flags_of(field)[0].spelled(name)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Network:
+class Network(Options):
     """An autoencoder: its input and its output are all features of the data.
 
     Attributes:
@@ -92,30 +72,32 @@ class Network:
         added. auto chooses it by the number of entries of an item, and prints it.
     """
 
+    heading = "network"
+
     hidden: tuple[int, ...] = (256,)
     activation: str = "tanh"
     loss: str = "softmax_cross_entropy"
     normalize: bool = True
     corruption: float = 0.5
     dropout: float = 0.0
-    temperature: Annotated[
-        float | Literal["auto"] | None, _value("{auto,FLOAT,None}", "auto")
-    ] = "auto"
-    tied: Flag = False
-    output_dtype: Annotated[
-        str | None, _value("{bfloat16,None}", "None, that of the parameters")
-    ] = None
-    precision: Annotated[
-        Precision | None, _value("{highest,high,default}", "default")
-    ] = None
+    temperature: float | Literal["auto"] | None = option(
+        "auto", Flag(value="{auto,FLOAT,None}", default="auto")
+    )
+    tied: bool = option(False, SWITCH)
+    output_dtype: str | None = option(
+        None, Flag(value="{bfloat16,None}", default="None, that of the parameters")
+    )
+    precision: Precision | None = option(
+        None, Flag(value="{highest,high,default}", default="default")
+    )
     param_dtype: Literal["float32", "bfloat16"] = "float32"
-    linear: Annotated[
-        int | Literal["auto"] | None, _value("{auto,INT,None}", "auto")
-    ] = "auto"
+    linear: int | Literal["auto"] | None = option(
+        "auto", Flag(value="{auto,INT,None}", default="auto")
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Histories:
+class Histories(Options):
     """A model of histories. --config has its other options.
 
     Attributes:
@@ -124,13 +106,15 @@ class Histories:
       heads: Heads of each attention, of sasrec and hstu. They divide the width.
     """
 
-    width: Annotated[int | None, _value("INT", "128")] = None
-    blocks: Annotated[int | None, _value("INT", "2")] = None
-    heads: Annotated[int | None, _value("INT", "2")] = None
+    heading = "histories"
+
+    width: int | None = option(None, Flag(value="INT", default="128"))
+    blocks: int | None = option(None, Flag(value="INT", default="2"))
+    heads: int | None = option(None, Flag(value="INT", default="2"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Devices:
+class Devices(Options):
     """One device or several, in one process or in several that run the same command.
 
     Attributes:
@@ -146,11 +130,13 @@ class Devices:
       process_id: Number of this process, from 0. Needed without such a launcher.
     """
 
-    mesh: Annotated[str | None, _value(f"{_Mesh}|auto", "")] = None
-    distributed: Flag = False
-    coordinator: Annotated[str | None, _value("HOST:PORT", "")] = None
-    num_processes: Annotated[int | None, _value("INT", "")] = None
-    process_id: Annotated[int | None, _value("INT", "")] = None
+    heading = "devices"
+
+    mesh: str | None = option(None, Flag(value=f"{_Mesh}|auto", default=""))
+    distributed: bool = option(False, SWITCH)
+    coordinator: str | None = option(None, Flag(value="HOST:PORT", default=""))
+    num_processes: int | None = option(None, Flag(value="INT", default=""))
+    process_id: int | None = option(None, Flag(value="INT", default=""))
 
     @property
     def several(self) -> bool:
@@ -160,7 +146,7 @@ class Devices:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compilation:
+class Compilation(InShell):
     """How programs for the device are compiled.
 
     Attributes:
@@ -168,41 +154,13 @@ class Compilation:
         folder, and use those that are there. Several processes that work together do not.
     """
 
+    heading = "compilation"
+
     compilation_cache: bool = True
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Columns:
-    """Which columns of a table hold what.
-
-    Attributes:
-      user: Column of users: its name, or its number from 0.
-      item: Column of items, or of lists of items.
-      value: Column of values, or of lists of values.
-      time: Column of times, or of lists of times.
-      no_value: Ignore the values: every entry counts 1.
-      no_time: Leave the times out. Histories are then in the order of the file.
-      delimiter: Separator of the columns of a CSV file: one or two characters.
-      separator: Separator of the items in a cell, if cells hold lists: ' ' or '|'.
-      time_format: Format of times, as of strptime: '%d.%m.%Y %H:%M'.
-      skip_bad_lines: Leave out lines that cannot be read, of clicks too. A warning counts them
-        and says which they are. More than one in a hundred is an error.
-    """
-
-    user: Annotated[int | str | None, _Column] = None
-    item: Annotated[int | str | None, _Column] = None
-    value: Annotated[int | str | None, _Column] = None
-    time: Annotated[int | str | None, _Column] = None
-    no_value: Flag = False
-    no_time: Flag = False
-    delimiter: Annotated[str | None, _value("TEXT", "from the content")] = None
-    separator: Annotated[str | None, _value("TEXT", "")] = None
-    time_format: Annotated[str | None, _value("FORMAT", "ISO 8601")] = None
-    skip_bad_lines: Flag = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Clicks:
+class Clicks(Options):
     """The columns of a file of clicks. None of it is needed for saved data sets.
 
     Attributes:
@@ -217,119 +175,57 @@ class Clicks:
         {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
     """
 
-    schema: Annotated[pathlib.Path | None, _OptionalFile] = None
-    label: Annotated[str | None, _Column] = None
-    dense: Annotated[tuple[str, ...], _Column] = ()
-    categories: Annotated[tuple[str, ...], _Column] = ()
-    dynamic: Annotated[int | None, _value("INT", "")] = None
+    heading = "clicks"
+
+    schema: pathlib.Path | None = option(None, _OPTIONAL_FILE, kinds=("clicks",))
+    label: str | None = option(None, _COLUMNS, kinds=("clicks",))
+    dense: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
+    categories: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
+    dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Counting:
-    """How held-out interactions count that the model cannot find.
+class Modelled(Network, Histories, training.Content, Options):
+    """A model, and content of its items.
 
     Attributes:
-      unknown: Held-out interactions with items that were not trained on: miss counts
-        them as missed; skip leaves them out, and with them the users who have no others.
-      unknown_users: Users who have no interactions that the model is shown: count ranks
-        items for them, too; skip leaves them out.
-      keep_seen: Also rank the items that a row already has, for data in which
-        interactions repeat. Otherwise repeated interactions count as missed.
-    """
-
-    unknown: Literal["miss", "skip"] = "miss"
-    unknown_users: Literal["count", "skip"] = "count"
-    keep_seen: Flag = False
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Correcting:
-    """How the probabilities of a click model are corrected.
-
-    Attributes:
-      calibrate: File of examples, none of which were trained on or dropped, by which the
-        probabilities are corrected.
-      method: platt keeps the order of the examples. isotonic follows any curve that rises, and
-        needs thousands of examples.
-      negatives_kept: The share of the examples without a click that the training data kept.
-    """
-
-    calibrate: Annotated[str | None, _OptionalFile] = None
-    method: Annotated[
-        Literal["platt", "isotonic"] | None, _value("{platt,isotonic}", "platt")
-    ] = None
-    negatives_kept: Annotated[float | None, _value("SHARE", "1")] = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Train(OfKinds):
-    """Trains a model on a file of interactions, or of clicks.
-
-    Attributes:
-      data: File of the interactions to train on, or of examples of clicks.
-      run: Folder to write the run to: settings, vocabulary and checkpoints. It must be
-        new or empty, except with --resume.
-      origin: Folder of a run whose model is trained on. Items and categories of DATA that it
-        does not know are added behind those that it knows, and no known row moves before
-        training. Its network and the columns of clicks are taken over; so is the optimizer's state, if --optimizer is of the same
-        kind and the learning rate is constant. DATA should hold all interactions that
-        count: what only the earlier data has is gradually forgotten.
-      format: Format of the files.
-      validation: Held-out interactions, which are ranked after each epoch: a file with
-        the same rows; or the share of DATA to hold out, such as .1; or last, which holds
-        out the last interaction of each row by time. Other commands then use the model
-        of the best epoch. A file called last is written ./last. For clicks, a file or a
-        share of the examples.
-      k: Cut-off of the validation metrics: the number of recommendations that count.
-      patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
-      kind: autoencoder learns which items go together. sasrec, hstu and gru learn what
+      model: autoencoder learns which items go together. sasrec, hstu and gru learn what
         comes next: histories are in the order of --time, or else of the file, and an item
         may be in one many times. dlrm, dcn, deepfm and wide_deep predict clicks. --config
         has their options.
-      negatives: The loss of a model of histories is over this many items, drawn for each
-        batch, instead of all. For catalogues where all take too long; a second training
-        --from this run, without the flag, ends with all of them.
-      config: JSON file that describes the network, instead of the network options below;
-        or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}, or
-        of clicks.
-      optimizer: One of adam, adamw, adamax, lazy_adam, rmsprop, adadelta, adagrad,
-        rowwise_adagrad, ftrl, sgd, momentum and nesterov. For histories adamw has b2 .98
-        and a weight decay of .1; for clicks one that falls with the number of examples.
-      learning_rate: Learning rate of the optimizer, at its highest.
-      weight_decay: In each step, subtract from each weight this share of it, times the
-        learning rate. Only for adamw, sgd, momentum and nesterov.
-      warmup_epochs: Raise the learning rate from 0 over this many epochs, which may be a
-        fraction.
-      decay: cosine lowers the learning rate along a cosine, to 0 at the last epoch. A
-        resume cannot raise --epochs then, since that changes the curve. none keeps it.
-      batch_size: Rows per step.
-      chunk_rows: Read DATA while training, about this many rows at a time, for Parquet
-        that does not fit in memory: saved data sets, tables with a list of items on each
-        row, or pairs sorted by user; or clicks. No batch mixes rows of two chunks. Cannot
-        be used with --validation, except with a file of clicks.
-      follow: Train on each file of the folder or store DATA once, in the order of their names,
-        and on those that come later, until SIGTERM or Ctrl-C. For clicks with --dynamic. A file
-        must be whole when it gets its name. The learning rate stays. --resume goes on.
-      changes: With --follow, folder to which the changes of the tables are exported: serve
-        --changes takes them.
-      export_seconds: Seconds between two exports of changes.
-      item_features: Content of the items: a CSV, Parquet or JSON file with a column of items,
-        and columns of tags, numbers or vectors. Items that are in no event are recommended, too.
-        A run --from another one needs the file again, with all items.
       content_columns: The columns of --item-features to read.
       words: Columns of --item-features whose words are tags, such as titles. Without it,
         titles are left out.
-      fused: Apply the gradient of the last layer's kernel where it is computed, which
-        saves an array of the kernel's size. Not with --tied.
-      deterministic: Give the same bits in every process on the same kind of GPU. It can
-        make steps slower. A resume must keep it.
-      epochs: Number of passes over the data, including those before a resume. By default
-        as many as 200 steps take, but at least 30; of histories as many as 3,500 steps
-        take, but 40 to 300; of clicks as many as 1,000 steps take, but at most 10.
-      seed: Seed of the initial weights, the order of rows, corruption and dropout.
-      checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
-      resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
-        settings must be those the run was begun with; only --epochs may be higher.
+    """
+
+    model: Model | None = option(
+        None,
+        Flag(type=Model | None, value=f"{{{','.join(MODELS)}}}", default=DEFAULT_MODEL),
+    )
+    content_columns: tuple[str, ...] = option(
+        (), Flag(name="columns", value="COLUMN", default="all"), kinds=RANKING
+    )
+    words: tuple[str, ...] = option((), _COLUMNS, kinds=RANKING)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Configured(Modelled):
+    """A model that a file may describe.
+
+    Attributes:
+      config: JSON file that describes the network, instead of the network options below;
+        or a model of histories, such as {"version": 1, "model": "sasrec", "width": 128}, or
+        of clicks.
+    """
+
+    config: Any = option(None, Flag(type=pathlib.Path | None, value="FILE", default=""))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Train(Configured, Clicks, training.Training, Devices, Compilation):
+    """Trains a model on a file of interactions, or of clicks.
+
+    Attributes:
       tensorboard: Folder for TensorBoard's files: loss, speed and metrics of each epoch.
         Needs pip install '.[tensorboard]'.
       export_to: Folder of versions, such as models/films, which serve --watch looks at: the
@@ -339,81 +235,26 @@ class Train(OfKinds):
         in the folder that loads, on the events that --validation, last or a file, holds out:
         hit_rate, map, mrr, ndcg or recall. The newest one must not have been trained on them.
         Clearly: the 95 % interval of the difference is above 0.
-      network: The network to train.
-      histories: The model of histories to train.
-      columns: Which columns of a table hold what. By default their names say it.
-      clicks: The columns of a file of clicks.
-      devices: The devices to train on.
-      compilation: How programs for the device are compiled.
     """
 
-    data: Annotated[Positional[str], arg(metavar="DATA")]
-    run: Annotated[pathlib.Path, _Folder]
-    origin: Annotated[
-        pathlib.Path | None, arg(name="from", metavar="DIR", help_behavior_hint="")
-    ] = None
-    format: Annotated[Format | None, _Formats] = None
-    validation: Annotated[str | None, _value("{FILE,SHARE,last}", "")] = None
-    k: int = 20
-    patience: Annotated[int | None, _value("INT", "train all epochs")] = None
-    kind: Kind = None
-    negatives: Annotated[int | None, _value("INT", "all items")] = None
-    config: Annotated[pathlib.Path | None, _OptionalFile] = None
-    optimizer: Annotated[
-        str | None, _value("STR", "adam, of histories and clicks adamw")
-    ] = None
-    learning_rate: Annotated[float | None, _value("FLOAT", ".002, of clicks .005")] = (
-        None
+    directory: pathlib.Path = option(
+        dataclasses.MISSING,
+        Flag(
+            name="run",
+            value="DIR",
+            text="Folder to write the run to: settings, vocabulary and checkpoints. It must be "
+            "new or empty, except with --resume.",
+        ),
     )
-    weight_decay: Annotated[
-        float | None,
-        _value("FLOAT", "0, of adamw .0001, of histories .1, of clicks .3 to 8"),
-    ] = None
-    warmup_epochs: float = 0.0
-    decay: Annotated[
-        Literal["cosine", "none"] | None, _value("{cosine,none}", "cosine")
-    ] = None
-    batch_size: Annotated[
-        int | None, _value("INT", "512, of histories 256, of clicks 64 to 4096")
-    ] = None
-    chunk_rows: Annotated[int | None, _value("INT", "all rows")] = None
-    follow: Flag = False
-    changes: Annotated[pathlib.Path | None, _value("DIR", "")] = None
-    export_seconds: Annotated[float | None, _value("FLOAT", "60")] = None
-    item_features: Annotated[str | None, _value("FILE", "")] = None
-    content_columns: Annotated[
-        tuple[str, ...],
-        arg(name="columns", metavar="COLUMN", help_behavior_hint="(default: all)"),
-    ] = ()
-    words: Annotated[tuple[str, ...], _Column] = ()
-    fused: Flag = False
-    deterministic: Flag = False
-    epochs: Annotated[
-        int | None, _value("INT", "30, of histories 40, or more, of clicks 1")
-    ] = None
-    seed: int = 0
-    checkpoint_seconds: float = 30.0
-    resume: Flag = False
-    tensorboard: Annotated[pathlib.Path | None, _value("DIR", "")] = None
-    export_to: Annotated[pathlib.Path | None, _value("DIR", "")] = None
-    gate: Annotated[str | None, _value("METRIC@K", "any")] = None
-    network: Network = Network()
-    histories: Histories = Histories()
-    columns: Columns = Columns()
-    clicks: Clicks = Clicks()
-    devices: Devices = Devices()
-    compilation: Compilation = Compilation()
+    tensorboard: pathlib.Path | None = option(None, Flag(value="DIR", default=""))
+    export_to: pathlib.Path | None = option(None, Flag(value="DIR", default=""))
+    gate: str | None = option(None, Flag(value="METRIC@K", default="any"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ColumnsOfTune(Columns):
-    """The flags of `Columns`, but --time is something else."""
-
-    time: Annotated[int | str | None, arg(name="time-column", metavar="COLUMN")] = None
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Tune(OfKinds):
+class Tune(
+    Modelled, Clicks, training.Stepping, training.Watching, Reading, Compilation
+):
     """Trains with many settings, and keeps those that are best on held-out interactions.
 
     Tuned are the number of hidden units, temperature, corruption and learning rate; or, of
@@ -430,60 +271,34 @@ class Tune(OfKinds):
       run: Folder to write to: all trials, network.json for train --config, and the run of
         the best trial.
       trials: Number of trials, including those before an interruption.
-      time: Begin no trial after this time, and end the one that is running: 90s, 30m, 2h.
-      kind: The model, as for train.
+      limit: Begin no trial after this time, and end the one that is running: 90s, 30m, 2h.
+      time: Column of times, or of lists of times.
       validation: Part to hold out of DATA: a share; or last, the last interaction of each
         row by time. Or a file of held-out interactions with the same rows.
-      k: Cut-off of the nDCG that decides: the number of recommendations that count.
-      epochs: Number of passes over the data in a trial, as for train.
-      patience: End a trial when its nDCG has not risen for this many epochs.
-      format: Format of the files.
-      optimizer: Name of the optimizer, as for train.
-      learning_rate: Learning rate of the first trial.
-      batch_size: Rows per step.
-      item_features: Content of the items, as for train.
-      content_columns: The columns of --item-features to read.
-      words: Columns of --item-features whose words are tags, as for train.
-      seed: Seed of the trials' settings and of each training.
-      network: The network of the first trial, if it is an autoencoder. Also fixes what is not
-        tuned.
-      histories: The model of histories of the first trial. Also fixes what is not tuned.
-      columns: Which columns of a table hold what. By default their names say it.
-      clicks: The columns of a file of clicks.
-      compilation: How programs for the device are compiled.
     """
 
-    data: Annotated[Positional[str], arg(metavar="DATA")]
-    run: Annotated[pathlib.Path, _Folder] = pathlib.Path("tuned")
+    data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
+    run: pathlib.Path = option(pathlib.Path("tuned"), _FOLDER)
     trials: int = 50
-    time: Annotated[str | None, _value("TIME", "no limit")] = None
-    kind: Kind = None
-    validation: Annotated[
-        str | None, _value("{FILE,SHARE,last}", ".1, of histories last")
-    ] = None
-    k: int = 20
-    epochs: Annotated[int | None, _value("INT", "as for train")] = None
-    patience: Annotated[int | None, _value("INT", "train all epochs")] = None
-    format: Annotated[Format | None, _Formats] = None
-    optimizer: Annotated[str | None, _value("STR", "as for train")] = None
-    learning_rate: Annotated[float | None, _value("FLOAT", "as for train")] = None
-    batch_size: Annotated[int | None, _value("INT", "as for train")] = None
-    item_features: Annotated[str | None, _value("FILE", "")] = None
-    content_columns: Annotated[
-        tuple[str, ...],
-        arg(name="columns", metavar="COLUMN", help_behavior_hint="(default: all)"),
-    ] = ()
-    words: Annotated[tuple[str, ...], _Column] = ()
-    seed: int = 0
-    network: Network = Network()
-    histories: Histories = Histories()
-    columns: ColumnsOfTune = ColumnsOfTune()
-    clicks: Clicks = Clicks()
-    compilation: Compilation = Compilation()
+    limit: str | None = option(
+        None, Flag(name="time", value="TIME", default="no limit")
+    )
+    time: TimeColumn = option(
+        BY_NAME,
+        Flag(name="time-column", type=Column, value="COLUMN", default=""),
+        Flag(name="no-time", gives=None, text="Leave the times out."),
+        kinds=RANKING,
+    )
+    validation: Any = option(
+        None,
+        Flag(
+            type=str | None, value="{FILE,SHARE,last}", default=".1, of histories last"
+        ),
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Evaluate(OfKinds):
+class Evaluate(measuring.Evaluate, Reading, Devices, Compilation):
     """Measures how well a model finds held-out interactions, compared with popularity.
 
     For a click model, measures how well it predicts the labels of one file: AUC, log loss and
@@ -491,59 +306,24 @@ class Evaluate(OfKinds):
 
     Attributes:
       run: Folder of the run that train wrote.
-      train: Interactions that the model was trained on. The model is shown them; they
+      inputs: Interactions that the model was trained on. The model is shown them; they
         are not recommended. For a click model the examples to measure on, and no TEST.
-      test: Interactions that the model should find. Rows are matched by name.
-      history: More interactions that the model is shown and that are not recommended.
-        May be given several times.
-      fold_in: Instead of TEST, for rows that the model was not trained on: the share of
-        each row's interactions that the model is shown. It should find the others.
-      seed: Seed of the choice that --fold-in makes.
-      candidates: File with a list of items for each row: rank only these items and the
-        held-out ones.
-      popularity: File of the interactions that popularity is counted from. Its items
-        count as those that the model was trained on.
-      baselines: Also measure models without training, made of the same interactions as
-        popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
-      groups: For clicks, a column of categories: also measure the AUC within each of them.
-      by_entries: Also measure items with few and with many interactions in TRAIN apart.
-      exclude_items: Rank none of these items, such as those sold out: names separated by commas,
-        or a file with one name per line. Held-out interactions with them count as missed.
-      only_items: Rank only these items: names separated by commas, or a file with one name per
-        line.
-      k: Number of recommendations that count, or several numbers, such as 5,10.
-      format: Format of all files.
-      columns: Which columns of a table hold what. By default their names say it.
-      counting: How interactions count that the model cannot find.
-      correcting: How the probabilities of a click model are corrected.
-      devices: The devices to compute on.
-      compilation: How programs for the device are compiled.
+      heldout: Interactions that the model should find. Rows are matched by name.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
-    train: Annotated[Positional[str], arg(metavar="TRAIN")]
-    test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
-    history: Annotated[UseAppendAction[tuple[str, ...]], _OptionalFile] = ()
-    fold_in: Annotated[float | None, _value("FLOAT", "")] = None
-    seed: Annotated[int | None, _value("INT", "0")] = None
-    candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
-    popularity: Annotated[str | None, _value("FILE", "TRAIN")] = None
-    baselines: Flag = False
-    groups: Annotated[str | None, _Column] = None
-    by_entries: Flag = False
-    exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
-    only_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all")] = None
-    k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
-    counting: Counting = Counting()
-    correcting: Correcting = Correcting()
-    devices: Devices = Devices()
-    compilation: Compilation = Compilation()
+    run: pathlib.Path = option(dataclasses.MISSING, _RUN)
+    inputs: Any = option(
+        dataclasses.MISSING,
+        Flag(type=str, value="TRAIN", positional=True),
+        kinds=RANKING,
+    )
+    heldout: Any = option(
+        None, Flag(type=str | None, value="[TEST]", default="", positional=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Compare(OfKinds):
+class Compare(measuring.Ranked, Reading, Devices, Compilation):
     """Says whether one run is better than another, on the same held-out interactions.
 
     Prints the metrics of both, and of each difference an interval that 95 % of the resamples
@@ -553,40 +333,25 @@ class Compare(OfKinds):
     Attributes:
       run: Folder of the first run.
       other: Folder of the second run, also of a model of another kind for the same data.
-      train: Interactions that the models are shown. For click models the examples to
+      inputs: Interactions that the models are shown. For click models the examples to
         measure on, and no TEST.
-      test: Interactions that the models should find. Rows are matched by name.
-      candidates: File with a list of items for each row: rank only these items and the
-        held-out ones.
-      exclude_items: Rank none of these items, such as those sold out: names separated by commas,
-        or a file with one name per line. Held-out interactions with them count as missed.
-      only_items: Rank only these items: names separated by commas, or a file with one name per
-        line.
-      k: Number of recommendations that count, or several numbers, such as 5,10.
-      format: Format of all files.
-      columns: Which columns of a table hold what. By default their names say it.
-      counting: How interactions count that the model cannot find.
-      devices: The devices to compute on.
-      compilation: How programs for the device are compiled.
+      heldout: Interactions that the models should find. Rows are matched by name.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
-    other: Annotated[Positional[pathlib.Path], _Folder]
-    train: Annotated[Positional[str], arg(metavar="TRAIN")]
-    test: Annotated[Positional[str | None], _value("[TEST]", "")] = None
-    candidates: Annotated[str | None, _value("FILE", "rank all items")] = None
-    exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
-    only_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all")] = None
-    k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
-    counting: Counting = Counting()
-    devices: Devices = Devices()
-    compilation: Compilation = Compilation()
+    run: pathlib.Path = option(dataclasses.MISSING, _RUN)
+    other: pathlib.Path = option(dataclasses.MISSING, _RUN)
+    inputs: Any = option(
+        dataclasses.MISSING,
+        Flag(type=str, value="TRAIN", positional=True),
+        kinds=RANKING,
+    )
+    heldout: Any = option(
+        None, Flag(type=str | None, value="[TEST]", default="", positional=True)
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Predict(OfKinds):
+class Predict(predicting.Recommend, Reading, Devices, Compilation):
     """Writes the best items for each row, or how probable clicks are.
 
     The name of the output file decides its form. .csv and .parquet have the columns user,
@@ -603,7 +368,7 @@ class Predict(OfKinds):
 
     Attributes:
       run: Folder of the run that train wrote.
-      data: File of the interactions to recommend from, or of examples of clicks.
+      inputs: File of the interactions to recommend from, or of examples of clicks.
       out: File to write. An existing file is replaced.
       parts: Write recommendations in so many parts, to a folder.
       part: With --parts: write only the part of this number, from 0. Without it all parts
@@ -611,46 +376,21 @@ class Predict(OfKinds):
       workers: With --parts: number of processes that make all parts here. They share the
         cores and the GPUs.
       finish: With --parts: only write the manifest, or say which parts are missing.
-      users: Only these rows, in this order: names separated by commas, or a file with one
-        name per line.
-      k: Number of items for each row.
-      keep_seen: Also recommend what a row already has in DATA, for data in which interactions
-        repeat.
-      exclude_seen: Do not recommend it. This is the default.
-      exclude: Also do not recommend a row's interactions in this file. Rows are matched by
-        name; nothing is excluded for a row that is not in the file.
-      exclude_items: Recommend none of these items, such as those sold out: names separated by
-        commas, or a file with one name per line.
-      only_items: Recommend only these items: names separated by commas, or a file with one
-        name per line.
-      format: Format of the files that are read.
-      columns: Which columns of a table hold what. By default their names say it.
-      devices: The devices to compute on.
-      compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[str], _Folder]
-    data: Annotated[Positional[str], arg(metavar="DATA")]
-    out: Annotated[str, _File]
-    parts: Annotated[int | None, _value("INT", "")] = None
-    part: Annotated[int | None, _value("INT", "all")] = None
-    workers: Annotated[int | None, _value("INT", "one a GPU, or 1")] = None
-    finish: Flag = False
-    users: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all rows")] = None
-    k: int = 10
-    keep_seen: Flag = False
-    exclude_seen: Flag = False
-    exclude: Annotated[str | None, _OptionalFile] = None
-    exclude_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "")] = None
-    only_items: Annotated[str | None, _value("{NAME[,NAME...],FILE}", "all")] = None
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
-    devices: Devices = Devices()
-    compilation: Compilation = Compilation()
+    run: str = option(dataclasses.MISSING, _RUN)
+    inputs: Any = option(
+        dataclasses.MISSING, Flag(type=str, value="DATA", positional=True)
+    )
+    out: str = option(dataclasses.MISSING, _FILE)
+    parts: int | None = option(None, Flag(value="INT", default=""))
+    part: int | None = option(None, Flag(value="INT", default="all"))
+    workers: int | None = option(None, Flag(value="INT", default="one a GPU, or 1"))
+    finish: bool = option(False, SWITCH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Export(OfKinds):
+class Export(predicting.Export, Compilation):
     """Writes a predictor: one file that recommends without the model's code.
 
     sparsejax.load_predictor reads it. It contains the names of the items; of a click model the
@@ -658,34 +398,16 @@ class Export(OfKinds):
 
     Attributes:
       run: Folder of the run that train wrote.
-      out: File to write. An existing file is replaced.
-      k: Largest number of items that the predictor recommends to a row.
-      batch_size: Largest number of rows that the predictor scores at a time.
-      unknown_ids: For dynamic tables, what an id without a row reads: init is the vector that it
-        would begin with.
-      int8: On a Hopper GPU items are also held in int8, which is read first: the answers are the
-        same, and come sooner where there are many items.
       compile: Also compile its programs for the device here, up to 256 items a row, and keep
         them for the processes that load it.
-      correcting: How the probabilities of a click model are corrected.
-      compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
-    out: Annotated[Positional[pathlib.Path], arg(metavar="FILE")]
-    k: int = 10
-    batch_size: int = 512
-    unknown_ids: Annotated[
-        Literal["init", "zeros"] | None, _value("{init,zeros}", "init")
-    ] = None
-    int8: bool = False
+    run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     compile: bool = False
-    correcting: Correcting = Correcting()
-    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Convert:
+class Convert(Columns):
     """Converts a file of interactions to another format.
 
     Only parquet keeps features without entries. Times are kept by parquet and pairs.
@@ -700,21 +422,21 @@ class Convert:
         pairs.
       features: Keep only the features of this file, such as a run's vocabulary.parquet,
         in the order of that file.
-      columns: Which columns of a table hold what. By default their names say it.
     """
 
-    input: Annotated[Positional[str], arg(metavar="IN")]
-    output: Annotated[Positional[pathlib.Path], arg(metavar="OUT")]
-    format: Annotated[Format | None, arg(name="from"), _Formats] = None
-    to: Annotated[
-        WrittenFormat | None, _value("{text,pairs,adjacency,parquet}", "from the name")
-    ] = None
-    features: Annotated[str | None, _value("FILE", "keep all")] = None
-    columns: Columns = Columns()
+    input: str = option(dataclasses.MISSING, Flag(positional=True, value="IN"))
+    output: pathlib.Path = option(
+        dataclasses.MISSING, Flag(positional=True, value="OUT")
+    )
+    format: Format | None = option(None, Flag(name="from"))
+    to: WrittenFormat | None = option(
+        None, Flag(value="{text,pairs,adjacency,parquet}", default="from the name")
+    )
+    features: str | None = option(None, Flag(value="FILE", default="keep all"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepare:
+class Prepare(Reading):
     """Turns events into a data set in a folder; they need not fit in memory.
 
     Other commands take the folder: OUT is what to train on, OUT/test what was held out.
@@ -738,28 +460,26 @@ class Prepare:
       split_fraction: Hold out a random part; this is the share that stays in train.
       seed: Seed of the random choice.
       memory: Memory for the engine, for example 4GB.
-      format: Format of EVENTS.
-      columns: Which columns of a table hold what. By default their names say it.
     """
 
-    events: Annotated[Positional[str], arg(metavar="EVENTS")]
-    out: Annotated[Positional[str], arg(metavar="OUT")]
+    events: str = option(dataclasses.MISSING, Flag(positional=True, value="EVENTS"))
+    out: str = option(dataclasses.MISSING, Flag(positional=True, value="OUT"))
     duplicates: Literal["add", "last", "max"] = "add"
     min_user: int = 1
     min_item: int = 1
-    features: Annotated[str | None, _value("FILE", "keep all")] = None
-    split_time: Annotated[str | None, _value("TIME", "")] = None
-    repeats: Annotated[Literal["new", "all"] | None, _value("{new,all}", "")] = None
-    split_last: Annotated[int | None, _value("INT", "")] = None
-    split_fraction: Annotated[float | None, _value("FLOAT", "")] = None
+    features: str | None = option(None, Flag(value="FILE", default="keep all"))
+    split_time: str | None = option(None, Flag(value="TIME", default=""))
+    repeats: Literal["new", "all"] | None = option(
+        None, Flag(value="{new,all}", default="")
+    )
+    split_last: int | None = option(None, Flag(value="INT", default=""))
+    split_fraction: float | None = option(None, Flag(value="FLOAT", default=""))
     seed: int = 0
-    memory: Annotated[str | None, _value("SIZE", "80 % of all")] = None
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
+    memory: str | None = option(None, Flag(value="SIZE", default="80 % of all"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Split:
+class Split(Clicks, Reading):
     """Splits interactions or clicks into DIR/train.parquet and DIR/heldout.parquet.
 
     Attributes:
@@ -780,62 +500,50 @@ class Split:
         last.
       histories: Keep the order and all repeats, for models of histories. Without times
         the order in DATA is that of time.
-      format: Format of DATA.
-      columns: Which columns of a table hold what. By default their names say it.
-      clicks: The columns of a file of clicks. --time names that of times.
     """
 
-    data: Annotated[Positional[str], arg(metavar="DATA")]
-    by: Literal["last", "time", "random", "rows", "items"]
-    out: Annotated[pathlib.Path, _Folder]
-    n: Annotated[int | None, _value("INT", "1")] = None
-    at: Annotated[str | None, _value("TIME", "")] = None
-    fraction: Annotated[float | None, _value("FLOAT", "")] = None
-    seed: Annotated[int | None, _value("INT", "0")] = None
-    repeats: Annotated[Literal["new", "all"] | None, _value("{new,all}", "")] = None
-    histories: Flag = False
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
-    clicks: Clicks = Clicks()
+    data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
+    by: Literal["last", "time", "random", "rows", "items"] = option(dataclasses.MISSING)
+    out: pathlib.Path = option(dataclasses.MISSING, _FOLDER)
+    n: int | None = option(None, Flag(value="INT", default="1"))
+    at: str | None = option(None, Flag(value="TIME", default=""))
+    fraction: float | None = option(None, Flag(value="FLOAT", default=""))
+    seed: int | None = option(None, Flag(value="INT", default="0"))
+    repeats: Literal["new", "all"] | None = option(
+        None, Flag(value="{new,all}", default="")
+    )
+    histories: bool = option(False, SWITCH)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Report(OfKinds):
+class Report(measuring.Paged, Reading, Devices, Compilation):
     """Writes an HTML page about a run: how good it is, recommendations, curves, layers.
 
     Attributes:
       run: Folder of the run that train wrote.
-      train: File of the interactions that the model is shown, for recommendations on the
+      inputs: File of the interactions that the model is shown, for recommendations on the
         page.
-      test: File of the interactions that the model should find, for metrics on the page.
+      heldout: File of the interactions that the model should find, for metrics on the page.
         It needs --train. For a click model, the examples to measure on, without --train.
-      groups: For clicks, a column of categories: also measure the AUC within each of them.
-      titles: File with two columns: the name of an item, and what to show in its place.
       out: File to write. An existing file is replaced.
-      k: Number of recommendations that count, or several numbers, such as 5,10.
-      format: Format of both files.
-      columns: Which columns of a table hold what. By default their names say it.
-      counting: How interactions count that the model cannot find.
-      devices: The devices to compute on.
-      compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
-    train: Annotated[str | None, _OptionalFile] = None
-    test: Annotated[str | None, _OptionalFile] = None
-    groups: Annotated[str | None, _Column] = None
-    titles: Annotated[str | None, _OptionalFile] = None
-    out: Annotated[pathlib.Path | None, _value("FILE", "report.html in DIR")] = None
-    k: Annotated[str, arg(metavar="INT[,INT...]")] = "20"
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
-    counting: Counting = Counting()
-    devices: Devices = Devices()
-    compilation: Compilation = Compilation()
+    run: pathlib.Path = option(dataclasses.MISSING, _RUN)
+    inputs: Any = option(
+        None,
+        Flag(name="train", type=str | None, value="FILE", default=""),
+        kinds=RANKING,
+    )
+    heldout: Any = option(
+        None, Flag(name="test", type=str | None, value="FILE", default="")
+    )
+    out: pathlib.Path | None = option(
+        None, Flag(value="FILE", default="report.html in DIR")
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Vectors(OfKinds):
+class Vectors(Reading, Compilation):
     """Writes the vector of each item, or of each row of a file, with its name.
 
     Attributes:
@@ -843,38 +551,32 @@ class Vectors(OfKinds):
       out: File to write: .parquet, .npz, or .npy (without names). An existing file is
         replaced.
       data: File of interactions: write the vectors of its rows instead of the items'.
-      format: Format of the file of interactions.
-      columns: Which columns of a table hold what. By default their names say it.
-      compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
-    out: Annotated[pathlib.Path, _File]
-    data: Annotated[str | None, _OptionalFile] = None
-    format: Annotated[Format | None, _Formats] = None
-    columns: Columns = Columns()
-    compilation: Compilation = Compilation()
+    run: pathlib.Path = option(dataclasses.MISSING, _RUN)
+    out: pathlib.Path = option(dataclasses.MISSING, _FILE)
+    data: str | None = option(None, _OPTIONAL_FILE)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Similar(OfKinds):
+class Similar(Compilation):
     """Prints the most similar items: item<TAB>item,cosine:item,cosine...
 
     Attributes:
       run: Folder of the run that train wrote.
       items: Names of items. Each gives a line of output.
       k: Number of similar items for each.
-      compilation: How programs for the device are compiled.
     """
 
-    run: Annotated[Positional[pathlib.Path], _Folder]
-    items: Annotated[Positional[tuple[str, ...]], _value("ITEM", "")]
+    run: pathlib.Path = option(dataclasses.MISSING, _RUN)
+    items: tuple[str, ...] = option(
+        dataclasses.MISSING, Flag(positional=True, value="ITEM", default="")
+    )
     k: int = 10
-    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(OfKinds):
+class Plan(Configured, Clicks, training.Stepping, Compilation):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
     The exit status is 1 if it does not fit. No arrays of that size are made. Items need
@@ -889,9 +591,6 @@ class Plan(OfKinds):
       target_entries: Number of entries of the targets, over all rows.
       values: The entries have values.
       times: The entries have times. Among the models of histories, hstu reads them.
-      item_features: Content of the items, as for train. --items counts all that are in it.
-      content_columns: The columns of --item-features to read.
-      words: Columns of --item-features whose words are tags, as for train.
       examples: For clicks, a file whose categories are counted. Hashed columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
@@ -899,53 +598,35 @@ class Plan(OfKinds):
       memory: Memory of a device, for example 141GB.
       compile: Also print the memory that the compiler needs, for a mesh of devices of the
         kind that is here. There may be fewer devices than the mesh has.
-      kind: The model, as for train. The length of histories is chosen as for train, by the
-        mean number of entries of a row.
       negatives: Plan for training with --negatives.
-      config: JSON file that describes the network, instead of the network options below;
-        or a model of histories.
-      optimizer: Name of the optimizer, as for train.
-      batch_size: Rows per step.
       fused: Plan for training with --fused.
-      network: The network to plan for.
-      histories: The model of histories to plan for.
-      clicks: The columns of a file of clicks.
-      compilation: How programs for the device are compiled.
     """
 
-    items: Annotated[int | None, _value("INT", "")] = None
-    rows: Annotated[int | None, _value("INT", "")] = None
-    entries: Annotated[int | None, _value("INT", "")] = None
-    features: Annotated[int | None, _value("INT", "the items")] = None
-    target_entries: Annotated[int | None, _value("INT", "those of the inputs")] = None
-    values: Flag = False
-    times: Flag = False
-    item_features: Annotated[str | None, _OptionalFile] = None
-    content_columns: Annotated[
-        tuple[str, ...],
-        arg(name="columns", metavar="COLUMN", help_behavior_hint="(default: all)"),
-    ] = ()
-    words: Annotated[tuple[str, ...], _Column] = ()
-    examples: Annotated[str | None, _OptionalFile] = None
-    mesh: Annotated[str, _value(_Mesh)] = "data=1,model=1"
-    memory: Annotated[
-        str | None, _value("SIZE", "what JAX may take of the device here")
-    ] = None
-    compile: Flag = False
-    kind: Kind = None
-    negatives: Annotated[int | None, _value("INT", "all items")] = None
-    config: Annotated[pathlib.Path | None, _OptionalFile] = None
-    optimizer: Annotated[str | None, _value("STR", "as for train")] = None
-    batch_size: Annotated[int | None, _value("INT", "as for train")] = None
-    fused: Flag = False
-    network: Network = Network()
-    histories: Histories = Histories()
-    clicks: Clicks = Clicks()
-    compilation: Compilation = Compilation()
+    items: int | None = option(None, Flag(value="INT", default=""), kinds=RANKING)
+    rows: int | None = option(None, Flag(value="INT", default=""), kinds=RANKING)
+    entries: int | None = option(None, Flag(value="INT", default=""), kinds=RANKING)
+    features: int | None = option(
+        None, Flag(value="INT", default="the items"), kinds=RANKING
+    )
+    target_entries: int | None = option(
+        None, Flag(value="INT", default="those of the inputs"), kinds=RANKING
+    )
+    values: bool = option(False, SWITCH, kinds=RANKING)
+    times: bool = option(False, SWITCH, kinds=RANKING)
+    examples: str | None = option(None, _OPTIONAL_FILE, kinds=("clicks",))
+    mesh: str = option("data=1,model=1", Flag(value=_Mesh))
+    memory: str | None = option(
+        None, Flag(value="SIZE", default="what JAX may take of the device here")
+    )
+    compile: bool = option(False, SWITCH, kinds=RANKING)
+    negatives: int | None = option(
+        None, Flag(value="INT", default="all items"), kinds=("histories",)
+    )
+    fused: bool = option(False, SWITCH, kinds=RANKING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve:
+class Serve(Compilation):
     """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
     What happens is written to stderr, as lines of JSON. Needs pip install '.[serve]'.
@@ -980,38 +661,39 @@ class Serve:
         127.0.0.1 unless it is given.
       page: A page for a person at the address itself, with a form that asks the models.
       grace: Seconds after SIGTERM in which the process ends.
-      compilation: How programs for the device are compiled.
     """
 
-    model: Annotated[Positional[str], _File]
-    name: Annotated[
-        str | None,
-        _value("NAME", "that of the file, without its ending, or of the folder"),
-    ] = None
+    model: str = option(dataclasses.MISSING, Flag(positional=True, value="FILE"))
+    name: str | None = option(
+        None,
+        Flag(
+            value="NAME",
+            default="that of the file, without its ending, or of the folder",
+        ),
+    )
     host: str = "127.0.0.1"
     port: int = 8000
-    grpc_port: Annotated[int | None, _value("INT", "")] = None
-    tls_cert: Annotated[pathlib.Path | None, _OptionalFile] = None
-    tls_key: Annotated[pathlib.Path | None, _OptionalFile] = None
-    shapes: Annotated[
-        tuple[str, ...], _value("INTxINT", "on a CPU up to 64 rows, on a GPU all but 8")
-    ] = ()
+    grpc_port: int | None = option(None, Flag(value="INT", default=""))
+    tls_cert: pathlib.Path | None = option(None, _OPTIONAL_FILE)
+    tls_key: pathlib.Path | None = option(None, _OPTIONAL_FILE)
+    shapes: tuple[str, ...] = option(
+        (), Flag(value="INTxINT", default="on a CPU up to 64 rows, on a GPU all but 8")
+    )
     max_wait: float = 0.0
-    watch: Annotated[float | None, _value("FLOAT", "")] = None
+    watch: float | None = option(None, Flag(value="FLOAT", default=""))
     keep: int = 0
     swap: Literal["beside", "drain"] = "beside"
-    histories: Annotated[str | None, _OptionalFile] = None
+    histories: str | None = option(None, _OPTIONAL_FILE)
     similar: bool = False
-    exclude_file: Annotated[str | None, _OptionalFile] = None
-    changes: Annotated[str | None, _value("DIR", "")] = None
-    admin: Annotated[str | None, _value("[HOST:]PORT", "")] = None
+    exclude_file: str | None = option(None, _OPTIONAL_FILE)
+    changes: str | None = option(None, Flag(value="DIR", default=""))
+    admin: str | None = option(None, Flag(value="[HOST:]PORT", default=""))
     page: bool = True
     grace: float = 30.0
-    compilation: Compilation = Compilation()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ExportTriton:
+class ExportTriton(Options):
     """Writes a predictor into a model repository of NVIDIA's Triton, as the next version.
 
     Needs pip install '.[serve]', as does Triton's Python.
@@ -1023,29 +705,31 @@ class ExportTriton:
       shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
     """
 
-    model: Annotated[Positional[pathlib.Path], _File]
-    repository: Annotated[Positional[pathlib.Path], _File]
-    name: Annotated[
-        str | None, _value("NAME", "that of the file, without its ending")
-    ] = None
-    shapes: Annotated[
-        tuple[str, ...], _value("INTxINT", "on a CPU up to 64 rows, on a GPU all but 8")
-    ] = ()
+    model: pathlib.Path = option(
+        dataclasses.MISSING, Flag(positional=True, value="FILE")
+    )
+    repository: pathlib.Path = option(
+        dataclasses.MISSING, Flag(positional=True, value="FILE")
+    )
+    name: str | None = option(
+        None, Flag(value="NAME", default="that of the file, without its ending")
+    )
+    shapes: tuple[str, ...] = option(
+        (), Flag(value="INTxINT", default="on a CPU up to 64 rows, on a GPU all but 8")
+    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Demo:
+class Demo(Compilation):
     """Trains on the data that comes with the package and shows recommendations.
 
     Takes less than two minutes on two cores.
 
     Attributes:
       report: HTML page to write. An existing file is replaced.
-      compilation: How programs for the device are compiled.
     """
 
-    report: Annotated[pathlib.Path, _File] = pathlib.Path("sparsejax-demo.html")
-    compilation: Compilation = Compilation()
+    report: pathlib.Path = option(pathlib.Path("sparsejax-demo.html"), _FILE)
 
 
 Command = (
@@ -1066,69 +750,3 @@ Command = (
     | ExportTriton
     | Demo
 )
-
-# Commands that read files, with the flags of Columns.
-Reading = Train | Evaluate | Compare | Predict | Convert | Split | Report | Vectors
-
-
-def flags_of(kind: type) -> dict[str, str]:
-    """The flag of each field that has one, including the fields of nested dataclasses.
-
-    >>> flags_of(Export)
-    {'k': '--k', 'batch_size': '--batch-size'}
-
-    Args:
-      kind: the dataclass of a command, or of some of its flags.
-    """
-    return {name: flag for name, flag, _ in _fields_of(kind)}
-
-
-def _fields_of(kind: type) -> Iterator[tuple[str, str, Any]]:
-    """Name, flag and annotation of each field that has a flag."""
-    for name, hint in typing.get_type_hints(kind, include_extras=True).items():
-        settings = getattr(hint, "__metadata__", ())
-        if dataclasses.is_dataclass(hint):
-            yield from _fields_of(typing.cast(type, hint))
-        elif Positional not in settings and Fixed not in settings:
-            names = (getattr(setting, "name", None) for setting in settings)
-            word = next(filter(None, names), name.replace("_", "-"))
-            yield name, f"--{word}", hint
-
-
-def check_lists(kind: type, argv: Sequence[str]) -> None:
-    """Raises ValueError where the flag of a list is given twice: the last one alone would count.
-
-    >>> check_lists(Train, ["data", "--dense", "age", "--dense", "price", "--fused"])
-    Traceback (most recent call last):
-    ...
-    ValueError: --dense is given twice: write --dense age price
-    """
-    parts: list[list[str]] = [[""]]  # a flag, and the words after it
-    for word in argv:
-        if word.startswith("--"):
-            flag, _, value = word.partition("=")
-            parts.append([flag.replace("_", "-"), *([value] if value else [])])
-        else:
-            parts[-1].append(word)
-    for _, flag, hint in _fields_of(kind):
-        type_ = getattr(hint, "__origin__", hint)
-        is_list = tuple in (type_, typing.get_origin(type_))
-        given = [part[1:] for part in parts if part[0] == flag]
-        adds = UseAppendAction in getattr(hint, "__metadata__", ())
-        if is_list and not adds and len(given) > 1:
-            words = " ".join(word for part in given for word in part)
-            raise ValueError(f"{flag} is given twice: write {flag} {words}")
-
-
-def given(kind: type, argv: Sequence[str]) -> frozenset[str]:
-    """The fields of a command whose flags are among the words of a command line.
-
-    >>> sorted(given(Export, ["run", "out", "--k", "10"]))
-    ['k']
-    """
-    words = {word.partition("=")[0].replace("_", "-") for word in argv}
-    return frozenset(
-        name
-        for name, flag in flags_of(kind).items()
-        if words & {flag, flag.replace("--", "--no-", 1)}
-    )

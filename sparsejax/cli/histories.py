@@ -8,7 +8,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from sparsejax.cli import flags, interactions
-from sparsejax.cli.kind import CLICKS, TEMPERATURES, Commands, Range
+from sparsejax.cli.kind import TEMPERATURES, Commands, Range
 from sparsejax.kinds.histories.footprint import assumed_lengths
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig
 
@@ -22,22 +22,19 @@ class Histories(interactions.Interactions):
         "dropout": Range(0.0, 0.7),
         "temperature": TEMPERATURES,
     }
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "plan": ("examples", *CLICKS),
-        "tune": CLICKS,
-    }
     held_out = "last"
 
     def described(
         self, command: flags.Train | flags.Plan | flags.Tune
     ) -> tuple[SequenceConfig, Collection[str]]:
-        assert command.kind is not None  # else it is an autoencoder
-        config, suited = self.runs.described(command.kind)
-        given = {n: v for n, v in vars(command.histories).items() if v is not None}
+        assert command.model is not None  # else it is an autoencoder
+        config, suited = self.runs.described(command.model)
+        options = vars(command.as_type(flags.Histories)).items()
+        given = {n: v for n, v in options if n[0] != "_" and v is not None}
         for name in given:
             if not hasattr(config, name):
                 raise ValueError(
-                    f"--{name} is of no use for {command.kind}: leave it out"
+                    f"--{name} is of no use for {command.model}: leave it out"
                 )
         return dataclasses.replace(config, **given), suited
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import abc
+import os
 import sys
 from typing import Any
 
 from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
-from sparsejax.cli.reading import content_of, items_of, keeps_seen, names_of, reading_of
+from sparsejax.cli.reading import content_of
+from sparsejax.cli.values import names_of
 from sparsejax.data import ItemFeatures, SequenceDataset, read_item_features
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.content import sizes_among
@@ -16,7 +18,6 @@ from sparsejax.kinds.histories.job import left_out_of_validation
 from sparsejax.mesh import processes
 from sparsejax.metrics.comparison import Measured
 from sparsejax.runs.folders import Folder
-from sparsejax.runs.options import Recommending
 
 
 class Interactions(Commands):
@@ -69,29 +70,22 @@ class Interactions(Commands):
         return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
-        keep_seen = keeps_seen(command)
-        users, hint = None, ""
-        if command.users is not None:
-            users, hint = names_of(command.users)
-        recommending = Recommending(
-            inputs=command.data,
-            users=users,
-            hint=hint,
-            k=command.k,
-            keep_seen=keep_seen,
-            exclude=command.exclude,
-            **items_of(command),
-            reading=reading_of(command),
-        )
+        users, hint = command.users, ""
+        if isinstance(users, str):
+            if not os.path.isfile(users):
+                hint = f"; there is no file called {users} either"
+            users = names_of(users)
         out = command.out
         rows, found = self.runs.recommend(
-            recommending,
+            command.replaced(users=users),
+            command,
             run,
             lambda rows: recommendation_files.check_recommendation_names(
                 out, rows, run.known
             ),
+            hint,
         )
-        which = "also" if keep_seen else "without"
+        which = "without" if command.exclude_seen else "also"
         print(f"{command.k} items a row, {which} those that it has", file=sys.stderr)
         processes.in_first(
             lambda: recommendation_files.save_recommendations(

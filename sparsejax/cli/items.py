@@ -7,7 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar
 
 from sparsejax.cli import flags, interactions
-from sparsejax.cli.kind import CLICKS, TEMPERATURES, Range
+from sparsejax.cli.kind import TEMPERATURES, Range
 from sparsejax.nn.config import LinearConfig, NetworkConfig
 
 
@@ -20,15 +20,12 @@ class Items(interactions.Interactions):
         "temperature": TEMPERATURES,
         "corruption": Range(0.0, 0.8),
     }
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "plan": ("negatives", "examples", *CLICKS),
-        "tune": CLICKS,
-    }
 
     def described(
         self, command: flags.Train | flags.Plan
     ) -> tuple[NetworkConfig, Collection[str]]:
-        options, rank = dict(vars(command.network)), command.network.linear
+        options, rank = vars(command.as_type(flags.Network)), command.linear
+        options = {n: v for n, v in options.items() if n[0] != "_"}
         options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
         suited = [n for n in ("temperature", "linear") if _is_auto(command, n)]
         if "temperature" in suited:
@@ -45,34 +42,29 @@ class Items(interactions.Interactions):
         return dataclasses.replace(config, linear=linear)
 
     def start(self, command: flags.Tune) -> dict[str, Any]:
-        network = command.network
-        start: dict[str, Any] = {"corruption": network.corruption}
-        if len(network.hidden) == 1:
-            start["hidden"] = network.hidden[0]
-        if isinstance(network.temperature, float):  # None stays, "auto" needs the data
-            start["temperature"] = network.temperature
+        start: dict[str, Any] = {"corruption": command.corruption}
+        if len(command.hidden) == 1:
+            start["hidden"] = command.hidden[0]
+        if isinstance(command.temperature, float):  # None stays, "auto" needs the data
+            start["temperature"] = command.temperature
         return start
 
-    def with_flags(
-        self, command: flags.Tune, chosen: Mapping[str, Any]
-    ) -> flags.Network:
+    def with_flags(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         tuned = dict(chosen)
         if "hidden" in tuned:
             tuned["hidden"] = (tuned["hidden"],)
-        return dataclasses.replace(command.network, **tuned)
+        return tuned
 
     def with_chosen(self, config: Any, chosen: Mapping[str, Any]) -> Any:
         return config  # which the flags describe
 
     def of_data(self, command: flags.Tune, config: NetworkConfig) -> flags.Tune:
-        temperature = config.output.temperature
-        network = dataclasses.replace(command.network, temperature=temperature)
-        return dataclasses.replace(command, network=network)
+        return command.replaced(temperature=config.output.temperature)
 
 
-def _is_auto(command: flags.Train | flags.Plan, flag: str) -> bool:
+def _is_auto(command: flags.Network, flag: str) -> bool:
     """Whether the data decides this setting of the network."""
-    return getattr(command.network, flag) == "auto"
+    return getattr(command, flag) == "auto"
 
 
 COMMANDS = Items()

@@ -10,27 +10,12 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from sparsejax.cli import flags
-from sparsejax.cli.reading import correcting_of, cutoffs_of, items_of, reading_of
 from sparsejax.kinds.kind import Kind, kind_of
 from sparsejax.metrics.comparison import Measured
+from sparsejax.options.measuring import Evaluate
 from sparsejax.runs import kind as runs_of_kinds
 from sparsejax.runs.kind import Runs
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
-from sparsejax.runs.options import Measuring
-
-# Which flags say what columns of clicks hold.
-CLICKS = ("schema", "label", "dense", "categories", "dynamic")
-# The method of `Run` that a command calls, if it has another name; and the fields of flags
-# that stand for its arguments, if they have other names.
-_METHODS = {"predict": "recommend", "compare": "evaluate"}
-_FIELDS: Mapping[str, tuple[str, ...]] = {
-    "inputs": ("train",),
-    "heldout": ("test",),
-    "indicator": ("no_value",),
-    "by": ("by_entries",),
-    "time": ("time", "no_time"),
-    "schema": CLICKS,
-}
 
 
 class Range(NamedTuple):
@@ -56,16 +41,11 @@ class Commands(abc.ABC):
 
     Attributes:
       name: of the kind.
-      unused: by command the fields of its flags that the kind has no use for, beside those
-        of `Runs.unused`.
-      used: by command those of `Runs.unused` that its flags have a use for.
       held_out: what `tune` holds out of the data by default.
       tuned: what `tune` draws: one of some sizes, or of a range.
     """
 
     name: ClassVar[str]
-    unused: ClassVar[Mapping[str, Collection[str]]] = {}
-    used: ClassVar[Mapping[str, Collection[str]]] = {}
     held_out: ClassVar[str] = ".1"
     tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {}
 
@@ -79,23 +59,11 @@ class Commands(abc.ABC):
         """The kind of the same name."""
         return self.runs.kind
 
-    def check(self, command: Any) -> None:
-        """Raises ValueError if a flag was given that the kind has no use for."""
-        words, name = flags.flags_of(type(command)), type(command).__name__.lower()
-        arguments = self.runs.unused.get(_METHODS.get(name, name), ())
-        fields = [f for a in arguments for f in _FIELDS.get(a, (a,))]
-        for field in [*fields, *self.unused.get(name, ())]:
-            if field in command.given and field not in self.used.get(name, ()):
-                raise ValueError(
-                    f"{words.get(field, field.upper())} is of no use for a model of "
-                    f"{self.name}: leave it out"
-                )
-
     def described(
         self, command: flags.Train | flags.Plan
     ) -> tuple[Any, Collection[str]]:
         """The configuration that flags describe, and what of it the data decides."""
-        return self.runs.described(command.kind or DEFAULT_MODEL)
+        return self.runs.described(command.model or DEFAULT_MODEL)
 
     def schema(self, command: Any) -> Any:
         """The columns of clicks, if the flags say what they hold."""
@@ -117,9 +85,9 @@ class Commands(abc.ABC):
     def start(self, command: flags.Tune) -> dict[str, Any]:
         """Which of `tuned` the model has, and their values in the first trial."""
 
-    def with_flags(self, command: flags.Tune, chosen: Mapping[str, Any]) -> Any:
+    def with_flags(self, chosen: Mapping[str, Any]) -> dict[str, Any]:
         """The flags of the network for some choice of what is tuned."""
-        return command.network
+        return {}
 
     def choices(self, command: flags.Tune) -> Mapping[str, Range | tuple[int, ...]]:
         """`tuned`, without what the flags exclude."""
@@ -133,31 +101,9 @@ class Commands(abc.ABC):
         """The command whose first trial has what suits the data."""
         return command
 
-    def measuring(self, command: flags.Evaluate | flags.Compare) -> Measuring:
-        """The flags of `sparsejax evaluate` or `compare`, as what they say."""
-        of_evaluate = (
-            "history",
-            "fold_in",
-            "seed",
-            "popularity",
-            "baselines",
-            "groups",
-        )
-        more = {n: getattr(command, n) for n in of_evaluate if hasattr(command, n)}
-        by = "entries" if getattr(command, "by_entries", False) else None
-        return Measuring(
-            inputs=command.train,
-            heldout=command.test,
-            candidates=command.candidates,
-            k=cutoffs_of(command.k),
-            keep_rows=isinstance(command, flags.Compare),
-            correcting=correcting_of(command),
-            by=by,
-            **items_of(command),
-            **more,
-            **vars(command.counting),
-            reading=reading_of(command),
-        )
+    def measuring(self, command: Evaluate) -> Evaluate:
+        """The measurement that `sparsejax evaluate` or `compare` asks for."""
+        return command
 
     @abc.abstractmethod
     def validated(self, model: Any, source: Any, k: int) -> Measured:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import errno
 import functools
 import gc
 import json
 import logging
+import operator
 import os
 import re
 import shutil
@@ -26,7 +26,7 @@ from tyro.conf import OmitArgPrefixes
 
 import sparsejax
 from sparsejax import ending
-from sparsejax.cli import compiling, flags
+from sparsejax.cli import compiling, flags, shell
 from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
 
@@ -63,7 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         if argv[:1] == ["dsstne"]:
             return _dsstne(argv[1:])
         command = _parse(argv)
-        devices = getattr(command, "devices", flags.Devices())
+        devices = flags.Devices()
+        if isinstance(command, flags.Devices):
+            devices = command.as_type(flags.Devices)
         with contextlib.ExitStack() as stack:
             stack.enter_context(_one_line_warnings(command))
             stack.enter_context(_on(devices, command))
@@ -78,6 +80,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> flags.Command:
     """The command. For help or wrong usage, prints it and raises SystemExit."""
+    parsers = {shell.parser_of(c): c for c in typing.get_args(flags.Command)}
+    union = functools.reduce(operator.or_, parsers)
     options: dict[str, Any] = {"args": argv, "config": (OmitArgPrefixes,)}
     columns = os.environ.get("COLUMNS")
     if shutil.get_terminal_size().columns < _FEWEST_COLUMNS:  # tyro would not end
@@ -86,18 +90,19 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         if argv == ["--version"]:
             print(f"sparsejax {sparsejax.__version__}")
             raise SystemExit(0)
-        command = tyro.cli(
-            flags.Command,
+        parsed = tyro.cli(
+            union,
             prog="sparsejax",
             description="Recommendations from sparse data. --version prints the version. "
             "sparsejax dsstne --help shows the commands of Amazon's DSSTNE.",
             **options,
         )
-        flags.check_lists(type(command), argv)
-        if isinstance(command, flags.OfKinds):
-            given = flags.given(type(command), argv)
-            command = dataclasses.replace(command, given=given)
-        return command
+        kind = parsers[type(parsed)]
+        shell.check_lists(kind, argv)
+        command = shell.command_of(kind, parsed, argv)
+        return command.noting(
+            told=lambda text: print(in_flags(text, kind), file=sys.stderr)
+        )
     except SystemExit as stopped:
         words = {word.partition("=")[0] for word in argv} if stopped.code else set()
         for word in words & _CALLED_OTHERWISE.keys():
@@ -105,7 +110,7 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         if stopped.code:
             with contextlib.suppress(SystemExit):
                 _, unknown = tyro.cli(
-                    flags.Command,
+                    union,
                     return_unknown_args=True,
                     console_outputs=False,
                     **options,
@@ -128,8 +133,11 @@ def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
     }
     if (command := called.get(argv[0])) is None:
         return
-    known, fields = flags.flags_of(command), dataclasses.fields(command)
-    takes_data = "data" not in known and any(f.name == "data" for f in fields)
+    known = shell.flag_names(command)
+    fields = {
+        option.name for option, flag in shell.all_flags(command) if flag.positional
+    }
+    takes_data = not fields.isdisjoint(("data", "inputs"))
     for word, after in zip(unknown, [*unknown[1:], "true"], strict=True):
         flag, _, value = word.partition("=")
         if flag.startswith("--") and "config" in known:
@@ -182,7 +190,9 @@ def _carry_out(command: flags.Command, devices: flags.Devices) -> int:
     """Does what a command says and returns the exit status."""
     with _importing():
         # A plan may pretend to have other devices; several processes join first.
-        runs = hasattr(command, "compilation") and not isinstance(command, flags.Plan)
+        runs = isinstance(command, flags.Compilation) and not isinstance(
+            command, flags.Plan
+        )
         # The processes that make parts need the devices.
         runs = runs and getattr(command, "parts", None) is None
         if runs and not devices.several:
@@ -261,7 +271,7 @@ def _importing() -> Generator[None]:
 
 def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
     """Raises ValueError where a file, a run or a model, and flags describe the network."""
-    model, config = command.kind, getattr(command, "config", None)
+    model, config = command.model, getattr(command, "config", None)
     origin = getattr(command, "origin", None)
     if origin is not None:
         if config is not None:
@@ -273,7 +283,7 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
         _check_given(command, flags.MODELS[model or flags.DEFAULT_MODEL])
         return
     for options in _OPTIONS.values():
-        for name, flag in flags.flags_of(options).items():
+        for name, flag in shell.flag_names(options).items():
             if name in command.given:
                 raise ValueError(why.format(flag))
 
@@ -281,7 +291,7 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
 def _check_given(command: flags.Train | flags.Tune | flags.Plan, kind: str) -> None:
     """Raises ValueError where flags describe a model of another kind."""
     for of, options in _OPTIONS.items():
-        for name, flag in flags.flags_of(options).items():
+        for name, flag in shell.flag_names(options).items():
             if of != kind and name in command.given:
                 models = ", ".join(n for n, k in flags.MODELS.items() if k == of)
                 raise ValueError(
@@ -331,9 +341,9 @@ def _programs(
     command: flags.Command, devices: flags.Devices
 ) -> contextlib.AbstractContextManager[None]:
     """Within it, compiled programs are kept for later commands, if the command says so."""
-    compilation = getattr(command, "compilation", None)
     # Processes that find different programs would wait for each other's compiler.
-    if compilation is None or not compilation.compilation_cache or devices.several:
+    keeps = isinstance(command, flags.Compilation) and command.compilation_cache
+    if not keeps or devices.several:
         return contextlib.nullcontext()
     from sparsejax.cli.compilation_cache import programs_kept
 
@@ -418,7 +428,7 @@ def _what_next(command: flags.Command | None) -> str:
         return ""
     from sparsejax.runs import folders
 
-    if folders.has_checkpoints(command.run):
+    if folders.has_checkpoints(command.directory):
         return "; to continue, repeat the command with --resume"
     return " before a checkpoint was saved; repeat the command to begin again"
 
@@ -438,7 +448,7 @@ def _message(error: BaseException | str, command: flags.Command | None) -> str:
         return f"{error.filename}: {error.strerror}"
     if isinstance(error, OSError) and error.errno == errno.EBADF:
         return "the result cannot be written: standard output is closed"
-    text = in_flags(str(error), command)
+    text = in_flags(str(error), None if command is None else type(command))
     return " ".join(text.split("\n")) or type(error).__name__
 
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import sys
 
 from sparsejax.cli import flags
-from sparsejax.cli.reading import keeps_seen
 from sparsejax.data.files.opening import shown
+from sparsejax.options.reading import Reading
 from sparsejax.predictors.parts import Parts
 from sparsejax.predictors.workers import write_parts
 
@@ -19,10 +20,8 @@ def predict(command: flags.Predict) -> None:
         raise ValueError(
             "--users, --exclude, --exclude-items and --only-items do not go with --parts"
         )
-    no_value = command.columns.no_value
-    if command.format is not None or command.columns != flags.Columns(
-        no_value=no_value
-    ):
+    columns = {field.name for field in dataclasses.fields(Reading)} - {"indicator"}
+    if command.given & columns:
         raise ValueError(
             "--parts takes a folder that prepare wrote: leave out --format and the flags "
             "that name columns"
@@ -31,18 +30,18 @@ def predict(command: flags.Predict) -> None:
         raise ValueError("--part writes one part, --finish the manifest: leave one out")
     if command.workers is not None and (command.part is not None or command.finish):
         raise ValueError("--workers makes all parts: leave out --part and --finish")
-    if command.devices != flags.Devices():
+    if command.as_type(flags.Devices) != flags.Devices():
         raise ValueError(
             "a part is made on one device: leave out --mesh, and give --workers instead"
         )
     parts = Parts.of(
         command.run,
-        command.data,
+        command.inputs,
         command.out,
         count=count,
         k=command.k,
-        exclude_seen=not keeps_seen(command),
-        indicator=no_value,
+        exclude_seen=command.exclude_seen,
+        indicator=command.indicator,
     )
     if command.finish:
         parts.finish()

@@ -13,18 +13,19 @@ import jax
 from sparsejax import codec, optimizers
 from sparsejax.cli import flags, printing
 from sparsejax.cli.kind import commands_for, commands_of
-from sparsejax.cli.reading import content_of, reading_of
+from sparsejax.cli.reading import content_of
 from sparsejax.mesh import processes
 from sparsejax.runs import folders, publishing, training
 from sparsejax.runs.kind import config_of as read_config
-from sparsejax.runs.options import Training
 from sparsejax.runs.training import named_rule
 from sparsejax.verbs import plan as planning
 
 
 def train(command: flags.Train) -> None:
     """`sparsejax train`."""
-    processes.in_first(lambda: folders.check_folder(command.run, resume=command.resume))
+    processes.in_first(
+        lambda: folders.check_folder(command.directory, resume=command.resume)
+    )
     gate = None if command.gate is None else publishing.Gate.parse(command.gate)
     if gate is not None and command.export_to is None:
         raise ValueError("--gate goes with --export-to, the folder of the versions")
@@ -35,48 +36,29 @@ def train(command: flags.Train) -> None:
         publishing.check(command.export_to, gate, runs, validation=asked.validation)
     with _logging(command, new_writer) as log:
         source = training.train(
-            command.run, asked, log=log, summary=printing.print_summary
+            command.directory, asked, log=log, summary=printing.print_summary
         )
-    print(f"the model is in {command.run}", file=sys.stderr)
+    print(f"the model is in {command.directory}", file=sys.stderr)
     if command.export_to is not None:
         where, k = command.export_to, command.k
-        said = publishing.publish(command.run, source, where, gate, k)
+        said = publishing.publish(command.directory, source, where, gate, k)
         print(said, file=sys.stderr)
 
 
-def training_of(command: flags.Train) -> Training:
-    """The training that the flags describe."""
+def training_of(command: flags.Train) -> flags.Train:
+    """The training that the flags describe, with the files that some of them name."""
     config, suited = config_of(command)
     commands = commands_of(config)
-    commands.check(command)
-    return Training(
-        data=command.data,
+    schema = commands.schema(command)
+    if schema is not None:  # which says what separates the columns
+        command = command.noting(given=command.given - {"delimiter"})
+    command.check_kind(commands.name)
+    return command.replaced(
         config=config,
         suited=suited,
-        origin=command.origin,
-        reading=reading_of(command),
-        schema=commands.schema(command),
-        validation=command.validation,
-        k=command.k,
-        patience=command.patience,
-        optimizer=command.optimizer,
-        learning_rate=command.learning_rate,
-        weight_decay=command.weight_decay,
-        warmup_epochs=command.warmup_epochs,
-        decay=command.decay,
-        batch_size=command.batch_size,
-        chunk_rows=command.chunk_rows,
-        follow=command.follow,
-        changes=command.changes,
-        export_seconds=command.export_seconds,
+        schema=schema,
         item_features=content_of(command),
-        fused=command.fused,
-        deterministic=command.deterministic,
-        num_epochs=command.epochs,
-        seed=command.seed,
-        checkpoint_seconds=command.checkpoint_seconds,
-        resume=command.resume,
-        keep_linear=command.compilation.compilation_cache,
+        keep_linear=command.compilation_cache,
     )
 
 
@@ -87,7 +69,7 @@ def plan(command: flags.Plan) -> bool:
         _pretend_devices(data * model)
     memory, (config, _) = command.memory, config_of(command)
     commands = commands_of(config)
-    commands.check(command)
+    command.check_kind(commands.name)
     defaults = commands.kind.defaults
     name, options = named_rule(command.optimizer, defaults)
     batch_size = command.batch_size
@@ -112,7 +94,7 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
     """The configuration that a file, a run or the flags describe, and which of its
     settings the data decides.
     """
-    model, origin = command.kind, getattr(command, "origin", None)
+    model, origin = command.model, getattr(command, "origin", None)
     suited: Collection[str] = ()
     if command.config is not None:
         config = _load_config(command.config)
@@ -130,7 +112,7 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
     else:
         config, suited = commands_for(model).described(command)
     runs, continued = commands_of(config).runs, origin is not None
-    config = runs.with_dynamic(config, command.clicks.dynamic)
+    config = runs.with_dynamic(config, command.dynamic)
     return runs.with_negatives(config, command.negatives, continued), suited
 
 

@@ -27,17 +27,18 @@ import jax
 import numpy as np
 
 from sparsejax import codec
-from sparsejax.cli import flags
+from sparsejax.cli import flags, shell
 from sparsejax.cli import train as commands_of_train
 from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files.opening import shown
 from sparsejax.kinds.content import set_content
 from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Content, Stepping
 from sparsejax.runs import training
 from sparsejax.runs.folders import Folder, Settings
 from sparsejax.runs.kind import Source
-from sparsejax.runs.options import Training
 from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
@@ -47,6 +48,13 @@ _LEARNING_RATES = Range(2e-4, 1e-2, log=True)
 _FIRST_TRIALS = 5
 # Epochs before which no trial is pruned.
 _FIRST_EPOCHS = 3
+# Flags of the command that trains with the best settings. A file has the network.
+_REPEATED = {
+    field.name
+    for options in (Stepping, Content, Reading, flags.Clicks)
+    for field in dataclasses.fields(options)
+}
+_REPEATED |= {"learning_rate", "num_epochs", "seed", "content_columns", "words"}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 
@@ -57,14 +65,14 @@ class _Enough(Exception):
 def tune(command: flags.Tune) -> None:
     """`sparsejax tune`."""
     optuna = _optuna()
-    seconds = math.inf if command.time is None else _seconds(command.time)
+    seconds = math.inf if command.limit is None else _seconds(command.limit)
     deadline = time.monotonic() + seconds
     if command.trials < 1:
         raise ValueError(f"trials={command.trials} must be at least 1")
-    commands = commands_for(command.kind)
-    commands.check(command)
+    commands = commands_for(command.model)
+    command.check_kind(commands.name)
     if command.validation is None:
-        command = dataclasses.replace(command, validation=commands.held_out)
+        command = command.replaced(validation=commands.held_out)
     first = _training(command, _start(command))
     source = training.source_of(first)
     network, said = _network(command, _start(command), source)
@@ -73,7 +81,7 @@ def tune(command: flags.Tune) -> None:
     command = commands.of_data(command, network)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
-    keeps = command.compilation.compilation_cache
+    keeps = command.compilation_cache
     linear_part = training.linear_part_of(settings, source, keep=keeps)
     if linear_part is not None:  # it does not depend on what is tuned
         linear_part = functools.cache(linear_part)
@@ -196,12 +204,12 @@ def _num_done(study: Any) -> int:
 
 
 def _metric(command: flags.Tune) -> str:
-    return commands_for(command.kind).runs.metric(command.k)
+    return commands_for(command.model).runs.metric(command.k)
 
 
 def _start(command: flags.Tune) -> dict[str, Any]:
     """The settings to begin with: those of the flags that are tuned."""
-    commands, rate = commands_for(command.kind), command.learning_rate
+    commands, rate = commands_for(command.model), command.learning_rate
     if rate is None:
         rate = commands.kind.defaults.learning_rate
     return commands.start(command) | {"learning_rate": rate}
@@ -209,7 +217,7 @@ def _start(command: flags.Tune) -> dict[str, Any]:
 
 def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
     """The value that the trial draws for each of the settings in `_start`."""
-    chosen, tuned = {}, commands_for(command.kind).choices(command)
+    chosen, tuned = {}, commands_for(command.model).choices(command)
     for name, start in _start(command).items():
         choices = tuned.get(name, _LEARNING_RATES)
         if not isinstance(choices, Range):
@@ -231,32 +239,13 @@ def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Trai
     """The training with the chosen settings, except those that no flag has."""
     tuned = dict(chosen)
     learning_rate = tuned.pop("learning_rate")
-    return flags.Train(
-        data=command.data,
-        run=command.run,
-        format=command.format,
-        validation=command.validation,
-        k=command.k,
-        patience=command.patience,
-        kind=command.kind,
-        optimizer=command.optimizer,
-        learning_rate=learning_rate,
-        batch_size=command.batch_size,
-        item_features=command.item_features,
-        content_columns=command.content_columns,
-        words=command.words,
-        epochs=command.epochs,
-        seed=command.seed,
-        network=commands_for(command.kind).with_flags(command, tuned),
-        histories=command.histories,
-        columns=command.columns,
-        clicks=command.clicks,
-        compilation=command.compilation,
-    )
+    tuned = commands_for(command.model).with_flags(tuned)
+    training = command.as_type(flags.Train, directory=command.run)
+    return training.replaced(learning_rate=learning_rate, **tuned)
 
 
-def _training(command: flags.Tune, chosen: Mapping[str, Any]) -> Training:
-    """`_train_command`, as what it says."""
+def _training(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
+    """`_train_command`, with the files that its flags name."""
     return commands_of_train.training_of(_train_command(command, chosen))
 
 
@@ -264,7 +253,7 @@ def _network(
     command: flags.Tune, chosen: Mapping[str, Any], source: Source
 ) -> tuple[Any, str]:
     """The network with the chosen settings, and what to say about it."""
-    first, commands = _training(command, chosen), commands_for(command.kind)
+    first, commands = _training(command, chosen), commands_for(command.model)
     network, said = commands.runs.suited(first.config, first, source)
     tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
     return commands.with_chosen(network, tuned), said
@@ -321,7 +310,7 @@ def _trained(
             seed=command.seed,
             validation=source.heldout,
             log=log,
-            **used(commands_for(tuning.kind).kind, "fit", {"k": command.k}),
+            **used(commands_for(tuning.model).kind, "fit", {"k": command.k}),
         )
     except _Enough:
         pass
@@ -357,32 +346,14 @@ def _finish(study: Any, command: flags.Tune, source: Source) -> None:
         file=sys.stderr,
     )
     commands_of_train.train(
-        dataclasses.replace(chosen, run=folder, config=config, resume=folder.exists())
+        chosen.replaced(directory=folder, config=config, resume=folder.exists())
     )
     print(interval(command, folder, source, complete), file=sys.stderr)
     words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]
     words += ["--run", "RUN", "--config", config]
-    given = {
-        "optimizer": command.optimizer,
-        "learning_rate": chosen.learning_rate,
-        "batch_size": command.batch_size,
-        "item_features": command.item_features,
-        "columns": command.content_columns,
-        "words": command.words,
-        "epochs": command.epochs,
-        "format": command.format,
-        "seed": command.seed,
-        **vars(command.columns),
-        **vars(command.clicks),
-    }
-    for name, value in given.items():
-        flag = f"--{name.replace('_', '-')}"
-        if isinstance(value, bool):
-            words += [flag] * value
-        elif isinstance(value, tuple):
-            words += [flag, *value] if value else []
-        elif value is not None:
-            words += [flag, str(value)]
+    repeated = command.as_type(flags.Train, directory=command.run)
+    repeated = repeated.replaced(learning_rate=chosen.learning_rate)
+    words += shell.words_of(repeated, _REPEATED)
     print(shlex.join(map(str, words)))
 
 
@@ -390,7 +361,7 @@ def interval(
     command: flags.Tune, folder: pathlib.Path, source: Source, trials: Sequence[Any]
 ) -> str:
     """The line about the luck in the best trial: which rows were held out is chance."""
-    commands, metric = commands_for(command.kind), _metric(command)
+    commands, metric = commands_for(command.model), _metric(command)
     measured = commands.validated(Folder.of(folder).model(), source, command.k)
     low, high = measured.intervals()[metric]
     close = sum(trial.value >= low for trial in trials) - 1

@@ -1,13 +1,14 @@
 """Messages of Python functions, in the words of the command line."""
 
+import dataclasses
 import re
 
-from sparsejax.cli.flags import Command, flags_of
+from sparsejax.options.option import Options, flags_of
 
-# Arguments whose names in Python are not those of their flags.
-_ELSEWHERE = {"epochs": "num_epochs", "no_value": "indicator=True"}
-_ELSEWHERE |= {"keep_seen": "exclude=None", "no_time": "time=None"}
-_ELSEWHERE |= {"test": "heldout", "train": "inputs", "skip_bad_lines": "skip_bad=True"}
+# Arguments of functions that go by another name than the options of commands.
+_ELSEWHERE = {"exclude=None": "exclude_seen=False", "skip_bad=True": "skip_bad_lines"}
+# Words of messages that are axes of the mesh.
+_AXES = "data", "model"
 # Advice of messages in Python, and the same in a shell.
 _ADVICE = {
     "train model='dlrm'": "train --model dlrm",
@@ -29,7 +30,7 @@ _OF_VALIDATION = (
 _OF_THE_USER = r"""(?<!\w)'[^']*'|(?<!\w)"[^"]*"|[^\s'"]*/[^\s'"]*"""
 
 
-def in_flags(text: str, command: Command | None) -> str:
+def in_flags(text: str, command: type[Options] | None) -> str:
     """A message in which Python's arguments are the flags of a command.
 
     For `export`, "batch_size=0 must be positive" is "--batch-size 0 must be positive".
@@ -39,19 +40,17 @@ def in_flags(text: str, command: Command | None) -> str:
         where the name has an underscore, which no other word has.
       command: whose flags they are, if there is one.
     """
-    known = {}
-    if command is not None:
-        advices = dict(_ADVICE)
-        if hasattr(command, "validation"):
-            advices[_SPLIT] = _OF_VALIDATION
-        for python, advice in advices.items():
-            text = text.replace(python, advice)
-        files = {n: n.upper() for n in ("train", "test") if hasattr(command, n)}
-        known = files | flags_of(type(command))
-    flags = known | {_ELSEWHERE[n]: known[n] for n in known.keys() & _ELSEWHERE.keys()}
-    arguments = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
+    if command is None:
+        return text
+    flags = _spelled(command)
+    advices = dict(_ADVICE)
+    if "validation" in flags:
+        advices[_SPLIT] = _OF_VALIDATION
+    for python, advice in advices.items():
+        text = text.replace(python, advice)
     if not flags:
         return text
+    arguments = "|".join(map(re.escape, sorted(flags, key=len, reverse=True)))
 
     def flag(match: re.Match[str]) -> str:
         argument, end = match["argument"], match["end"]
@@ -65,3 +64,16 @@ def in_flags(text: str, command: Command | None) -> str:
         flag,
         text,
     )
+
+
+def _spelled(command: type[Options]) -> dict[str, str]:
+    """The flags of a command by the arguments of Python; of some also by their values."""
+    found: dict[str, str] = {}
+    for option in dataclasses.fields(command):
+        for flag in flags_of(option):
+            name = option.name
+            if flag.is_switch and flag.gives is not True:
+                name += f"={flag.gives!r}"
+            found.setdefault(name, flag.spelled(option.name))
+    found |= {n: found[o] for n, o in _ELSEWHERE.items() if o in found}
+    return {name: flag for name, flag in found.items() if name not in _AXES}

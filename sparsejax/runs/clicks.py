@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import pathlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -42,14 +42,11 @@ from sparsejax.kinds.clicks.scores import (
 from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.runs.kind import COLUMNS, COUNTING, Opened, Runs, Source
-from sparsejax.runs.options import (
-    Correcting,
-    Measuring,
-    Reading,
-    Recommending,
-    Training,
-)
+from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
+from sparsejax.runs.kind import Opened, Runs, Source
 from sparsejax.runs.reading import (
     is_file,
     is_last,
@@ -84,20 +81,7 @@ class Clicks(Runs):
 
     name = "clicks"
     numbered = "ids"
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("format", "k", "negatives", "fused", "item_features", *COLUMNS),
-        "evaluate": (
-            *("inputs", "history", "fold_in", "seed", "candidates", "popularity"),
-            *("exclude_items", "only_items", "baselines", "by", "k", "format"),
-            *(*COLUMNS, *COUNTING),
-        ),
-        "recommend": (
-            *("users", "k", "keep_seen", "exclude", "exclude_items", "only_items"),
-            *("format", *COLUMNS),
-        ),
-        "export": ("k", "int8"),
-        "report": ("inputs", "k", "format", "titles", *COLUMNS, *COUNTING),
-    }
+    ranks_items = False
 
     def metric(self, k: int) -> str:
         return "auc"
@@ -129,11 +113,11 @@ class Clicks(Runs):
 
     def source(self, training: Training, before: Any) -> Source:
         if before is None:
-            data = _read(training.data, training.schema, training.reading)
+            data = _read(training.data, training.schema, training)
         else:
             if training.schema is not None:
                 raise ValueError(_COLUMNS_OF_RUN)
-            data = _read_like(training.data, before, training.reading, append=True)
+            data = _read_like(training.data, before, training, append=True)
         everything = data
         heldout = validation = split = None
         if (asked := training.validation) is not None:
@@ -144,11 +128,11 @@ class Clicks(Runs):
                 )
             share = validation_share(asked)
             if share is None:
-                heldout = _read_like(asked, data, training.reading)
+                heldout = _read_like(asked, data, training)
             else:
                 data, heldout = _held_out(data, share)
                 split = split_name(asked)
-                training.reading.say(f"validation: {heldout}")
+                training.say(f"validation: {heldout}")
             validation = _fingerprint(heldout)
         return _source(
             data,
@@ -163,7 +147,7 @@ class Clicks(Runs):
     def scanned(self, training: Training) -> Source:
         assert training.chunk_rows is not None
         schema, rows = training.schema, training.chunk_rows
-        if training.reading.skip_bad_lines:
+        if training.skip_bad_lines:
             raise ValueError(
                 "skip_bad_lines=True needs all of the data; leave out chunk_rows"
             )
@@ -175,7 +159,7 @@ class Clicks(Runs):
                     f"validation={asked} needs all of the data: name a file, or leave out "
                     "chunk_rows"
                 )
-            heldout = _read_like(asked, data, training.reading)
+            heldout = _read_like(asked, data, training)
             validation = _fingerprint(heldout)
         return _source(
             data,
@@ -266,13 +250,15 @@ class Clicks(Runs):
         schema = as_names([codec.text(known.schema.to_json())])
         return fingerprint(schema, *known.vocabularies.values())
 
-    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
+    def evaluate(
+        self, measuring: Evaluate, reading: Reading, run: Opened
+    ) -> Mapping[str, float]:
         if (examples := measuring.heldout) is None:
             raise ValueError("give heldout=..., the examples to measure on")
-        reading = meanwhile(lambda: _read_like(examples, run.known, measuring.reading))
-        model = self.corrected(run, measuring.correcting, measuring.reading)
-        clicks = reading()
-        groups = _groups_of(measuring, run, clicks)
+        read = meanwhile(lambda: _read_like(examples, run.known, reading))
+        model = self.corrected(run, measuring, reading)
+        clicks = read()
+        groups = _groups_of(measuring, reading, run, clicks)
         measured = evaluate_clicks(
             model, clicks, groups=groups, keep_rows=measuring.keep_rows
         )
@@ -306,18 +292,18 @@ class Clicks(Runs):
 
     def recommend(
         self,
-        recommending: Recommending,
+        recommending: Recommend,
+        reading: Reading,
         run: Opened,
         check: Callable[[Names], None] | None = None,
+        hint: str = "",
     ) -> tuple[None, np.ndarray]:
-        reading = meanwhile(
-            lambda: _read_like(
-                recommending.inputs, run.known, recommending.reading, labelled=False
-            )
+        read = meanwhile(
+            lambda: _read_like(recommending.inputs, run.known, reading, labelled=False)
         )
-        return None, predict(run.model(), reading())
+        return None, predict(run.model(), read())
 
-    def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
+    def report(self, measuring: Paged, reading: Reading, run: Opened) -> dict[str, Any]:
         model = run.model()
         if measuring.heldout is None:
             if measuring.groups is not None:
@@ -325,11 +311,14 @@ class Clicks(Runs):
                     "groups=... needs heldout=..., the examples to measure on"
                 )
             return {"model": model}
-        clicks = _read_like(measuring.heldout, run.known, measuring.reading)
+        clicks = _read_like(measuring.heldout, run.known, reading)
         return {
             "model": model,
             "measured": evaluate_clicks(
-                model, clicks, groups=_groups_of(measuring, run, clicks), keep_rows=True
+                model,
+                clicks,
+                groups=_groups_of(measuring, reading, run, clicks),
+                keep_rows=True,
             ),
             "data": [
                 name_of(measuring.heldout),
@@ -340,7 +329,9 @@ class Clicks(Runs):
         }
 
 
-def _groups_of(measuring: Measuring, run: Opened, clicks: ClickDataset) -> Any:
+def _groups_of(
+    measuring: Evaluate | Paged, reading: Reading, run: Opened, clicks: ClickDataset
+) -> Any:
     """The groups of the examples: the categories of the file themselves, where it has them.
 
     The ids of a model may be one for several categories: by a hash, or as they are rare.
@@ -353,7 +344,7 @@ def _groups_of(measuring: Measuring, run: Opened, clicks: ClickDataset) -> Any:
         not isinstance(column, HashedColumn | VocabularyColumn)
         or isinstance(source, ClickDataset)
         or (is_file(source) and kind_of_saved(source) == "clicks")
-        or measuring.reading.skip_bad_lines  # lines that are bad elsewhere are not left out
+        or reading.skip_bad_lines  # lines that are bad elsewhere are not left out
         or isinstance(clicks.ids[name], CSR)  # an error, which names the column
     ):
         return name

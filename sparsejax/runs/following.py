@@ -22,9 +22,8 @@ from sparsejax.engine.train.job import Job
 from sparsejax.kinds.kind import used
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Training
 from sparsejax.runs.folders import Settings
-from sparsejax.runs.kind import FOLLOWING, runs_of
-from sparsejax.runs.options import Training
 from sparsejax.runs.reading import is_file, name_of
 
 # Between two looks into a folder, and into a store, where each costs a request.
@@ -48,12 +47,12 @@ def check(training: Training, directory: pathlib.Path) -> None:
       training: what was asked for.
       directory: the folder of the run.
     """
-    given = [name for name in FOLLOWING[1:] if getattr(training, name) is not None]
+    needs = "changes", "export_seconds"
+    given = [name for name in needs if getattr(training, name) is not None]
     if not training.follow:
         if given:
             raise ValueError(f"{given[0]}=... goes with follow=True: leave it out")
         return
-    runs_of(training.config).check("train", ["follow"])
     if getattr(training.config, "dynamic", None) is None:
         raise ValueError(
             "follow=True needs dynamic=..., the rows of the tables for ids that come later"
@@ -114,7 +113,7 @@ def run(
     log: Callable[[int, Mapping[str, float]], None] | None,
 ) -> None:
     """Trains until a signal comes; see `sparsejax.engine.train.following.follow`."""
-    runs, reading = settings.runs, training.reading
+    runs = settings.runs
     folder = os.fspath(training.data)
     options = {
         **dict.fromkeys(("targets", "weights", "validation", "stopping")),
@@ -126,17 +125,17 @@ def run(
         try:
             return names_in(folder)
         except DataError as error:  # a store may answer again
-            reading.say(f"{error}; looking again")
+            training.say(f"{error}; looking again")
             return None
 
     def read(name: str) -> Job | None:
-        data = runs.read_followed(path_in(folder, name), known, reading)
+        data = runs.read_followed(path_in(folder, name), known, training)
         return None if data is None else runs.kind.job(model, data, **options)
 
     changes = None
     if training.changes is not None:
         changes = _Changes(
-            model, optimizer, pathlib.Path(training.changes), reading.say
+            model, optimizer, pathlib.Path(training.changes), training.say
         )
     every = training.export_seconds
     is_store = is_address(folder)

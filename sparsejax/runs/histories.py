@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -13,9 +13,12 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.items.evaluation import prepared_for
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 from sparsejax.runs import interactions
-from sparsejax.runs.kind import CORRECTING, FOLLOWING, Opened, Source
-from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.kind import Opened, Source
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
     read_file,
@@ -32,14 +35,6 @@ class Histories(interactions.Interactions):
     """The runs of a `SequenceConfig`."""
 
     name = "histories"
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("schema", "dynamic", *FOLLOWING),
-        "evaluate": (
-            *("fold_in", "seed", "history", "popularity", "groups", *CORRECTING),
-        ),
-        "report": ("groups",),
-        "export": (*CORRECTING, "unknown_ids"),
-    }
 
     def read_config(self, document: object) -> SequenceConfig:
         return SequenceConfig.from_json(document)
@@ -57,7 +52,7 @@ class Histories(interactions.Interactions):
         return dataclasses.replace(config, negatives=negatives, sampler=sampler)
 
     def source(self, training: Training, before: Names | None) -> Source:
-        data = everything = read_histories(training.data, training.reading)
+        data = everything = read_histories(training.data, training)
         if before is not None:
             data = everything = data.append_features(before)
         data, features = interactions.with_content(training, data, self.counts)
@@ -66,11 +61,11 @@ class Histories(interactions.Interactions):
         if (asked := training.validation) is not None:
             parts = validation_split(asked, data)
             if parts is None:
-                heldout = self.heldout(asked, training.reading, data, training.data)
+                heldout = self.heldout(asked, training, data, training.data)
             else:
                 data, heldout = parts
                 split = split_name(asked)
-                training.reading.say(f"validation: {parts}")
+                training.say(f"validation: {parts}")
             validation = fingerprint_of_heldout(heldout.to_sparse(), data.row_names)
         times = [] if data.times is None else [data.times.view(np.int64)]
         return Source(
@@ -89,12 +84,12 @@ class Histories(interactions.Interactions):
 
     def scanned(self, training: Training) -> Source:
         interactions.check_scanned(training)
-        reading, rows = training.reading, training.chunk_rows or 1
+        rows = training.chunk_rows or 1
         histories = scan_sequences(
             training.data,
-            user=reading.user,
-            item=reading.item,
-            time=reading.time,
+            user=training.user,
+            item=training.item,
+            time=training.time,
             chunk_rows=rows,
         )
         ends = chunk_ends(histories.groups, rows)
@@ -123,10 +118,12 @@ class Histories(interactions.Interactions):
             )
         return config, said
 
-    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
+    def evaluate(
+        self, measuring: Evaluate, reading: Reading, run: Opened
+    ) -> Mapping[str, float]:
         if measuring.heldout is None:
             raise ValueError("give heldout=..., what the model should find")
-        inputs, reading = measuring.inputs, measuring.reading
+        inputs = measuring.inputs
         shown = meanwhile(lambda: self.read_shown(inputs, reading, run))
         model = run.model()
         train, candidates = shown(), None
@@ -153,14 +150,20 @@ class Histories(interactions.Interactions):
         return read_histories(source, reading, features=data)
 
     def excluded(
-        self, recommending: Recommending, run: Opened, data: SequenceDataset
+        self,
+        recommending: Recommend,
+        reading: Reading,
+        run: Opened,
+        data: SequenceDataset,
     ) -> SequenceDataset | SparseDataset | None:
         if recommending.exclude is None:
-            return None if recommending.keep_seen else data
-        unwanted = self.read_shown(
-            recommending.exclude, recommending.reading, run
-        ).to_sparse()
-        return unwanted if recommending.keep_seen else data.to_sparse().merge(unwanted)
+            return None if not recommending.exclude_seen else data
+        unwanted = self.read_shown(recommending.exclude, reading, run).to_sparse()
+        return (
+            unwanted
+            if not recommending.exclude_seen
+            else data.to_sparse().merge(unwanted)
+        )
 
     def counts(self, data: SequenceDataset) -> np.ndarray:
         return np.bincount(data.indices, minlength=data.num_features)

@@ -20,9 +20,12 @@ from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.content import content_of, fitting
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Paged
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 from sparsejax.runs import folders
 from sparsejax.runs.kind import Opened, Runs
-from sparsejax.runs.options import Measuring, Reading, Recommending, Training
 from sparsejax.runs.reading import (
     check_heldout,
     dates_of,
@@ -53,7 +56,9 @@ class Interactions(Runs):
         return check_heldout(source, found, data, shown)
 
     @abc.abstractmethod
-    def excluded(self, recommending: Recommending, run: Opened, data: Any) -> Any:
+    def excluded(
+        self, recommending: Recommend, reading: Reading, run: Opened, data: Any
+    ) -> Any:
         """The items that are not to be recommended."""
 
     @abc.abstractmethod
@@ -93,31 +98,33 @@ class Interactions(Runs):
 
     def recommend(
         self,
-        recommending: Recommending,
+        recommending: Recommend,
+        reading: Reading,
         run: Opened,
         check: Callable[[Names], None] | None = None,
+        hint: str = "",
     ) -> tuple[Names, Recommendations]:
         def read() -> tuple[Any, dict[str, Any]]:
-            data = self.read_shown(recommending.inputs, recommending.reading, run)
+            data = self.read_shown(recommending.inputs, reading, run)
             if recommending.users is not None:
-                data = some_rows(data, recommending.users, recommending.hint)
+                data = some_rows(data, recommending.users, hint)
             if check is not None:
                 check(data.row_names)
             return data, {
                 "k": recommending.k,
-                "exclude": self.excluded(recommending, run, data),
+                "exclude": self.excluded(recommending, reading, run, data),
                 "exclude_items": recommending.exclude_items,
                 "only_items": recommending.only_items,
             }
 
-        reading = meanwhile(read)
+        shown = meanwhile(read)
 
         def ahead(shapes: Any) -> Callable[[], object]:
-            data, how = reading()
+            data, how = shown()
             return lower_recommend(shapes, data, **how)
 
         model = run.model(ahead)
-        data, how = reading()
+        data, how = shown()
         return data.row_names, recommend(model, data, **how)
 
     def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
@@ -125,7 +132,7 @@ class Interactions(Runs):
         data = self.read_shown(inputs, reading, run)
         return user_vectors(model, data), data.row_names
 
-    def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
+    def report(self, measuring: Paged, reading: Reading, run: Opened) -> dict[str, Any]:
         from sparsejax.runs import report as reports
 
         if measuring.heldout is not None and measuring.inputs is None:
@@ -137,8 +144,8 @@ class Interactions(Runs):
         counts, measured, examples = -popularity_ranks(len(names)), None, []
         facts = [f"{len(names):,} items"]
         if measuring.inputs is not None:
-            heldout, keep_seen = None, measuring.keep_seen
-            shown = self.read_shown(measuring.inputs, measuring.reading, run)
+            heldout, keep_seen = None, not measuring.exclude_seen
+            shown = self.read_shown(measuring.inputs, reading, run)
             counts = self.counts(shown)
             facts = [
                 name_of(measuring.inputs),
@@ -149,7 +156,7 @@ class Interactions(Runs):
             ]
             if measuring.heldout is not None:
                 heldout = self.heldout(
-                    measuring.heldout, measuring.reading, shown, measuring.inputs
+                    measuring.heldout, reading, shown, measuring.inputs
                 )
                 how = measuring.counted()
                 if content_of(model) is not None:
@@ -239,21 +246,21 @@ def with_content(
     if not isinstance(given, ItemFeatures):
         features = read_item_features(given)
     for name, became in features.columns.items():
-        training.reading.say(f"content of items: {name}: {became}")
+        training.say(f"content of items: {name}: {became}")
     features.align(data)  # is it of these items?
     data = data.align_features(features.names_after(data))
     features = fitting(features, data)
     if training.origin is not None:
         gone = find_names(known.tag_names, features.tag_names) < 0
         if gone.any():
-            training.reading.say(
+            training.say(
                 f"content of items: {int(gone.sum()):,} of {len(gone):,} tags that "
                 f"{training.origin} knows are not in it: {quoted(known.tag_names[gone])}"
             )
         features = features.like(known)
     numbers = features.vectors
     without = int((counts(data) == 0).sum())
-    training.reading.say(
+    training.say(
         f"content of items: {len(features.tag_names):,} tags"
         + ("" if numbers is None else f", {numbers.shape[1]:,} numbers")
         + f"; {features.num_empty:,} of {data.num_features:,} items have none, and "
@@ -268,7 +275,7 @@ def check_scanned(training: Training) -> None:
         raise ValueError(
             "item_features=... needs all of the data; leave out chunk_rows"
         )
-    if training.reading.skip_bad_lines:
+    if training.skip_bad_lines:
         raise ValueError("skip_bad_lines=True is for files of lines; leave it out")
     if training.validation is not None:
         raise ValueError("validation=... needs all of the data; leave out chunk_rows")

@@ -5,12 +5,11 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
 from sparsejax.data import SparseDataset, scan_parquet
-from sparsejax.data.files.columns import BY_NAME
 from sparsejax.data.files.names import Names
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -19,9 +18,12 @@ from sparsejax.kinds.items.evaluation import prepared_for
 from sparsejax.kinds.items.job import ScannedItems
 from sparsejax.mesh import kept_programs
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import BY_NAME, Reading
+from sparsejax.options.training import Training
 from sparsejax.runs import interactions
-from sparsejax.runs.kind import CORRECTING, FOLLOWING, Opened, Source
-from sparsejax.runs.options import Measuring, Reading, Recommending, Training
+from sparsejax.runs.kind import Opened, Source
 from sparsejax.runs.reading import (
     fingerprint_of_heldout,
     is_last,
@@ -38,12 +40,6 @@ class Items(interactions.Interactions):
     """The runs of a `NetworkConfig`."""
 
     name = "items"
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "train": ("negatives", "schema", "dynamic", *FOLLOWING),
-        "evaluate": ("groups", *CORRECTING),
-        "report": ("groups",),
-        "export": (*CORRECTING, "unknown_ids"),
-    }
 
     def read_config(self, document: object) -> NetworkConfig:
         return NetworkConfig.from_json(document)
@@ -52,7 +48,7 @@ class Items(interactions.Interactions):
         return NetworkConfig.autoencoder(), ("temperature", "linear")
 
     def source(self, training: Training, before: Names | None) -> Source:
-        data = everything = read_file(training.data, training.reading)
+        data = everything = read_file(training.data, training)
         if before is not None:
             data = everything = data.append_features(before)
         data, features = interactions.with_content(training, data, self.counts)
@@ -65,11 +61,11 @@ class Items(interactions.Interactions):
                 with_times(data, training.data)
             parts = validation_split(asked, data)
             if parts is None:
-                heldout = self.heldout(asked, training.reading, data, training.data)
+                heldout = self.heldout(asked, training, data, training.data)
             else:
                 data, heldout = parts.train, parts.heldout.without_values()
                 split = split_name(asked)
-                training.reading.say(f"validation: {parts}")
+                training.say(f"validation: {parts}")
             validation = fingerprint_of_heldout(heldout, data.row_names)
         return Source(
             data=data,
@@ -87,7 +83,7 @@ class Items(interactions.Interactions):
 
     def scanned(self, training: Training) -> Source:
         interactions.check_scanned(training)
-        reading = training.reading
+        reading = training
         if reading.time is not BY_NAME:
             raise ValueError("time=... is for data in memory; leave out chunk_rows")
         assert training.chunk_rows is not None
@@ -127,7 +123,9 @@ class Items(interactions.Interactions):
             said.append(why)
         return config, "\n".join(said)
 
-    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
+    def evaluate(
+        self, measuring: Evaluate, reading: Reading, run: Opened
+    ) -> Mapping[str, float]:
         if (measuring.heldout is None) == (measuring.fold_in is None):
             raise ValueError(
                 "give heldout=..., or fold_in=... to hold out a part of inputs=..."
@@ -158,29 +156,28 @@ class Items(interactions.Interactions):
         if kept_programs.may_compile_beside():
 
             def read() -> tuple[dict[str, Any], Evaluation]:
-                given = _data_to_evaluate(measuring, run)
+                given = _data_to_evaluate(measuring, reading, run)
                 return given, prepare(given)
 
-            reading = meanwhile(read)
-            baseline = functools.cache(lambda: meanwhile(lambda: reading()[1].baseline))
+            beside = meanwhile(read)
+            baseline = functools.cache(lambda: meanwhile(lambda: beside()[1].baseline))
 
             def ahead(shapes: Any) -> Callable[[], object]:
-                compiling = reading()[1].lower_ahead(shapes)
+                compiling = beside()[1].lower_ahead(shapes)
                 baseline()  # begins now, as its programs are small
                 return compiling
 
             model = run.model(ahead)
-            given, prepared = reading()
+            given, prepared = beside()
             baseline()()
         else:
-            data = meanwhile(lambda: _data_to_evaluate(measuring, run))
+            data = meanwhile(lambda: _data_to_evaluate(measuring, reading, run))
             model, given = run.model(), data()
             prepared = prepare(given)
         measured = prepared.run(model, keep_rows=measuring.keep_rows)
         if measuring.baselines:
-            say = measuring.reading.say
             measured = interactions.with_baselines(
-                measured, prepared, given["popularity"], say
+                measured, prepared, given["popularity"], reading.say
             )
         return interactions.warn_of_popularity(measured)
 
@@ -189,17 +186,21 @@ class Items(interactions.Interactions):
         return read_file(source, reading, features=run.known, indicator=indicator)
 
     def excluded(
-        self, recommending: Recommending, run: Opened, data: SparseDataset
+        self,
+        recommending: Recommend,
+        reading: Reading,
+        run: Opened,
+        data: SparseDataset,
     ) -> SparseDataset | None:
         if recommending.exclude is None:
-            return None if recommending.keep_seen else data
+            return None if not recommending.exclude_seen else data
         unwanted = read_file(
             recommending.exclude,
-            recommending.reading,
+            reading,
             features=run.known,
             indicator=True,
         )
-        if recommending.keep_seen:
+        if not recommending.exclude_seen:
             return unwanted
         return data.without_values().merge(unwanted)
 
@@ -212,9 +213,11 @@ class Items(interactions.Interactions):
         return np.bincount(data.matrix.indices, minlength=data.num_features)
 
 
-def _data_to_evaluate(measuring: Measuring, run: Opened) -> dict[str, Any]:
+def _data_to_evaluate(
+    measuring: Evaluate, reading: Reading, run: Opened
+) -> dict[str, Any]:
     """The data that is read from files, as arguments of `evaluate`."""
-    names, reading = run.known, measuring.reading
+    names = run.known
     valued = run.settings.indicator
     given: dict[str, Any] = {}
     if measuring.heldout is None:

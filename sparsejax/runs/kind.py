@@ -15,28 +15,14 @@ from sparsejax.data import ItemFeatures
 from sparsejax.data.files.names import Names
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.predicting import Export, Exported, Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
-from sparsejax.runs.options import (
-    Correcting,
-    Measuring,
-    Reading,
-    Recommending,
-    Training,
-)
 
 # Lowers what a model will run, which has shapes in place of arrays. Returns what compiles it.
 Ahead = Callable[[Any], Callable[[], object]]
-# Which columns of a table of interactions hold what.
-COLUMNS = (
-    *("user", "item", "value", "time", "indicator"),
-    *("delimiter", "separator", "time_format"),
-)
-# How held-out items count, and which are ranked.
-COUNTING = ("unknown", "unknown_users", "keep_seen")
-# How probabilities of clicks are corrected.
-CORRECTING = ("calibrate", "method", "negatives_kept")
-# How files are followed that appear.
-FOLLOWING = ("follow", "changes", "export_seconds")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -77,25 +63,17 @@ class Runs(abc.ABC):
     Attributes:
       name: of the kind.
       numbered: what the columns of the data are, in messages.
-      unused: by method of `Run` the arguments that the kind has no use for.
+      ranks_items: whether the models have items to rank, and vectors of them.
     """
 
     name: ClassVar[str]
     numbered: ClassVar[str] = "items"
-    unused: ClassVar[Mapping[str, Collection[str]]] = {}
+    ranks_items: ClassVar[bool] = True
 
     @property
     def kind(self) -> Kind:
         """The kind of the same name."""
         return kind_called(self.name)
-
-    def check(self, method: str, given: Collection[str]) -> None:
-        """Raises ValueError if an argument was given that the kind has no use for."""
-        for name in self.unused.get(method, ()):
-            if name in given:
-                raise ValueError(
-                    f"{name} is of no use for a model of {self.name}: leave it out"
-                )
 
     def metric(self, k: int) -> str:
         """The validation metric that decides."""
@@ -201,27 +179,57 @@ class Runs(abc.ABC):
         return known
 
     @abc.abstractmethod
-    def evaluate(self, measuring: Measuring, run: Opened) -> Mapping[str, float]:
-        """The metrics of a run."""
+    def evaluate(
+        self, measuring: Evaluate, reading: Reading, run: Opened
+    ) -> Mapping[str, float]:
+        """The metrics of a run.
+
+        Args:
+          measuring: what is measured.
+          reading: how files are read.
+          run: the run.
+        """
 
     @abc.abstractmethod
     def recommend(
         self,
-        recommending: Recommending,
+        recommending: Recommend,
+        reading: Reading,
         run: Opened,
         check: Callable[[Names], None] | None = None,
+        hint: str = "",
     ) -> tuple[Any, Any]:
         """The names of rows, and their recommendations; or None, and probabilities.
 
         Args:
           recommending: what is recommended.
+          reading: how files are read.
           run: by which run.
           check: called with the names of rows before the model is.
+          hint: what to say after an error about these names.
         """
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
         """The model of a run, which may be corrected."""
         return run.model()
+
+    def export(self, asked: Export, reading: Reading, run: Opened) -> None:
+        """Writes the predictor of a run."""
+        from sparsejax.verbs.export import export_with_answer
+
+        model = self.corrected(run, asked, reading)
+        if getattr(model, "uses_times", False):
+            reading.say(
+                "note: the predictor recommends without times; export_predictor in Python, "
+                "with the data as names, makes one that reads them"
+            )
+        export_with_answer(
+            model,
+            asked.path,
+            names=run.known,
+            item_features=run.item_features(),
+            **asked.useful(self.name, Exported),
+        )
 
     def user_vectors(self, inputs: Any, reading: Reading, run: Opened) -> Any:
         """The vectors of the rows of some data, and their names."""
@@ -230,7 +238,7 @@ class Runs(abc.ABC):
         )
 
     @abc.abstractmethod
-    def report(self, measuring: Measuring, run: Opened) -> dict[str, Any]:
+    def report(self, measuring: Paged, reading: Reading, run: Opened) -> dict[str, Any]:
         """Arguments of `write_report` that depend on the data."""
 
 
@@ -245,6 +253,8 @@ class Opened(Protocol):
     def known(self) -> Any: ...
 
     def model(self, ahead: Ahead | None = None) -> Any: ...
+
+    def item_features(self) -> ItemFeatures | None: ...
 
 
 @functools.cache

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import os
 import re
 import warnings
@@ -26,7 +25,7 @@ from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
 from sparsejax.engine.train.checkpoint import fingerprint
-from sparsejax.runs.options import Reading
+from sparsejax.options.reading import Reading
 
 
 def dates_of(data: Any) -> list[str]:
@@ -60,7 +59,7 @@ def read_file(
         data = source if features is None else source.align_features(features)
         return data.without_values() if indicator else data
     if _has_histories(source):
-        silent = dataclasses.replace(reading, value=None, say=Reading().say)
+        silent = reading.replaced(value=None).noting(told=lambda _: None)
         histories = read_histories(source, silent)
         data = histories.to_sparse()
         reading.say(

@@ -2,57 +2,50 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
-import inspect
 import os
 import pathlib
 import shutil
 import tempfile
 import weakref
-from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 
 from sparsejax.codec import ModelConfig
-from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset
-from sparsejax.data.files.columns import BY_NAME, Column, TimeColumn
+from sparsejax.data import (
+    ClickDataset,
+    ItemFeatures,
+    SequenceDataset,
+    SparseDataset,
+)
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets.click_schema import ClickSchema
-from sparsejax.embeddings.config import Unknown
-from sparsejax.embeddings.row_codes import TableDtype
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.kinds.kind import kind_of, used
+from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.runs import folders, kind, training
+from sparsejax.options.measuring import Evaluate, Report
+from sparsejax.options.option import takes
+from sparsejax.options.predicting import Export, Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Load, Train, Training, TrainMore
+from sparsejax.runs import folders, kind
 from sparsejax.runs.folders import Folder, Settings
-from sparsejax.runs.kind import CORRECTING, Ahead, Runs, Source
+from sparsejax.runs.kind import Ahead, Runs, Source
 from sparsejax.runs.models import DEFAULT_MODEL, MODELS
-from sparsejax.runs.options import (
-    Correcting,
-    Measuring,
-    Reading,
-    Recommending,
-    Training,
-)
 from sparsejax.runs.reading import is_file
-from sparsejax.verbs.export import export_with_answer
+from sparsejax.runs.training import train
 from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder
 
 _Path = str | os.PathLike[str]
-# Arguments of `Run.train` that a run which goes on has already.
-_OF_MODEL = "model", "config", "schema", "dynamic"
 # The model of clicks that is trained unless another one is named.
 _OF_CLICKS = "dlrm"
-# Arguments of `Run.train` and `Run.load` that say how files are read.
-_READING = (
-    *("format", "user", "item", "value", "time"),
-    *("delimiter", "separator", "time_format", "indicator", "skip_bad_lines"),
-)
 
 
 class Run:
@@ -88,182 +81,63 @@ class Run:
         )
 
     @classmethod
-    def train(
-        cls,
-        data: Any,
-        directory: _Path | None = None,
-        *,
-        model: str | None = None,
-        config: NetworkConfig | ModelConfig | None = None,
-        schema: ClickSchema | None = None,
-        dynamic: int | None = None,
-        validation: Any = None,
-        k: int | None = None,
-        patience: int | None = None,
-        negatives: int | None = None,
-        optimizer: str | None = None,
-        learning_rate: float | None = None,
-        weight_decay: float | None = None,
-        warmup_epochs: float = 0.0,
-        decay: Literal["cosine", "none"] | None = None,
-        batch_size: int | None = None,
-        num_epochs: int | None = None,
-        chunk_rows: int | None = None,
-        follow: bool = False,
-        changes: _Path | None = None,
-        export_seconds: float | None = None,
-        item_features: Any = None,
-        fused: bool = False,
-        deterministic: bool = False,
-        seed: int = 0,
-        checkpoint_seconds: float = 30.0,
-        resume: bool = False,
-        format: str | None = None,
-        user: Column = None,
-        item: Column = None,
-        value: Column = None,
-        time: TimeColumn = BY_NAME,
-        delimiter: str | None = None,
-        separator: str | None = None,
-        time_format: str | None = None,
-        indicator: bool = False,
-        skip_bad_lines: bool = False,
-        log: Callable[[int, Mapping[str, float]], None] | None = None,
-    ) -> Run:
+    @takes(Train)
+    def train(cls, asked: Train) -> Run:
         """Trains a model, by the settings that suit most data.
-
-        Args:
-          data: a file, a folder or an address, see `read`; a table of polars, pandas or
-            Arrow; or a data set. Histories are a `SequenceDataset`, or what
-            `read_sequences` takes; clicks a `ClickDataset`, or what `read_clicks` takes.
-          directory: a new folder for the run. Without one the run is kept in a temporary
-            folder until it is saved.
-          model: "autoencoder" learns which items go together, and is the default. It sees
-            neither order nor repeats, also of histories. "sasrec",
-            "hstu" and "gru" learn what comes next in histories. "dlrm", the default for
-            clicks, "dcn", "deepfm" and "wide_deep" predict clicks.
-          config: the configuration of the model, in place of one that suits the data.
-          schema: what the columns of a file of clicks are.
-          dynamic: of clicks with a `KeyColumn`, how many rows the dynamic table of each has. A
-            `config` also says which ids they keep, see `DynamicTables`.
-          validation: what to measure after each epoch: a file or data of held-out entries; a
-            share to hold out of the data, such as .1; or "last", the last entry of each row
-            by time. The model is then that of the best epoch.
-          k: cut-off of the validation metrics of items; 20 by default.
-          patience: stop when nDCG, or of clicks AUC, has not risen for so many epochs.
-          negatives: of histories, the loss is over so many items, drawn for each batch.
-          optimizer: name of the optimizer, see `sparsejax.optimizers.get`.
-          learning_rate: the highest learning rate; .002 by default, of clicks .005.
-          weight_decay: of `adamw`, `sgd`, `momentum` and `nesterov`; of clicks by default
-            4 (12,000 / examples)^(1/3), but at most 5; up to 8 for many rare categories.
-          warmup_epochs: epochs over which the learning rate rises.
-          decay: "cosine", the default, lets the learning rate fall to 0 at the last epoch;
-            "none" keeps it, as `follow` does.
-          batch_size: rows a step; 512 by default, of histories 256, of clicks the power of 2
-            that is nearest to the root of the number of examples, 64 to 4,096.
-          num_epochs: passes over the data; by default as `sparsejax.training.recipe` has it.
-          chunk_rows: read a Parquet file while training, so many rows at a time.
-          follow: of clicks with dynamic tables: train on each file of a folder or a store once,
-            in the order of their names, and on those that come later, until Ctrl-C (of the
-            command also SIGTERM). Then the run is returned. The learning rate stays.
-          changes: with `follow`, folder to which `export_changes` writes what has changed.
-          export_seconds: between two exports of changes; 60 by default.
-          item_features: what the items are: a file or a table, see `read_item_features`, or
-            `ItemFeatures`. Items that are in no event are recommended, too.
-          fused: see `fit`; so are `deterministic`, `seed`, `checkpoint_seconds` and `log`.
-          resume: go on from the last checkpoint in `directory`.
-          format: of files, see `read`; so are `user`, `item`, `value`, `time`, `delimiter`,
-            `separator`, `time_format`, `indicator` and `skip_bad_lines`. The methods of the
-            run read further files alike.
 
         Raises:
           DataError: a file cannot be read.
           FileExistsError: the directory exists, and holds something.
           ValueError: settings do not go together, or are of no use for this kind of model.
         """
-        given = {n: v for n, v in locals().items() if n not in ("cls", "data", "log")}
-        if config is None:
-            name = _model_of(data, model, schema)
+        if asked.config is None:
+            name = _model_of(asked.data, asked.model, asked.schema)
             config, suited = kind.called(MODELS[name]).described(name)
         else:
-            suited = ()
-            _check_config(config, model)
-        return cls._trained(given, data, config, suited, None, log)
+            config, suited = asked.config, ()
+            _check_config(config, asked.model)
+        return cls._trained(asked.as_type(Training, config=config, suited=suited))
 
     @classmethod
-    def _trained(
-        cls,
-        given: Mapping[str, Any],
-        data: Any,
-        config: Any,
-        suited: Collection[str],
-        origin: pathlib.Path | None,
-        log: Callable[[int, Mapping[str, float]], None] | None,
-    ) -> Run:
-        """A new run, by arguments of `train`; of those left out the defaults count."""
-        runs = kind.runs_of(config)
-        options = _changed("train", given)
-        runs.check("train", options.keys())
-        _check_columns(data, options.keys())
-        reading = Reading(**{n: options.pop(n) for n in _READING if n in options})
-        directory = options.pop("directory", None)
-        for name in ("model", "config"):
-            options.pop(name, None)
+    def _trained(cls, training: Training) -> Run:
+        """A new run."""
+        runs = kind.runs_of(training.config)
+        training.check_kind(runs.name)
+        _check_columns(training)
         config = runs.with_negatives(
-            config, options.pop("negatives", None), origin is not None
+            training.config, training.negatives, training.origin is not None
         )
-        config = runs.with_dynamic(config, options.pop("dynamic", None))
-        asked = Training(
-            data=data,
-            config=config,
-            suited=suited,
-            origin=origin,
-            reading=reading,
-            **options,
-        )
+        config = runs.with_dynamic(config, training.dynamic)
+        directory, log = training.directory, training.log
         owned = directory is None
         if owned:
-            _check_temporary(asked)
+            _check_temporary(training)
             directory = tempfile.mkdtemp(prefix="sparsejax-run-")
         report = None if log is None else (lambda _, step, entry: log(step, entry))
         try:
-            source = training.train(pathlib.Path(directory), asked, log=report)
-            opened = Folder.of(directory)
+            source = train(
+                pathlib.Path(directory), training.replaced(config=config), log=report
+            )
+            opened = Folder.of(os.fspath(directory))
         except BaseException:
             if owned:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
+        reading = training.as_type(Reading)
         return cls(_Kept(opened, _shown(source), owned=owned), reading)
 
     @classmethod
-    def load(
-        cls,
-        directory: _Path,
-        *,
-        format: str | None = None,
-        user: Column = None,
-        item: Column = None,
-        value: Column = None,
-        time: TimeColumn = BY_NAME,
-        delimiter: str | None = None,
-        separator: str | None = None,
-        time_format: str | None = None,
-        indicator: bool = False,
-        skip_bad_lines: bool = False,
-    ) -> Run:
+    @takes(Load)
+    def load(cls, asked: Load) -> Run:
         """A run that `save`, `train` or `sparsejax train` has written.
 
         Its data is not there: what the model is shown is given as `inputs`.
 
-        Args:
-          directory: the folder.
-          format: how the methods of the run read files, see `read`; so are the others.
-
         Raises:
           ValueError: this is not a run folder, or it is damaged.
         """
-        given = {n: v for n, v in locals().items() if n in _READING}
-        return cls(_Kept(Folder.of(pathlib.Path(directory))), Reading(**given))
+        folder = Folder.of(pathlib.Path(asked.directory))
+        return cls(_Kept(folder), asked.as_type(Reading))
 
     def save(self, directory: _Path) -> None:
         """Writes the run to a folder, whole or not at all.
@@ -283,9 +157,8 @@ class Run:
 
         processes.in_first(copy)
 
-    def train_more(
-        self, data: Any, directory: _Path | None = None, **options: Any
-    ) -> None:
+    @takes(TrainMore)
+    def train_more(self, asked: TrainMore) -> None:
         """Trains the model on: this run becomes that of the new training.
 
         Items, and categories of clicks, that the model does not know are added behind those
@@ -294,26 +167,21 @@ class Run:
         kind and its learning rate is constant, else it begins anew. The folder of the run so
         far stays as it is.
 
-        Args:
-          data: as for `train`; columns of clicks are those of the run. It should hold all
-            interactions that count: what only earlier data had is gradually forgotten.
-          directory: as for `train`.
-          options: arguments of `train`, except `model`, `config`, `schema` and `dynamic`. Files
-            are read as before, unless columns are named.
+        The columns of clicks are those of the run. The data should hold all interactions that
+        count: what only earlier data had is gradually forgotten. Files are read as before,
+        unless columns are named.
 
         Raises:
-          TypeError: `train` has no such argument.
           ValueError: see `train`.
         """
-        for name in options:
-            if name not in _defaults("train") or name in _OF_MODEL:
-                raise TypeError(f"train_more() has no argument {name!r}")
-        log = options.pop("log", None)
-        given = {"directory": directory, **options}
-        if is_file(data):
-            given = self._reading.columns() | given
-        config = self.settings.network
-        new = Run._trained(given, data, config, (), self.directory, log)
+        if is_file(asked.data):
+            names = self._reading.given - asked.given
+            before = {name: getattr(self._reading, name) for name in names}
+            asked = asked.replaced(**before).noting(given=asked.given | names)
+        training = asked.as_type(
+            Training, config=self.settings.network, origin=self.directory
+        )
+        new = Run._trained(training)
         self._kept, self._reading = new._kept, new._reading
 
     @property
@@ -350,71 +218,19 @@ class Run:
     def _runs(self) -> Runs:
         return self.settings.runs
 
-    def evaluate(
-        self,
-        heldout: Any = None,
-        *,
-        inputs: Any = None,
-        history: Collection[Any] = (),
-        fold_in: float | None = None,
-        seed: int | None = None,
-        candidates: Any = None,
-        popularity: Any = None,
-        baselines: bool = False,
-        groups: str | None = None,
-        by: Literal["entries"] | None = None,
-        k: int | Sequence[int] | None = None,
-        unknown: Literal["miss", "skip"] = "miss",
-        unknown_users: Literal["count", "skip"] = "count",
-        exclude_seen: bool = True,
-        exclude_items: Collection[str] = (),
-        only_items: Collection[str] | None = None,
-        keep_rows: bool = False,
-        calibrate: Any = None,
-        method: Literal["platt", "isotonic"] | None = None,
-        negatives_kept: float | None = None,
-    ) -> Mapping[str, float]:
+    @takes(Evaluate)
+    def evaluate(self, asked: Evaluate) -> Mapping[str, float]:
         """How well the model finds held-out items, or predicts clicks; see `evaluate`.
-
-        Args:
-          heldout: a file, a table or data that the model should find; of clicks the examples
-            to measure on.
-          inputs: what the model is shown; by default what it was trained on.
-          history: more of what it is shown.
-          fold_in: in place of `heldout`, see `evaluate`.
-          seed: see `evaluate`; so are `candidates`, `unknown` and `unknown_users`.
-          popularity: what the baseline counts, by default `inputs`.
-          baselines: also measure nearest items and EASE.
-          groups: of clicks, a column of categories: also measure the AUC within each.
-          by: "entries" measures items with few and with many entries apart, see `evaluate`.
-          k: cut-off, or several; 20 by default.
-          exclude_seen: do not rank what a row has in `inputs`.
-          exclude_items: names of items that nobody is recommended, see `evaluate`.
-          only_items: names of the only items that are ranked.
-          keep_rows: keep the figures of each row, for `compare`.
-          calibrate: of clicks, examples by which the probabilities are corrected first, see
-            `calibrate`; so are `method` and `negatives_kept`.
 
         Raises:
           ValueError: see `evaluate`; or `inputs` are needed.
         """
-        given = {n: v for n, v in locals().items() if n != "self"}
-        inputs = self._inputs("evaluate", inputs)
-        return self._runs.evaluate(
-            self._measuring("evaluate", given, inputs), self._kept
-        )
+        asked.check_kind(self._runs.name)
+        asked = asked.replaced(inputs=self._inputs("evaluate", asked.inputs))
+        return self._runs.evaluate(asked, self._reading, self._kept)
 
-    def recommend(
-        self,
-        users: Sequence[str] | None = None,
-        k: int = 10,
-        *,
-        inputs: Any = None,
-        exclude_seen: bool = True,
-        exclude: Any = None,
-        exclude_items: Collection[str] = (),
-        only_items: Collection[str] | None = None,
-    ) -> Recommendations:
+    @takes(Recommend)
+    def recommend(self, asked: Recommend) -> Recommendations:
         """The best items for rows, with their names: see `Recommendations.names`.
 
         >>> run = Run.train(train, num_epochs=1)
@@ -422,33 +238,17 @@ class Run:
         >>> [len(names) for names in found.names()]
         [3, 3]
 
-        Args:
-          users: names of rows, in any order; all rows by default.
-          k: items a row.
-          inputs: the rows, also of new users; by default what the model was trained on. Lists
-            of names of items will do, such as `[["tea", "milk"], ["rye"]]`, in their order.
-          exclude_seen: do not recommend what a row has in `inputs`.
-          exclude: a file, a table or data: do not recommend what a row has there.
-          exclude_items: names of items that nobody is recommended, such as those sold out.
-          only_items: names of the only items that are recommended.
-
         Raises:
           ValueError: there is no such row, or `inputs` are needed; the model is of clicks,
             for which there is `predict`.
         """
-        if self._runs.name == "clicks":
+        if not self._runs.ranks_items:
             raise ValueError("a model of clicks has no items to rank: use predict")
-        recommending = Recommending(
-            inputs=self._inputs("recommend", inputs),
-            users=[users] if isinstance(users, str) else users,
-            k=k,
-            keep_seen=not exclude_seen,
-            exclude=exclude,
-            exclude_items=exclude_items,
-            only_items=only_items,
-            reading=self._reading,
+        users = [asked.users] if isinstance(asked.users, str) else asked.users
+        asked = asked.replaced(
+            inputs=self._inputs("recommend", asked.inputs), users=users
         )
-        rows, found = self._runs.recommend(recommending, self._kept)
+        rows, found = self._runs.recommend(asked, self._reading, self._kept)
         return found.named(rows, self.known)
 
     def predict(self, examples: Any) -> np.ndarray:
@@ -460,10 +260,10 @@ class Run:
         Raises:
           ValueError: the model is not of clicks.
         """
-        if self._runs.name != "clicks":
+        if self._runs.ranks_items:
             raise ValueError(f"a model of {self._runs.name} ranks items: use recommend")
-        recommending = Recommending(inputs=examples, reading=self._reading)
-        return self._runs.recommend(recommending, self._kept)[1]
+        asked = Recommend(inputs=examples)
+        return self._runs.recommend(asked, self._reading, self._kept)[1]
 
     def similar(self, items: Sequence[str], k: int = 10) -> Recommendations:
         """The most similar items of each item, with their names and cosines.
@@ -475,110 +275,42 @@ class Run:
         Raises:
           ValueError: there is no such item, or the model is of clicks.
         """
-        if self._runs.name == "clicks":
+        if not self._runs.ranks_items:
             raise ValueError("a model of clicks has no items")
         items = [items] if isinstance(items, str) else items
         found = similar_items(self.model, items, k, names=self.known)
         return found.named(items, self.known)
 
-    def report(
-        self,
-        path: _Path,
-        heldout: Any = None,
-        *,
-        inputs: Any = None,
-        groups: str | None = None,
-        k: int | Sequence[int] | None = None,
-        unknown: Literal["miss", "skip"] = "miss",
-        unknown_users: Literal["count", "skip"] = "count",
-        exclude_seen: bool = True,
-        titles: Any = None,
-    ) -> None:
-        """Writes an HTML page about the run, see `write_report`.
-
-        Args:
-          path: the file.
-          heldout: as for `evaluate`, whose metrics the page then shows; so are the others.
-          titles: what to show for the names of items: a dict; or a file or a table, whose
-            first column has the names and whose second one has the titles.
-        """
-        given = {n: v for n, v in locals().items() if n not in ("self", "path")}
+    @takes(Report)
+    def report(self, asked: Report) -> None:
+        """Writes an HTML page about the run, see `write_report`."""
         from sparsejax.runs.report import write_report
 
-        if inputs is None and self._runs.name != "clicks":
-            inputs = self._kept.data
-        measuring = self._measuring("report", given, inputs)
+        asked.check_kind(self._runs.name)
+        if asked.inputs is None and self._runs.ranks_items:
+            asked = asked.replaced(inputs=self._kept.data)
+        titles = asked.titles
         write_report(
-            path,
+            asked.path,
             history=self.history,
             title=self.settings.data,
             settings=self.settings.described(),
             titles=None if titles is None else read_titles(titles),
-            **self._runs.report(measuring, self._kept),
+            **self._runs.report(asked, self._reading, self._kept),
         )
 
-    def export(
-        self,
-        path: _Path,
-        *,
-        k: int | None = None,
-        table_dtype: TableDtype | None = None,
-        unknown_ids: Unknown | None = None,
-        int8: bool = False,
-        batch_size: int = 512,
-        calibrate: Any = None,
-        method: Literal["platt", "isotonic"] | None = None,
-        negatives_kept: float | None = None,
-    ) -> None:
+    @takes(Export)
+    def export(self, asked: Export) -> None:
         """Writes a predictor, see `export_predictor`. It knows the names of the items.
 
         The file also has an example with its answer, which a service compares with its own.
-
-        Args:
-          path: the file.
-          k: of items, the most that are recommended to a row; 10 by default.
-          table_dtype: of clicks, see `export_predictor`; so is `unknown_ids`.
-          int8: of items and histories, see `export_predictor`.
-          batch_size: most rows that are scored at a time.
-          calibrate: of clicks, examples by which the probabilities are corrected, see
-            `calibrate`; so are `method` and `negatives_kept`.
         """
-        given = {n: v for n, v in locals().items() if n not in ("self", "path")}
-        changed = _changed("export", given)
-        self._runs.check("export", changed.keys())
-        correcting = Correcting(**_part_of(changed, CORRECTING))
-        export_with_answer(
-            self._runs.corrected(self._kept, correcting, self._reading),
-            path,
-            names=self.known,
-            item_features=self._kept.opened.item_features(),
-            batch_size=batch_size,
-            table_dtype=table_dtype,
-            unknown_ids=unknown_ids,
-            **used(
-                self._runs.kind,
-                "export_predictor",
-                {"k": 10 if k is None else k, "int8": int8},
-            ),
-        )
-
-    def _measuring(
-        self, method: str, given: Mapping[str, Any], inputs: Any
-    ) -> Measuring:
-        """The arguments of a method, with the `inputs` that are meant."""
-        options = _changed(method, given)
-        self._runs.check(method, options.keys())
-        keep_seen = not options.pop("exclude_seen", True)
-        options["inputs"] = inputs
-        options.pop("titles", None)
-        correcting = Correcting(**_part_of(options, CORRECTING))
-        how = {"keep_seen": keep_seen, "correcting": correcting}
-        rest = {n: v for n, v in options.items() if n not in CORRECTING}
-        return Measuring(**rest, **how, reading=self._reading)
+        asked.check_kind(self._runs.name)
+        self._runs.export(asked, self._reading, self._kept)
 
     def _inputs(self, method: str, inputs: Any) -> Any:
         """The data that the model is shown, if that is not the examples to measure on."""
-        if inputs is not None or self._runs.name == "clicks":
+        if inputs is not None or not self._runs.ranks_items:
             return inputs
         if self._kept.data is None:
             raise ValueError(
@@ -613,6 +345,10 @@ class _Kept:
         """The model that `load_model` returns. Nothing is compiled ahead."""
         return self.modules[0]
 
+    def item_features(self) -> ItemFeatures | None:
+        """The content of the items; None if they have none."""
+        return self.opened.item_features()
+
 
 def _model_of(data: Any, model: str | None, schema: ClickSchema | None) -> str:
     """The name of the model that is meant.
@@ -640,17 +376,18 @@ def _check_config(config: Any, model: str | None) -> None:
         raise ValueError(f"model={model!r}: config describes {found}; leave one out")
 
 
-def _check_columns(data: Any, given: Collection[str]) -> None:
+def _check_columns(training: Training) -> None:
     """Raises ValueError where data that has been read comes with how to read a file."""
-    if is_file(data):
+    if is_file(training.data):
         return
-    is_table = hasattr(data, "__arrow_c_stream__")
-    of_files = "format", "delimiter", "skip_bad_lines"
-    unused = of_files if is_table else set(_READING) - {"indicator"}
-    for name in _READING:
-        if name in given and name in unused:
-            what = "a table" if is_table else "a data set, which has been read"
-            raise ValueError(f"{name} is of no use for {what}: leave it out")
+    is_table = hasattr(training.data, "__arrow_c_stream__")
+    of_files = {"format", "delimiter", "skip_bad_lines"}
+    names = {f.name for f in dataclasses.fields(Reading)}
+    for name in sorted(
+        training.given & (of_files if is_table else names - {"indicator"})
+    ):
+        what = "a table" if is_table else "a data set, which has been read"
+        raise ValueError(f"{name} is of no use for {what}: leave it out")
 
 
 def _check_temporary(training: Training) -> None:
@@ -667,27 +404,3 @@ def _shown(source: Source) -> Any:
     """The data that a run shows its model later: the data, unless it is on disk."""
     in_memory = SparseDataset | SequenceDataset | ClickDataset
     return source.everything if isinstance(source.everything, in_memory) else None
-
-
-@functools.cache
-def _defaults(method: str) -> dict[str, Any]:
-    """The arguments of a method of `Run`, and their defaults."""
-    parameters = inspect.signature(getattr(Run, method)).parameters
-    return {name: found.default for name, found in parameters.items()}
-
-
-def _part_of(options: Mapping[str, Any], names: Collection[str]) -> dict[str, Any]:
-    """The options of these names."""
-    return {name: value for name, value in options.items() if name in names}
-
-
-def _changed(method: str, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The arguments that are not what they are by default."""
-    defaults = _defaults(method)
-
-    def is_default(name: str, value: Any) -> bool:
-        default = defaults[name]
-        plain = isinstance(value, str | float | int | tuple)
-        return value is default or (plain and value == default)
-
-    return {n: v for n, v in given.items() if not is_default(n, v)}

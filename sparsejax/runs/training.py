@@ -17,10 +17,10 @@ from sparsejax.kinds.content import set_content, sizes_of
 from sparsejax.kinds.kind import Defaults, kind_of, used
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Training
 from sparsejax.runs import folders, following, linear_parts
 from sparsejax.runs.folders import Settings
 from sparsejax.runs.kind import Runs, Source, runs_of
-from sparsejax.runs.options import Training
 from sparsejax.runs.reading import name_of
 from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.fit import fit
@@ -55,7 +55,7 @@ def train(
     following.check(training, directory)
     stopping = _early_stopping(training, runs)
     if training.follow:  # each file is an epoch, and the rate has no end to fall to
-        training = dataclasses.replace(training, num_epochs=1, decay="none")
+        training = training.replaced(num_epochs=1, decay="none")
     source = source_of(training)
     config, chosen = runs.suited(training.config, training, source)
     restored = training.resume and folders.has_checkpoints(directory)
@@ -64,12 +64,12 @@ def train(
         if config != (kept := _with_dtype_of(begun, config)):
             config, chosen = kept, ""
     if chosen:
-        training.reading.say(chosen)
+        training.say(chosen)
     check_seed(training.seed)
     settings = settings_of(training, config, source)
     steps = steps_of_epoch(source.chunks, settings.batch_size)
     if training.num_epochs is None and settings.num_epochs * steps < _FEW_STEPS:
-        training.reading.say(
+        training.say(
             f"an epoch has {steps} steps, and {settings.num_epochs} is the default here, which "
             "is little to learn from: give a smaller batch_size, or more by num_epochs=..."
         )
@@ -313,7 +313,7 @@ def _continued(
     )
     added = settings.num_features - before.num_features
     what = "goes on with its state" if kept else "begins anew"
-    training.reading.say(
+    training.say(
         f"{training.origin}: {before.num_features:,} {before.runs.numbered} are known, "
         f"{added:,} are new; the optimizer {what}"
     )

@@ -14,10 +14,10 @@ from run_folders import (
 )
 
 import sparsejax as sj
-from sparsejax.cli import flags
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
 from sparsejax.data.events import sniff
+from sparsejax.options import reading
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_standard_output_that_is_closed(tmp_path):
 
 
 def test_formats_are_those_of_the_readers():
-    assert typing.get_args(flags.Format) == typing.get_args(sniff.Format)
+    assert typing.get_args(reading.Format) == typing.get_args(sniff.Format)
 
 
 def test_a_bug_is_not_hidden(small, monkeypatch):

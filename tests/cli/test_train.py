@@ -20,8 +20,8 @@ from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.progress import Estimate
 from sparsejax.kinds.kind import kind_of
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
+from sparsejax.options.training import Training
 from sparsejax.runs import folders, training
-from sparsejax.runs.options import Training
 from sparsejax.sequence.config import SASRecConfig
 from sparsejax.verbs.recipe import recipe
 

@@ -269,8 +269,8 @@ def test_it_was_killed_before_the_first_checkpoint_of_the_best(
     monkeypatch.setattr(tune, "interval", lambda *_: "")
     argv += ["--trials", "1", "--epochs", "2"]
     assert main(argv) == 0 and not final[0].resume
-    final[0].run.mkdir()
+    final[0].directory.mkdir()
     for name in left:
-        (final[0].run / name).touch()
+        (final[0].directory / name).touch()
     assert main(argv) == 0
-    folders.check_folder(final[1].run, resume=final[1].resume)
+    folders.check_folder(final[1].directory, resume=final[1].resume)

@@ -1,7 +1,5 @@
 """Messages of Python in the words of the command line."""
 
-import pathlib
-
 import pytest
 
 import sparsejax as sj
@@ -9,9 +7,7 @@ from sparsejax.cli import flags
 from sparsejax.cli.wording import in_flags
 from sparsejax.data.sets.split import warn_of_repeats
 
-TRAIN = flags.Train(data="data", run=pathlib.Path("run"))
-CONVERT = flags.Convert(input="in", output=pathlib.Path("out"))
-EVALUATE = flags.Evaluate(run=pathlib.Path("run"), train="train")
+TRAIN, CONVERT, EVALUATE = flags.Train, flags.Convert, flags.Evaluate
 
 
 @pytest.mark.parametrize(
@@ -57,9 +53,7 @@ def test_advice_is_of_the_command_line():
     )
     with pytest.warns(UserWarning) as warned:
         warn_of_repeats(1, 2)
-    said = in_flags(
-        str(warned[0].message), flags.Split(data="x", by="last", out=pathlib.Path("x"))
-    )
+    said = in_flags(str(warned[0].message), flags.Split)
     assert said.endswith("--by last --histories, whose parts train takes, too")
     # DATA may be a part of such a split. Then it is split once more, and nothing else helps.
     said = in_flags(str(warned[0].message), TRAIN)

@@ -9,8 +9,8 @@ from contents import contents
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.options.reading import Reading
 from sparsejax.runs.clicks import RUNS
-from sparsejax.runs.options import Reading
 
 LINES = 1500
 

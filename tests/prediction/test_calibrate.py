@@ -15,8 +15,10 @@ from run_folders import parameters
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.kinds.clicks.calibrate import isotonic, platt
+from sparsejax.options.measuring import Correcting
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 from sparsejax.runs.clicks import RUNS
-from sparsejax.runs.options import Correcting, Reading, Training
 
 SCHEMA = sj.ClickSchema(
     "click",

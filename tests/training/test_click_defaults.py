@@ -16,8 +16,10 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.kinds.clicks.worth import compared, regression
 from sparsejax.kinds.kind import kind_called
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 from sparsejax.runs.kind import called
-from sparsejax.runs.options import Measuring, Training
 from sparsejax.runs.training import settings_of
 from sparsejax.sparse import CSR
 
@@ -241,11 +243,11 @@ def test_categories_that_share_an_id_are_told(tmp_path):
             found = sj.evaluate(model, clicks, groups="user")
         assert len(told) == 1 and told[0].filename == __file__
         assert found["groups"] < 40
-        measuring = Measuring(inputs=None, heldout=str(path), groups="user")
+        measuring = Evaluate(heldout=str(path), groups="user")
         run: Any = SimpleNamespace(known=clicks.rows(slice(0)), model=lambda: model)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "predicting the share")
-            exact = called("clicks").evaluate(measuring, run)
+            exact = called("clicks").evaluate(measuring, Reading(), run)
         assert exact["groups"] == 40
         assert exact["group_auc"] == pytest.approx(wanted.auc, abs=1e-6)
     schema = sj.ClickSchema("click", dense, {"user": sj.data.VocabularyColumn()})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import enum
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NoReturn
@@ -11,24 +10,8 @@ from typing import NoReturn
 import numpy as np
 
 from sparsejax.data.files.opening import DataError, Path
+from sparsejax.options.reading import BY_NAME, Column, TimeColumn
 from sparsejax.sparse import CSR
-
-Column = int | str | None
-
-
-class ByName(enum.Enum):
-    """A choice that is left to the names of the columns."""
-
-    BY_NAME = enum.auto()
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-BY_NAME = ByName.BY_NAME
-
-# The column of times. None leaves times out: then the order of the file is meant.
-TimeColumn = Column | ByName
 
 # The names by which a column is known. Each belongs to one role. They are compared without
 # case, white space, "_", "-" and ".", in the singular or the plural. Those of users and

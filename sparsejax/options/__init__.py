@@ -1,0 +1,1 @@
+"""The options of each verb: each is stated once, for Python and for the command line."""
