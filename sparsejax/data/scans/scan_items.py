@@ -14,7 +14,7 @@ from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import parquet, stored
 from sparsejax.data.files.columns import Chosen, Column
 from sparsejax.data.files.entries import Entries
-from sparsejax.data.files.names import Names, of_features, quoted
+from sparsejax.data.files.names import Names, quoted
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.prepared.folder import DataFolder
@@ -192,16 +192,9 @@ def scan_parquet(
         with_user=False,
         with_time=False,
     )
-    groups = scan_tables.find_groups(files, layout)
-    if not groups:
-        raise DataError.at(path, "holds no data: there are no rows")
-    names = _names(features)
-    if names is None:
-        names = scan_tables.find_vocabulary(files, layout)
-        if not names.size:
-            raise DataError.at(path, "none of the rows has a feature")
+    groups, names = scan_tables.find_rows(path, files, layout, features)
     valued = layout.value is not None
-    scanned = ScannedDataset(path, names, not valued, chunk_rows, tuple(groups), layout)
+    scanned = ScannedDataset(path, names, not valued, chunk_rows, groups, layout)
     if features is not None:
         # This also finds other mistakes early.
         first = scanned._decode(groups[0], 0, groups[0].rows)
@@ -222,11 +215,6 @@ def _check_own(path: Path, chosen: Chosen, features: Features) -> None:
             f"{shown(path)}: is a saved data set, so it has no columns to name and "
             "has its own vocabulary; leave out user, item, value and features"
         )
-
-
-def _names(features: Features) -> Names | None:
-    """The names of a vocabulary that the caller gives, or None."""
-    return None if features is None else of_features(features)
 
 
 def _saved(

@@ -14,7 +14,7 @@ from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import parquet, stored
 from sparsejax.data.files.columns import BY_NAME, Chosen, Column, TimeColumn
 from sparsejax.data.files.entries import Entries
-from sparsejax.data.files.names import FeatureNames, Names, of_features
+from sparsejax.data.files.names import FeatureNames, Names
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.scan import Group
@@ -152,16 +152,8 @@ def scan_sequences(
     layout, _ = tables.settle_time(layout, chosen, rows)
     assert layout.source is not None
     layout.source.check_order(path)
-    groups = scan_tables.find_groups(files, layout)
-    if not groups:
-        raise DataError.at(path, "holds no data: there are no rows")
-    if features is None:
-        names = scan_tables.find_vocabulary(files, layout)
-        if not names.size:
-            raise DataError.at(path, "none of the rows has a feature")
-    else:
-        names = of_features(features)
-    return ScannedSequences(path, names, tuple(groups), layout, chunk_rows)
+    groups, names = scan_tables.find_rows(path, files, layout, features)
+    return ScannedSequences(path, names, groups, layout, chunk_rows)
 
 
 def _times_in(schema: pa.Schema) -> pa.DataType | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -16,7 +16,13 @@ from sparsejax.data.events.block import Block, encoded_names
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import spelling
 from sparsejax.data.files.entries import Entries, joined, known
-from sparsejax.data.files.names import Names, as_names, to_arrow
+from sparsejax.data.files.names import (
+    FeatureNames,
+    Names,
+    as_names,
+    of_features,
+    to_arrow,
+)
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.scan import Group
@@ -73,6 +79,29 @@ def _integers(names: pa.Array) -> np.ndarray | None:
     except pa.ArrowInvalid:
         return None
     return numbers.to_numpy() if numbers.cast(names.type).equals(names) else None
+
+
+def find_rows(
+    path: Path,
+    files: Sequence[ParquetPath],
+    layout: TableLayout,
+    features: FeatureNames | Iterable[object] | None,
+) -> tuple[tuple[Group, ...], Names]:
+    """The groups of a table's files, and its vocabulary: by default its own items.
+
+    Raises:
+      DataError: there are no rows, or none of them has an item and `features` is None. See
+        `find_groups` for others.
+    """
+    groups = find_groups(files, layout)
+    if not groups:
+        raise DataError.at(path, "holds no data: there are no rows")
+    if features is not None:
+        return tuple(groups), of_features(features)
+    names = find_vocabulary(files, layout)
+    if not names.size:
+        raise DataError.at(path, "none of the rows has a feature")
+    return tuple(groups), names
 
 
 def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group]:

@@ -350,10 +350,6 @@ class SparseDataset(NamedRows):
         return "indicator" if self.matrix.data is None else "valued"
 
     @property
-    def _named(self) -> tuple[Names, Names, Columns | None]:
-        return self.row_names, self.feature_names, self.columns
-
-    @property
     def _entries(self) -> Entries:
         matrix = self.matrix
         return Entries.of(

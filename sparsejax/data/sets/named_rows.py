@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import warnings
 from collections.abc import Iterable
-from typing import ClassVar, Literal, Self
+from typing import TYPE_CHECKING, ClassVar, Literal, Self
 
 import numpy as np
 
@@ -27,19 +27,28 @@ class UnknownFeaturesWarning(UserWarning):
 class NamedRows:
     """The base of `SparseDataset` and `SequenceDataset`: rows of entries, with names.
 
-    A subclass has `_named`, `_entries` and `_of`, and says how entries lie in a row:
-    `_in_order` and `_joined`.
+    A subclass is a dataclass, which has these fields. It has `_entries` and `_of`, and says how
+    entries lie in a row: `_in_order` and `_joined`.
     """
 
     _stored: ClassVar[stored.Kind]
 
+    if TYPE_CHECKING:
+
+        @property
+        def row_names(self) -> Names: ...
+        @property
+        def feature_names(self) -> Names: ...
+        @property
+        def columns(self) -> Columns | None: ...
+
     @property
     def num_rows(self) -> int:
-        return len(self._named[0])
+        return len(self.row_names)
 
     @property
     def num_features(self) -> int:
-        return len(self._named[1])
+        return len(self.feature_names)
 
     @property
     def num_entries(self) -> int:
@@ -57,7 +66,7 @@ class NamedRows:
         Raises:
           OSError: the file cannot be written; nothing is left behind.
         """
-        rows = stored.StoredRows(self._entries, *self._named[:2])
+        rows = stored.StoredRows(self._entries, self.row_names, self.feature_names)
         stored.write_rows(path, self._stored, rows)
 
     @classmethod
@@ -133,7 +142,7 @@ class NamedRows:
         if missing not in ("error", "empty"):
             raise ValueError(f'missing is "error" or "empty", got {missing!r}')
         wanted = _names.of_rows(rows)
-        found = _names.find_names(wanted, self._named[0])
+        found = _names.find_names(wanted, self.row_names)
         absent = wanted[found < 0]
         if not absent.size:
             return self._rows(found)
@@ -179,7 +188,7 @@ class NamedRows:
         """
         names = _names.of_features(features)
         spelled = self._spelled_like(names)
-        longer = vocabulary.appended(names, spelled._named[1])
+        longer = vocabulary.appended(names, spelled.feature_names)
         appended, _ = align_features(spelled, longer)
         vocabulary.warn_if_appended_unbalanced(appended._entries.indices, longer)
         return appended
@@ -187,11 +196,6 @@ class NamedRows:
     @property
     def _manner(self) -> str:
         """What the text of a data set says of its entries."""
-        raise NotImplementedError
-
-    @property
-    def _named(self) -> tuple[Names, Names, Columns | None]:
-        """`row_names`, `feature_names` and `columns`."""
         raise NotImplementedError
 
     @property
@@ -224,20 +228,19 @@ class NamedRows:
         feature_names: Names | None = None,
     ) -> Self:
         """A data set of these entries, with the names of this one by default."""
-        rows, features, columns = self._named
-        rows = rows if row_names is None else row_names
-        features = features if feature_names is None else feature_names
-        return self._of(entries, rows, features, columns)
+        rows = self.row_names if row_names is None else row_names
+        features = self.feature_names if feature_names is None else feature_names
+        return self._of(entries, rows, features, self.columns)
 
     def _rows(self, rows: np.ndarray, names: Names | None = None) -> Self:
         """Some rows; -1 makes an empty row. `names` has the names of all these rows."""
-        names = self._named[0][rows] if names is None else names
+        names = self.row_names[rows] if names is None else names
         return self._with(self._entries.rows(rows), names)
 
     def _spelled_like(self, vocabulary_: Names) -> Self:
         """The data set with the names of features that `names.spelled_like` gives."""
-        names = _names.spelled_like(self._named[1], vocabulary_)
-        if names is self._named[1]:
+        names = _names.spelled_like(self.feature_names, vocabulary_)
+        if names is self.feature_names:
             return self
         names, column = _names.numbered(names)
         if len(names) == self.num_features:
@@ -251,12 +254,11 @@ def align_features[Data: NamedRows](
     """Does `NamedRows.align_features`, and returns the text of its warning."""
     wanted = _names.of_features(features)
     dataset = dataset._spelled_like(wanted)
-    own = dataset._named[1]
-    column = _names.find_names(own, wanted)
+    column = _names.find_names(dataset.feature_names, wanted)
     entries = dataset._entries
     columns = column[entries.indices]
     is_known = columns >= 0
-    message = _about_unknown(is_known, own[column < 0], wanted)
+    message = _about_unknown(is_known, dataset.feature_names[column < 0], wanted)
     aligned = dataset._in_order(entries.replaced(indices=columns).keep(is_known))
     counts = entries.lengths - aligned.lengths + entries.of_rows.get("left_out", 0)
     aligned = dataclasses.replace(aligned, of_rows={"left_out": counts})

@@ -370,10 +370,6 @@ class SequenceDataset(NamedRows):
         return "no times" if self.times is None else "times"
 
     @property
-    def _named(self) -> tuple[Names, Names, Columns | None]:
-        return self.row_names, self.feature_names, self.columns
-
-    @property
     def _entries(self) -> Entries:
         return Entries.of(
             self.indptr,
