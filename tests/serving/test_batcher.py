@@ -18,7 +18,7 @@ from sparsejax.serving.batcher import (
     DeviceError,
     Failures,
 )
-from sparsejax.serving.engine import Engine, Shape
+from sparsejax.serving.engine import Engine, Shape, Size
 
 DENSE = Array(name="x", dtype="float32", shape=(1,))
 
@@ -173,6 +173,31 @@ def test_a_full_batch_is_packed_while_the_device_works(engine):
     engine.gate.set()
     service.close()
     assert engine.batches == [[1], [2, 2, 2, 3]]
+
+
+class ByEntries(Doubling):
+    """Each number says how many entries its row has; ten fill a batch."""
+
+    def __init__(self):
+        super().__init__(1, 4)
+        self.shapes = tuple(Shape(shape.rows, 10) for shape in self.shapes)
+
+    def size_of(self, given):
+        return Size(len(given[0]), (int(np.sum(given[0])),))
+
+
+def test_a_batch_with_all_entries_is_packed_while_the_device_works():
+    engine = ByEntries()
+    service = Batcher(engine)
+    service.submit(given(1))
+    begun(engine)
+    service.submit(given(4))
+    assert engine.packed_batches == 1  # the next batch may still grow
+    service.submit(given(6))
+    until(lambda: engine.packed_batches == 2)
+    engine.gate.set()
+    service.close()
+    assert engine.batches == [[1], [4, 6]]
 
 
 def test_late_and_cancelled_requests_cost_no_device_time(engine):
