@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparsejax.data.files.names import FeatureNames, as_names
+from sparsejax.data.files.names import FeatureNames, as_names, check_unique
 from sparsejax.data.reading.sources import features_of
 from sparsejax.data.sets.item_features import ItemFeatures
 from sparsejax.embeddings.collection import EmbeddingCollection
@@ -205,6 +205,7 @@ def portable_ranker(
                 f"{len(items):,} names were given but the model has "
                 f"{model.num_items:,} items"
             )
+        check_unique(items, "item")
         vocabularies[ITEMS] = items.tolist()
     model = copied(model)
     finish_vectors(model)

@@ -137,3 +137,28 @@ def test_titles_that_are_missing_repeated_or_several(tmp_path):
         read_titles(path)
     with pytest.raises(sj.DataError, match="the name of the item is empty"):
         read_titles([{"item": None, "title": "Tea"}])
+
+
+@pytest.mark.parametrize("levels", [65, 20_000, 100_000])
+@pytest.mark.parametrize("pair", [("[", "]"), ('{"a":', "}")])
+def test_json_within_json_within_json(tmp_path, levels, pair):
+    """Arrow's parser would end the process."""
+    begin, end = pair
+    path = tmp_path / "deep.jsonl"
+    line = '{"user":"ann","item":"tea","more":[["]]"]]}\n'
+    path.write_text(line + f'{{"user":"ann","item":{begin * levels}1{end * levels}}}\n')
+    with pytest.raises(
+        sj.DataError, match=r"deep\.jsonl:2: has lists or objects within"
+    ):
+        sj.read(path)
+    with pytest.raises(
+        sj.DataError, match=r"deep\.jsonl:2: has lists or objects within"
+    ):
+        sj.data.read_item_features(path)
+
+
+def test_brackets_in_text_are_no_levels(tmp_path):
+    path = tmp_path / "text.jsonl"
+    name = "[" * 99 + '\\"{'
+    path.write_text(f'{{"user":"ann","item":"{name}"}}\n')
+    assert [*sj.read(path).feature_names] == [name.replace("\\", "")]

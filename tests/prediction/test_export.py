@@ -430,6 +430,10 @@ def test_a_failed_export_leaves_the_old_file(model, path, monkeypatch):
     before = path.read_bytes()
     with pytest.raises(ValueError, match="40 names were given but the model has 41"):
         sj.export_predictor(model, path, names=range(40))
+    with pytest.raises(ValueError, match="item names must be unique, but .* 'tea'"):
+        sj.export_predictor(model, path, names=["tea"] * 41)
+    with pytest.raises(TypeError, match="k must be a whole number, got 2.5"):
+        sj.export_predictor(model, path, k=2.5)  # pyrefly: ignore
     with pytest.raises(ValueError, match="k must be at least 1"):
         sj.export_predictor(model, path, k=0)
     with pytest.raises(ValueError, match="there is no folder"):

@@ -258,6 +258,8 @@ def test_requests_that_do_not_fit(train, predictor):
         predictor.predict(dense, ids | {"user": np.zeros(4, np.int64)})
     with pytest.raises(FloatingPointError, match="NaN for example 2"):
         predictor.predict(np.where(np.arange(4)[:, None] == 2, np.nan, dense), ids)
+    with pytest.raises(TypeError, match="'item': expected a list of cells.*'tea'"):
+        predictor.predict_records(columns(3) | {"item": "tea"})
     with pytest.raises(ValueError, match="the records lack the columns .'item'."):
         predictor.predict_records({n: c for n, c in columns(4).items() if n != "item"})
     with pytest.raises(ValueError, match="row 1: .*'price' is empty, null or NaN"):

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.json
 import pyarrow.types as pt
@@ -27,6 +29,13 @@ from sparsejax.data.files.opening import (
     open_data,
 )
 
+# Arrow's parser calls itself for each level, until the process ends by a fault. Events need
+# three levels.
+_LEVELS = 64
+# The change of the level by each byte of JSON outside of text.
+_CHANGES = np.zeros(256, np.int8)
+_CHANGES[[*b"[{"]], _CHANGES[[*b"]}"]] = 1, -1
+_TEXT = re.compile(rb'"(?:[^"\\]|\\.)*"')
 # The keys that lead to a column of an object within, in the schema of a file.
 _KEYS = b"sparsejax_keys"
 
@@ -162,7 +171,27 @@ def _objects(lines: Lines) -> Iterator[tuple[int, bytes]]:
     return ((at, line) for at, line in each if line.strip())
 
 
+def _check_levels(lines: Lines) -> None:
+    """Raises DataError if lists and objects lie within each other too deep for the parser."""
+    for at, line in _objects(lines):
+        few = line.count(b"[") + line.count(b"{") <= _LEVELS
+        if (
+            not few
+            and _depth(line) > _LEVELS
+            and _depth(_TEXT.sub(b"", line)) > _LEVELS
+        ):
+            raise lines.error(
+                at, f"has lists or objects within each other, more than {_LEVELS} deep"
+            )
+
+
+def _depth(line: bytes) -> int:
+    changes = _CHANGES[np.frombuffer(line, np.uint8)]
+    return int(np.cumsum(changes, dtype=np.int32).max(initial=0))
+
+
 def _parsed(lines: Lines, schema: pa.Schema | None) -> pa.Table:
+    _check_levels(lines)
     options = pa.json.ParseOptions(
         explicit_schema=schema,
         unexpected_field_behavior="infer" if schema is None else "ignore",

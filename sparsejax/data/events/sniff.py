@@ -76,7 +76,7 @@ def guess_format(path: Path) -> Format:
     if known is not None:
         return known
     if lines[0].lstrip().startswith("{"):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(json.loads(lines[0]), dict):
                 return "jsonl"
     if guess := _guess(lines):

@@ -101,7 +101,7 @@ def _of_lines(lines: list[str]) -> tuple[str, str] | None:
     if first == "[" or first.startswith(("[{", "[ ")):
         return "a JSON array", _AS_LINES
     if first.startswith("["):
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, RecursionError):
             if isinstance(found := json.loads(first), list):
                 if len(lines) == 1 and found and isinstance(found[0], list):
                     return "a JSON array", _AS_OBJECTS

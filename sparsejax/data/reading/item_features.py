@@ -524,7 +524,10 @@ def _table(
     if start.startswith(b"{"):
         try:
             first = json.loads(start.partition(b"\n")[0])
-        except ValueError:  # an object of several lines, or a very long one
+        except (
+            ValueError,
+            RecursionError,
+        ):  # an object of several lines, or a very long one
             return _json(path)
         are_lines = any(name == "item" or role_of(name) == "item" for name in first)
         return _json_lines(path) if are_lines else _json(path)
@@ -565,7 +568,7 @@ def _json(path: Path) -> pa.Table:
             found = json.load(stream, object_pairs_hook=with_keys)
         except DataError:
             raise
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise DataError.at(path, f"is not JSON: {error}") from error
     if isinstance(found, list):
         if not all(isinstance(each, dict) for each in found):

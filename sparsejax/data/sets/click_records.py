@@ -140,6 +140,11 @@ def _array(name: str, values: Any) -> pa.Array:
         )
     if isinstance(values, pa.Array):
         return values
+    if isinstance(values, str | bytes):  # else each of its characters would be a row
+        raise TypeError(
+            f"records: column {name!r}: expected a list of cells, one for each row, got the "
+            f"text {values!r:.80}"
+        )
     try:
         try:
             found = pa.array(values, from_pandas=True)

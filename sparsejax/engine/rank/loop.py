@@ -119,8 +119,10 @@ def each(batches: Iterable | None) -> Iterable:
 
 
 def check_positive(**values: int) -> None:
-    """Raises ValueError unless all are at least 1."""
+    """Raises ValueError unless all are at least 1, TypeError unless all are integers."""
     for name, value in values.items():
+        if not hasattr(value, "__index__"):
+            raise TypeError(f"{name} must be a whole number, got {value!r}")
         if value < 1:
             raise ValueError(f"{name} must be at least 1, got {value}")
 
