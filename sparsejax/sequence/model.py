@@ -9,6 +9,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
@@ -28,7 +29,13 @@ from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig, operand_dtype
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
-from sparsejax.sequence.turns import Picked, Turn, sum_of_turns, tokens_of_turn
+from sparsejax.sequence.turns import (
+    Picked,
+    Turn,
+    last_of_turns,
+    sum_of_turns,
+    tokens_of_turn,
+)
 
 # Once: a program that is compiled for a function is not found for its like.
 normal = nnx.initializers.normal(0.02)
@@ -317,9 +324,7 @@ class SequenceModel(nnx.Module):
 
     def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
-        place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
-        h = self(histories, times)
-        return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
+        return _at_the_end(self(histories, times), histories)
 
     def queries(
         self, histories: Ids, times: Times = None
@@ -449,6 +454,54 @@ class TokenModel(SequenceModel):
         h = h.reshape(*histories.shape, -1)
         return jnp.where(broken[:, None, None], jnp.nan, h)
 
+    def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
+        """The hidden vector of each history's last item.
+
+        On a CPU nothing is computed for padding.
+        """
+        self._check_length(histories.shape[1])
+        drops = self.dropout.rate > 0 and not self.dropout.deterministic
+        size = tokens_of_turn(histories)
+        if 0 in histories.shape or size is None or drops:
+            return super().last(histories, times)
+        vectors = self._vectors_of(histories.reshape(-1))
+        layers = copy.copy(self)
+        vars(layers)["output"] = None
+        graph, state, rest = nnx.split(layers, nnx.Param, ...)
+
+        def of_all(state, vectors, rest, histories, times):
+            tokens = Tokens.spread(histories, times)
+            h = nnx.merge(graph, state, rest)._of_tokens(tokens, vectors)
+            return _at_the_end(h.reshape(*histories.shape, -1), histories)
+
+        def of_turns(state, vectors, rest, histories, times):
+            model = nnx.merge(graph, state, rest)
+            of_tokens = model._of_tokens
+            return last_of_turns(of_tokens, histories, times, vectors, size)
+
+        @jax.custom_vjp
+        def last(*arrays):
+            return lax.platform_dependent(*arrays, cpu=of_turns, default=of_all)
+
+        def forward(*arrays):
+            return last(*arrays), arrays
+
+        def backward(arrays, slopes):
+            *smooth, rest, histories, times = arrays
+
+            def of_smooth(*smooth):
+                return of_all(*smooth, rest, histories, times)
+
+            return *jax.vjp(of_smooth, *smooth)[1](slopes), None, None, None
+
+        last.defvjp(forward, backward)
+        if times is not None:
+            # A time before an earlier one counts as that.
+            times = lax.cummax(times, axis=1)
+        h = last(state, vectors, rest, histories, times)
+        broken = jnp.any(self._broken(histories), axis=1)
+        return jnp.where(broken[:, None], jnp.nan, h)
+
     def loss(
         self, histories: Ids, times: Times = None, *, max_targets: int | None = None
     ) -> Float[Array, ""]:
@@ -467,6 +520,12 @@ class TokenModel(SequenceModel):
         tokens, targets, fits = Tokens.packed(histories, times, room)
         loss = model._cross_entropy(model._of_tokens(tokens), targets)
         return jnp.where(fits & ~broken, loss, jnp.nan)
+
+
+def _at_the_end(h: Vectors, histories: Ids) -> Float[Array, "batch width"]:
+    """The vector at each history's last item."""
+    place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
+    return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
 
 
 def _same(x: jax.Array) -> jax.Array:

@@ -156,6 +156,48 @@ def sum_of_turns(
     return total
 
 
+def last_of_turns(
+    of_tokens: Callable[[Tokens, jax.Array], Float[Array, "tokens width"]],
+    histories: Int[Array, "batch length"],
+    times: Float[Array, "batch length"] | None,
+    vectors: Float[Array, "places width"],
+    size: int,
+) -> Float[Array, "batch width"]:
+    """The hidden vector of each history's last item, without those of padding.
+
+    A loop of unknown length, as in `sum_of_turns`: it has no derivative.
+
+    Args:
+      of_tokens: the layers, from tokens and the vectors of their items to hidden vectors.
+      histories: see `sum_of_turns`, but the last place is an item like others.
+      times: of each place, or None. They do not fall within a history.
+      vectors: of the item at each place.
+      size: the number of tokens of a turn, at least the length of a history.
+    """
+    batch, length = histories.shape
+    ends = jnp.maximum(jnp.sum(histories != PADDING, axis=1), 1)
+    indptr = jnp.append(jnp.int32(0), sums_so_far(ends))
+    used = jnp.arange(length)[None] < ends[:, None]
+    (places,) = jnp.nonzero(used.reshape(-1), size=used.size + size, fill_value=0)
+    # Windows are for histories with a target behind each token.
+    histories = jnp.pad(histories, ((0, 0), (0, 1)), constant_values=PADDING)
+    of_batch = _Batch(histories, times, indptr, places.astype(jnp.int32))
+    pick = Picked(0, length)
+
+    def step(carry):
+        first, last = carry
+        window = _Window.of(of_batch, first, size)
+        at = window.rows(pick, len(vectors))
+        read = vectors.at[at].get(mode="fill", fill_value=0)
+        h = of_tokens(window.turn(of_batch, ()).tokens, read)
+        found = h[jnp.maximum(window.indptr[1:] - 1, 0)]
+        is_here = window.indptr[1:] > window.indptr[:-1]
+        return window.end, jnp.where(is_here[:, None], found, last)
+
+    start = jnp.int32(0), jnp.zeros((batch, vectors.shape[1]), vectors.dtype)
+    return lax.while_loop(lambda carry: carry[0] < batch, step, start)[1]
+
+
 class _Batch(NamedTuple):
     """The histories that the turns share.
 

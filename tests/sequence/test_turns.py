@@ -113,3 +113,43 @@ def test_a_model_of_ones_own_takes_any_places():
 
 def is_row_gradient(g: Any) -> bool:
     return isinstance(g, RowGradient)
+
+
+@functools.cache
+def last_program(name: str):
+    """The last vectors of all places, and of turns, each with gradients."""
+    model = sj.sequence.build_sequence_model(
+        CONFIGS[name], items=ITEMS, rngs=nnx.Rngs(0)
+    )
+    model.eval()
+    graph, state = nnx.split(model)
+    slopes = jax.random.normal(jax.random.key(0), (ROWS, model.config.width))
+
+    @jax.jit
+    def both(state, histories, times):
+        def loss(model, of):
+            h = of(model, histories, times)
+            return jnp.sum(jnp.nan_to_num(h) * slopes), h
+
+        model = nnx.merge(graph, state)
+        of_all = functools.partial(loss, of=sj.sequence.SequenceModel.last)
+        of_turns = functools.partial(loss, of=type(model).last)
+        return [nnx.grad(each, has_aux=True)(model) for each in (of_all, of_turns)]
+
+    return functools.partial(both, state)
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("name", ["sasrec", "hstu"])
+def test_the_last_vectors_are_those_of_all_places(name, case):
+    histories, times = (
+        x[:, :-1] for x in histories_of(np.minimum(CASES[case], LENGTH))
+    )
+    assert tokens_of_turn(histories) < histories.size
+    if case == "ragged":
+        histories = histories.at[7, 0].set(ITEMS)  # no item: NaN
+    (slopes, want), (own, got) = last_program(name)(histories, times)
+    np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+    assert np.isnan(got).any() == (case == "ragged")
+    for a, b in zip(jax.tree.leaves(own), jax.tree.leaves(slopes), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-3, atol=1e-4)
