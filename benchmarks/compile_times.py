@@ -298,7 +298,7 @@ def _write_table() -> None:
         then = "" if earlier is None else f"{earlier['longest_processor']:.1f}"
         longest = f"{now['longest_processor']:.1f} ({now['longest']})"
         whole = f"{now['processor']:.1f}"
-        rows.append([*key, then, longest, whole, now["machine"]])
+        rows.append([*key, then, longest, whole, now.get("machine", "")])
     head = ["case", "command", "longest before", "longest", "all programs", "machine"]
     write_section("compile_times", table(head, rows))
 
