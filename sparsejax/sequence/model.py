@@ -487,12 +487,13 @@ class TokenModel(SequenceModel):
             return last(*arrays), arrays
 
         def backward(arrays, slopes):
-            *smooth, rest, histories, times = arrays
+            state, vectors, *fixed = arrays
 
-            def of_smooth(*smooth):
-                return of_all(*smooth, rest, histories, times)
+            def of_smooth(state, vectors):
+                return of_all(state, vectors, *fixed)
 
-            return *jax.vjp(of_smooth, *smooth)[1](slopes), None, None, None
+            _, pull = jax.vjp(of_smooth, state, vectors)
+            return *pull(slopes), None, None, None
 
         last.defvjp(forward, backward)
         if times is not None:
