@@ -119,7 +119,7 @@ def exported(command: flags.Serve) -> Generator[flags.Serve]:
     run = pathlib.Path(command.model)
     opened = Folder.of(run)
     kind = commands_of(opened.settings.network).kind
-    k = used(kind, "export_predictor", {"k": _MOST_SERVED})
+    k = used(kind, export_predictor, {"k": _MOST_SERVED})
     name = command.name or run.absolute().name
     with whole_files.temporary_folder(tempfile.gettempdir()) as folder:
         path = os.path.join(folder, "model.predictor")

@@ -32,7 +32,6 @@ from sparsejax.cli import train as commands_of_train
 from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files.opening import shown
 from sparsejax.kinds.content import set_content
-from sparsejax.kinds.kind import used
 from sparsejax.mesh import processes
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Content, Stepping
@@ -310,7 +309,7 @@ def _trained(
             seed=command.seed,
             validation=source.heldout,
             log=log,
-            **used(commands_for(tuning.model).kind, "fit", {"k": command.k}),
+            k=command.k if commands_for(tuning.model).runs.ranks_items else None,
         )
     except _Enough:
         pass

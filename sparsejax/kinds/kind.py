@@ -9,7 +9,7 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol, cast, runtime_checkable
+from typing import Any, ClassVar, Protocol, runtime_checkable
 
 from jax.typing import ArrayLike
 
@@ -21,6 +21,7 @@ from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
+from sparsejax.options.option import KindName, Options
 
 
 @runtime_checkable
@@ -99,13 +100,10 @@ class Kind(abc.ABC):
     Attributes:
       name: what the rows are: "items", "histories" or "clicks".
       defaults: of training.
-      unused: by verb the names of the arguments that the kind has no use for, see `refused`.
-        They are not passed on, see `used`.
     """
 
     name: ClassVar[str]
     defaults: ClassVar[Defaults]
-    unused: ClassVar[Mapping[str, Collection[str]]] = {}
 
     @abc.abstractmethod
     def maker(
@@ -187,16 +185,21 @@ def kind_called(name: str) -> Kind:
     return importlib.import_module(f"sparsejax.kinds.{name}").KIND
 
 
-def used(kind: Kind, verb: str, options: Mapping[str, Any]) -> dict[str, Any]:
+def used(
+    kind: Kind, verb: Callable[..., Any], options: Mapping[str, Any]
+) -> dict[str, Any]:
     """The options of a verb that a kind has a use for."""
-    unused = kind.unused.get(verb, ())
-    return {name: value for name, value in options.items() if name not in unused}
+    kinds: Mapping[str, Collection[KindName]] = getattr(verb, "kinds")  # noqa: B009
+    return {n: v for n, v in options.items() if kind.name in kinds.get(n, (kind.name,))}
 
 
-def refused[Verb: Callable[..., Any]](
-    of: str, find: Callable[[Any], Kind] = kind_of
-) -> Callable[[Verb], Verb]:
-    """A decorator: what a kind has no use for is an error, instead of being ignored.
+def refused[**P, R](
+    of: str,
+    find: Callable[[Any], Kind] = kind_of,
+    like: type[Options] = Options,
+    **kinds: Collection[KindName],
+) -> Callable[[Callable[P, R]], Callable[P, R]]:
+    """A decorator: an argument that a kind has no use for is an error, instead of being ignored.
 
     It sees which arguments a caller gives, so that one that equals its default is an error,
     too. None in place of a default of None is no argument.
@@ -204,26 +207,32 @@ def refused[Verb: Callable[..., Any]](
     Args:
       of: the name of the argument that has the kind.
       find: tells its kind.
+      like: options of the same names, which say what kinds have a use for them.
+      kinds: the kinds of models that have a use for an argument; all of them by default.
     """
+    stated = {f.name: f.metadata.get("kinds") for f in dataclasses.fields(like)}
+    kinds = {name: found for name, found in stated.items() if found} | kinds
 
-    def decorate(verb: Verb) -> Verb:
+    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
         signature = inspect.signature(verb)
 
         @functools.wraps(verb)
-        def wrapped(*args, **kwargs):
+        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
             try:
                 given = signature.bind(*args, **kwargs).arguments
             except TypeError:
                 return verb(*args, **kwargs)  # which says the same of its arguments
             kind = find(given[of])
-            for name in kind.unused.get(verb.__name__, ()):
+            for name, value in given.items():
                 default = signature.parameters[name].default
-                if name in given and not (given[name] is None and default is None):
+                is_given = value is not None or default is not None
+                if is_given and kind.name not in kinds.get(name, (kind.name,)):
                     raise ValueError(
                         f"{name} is of no use for {kind.name}: leave it out"
                     )
             return verb(*args, **kwargs)
 
-        return cast(Verb, wrapped)
+        setattr(wrapped, "kinds", kinds)  # noqa: B010 - for `used`
+        return wrapped
 
     return decorate

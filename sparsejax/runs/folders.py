@@ -27,7 +27,7 @@ from jax.sharding import PartitionSpec as P
 from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
-from sparsejax.kinds.kind import Maker, kind_of
+from sparsejax.kinds.kind import Maker, kind_of, used
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
@@ -36,6 +36,7 @@ from sparsejax.optimizers.optimizer import Optimizer, compile_flush
 from sparsejax.runs.kind import Ahead, Runs, config_of, runs_of
 from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.build import new_modules, set_linear_part
+from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
@@ -221,8 +222,7 @@ class Settings:
         """All settings as `{name: plain value}`, to be shown."""
         first = ("data", "validation_split", "num_features", "num_epochs")
         found = {name: getattr(self, name) for name in first} | self._settings()
-        unused = kind_of(self.network).unused.get("fit", ())
-        return {name: value for name, value in found.items() if name not in unused}
+        return used(kind_of(self.network), fit, found)
 
     def identity(self) -> dict[str, Any]:
         """The settings that tie a checkpoint: all except the number of epochs and paths."""

@@ -25,6 +25,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Training
 from sparsejax.runs.folders import Settings
 from sparsejax.runs.reading import is_file, name_of
+from sparsejax.verbs.fit import fit
 
 # Between two looks into a folder, and into a store, where each costs a request.
 _LOOK_SECONDS, _LOOK_SECONDS_OF_STORE = 0.5, 5.0
@@ -119,7 +120,7 @@ def run(
         **dict.fromkeys(("targets", "weights", "validation", "stopping")),
         **dict.fromkeys(("k", "wire_dtype", "exchange_room")),
     }
-    options = used(runs.kind, "fit", options)
+    options = used(runs.kind, fit, options)
 
     def names() -> list[str] | None:
         try:

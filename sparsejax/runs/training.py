@@ -14,7 +14,7 @@ from sparsejax.callers import warn_caller
 from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program, check_seed
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
-from sparsejax.kinds.kind import Defaults, kind_of, used
+from sparsejax.kinds.kind import Defaults, kind_of
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Training
@@ -103,7 +103,7 @@ def train(
             set_content(model, source.features, new=False)
             content = model.output.content.sizes
             settings = dataclasses.replace(settings, content=content)
-    cutoff = {"k": None if source.heldout is None else training.k}
+    measures = source.heldout is not None and runs.ranks_items
     with folders.begun(
         directory,
         settings,
@@ -134,7 +134,7 @@ def train(
             num_epochs=settings.num_epochs,
             seed=training.seed,
             validation=source.heldout,
-            **used(runs.kind, "fit", cutoff),
+            k=training.k if measures else None,
             early_stopping=stopping,
             checkpoint_dir=checkpoints,
             checkpoint_seconds=training.checkpoint_seconds,

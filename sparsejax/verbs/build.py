@@ -19,6 +19,7 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
+from sparsejax.options.option import RANKING
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sequence.model import SequenceModel
 
@@ -57,7 +58,7 @@ def build(
 ) -> tuple[Any, Optimizer]: ...
 
 
-@refused("config")
+@refused("config", item_features=RANKING)
 def build(
     config: NetworkConfig | ModelConfig,
     data: Any,

@@ -18,9 +18,18 @@ from sparsejax.kinds.histories.next_items import (
 )
 from sparsejax.kinds.kind import OfKind, kind_of, refused, used
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.option import RANKING
 
 
-@refused("inputs")
+@refused(
+    "inputs",
+    like=Evaluate,
+    inputs=RANKING + ("clicks",),
+    heldout=RANKING,
+    features=("items",),
+    exclude=RANKING,
+)
 def evaluate(
     model: Recommender | HistoryModel | ClickModel,
     inputs: Sources | OfKind,
@@ -165,4 +174,4 @@ def evaluate(
         "keep_rows": keep_rows,
         "batch_size": kind.defaults.scored if batch_size is None else batch_size,
     }
-    return kind.evaluate(model, inputs, **used(kind, "evaluate", options))
+    return kind.evaluate(model, inputs, **used(kind, evaluate, options))

@@ -23,6 +23,8 @@ from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
+from sparsejax.options.option import RANKING
+from sparsejax.options.predicting import Exported
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.runtime import sizes_of_programs
 from sparsejax.predictors.saving import add_answer, save_predictor
@@ -34,7 +36,7 @@ from sparsejax.whole_files import check_writable, temporary_folder
 
 
 @promoting()
-@refused("model", kind_of_model)
+@refused("model", kind_of_model, Exported, item_features=RANKING)
 def export_predictor(
     model: Recommender | HistoryModel | ClickModel,
     path: str | os.PathLike[str],
@@ -124,7 +126,7 @@ def export_predictor(
         "unknown_ids": unknown_ids,
         "int8": int8,
     }
-    options = used(kind, "export_predictor", options)
+    options = used(kind, export_predictor, options)
     portable = kind.portable(model, names, **options)
     signature = Signature(
         kind=kind.name,

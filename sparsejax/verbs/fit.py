@@ -22,6 +22,7 @@ from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.kinds.kind import OfKind, kind_of, refused, used
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.option import RANKING
 
 
 @runtime_checkable
@@ -33,7 +34,7 @@ class Fittable(Trainable, Recommender, Protocol):
 
 
 @promoting()
-@refused("inputs")
+@refused("inputs", k=RANKING, wire_dtype=("clicks",), exchange_room=("clicks",))
 def fit(
     model: Fittable | HistoryModel | ClickModel,
     optimizer: Optimizer,
@@ -211,6 +212,6 @@ def fit(
         "exchange_room": exchange_room,
     }
     with loop.on_auto_axes(model, optimizer), loop.alone(checkpoint_dir) as checkpoints:
-        job = kind.job(model, inputs, **used(kind, "fit", options))
+        job = kind.job(model, inputs, **used(kind, fit, options))
         kind.suit_to_memory(model, optimizer, inputs, batch_size)
         return loop.train(model, optimizer, job, how, checkpoints)

@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from sparsejax import optimizers
 from sparsejax.data.reading.sources import Inputs
@@ -85,26 +84,6 @@ class Clicks(Kind):
         most_epochs=10,
         scored=8192,
     )
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "build": ("item_features",),
-        "fit": ("k",),
-        "export_predictor": ("k", "item_features", "int8"),
-        "evaluate": (
-            "heldout",
-            "k",
-            "fold_in",
-            "features",
-            "seed",
-            "exclude",
-            "exclude_items",
-            "only_items",
-            "unknown",
-            "unknown_users",
-            "candidates",
-            "popularity",
-            "by",
-        ),
-    }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.clicks.modules import new_click_model

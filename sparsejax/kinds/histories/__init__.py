@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.sources import Inputs, num_columns
@@ -34,12 +33,6 @@ class Histories(Kind):
         optimizer="adamw",
         options={"b2": 0.98, "weight_decay": 0.1},
     )
-    # `seed` and `features` go with `fold_in`; of groups there is no metric.
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "evaluate": ("fold_in", "features", "seed", "groups"),
-        "export_predictor": ("table_dtype", "unknown_ids"),
-        "fit": ("wire_dtype", "exchange_room"),
-    }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.histories.modules import new_sequence_model

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar
+from typing import Any
 
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.engine.rank.recommender import Recommender
@@ -23,11 +22,6 @@ class Items(Kind):
     defaults = Defaults(
         batch_size=512, least_epochs=30, least_steps=200, optimizer="adam"
     )
-    unused: ClassVar[Mapping[str, Collection[str]]] = {
-        "evaluate": ("groups",),
-        "export_predictor": ("table_dtype", "unknown_ids"),
-        "fit": ("wire_dtype", "exchange_room"),
-    }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.items.modules import new_network
