@@ -161,7 +161,7 @@ class _Columns:
         for name in self.kept:
             kind = frame.schema[name].dataType
             try:
-                to_arrow_type(kind)
+                to_arrow_type(kind, timezone="UTC")
             except PySparkException:
                 raise ValueError(
                     f"column {name} has the type {kind.simpleString()}, which cannot be "

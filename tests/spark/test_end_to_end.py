@@ -191,6 +191,8 @@ def test_recommends_to_the_rows_of_a_frame(session, predictor, trained):
     np.testing.assert_allclose(
         [row["scores"] for row in collected], expected.scores, rtol=1e-5
     )
+    dated = frame.selectExpr("timestamp'2026-01-02' AS since", "seen AS items")
+    assert sj.spark.recommend(dated, predictor).dtypes[0] == ("since", "timestamp")
     wrong = [
         ("user, seen[0] AS items", "items has the type string"),
         ("user, age", "no column items"),
