@@ -36,7 +36,8 @@ LOOPS_IN_GRAPHS = {
 # For programs that run while a profile is recorded. XLA then runs the operations of a CUDA
 # graph one by one. If a program did both, steps with momentum or Adam gave wrong numbers and
 # then CUDA_ERROR_LAUNCH_FAILED (jax 0.11.2, also without the profiler's library for GPUs).
-# A program without graphs and one that has them and is never profiled are both right.
+# A program without graphs and one that has them and is never profiled are both right. XLA's
+# default graphs do it, too: so all programs of a training are `Programs`.
 WITHOUT_GRAPHS = {"xla_gpu_enable_command_buffer": ""}
 
 # Arrays cross between devices from when they are there until they are needed, several at a

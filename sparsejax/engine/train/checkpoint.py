@@ -27,7 +27,8 @@ from flax import nnx
 
 from sparsejax import codec
 from sparsejax.mesh import processes
-from sparsejax.mesh.kept_programs import Keepable, as_shapes
+from sparsejax.mesh.kept_programs import as_shapes
+from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import HostRows, Optimizer
 from sparsejax.sparse import CSR
@@ -268,7 +269,7 @@ class Checkpoints:
         The modules may have shapes in place of arrays. They may be changed meanwhile.
         """
         shapes = as_shapes(_arrays(nnx.state(modules)))
-        return functools.partial(_checksums.compile_ahead, shapes)
+        return functools.partial(_checksums[False].compile_ahead, shapes)
 
     def progress(self) -> dict[str, Any] | None:
         """How far training had come at the newest checkpoint whose record can be read.
@@ -476,10 +477,10 @@ def checksums(arrays: Mapping[str, jax.Array]) -> dict[str, int]:
     The sum over all elements of the element's bits times an odd number that depends on
     its position, modulo 2^32. A change of any single element changes the sum.
     """
-    return {name: int(value) for name, value in _checksums(dict(arrays)).items()}
+    return {name: int(value) for name, value in _checksums[False](dict(arrays)).items()}
 
 
-@Keepable
+@Programs
 def _checksums(arrays):
     def checksum(array):
         if array.dtype == jnp.bool_:

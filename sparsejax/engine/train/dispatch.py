@@ -41,7 +41,6 @@ from sparsejax.engine.train.resident import (
 )
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.kept_programs import Keepable
 from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
     axes_are_explicit,
@@ -233,7 +232,7 @@ class Epochs:
     def _order(self, data: Resident, chunk: int, epoch: int):
         # JAX's caches would turn an exception of a signal's handler into another one.
         with interrupts.uninterrupted():
-            return _ordered(
+            return _ordered[False](
                 self._key,
                 epoch,
                 data,
@@ -707,7 +706,7 @@ def _of_rows(loads: jax.Array, rows: jax.Array) -> jax.Array:
 
 
 @functools.partial(
-    Keepable, static_argnames=("batch_size", "parts", "shuffle", "evens_out")
+    Programs, static_argnames=("batch_size", "parts", "shuffle", "evens_out")
 )
 def _ordered(
     key,
