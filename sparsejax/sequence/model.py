@@ -222,7 +222,7 @@ class SequenceModel(nnx.Module):
           times: of each place, or None.
           max_targets: the most places that have a next item, where it is known. All are then
             one turn of so many places, which a GPU works on a little faster. More places make the
-            loss NaN. A mesh has one turn always, so that it needs this number: parts of
+            loss NaN. A mesh of several devices has one turn always, and needs this number: parts of
             "data" share it evenly, and deal out the histories so that parts have nearly the
             same number. None is any number.
 

@@ -14,7 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.mesh.layout import mesh_is_set
+from sparsejax.mesh.layout import is_for_one_device
 from sparsejax.ops.implementations import xla_is_for_gpu
 from sparsejax.sequence.tokens import PADDING, Tokens
 from sparsejax.sparse import sums_so_far
@@ -63,15 +63,16 @@ TurnSum = Callable[[Any, Turn, Any, Any], Float[Array, ""]]
 def tokens_of_turn(histories: Int[Array, "batch length"]) -> int | None:
     """The number of tokens that a turn has; None if all places are one turn.
 
-    On a mesh parts of a batch have different numbers of tokens, and would take different
-    numbers of turns, while layers exchange numbers in each. So there all places are one turn.
+    On a mesh of several devices parts of a batch have different numbers of tokens, and would
+    take different numbers of turns, while layers exchange numbers in each. So there all
+    places are one turn.
     """
     batch, length = histories.shape
     places, size = batch * (length - 1), _CPU_TOKENS
     if xla_is_for_gpu(None):
         size = max(_GPU_LEAST, min(_GPU_MOST, round(_FILLED * places)))
     size = max(size, length)
-    return None if mesh_is_set() or places <= size else size
+    return size if is_for_one_device() and places > size else None
 
 
 def sum_of_turns(
@@ -152,7 +153,11 @@ def sum_of_turns(
     summed.defvjp(forward, backward, symbolic_zeros=True)
     inputs = [x for x, each in zip(leaves, smooth, strict=True) if each]
     total, random = summed(inputs, list(arrays), constants)
-    nnx.update(model, random)
+    layers = (each for _, each in nnx.iter_graph(model))
+    if any(isinstance(x, nnx.Dropout) and not x.deterministic for x in layers):
+        # Flax does not let a program write to a model that it was not given, as
+        # `lambda histories: model.loss(histories)` is not.
+        nnx.update(model, random)
     return total
 
 

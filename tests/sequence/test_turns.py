@@ -1,5 +1,6 @@
 """Losses whose tokens are worked on some at a time, beside those of all tokens at once."""
 
+import contextlib
 import dataclasses
 import functools
 from typing import Any
@@ -15,6 +16,7 @@ from sparsejax.optimizers import RowGradient
 from sparsejax.sequence.turns import tokens_of_turn
 
 ITEMS, LENGTH, ROWS = 60, 11, 200
+ONE = jax.devices()[:1]
 CONFIGS = {
     "sasrec": sj.SASRecConfig(max_length=LENGTH, width=8, blocks=1, dropout=0.3),
     "hstu": sj.HSTUConfig(max_length=LENGTH, width=8, blocks=1, dropout=0.3),
@@ -87,6 +89,28 @@ def test_turns_are_as_all_at_once(name, negatives):
         broken = histories.at[long, place].set(item)
         losses, _ = program(name, negatives, None)(broken, times)
         assert np.isnan(losses).all() or (name, item) == ("gru", -1)
+
+
+def test_work_is_that_of_real_tokens():
+    """Turns of a loop are counted when it runs, also on a mesh of one: none are for padding."""
+    turns = []
+
+    class Counted(sj.sequence.SASRec):
+        def _of_tokens(self, tokens, vectors=None):
+            jax.debug.callback(lambda: turns.append(len(tokens.ids)))
+            return super()._of_tokens(tokens, vectors)
+
+    config = dataclasses.replace(CONFIGS["sasrec"], dropout=0.0)
+    model = Counted(config, items=ITEMS, rngs=nnx.Rngs(0))
+    model.eval()
+    loss = jax.jit(lambda histories: model.loss(histories))
+    for mesh in (contextlib.nullcontext(), jax.set_mesh(sj.make_mesh(devices=ONE))):
+        with mesh:
+            for case, most in {"one": 1, "ragged": 2, "full": 3}.items():
+                turns.clear()
+                loss(histories_of(CASES[case])[0])
+                jax.effects_barrier()
+                assert turns == [1024] * most, case
 
 
 def test_a_model_of_ones_own_takes_any_places():
