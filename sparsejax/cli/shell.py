@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 import sys
-import types
 import typing
 from collections.abc import Collection, Iterator, Sequence
 from typing import Annotated, Any
@@ -199,10 +198,10 @@ def _field(
         return name, hinted, dataclasses.field()
     if flag.is_switch:
         return name, hinted, dataclasses.field(default=False)
-    if isinstance(None, type_ if isinstance(type_, types.UnionType) else ()):
-        default = option.default if flag.type is None else None
-        return name, hinted, dataclasses.field(default=default)
-    return name, hinted, dataclasses.field(default=option.default)
+    # A default of Python need not have the type of the flag's value.
+    keeps = flag.type is None or flag.repeated
+    default = option.default if keeps else None
+    return name, hinted, dataclasses.field(default=default)
 
 
 def _type(command: type[Options], option: dataclasses.Field[Any], flag: Flag) -> Any:

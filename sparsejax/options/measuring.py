@@ -11,7 +11,7 @@ from sparsejax.options.option import RANKING, Flag, Options, option
 
 _FILE = Flag(type=str | None, value="FILE", default="")
 _NAMES = "{NAME[,NAME...],FILE}"
-CUTOFFS = Flag(type=str, value="INT[,INT...]", default="20", read="numbers")
+CUTOFFS = Flag(type=str | None, value="INT[,INT...]", default="20", read="numbers")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
