@@ -32,6 +32,7 @@ from sparsejax.cli import train as commands_of_train
 from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files.opening import shown
 from sparsejax.kinds.content import set_content
+from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Content, Stepping
@@ -296,6 +297,7 @@ def _trained(
     pruned = optuna.trial.TrialState.PRUNED
     try:
         model, optimizer = settings.build(source.known)
+        kind_of(network).prepare(model, source.data)
         if source.features is not None:
             set_content(model, source.features, new=True)
         if linear_part is not None:

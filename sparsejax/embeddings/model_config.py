@@ -52,7 +52,7 @@ class ClickModelConfig(ModelConfig):
     """Settings of all click models. `DLRMConfig` and the others add their own.
 
     >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
-    WideDeepConfig(dim=16, combiner='sum', dtype='float32', dynamic=None, hidden=(64,))
+    WideDeepConfig(dim=16, combiner='sum', dtype='float32', dynamic=None, regression=False, hidden=(64,))
 
     Attributes:
       dim: numbers in a row of each table.
@@ -60,6 +60,9 @@ class ClickModelConfig(ModelConfig):
       dtype: "float32" or "bfloat16", in which layers compute. Parameters and scores are
         float32.
       dynamic: the tables of features with ids of 64 bits.
+      regression: whether a logistic regression of the ids and the dense columns is fitted
+        before training. Its logit is added to that of the layers, and training leaves it as
+        it is. In place of one that is trained, for models that have a linear part.
     """
 
     kind: ClassVar[str] = "clicks"
@@ -68,6 +71,7 @@ class ClickModelConfig(ModelConfig):
     combiner: Combiner = "sum"
     dtype: Dtype = "float32"
     dynamic: DynamicTables | None = None
+    regression: bool = False
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -78,6 +82,15 @@ class ClickModelConfig(ModelConfig):
             known = get_args(Combiner if name == "combiner" else Dtype)
             if value not in known:
                 raise ValueError(f"{name} is one of {', '.join(known)}, got {value!r}")
+            return
+        if name == "regression":
+            if not isinstance(value, bool):
+                raise TypeError(f"regression must be true or false, got {value!r}")
+            if value and self.dynamic is not None:
+                raise ValueError(
+                    "regression=True is fitted before training, when dynamic tables have no "
+                    "ids yet: leave out regression or dynamic"
+                )
             return
         sizes = value if isinstance(value, tuple) else (value,)
         if value is None and name in ("rank", "dynamic"):

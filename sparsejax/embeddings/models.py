@@ -7,7 +7,7 @@ Flax layers.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +30,7 @@ from sparsejax.embeddings.plan import EmbeddingPlan
 from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
 from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.rules import sgd
 from sparsejax.wide_ids import NUM_IDS
 
 # The factors of second order start small: they are multiplied with each other.
@@ -51,6 +52,8 @@ class _ClickModel(nnx.Module):
     """The base of click models: the sizes of their inputs, and tables of one width."""
 
     kind = "clicks"
+    # Whether there is a linear part, whatever the configuration says.
+    _has_linear: ClassVar[bool] = False
 
     def __init__(
         self,
@@ -66,6 +69,32 @@ class _ClickModel(nnx.Module):
         self.dtype = jnp.dtype(config.dtype)
         self.names = tuple(features)
         self.embeddings = _tables(config, features, config.dim, on_mesh, rngs)
+        linear = None
+        if self._has_linear or config.regression:
+            linear = _Linear(config, num_dense, features, on_mesh, rngs)
+        self.linear: _Linear | None = nnx.data(linear)
+        share = Fitted(jnp.ones(())) if config.regression else None
+        self.share: Fitted | None = nnx.data(share)
+
+    def __call__(
+        self,
+        dense: Dense,
+        ids: Mapping[str, Ids] | FeatureBatch,
+    ) -> Float[Array, "batch"]:
+        """The logit of each example, in float32."""
+        logit = self._trained(dense, ids)
+        if self.share is not None:
+            logit = self.share[...] * logit
+        return logit if self.linear is None else self.linear(dense, ids) + logit
+
+    def training_logits(
+        self,
+        dense: Dense,
+        ids: Mapping[str, Ids] | FeatureBatch,
+    ) -> Float[Array, "batch"]:
+        """The logit whose loss `fit` lowers: that of the model with a `share` of 1."""
+        logit = self._trained(dense, ids)
+        return logit if self.linear is None else self.linear(dense, ids) + logit
 
     @property
     def num_ids(self) -> dict[str, int]:
@@ -194,12 +223,7 @@ class DLRM(_ClickModel):
         # The form of `dot_interaction`.
         self.implementation: Implementation = None
 
-    def __call__(
-        self,
-        dense: Dense,
-        ids: Mapping[str, Ids] | FeatureBatch,
-    ) -> Float[Array, "batch"]:
-        """The logit of each example, in float32."""
+    def _trained(self, dense, ids) -> jax.Array:
         dense = self._dense(dense)
         blank = 0
         first = None if self.bottom is None else self.bottom(dense)
@@ -264,12 +288,7 @@ class DCN(_ClickModel):
         self.cross = nnx.List(cross() for _ in range(config.cross))
         self.hidden = _Layers(size, (*config.hidden, 1), dtype, rngs)
 
-    def __call__(
-        self,
-        dense: Dense,
-        ids: Mapping[str, Ids] | FeatureBatch,
-    ) -> Float[Array, "batch"]:
-        """The logit of each example, in float32."""
+    def _trained(self, dense, ids) -> jax.Array:
         first = x = self._inputs(dense, ids)
         for layer in self.cross:
             x = first * layer(x) + x
@@ -302,6 +321,8 @@ class DeepFM(_ClickModel):
       rngs: random streams.
     """
 
+    _has_linear = True
+
     def __init__(
         self,
         config: DeepFMConfig,
@@ -315,16 +336,10 @@ class DeepFM(_ClickModel):
     ):
         on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
         super().__init__(config, num_dense, features, on_mesh, rngs)
-        self.linear = _Linear(config, num_dense, features, on_mesh, rngs)
         self.factors = nnx.Param(_factor_init(rngs.params(), (num_dense, config.dim)))
         self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
 
-    def __call__(
-        self,
-        dense: Dense,
-        ids: Mapping[str, Ids] | FeatureBatch,
-    ) -> Float[Array, "batch"]:
-        """The logit of each example, in float32."""
+    def _trained(self, dense, ids) -> jax.Array:
         x = self._inputs(dense, ids)
         rows = _vectors(x[:, self.num_dense :], self.config.dim)
         factors = self.factors[...].astype(x.dtype)
@@ -333,7 +348,7 @@ class DeepFM(_ClickModel):
         # The sum over pairs, by the square of the sum.
         square, squares = jnp.square(vectors.sum(1)), jnp.square(vectors).sum(1)
         pairs = 0.5 * jnp.sum(square - squares, axis=1)
-        return self.linear(dense, ids) + pairs + _logit(self.hidden(x))
+        return pairs + _logit(self.hidden(x))
 
 
 class WideDeep(_ClickModel):
@@ -363,6 +378,8 @@ class WideDeep(_ClickModel):
       rngs: random streams.
     """
 
+    _has_linear = True
+
     def __init__(
         self,
         config: WideDeepConfig,
@@ -376,26 +393,31 @@ class WideDeep(_ClickModel):
     ):
         on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
         super().__init__(config, num_dense, features, on_mesh, rngs)
-        self.linear = _Linear(config, num_dense, features, on_mesh, rngs)
         self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
 
-    def __call__(
-        self,
-        dense: Dense,
-        ids: Mapping[str, Ids] | FeatureBatch,
-    ) -> Float[Array, "batch"]:
-        """The logit of each example, in float32."""
-        return self.linear(dense, ids) + _logit(self.hidden(self._inputs(dense, ids)))
+    def _trained(self, dense, ids) -> jax.Array:
+        return _logit(self.hidden(self._inputs(dense, ids)))
+
+
+class Fitted(nnx.Variable):
+    """An array that is fitted outside of training. Optimizers leave it as it is."""
 
 
 class _Linear(nnx.Module):
-    """A number for each id and each dense column, and a bias. All begin at 0."""
+    """A number for each id and each dense column, and a bias. All begin at 0.
+
+    With `regression` in the configuration optimizers leave it as it is.
+    """
 
     def __init__(self, config, num_dense, features, on_mesh, rngs):
         zeros = nnx.initializers.zeros
-        self.embeddings = _tables(config, features, 1, on_mesh, rngs, init=zeros)
-        self.weights = nnx.Param(jnp.zeros(num_dense))
-        self.bias = nnx.Param(jnp.zeros(()))
+        rule = sgd(0.0) if config.regression else None
+        self.embeddings = _tables(
+            config, features, 1, on_mesh, rngs, init=zeros, rule=rule
+        )
+        variable = Fitted if config.regression else nnx.Param
+        self.weights = variable(jnp.zeros(num_dense))
+        self.bias = variable(jnp.zeros(()))
 
     def __call__(self, dense, ids) -> jax.Array:
         rows = self.embeddings.concat(ids).sum(axis=1)
@@ -464,7 +486,7 @@ def build_click_model(
     )
 
 
-def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
+def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None, rule=None):
     tables = {}
     for name, rows in features.items():
         if isinstance(rows, str):
@@ -474,7 +496,7 @@ def _tables(config, features, dim, on_mesh: _OnMesh, rngs, *, init=None):
                     f"table of its own; features are {dict(features)}"
                 )
         elif rows < NUM_IDS:
-            tables[name] = TableConfig(rows, dim, init=init)
+            tables[name] = TableConfig(rows, dim, init=init, rule=rule)
         elif config.dynamic is None:
             raise ValueError(
                 f"feature {name!r} has ids of 64 bits: say how many rows its table has, by "

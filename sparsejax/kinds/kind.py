@@ -105,6 +105,11 @@ class Kind(abc.ABC):
     name: ClassVar[str]
     defaults: ClassVar[Defaults]
 
+    def defaults_of(self, config: Any) -> Defaults:
+        """The defaults of a configuration."""
+        del config
+        return self.defaults
+
     @abc.abstractmethod
     def maker(
         self, config: Any, data: Any, targets: Any = None, *, content: Any = None
@@ -113,6 +118,10 @@ class Kind(abc.ABC):
 
         `content` are the `ContentSizes` of what is known of the items.
         """
+
+    def prepare(self, model: Any, data: Any) -> None:
+        """Computes the parts of a model that are not trained, before it is. For `build`."""
+        del model, data
 
     @abc.abstractmethod
     def examples(

@@ -73,6 +73,11 @@ _COLUMNS_OF_RUN = (
 _FOLLOWED = "followed"
 # Rows of a chunk that has the whole of a file.
 _ALL = 2**62
+# A model has a regression by default from so many examples on, if each label has so many of
+# them, and up to so many numbers of all examples together, which are fitted in a minute.
+_LEAST_REGRESSED, _LEAST_OF_LABEL, _MOST_REGRESSED = 1_000, 100, 20_000_000
+# The share of the examples that is then held out.
+_HELD_OUT = 0.1
 _SILENT = Reading()
 
 
@@ -90,7 +95,7 @@ class Clicks(Runs):
         return ClickModelConfig.from_json(document)
 
     def described(self, model: str) -> tuple[ClickModelConfig, Collection[str]]:
-        return super().described(model)[0], ("dtype",)
+        return super().described(model)[0], ("dtype", "regression")
 
     def with_dynamic(
         self, config: ClickModelConfig, num_rows: int | None
@@ -104,12 +109,20 @@ class Clicks(Runs):
     def suited(
         self, config: ClickModelConfig, training: Training, source: Source
     ) -> tuple[ClickModelConfig, str]:
+        chosen: dict[str, Any] = {}
+        said = []
+        if "regression" in training.suited and _is_regressed(
+            training, source.everything
+        ):
+            chosen["regression"] = True
+            said.append("a logistic regression is fitted first")
         # As good there by AUC, and faster: benchmarks/click_dtypes.py.
-        if "dtype" not in training.suited or not custom_call_can_run(
+        if "dtype" in training.suited and custom_call_can_run(
             HOPPER_OR_NEWER, divided=True
         ):
-            return config, ""
-        return dataclasses.replace(config, dtype="bfloat16"), "dtype bfloat16"
+            chosen["dtype"] = "bfloat16"
+            said.append("dtype bfloat16")
+        return dataclasses.replace(config, **chosen), ", ".join(said)
 
     def source(self, training: Training, before: Any) -> Source:
         if before is None:
@@ -120,7 +133,10 @@ class Clicks(Runs):
             data = _read_like(training.data, before, training, append=True)
         everything = data
         heldout = validation = split = None
-        if (asked := training.validation) is not None:
+        asked = training.validation
+        if asked is None and _is_regressed(training, data):
+            asked = _HELD_OUT
+        if asked is not None:
             if is_last(asked):
                 raise ValueError(
                     "validation=last is of no use for clicks, whose order is not known: "
@@ -327,6 +343,21 @@ class Clicks(Runs):
             ],
             "calibration": calibration_curve(predict(model, clicks), clicks.labels),
         }
+
+
+def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> bool:
+    """Whether the model has a regression, and there are examples enough to hold some out."""
+    if not isinstance(data, ClickDataset) or data.num_rows < _LEAST_REGRESSED:
+        return False
+    clicked = int(data.labels.sum())
+    if min(clicked, data.num_rows - clicked) < _LEAST_OF_LABEL:
+        return False
+    if training.config.regression:
+        return True
+    if "regression" not in training.suited or training.config.dynamic is not None:
+        return False
+    sizes = [ids.nse if isinstance(ids, CSR) else len(ids) for ids in data.ids.values()]
+    return data.dense.size + sum(sizes) <= _MOST_REGRESSED
 
 
 def _groups_of(

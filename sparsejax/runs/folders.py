@@ -251,8 +251,11 @@ def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
         settings = {"model": network.model, **_shallow_dict(network)}
         # Runs of earlier releases do not have these.
-        for name in ("dtype", "divisor", "sampler", "dynamic"):
-            if name in settings and settings[name] in (None, "float32", "uniform"):
+        for name in ("dtype", "divisor", "sampler", "dynamic", "regression"):
+            if name in settings and settings[name] in (
+                *(None, False),
+                *("float32", "uniform"),
+            ):
                 del settings[name]
         if "dynamic" in settings:
             dynamic = codec.document(settings["dynamic"])
@@ -406,6 +409,7 @@ def continued(
         before.rule = rule
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
     set_linear_part(model, data)
+    settings.runs.kind.prepare(model, data)
     _put_where_restored((model, optimizer))
     return model, optimizer, kept
 

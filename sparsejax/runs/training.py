@@ -88,6 +88,8 @@ def train(
         computed = None if linear_part is None else meanwhile(linear_part)
         dispatch = None if computed is None else _first_dispatch(settings, source)
         model, optimizer = settings.build(source.known)
+        if not restored:
+            runs.kind.prepare(model, source.data)
         if source.features is not None:
             set_content(model, source.features, new=True)
         if dispatch is not None:
@@ -214,8 +216,10 @@ def named_rule(name: str | None, defaults: Defaults) -> tuple[str, dict[str, Any
 
 def settings_of(training: Training, config: Any, source: Source) -> Settings:
     """The settings that `run.json` will hold."""
-    defaults = kind_of(config).defaults.for_data(
-        source.data, continued=training.origin is not None
+    defaults = (
+        kind_of(config)
+        .defaults_of(config)
+        .for_data(source.data, continued=training.origin is not None)
     )
     epochs, batch_size = training.num_epochs, training.batch_size
     if batch_size is None:

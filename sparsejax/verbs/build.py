@@ -114,12 +114,13 @@ def build(
     """
     kind, options = kind_of(config), {}
     if rule is None:
-        rule = kind.defaults.constant_rule(data)
+        rule = kind.defaults_of(config).constant_rule(data)
     if item_features is not None:
         item_features = fitting(item_features, data if targets is None else targets)
         options = {"content": sizes_of(item_features)}
     modules = new_modules(kind.maker(config, data, targets, **options), rule, seed=seed)
     set_linear_part(modules[0], data)
+    kind.prepare(modules[0], data)
     if item_features is not None:
         set_content(modules[0], item_features, new=True)
     return modules

@@ -100,7 +100,7 @@ def recipe(
       peak: the learning rate of the first step; .002 by default, of clicks .005.
     """
     rows = data if isinstance(data, int) else data.num_examples
-    defaults = kind_of(config).defaults.for_data(data)
+    defaults = kind_of(config).defaults_of(config).for_data(data)
     if batch_size is None:
         batch_size = defaults.batch_size
     if peak is None:

@@ -14,7 +14,11 @@ import scipy.special
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.kinds.clicks.worth import compared, regression
+from sparsejax.kinds.clicks.regression import (
+    fit_regression,
+    regression_logits,
+)
+from sparsejax.kinds.clicks.worth import compared
 from sparsejax.kinds.kind import kind_called
 from sparsejax.options.measuring import Evaluate
 from sparsejax.options.reading import Reading
@@ -158,16 +162,16 @@ def test_the_regression_is_that_of_all_columns():
         z = x @ w[:-1] + w[-1]
         return np.sum(np.logaddexp(0, z) - y * z) + w[:-1] @ w[:-1] / (2 * variance)
 
-    found = regression(train, test)
+    found = regression_logits(fit_regression(train), test)
     wanted = [
         columns(test) @ best[:-1] + best[-1]
-        for variance in (0.1, 1.0)
+        for variance in (0.03, 0.1, 0.3, 1.0, 3.0)
         for best in [scipy.optimize.minimize(loss, np.zeros(23), (variance,)).x]
     ]
     assert min(np.abs(found - each).max() for each in wanted) < 0.02
     # Categories that the training data lack, and lists without an entry, count nothing.
     none = train.rows(np.flatnonzero(np.diff(lists_of(train).indptr) == 0))
-    assert np.isfinite(regression(none, test)).all()
+    assert np.isfinite(regression_logits(fit_regression(none), test)).all()
 
 
 @pytest.mark.parametrize("with_validation", [False, True])

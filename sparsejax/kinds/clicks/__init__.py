@@ -17,14 +17,16 @@ from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds.kind import Defaults, Kind, Maker, kind_of
 from sparsejax.optimizers.rules import Rule
 
-# Where the learning rate does not fall, or a trained model is trained on.
+# Where the learning rate does not fall, a trained model is trained on, or a regression has
+# learned most already.
 _CONSTANT_RATE = 2e-3
 # On a mesh batches are multiples of 64.
-_LEAST_BATCH, _MOST_DECAY = 64, 8.0
+_LEAST_BATCH, _MOST_DECAY, _DECAY_BESIDE = 64, 8.0, 0.5
 # With more examples the categories are not counted, which would take seconds.
 _COUNTED = 200_000
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickDefaults(Defaults):
     """Settings that depend on the number of examples, and on that of categories.
 
@@ -35,9 +37,18 @@ class ClickDefaults(Defaults):
         weight decay  the larger one of 4 (12,000 / examples)^(1/3), at most 5,
                       and 6 (categories / examples)^(1/2), at most 8
 
+    Beside a regression the weight decay is .5, and the learning rate .002: with more of both
+    the layers never begin to learn what the regression leaves.
+
     Without weight decay, few examples are learned by heart: a model is then worse than a
     logistic regression. They were chosen by the AUC on other examples: docs/clicks.md.
+
+    Attributes:
+      beside_regression: whether the model has a regression. Held-out examples then decide how
+        much the layers count.
     """
+
+    beside_regression: bool = False
 
     def for_data(self, data: Any, *, continued: bool = False) -> Defaults:
         # `build` says what is wrong with data of another kind.
@@ -49,13 +60,19 @@ class ClickDefaults(Defaults):
         if continued:  # weight decay would forget what the model has learned before
             rate = _CONSTANT_RATE
             return dataclasses.replace(self, batch_size=size, learning_rate=rate)
-        decay = min(4 * (12_000 / rows) ** (1 / 3), 5)
-        if isinstance(data, ClickDataset) and rows <= _COUNTED:
-            decay = max(decay, min(6 * (data.num_used_ids / rows) ** 0.5, _MOST_DECAY))
+        rate = self.learning_rate
+        if self.beside_regression:
+            rate, decay = _CONSTANT_RATE, _DECAY_BESIDE
+        else:
+            decay = min(4 * (12_000 / rows) ** (1 / 3), 5)
+            if isinstance(data, ClickDataset) and rows <= _COUNTED:
+                rare = 6 * (data.num_used_ids / rows) ** 0.5
+                decay = max(decay, min(rare, _MOST_DECAY))
         return dataclasses.replace(
             self,
             batch_size=size,
             least_steps=1_000,
+            learning_rate=rate,
             options={"weight_decay": float(f"{decay:.2g}")},
         )
 
@@ -85,6 +102,9 @@ class Clicks(Kind):
         scored=8192,
     )
 
+    def defaults_of(self, config: Any) -> Defaults:
+        return dataclasses.replace(self.defaults, beside_regression=config.regression)
+
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.clicks.modules import new_click_model
 
@@ -96,6 +116,11 @@ class Clicks(Kind):
             )
         sizes = {"num_dense": len(data.schema.dense), "features": data.features}
         return functools.partial(new_click_model, config, **sizes)
+
+    def prepare(self, model: Any, data: Any) -> None:
+        from sparsejax.kinds.clicks.regression import set_regression
+
+        set_regression(model, data)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         from sparsejax.kinds.clicks.job import click_examples

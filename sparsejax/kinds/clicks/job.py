@@ -30,6 +30,7 @@ from sparsejax.engine.train.resident import (
 from sparsejax.engine.train.streaming import Matrix, Stream
 from sparsejax.kinds.clicks.dynamic import assigned, rates_of
 from sparsejax.kinds.clicks.exchange import IdsAhead, exchange_of
+from sparsejax.kinds.clicks.regression import least_share, set_to
 from sparsejax.kinds.clicks.scores import (
     METRICS,
     Clicks,
@@ -37,6 +38,7 @@ from sparsejax.kinds.clicks.scores import (
     check_columns,
     check_same_columns,
     evaluate_clicks,
+    logits_of,
 )
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR, host_rows
@@ -122,8 +124,8 @@ class ClickTask:
         check_click_model(model)
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
-        """The binary cross-entropy of `model(dense, ids)`."""
-        logits = model(*x).astype(jnp.float32)
+        """The binary cross-entropy of `model(dense, ids)`, or of its `training_logits`."""
+        logits = getattr(model, "training_logits", model)(*x).astype(jnp.float32)
         return jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, labels))
 
     def staging(
@@ -290,15 +292,26 @@ def click_job(
 
 def _measure(validation: Clicks, batch_size: int) -> Measure:
     def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
-        found = evaluate_clicks(
-            model,
-            validation,
-            optimizer=optimizer,
-            batch_size=max(batch_size, 8192),
-            deterministic=deterministic,
-        )
+        options = {
+            "optimizer": optimizer,
+            "batch_size": max(batch_size, 8192),
+            "deterministic": deterministic,
+        }
+        if getattr(model, "share", None) is not None:
+            _choose_share(model, validation, **options)
+        found = evaluate_clicks(model, validation, **options)
         if METRICS[0] not in found:
             raise ValueError(_ONE_CLASS)
         return found
 
     return measured
+
+
+def _choose_share(model: Any, validation: Clicks, **options: Any) -> None:
+    """Sets the share of the layers beside the regression by the log loss on `validation`."""
+    found = []
+    for share in (0.0, 1.0):
+        set_to(model.share, share)
+        logits, labels = logits_of(model, validation, **options)
+        found.append(logits.astype(np.float64))
+    set_to(model.share, least_share(found[0], found[1], labels))

@@ -85,9 +85,16 @@ def predict(
     return _probabilities(found.logits).astype(np.float32)
 
 
-def logits_of(model: ClickModel, clicks: Clicks) -> tuple[np.ndarray, np.ndarray]:
-    """`[examples]` logits and labels."""
-    found = _Scores(model, None, batch_size=8192).of_all(clicks)
+def logits_of(
+    model: ClickModel,
+    clicks: Clicks,
+    *,
+    optimizer: Optimizer | None = None,
+    batch_size: int = 8192,
+    deterministic: bool = False,
+) -> tuple[np.ndarray, np.ndarray]:
+    """`[examples]` logits and labels. See `evaluate_clicks`."""
+    found = _Scores(model, optimizer, batch_size, deterministic).of_all(clicks)
     return found.logits, found.labels
 
 

@@ -3,25 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
-import scipy.sparse
 
 from sparsejax import metrics
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.kinds.clicks.model import ClickModel
+from sparsejax.kinds.clicks.regression import fit_regression, regression_logits
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
-from sparsejax.sparse import CSR
 
 # With fewer examples the figures say too little.
 LEAST_ROWS = 500
 # Examples that are fitted and measured: enough to see a bad model, in about a second.
 _FITTED, _MEASURED = 40_000, 20_000
-# Variances of the weights of the regression, of which held-out examples choose one.
-_VARIANCES = 0.1, 1.0
-_ITERATIONS = 50
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -96,7 +90,7 @@ def compared(
     scores = [
         logits_of(model, measured)[0].astype(np.float64),
         np.full(len(labels), np.log(share / (1 - share))),
-        regression(fitted, measured),
+        regression_logits(fit_regression(fitted), measured),
     ]
     losses = [np.logaddexp(0, z) - labels * z for z in scores]
     differences = [losses[0] - losses[1], losses[0] - losses[2]]
@@ -109,87 +103,9 @@ def compared(
     )
 
 
-def regression(train: ClickDataset, test: ClickDataset) -> np.ndarray:
-    """`[examples]` logits of `test` by a logistic regression that is fitted on `train`.
-
-    Dense columns are standardized. Each category that `train` has is a column. A fifth of
-    `train` chooses how much weights are regularized.
-    """
-    at, mean, deviation = _places(train)
-    x, y = _matrix(train, at, mean, deviation), train.labels.astype(np.float64)
-    chooses = np.arange(len(y)) % 5 == 0
-    best, chosen = np.inf, _VARIANCES[0]
-    for variance in _VARIANCES:
-        w = _fitted(x[~chooses], y[~chooses], variance)
-        z = x[chooses] @ w[:-1] + w[-1]
-        loss = np.mean(np.logaddexp(0, z) - y[chooses] * z)
-        if loss < best:
-            best, chosen = loss, variance
-    w = _fitted(x, y, chosen)
-    return _matrix(test, at, mean, deviation) @ w[:-1] + w[-1]
-
-
-def _fitted(x: Any, y: np.ndarray, variance: float) -> np.ndarray:
-    """Weights and intercept of the least penalized log loss."""
-    import scipy.optimize  # only this needs it
-    import scipy.special
-
-    xt = x.T.tocsr()
-
-    def loss(w: np.ndarray) -> tuple[float, np.ndarray]:
-        weights, z = w[:-1], x @ w[:-1] + w[-1]
-        error = scipy.special.expit(z) - y
-        value = np.sum(np.logaddexp(0, z) - y * z) + weights @ weights / (2 * variance)
-        return value, np.append(xt @ error + weights / variance, error.sum())
-
-    first = np.zeros(x.shape[1] + 1)
-    options = {"maxiter": _ITERATIONS}
-    return scipy.optimize.minimize(
-        loss, first, jac=True, method="L-BFGS-B", options=options
-    ).x
-
-
 def _some(clicks: Clicks, count: int, *, seed: int) -> ClickDataset:
     """At most so many examples in random order; of scanned ones, of the first chunk."""
     if not isinstance(clicks, ClickDataset):
         clicks = next(clicks.chunks())
     rng = np.random.default_rng(seed)
     return clicks.rows(rng.permutation(clicks.num_rows)[:count])
-
-
-def _places(
-    train: ClickDataset,
-) -> tuple[Mapping[str, np.ndarray], np.ndarray, np.ndarray]:
-    """The ids of each feature, sorted; means and deviations of dense columns."""
-    known = {name: np.unique(_entries(ids)[1]) for name, ids in train.ids.items()}
-    dense = train.dense.astype(np.float64)
-    deviation = dense.std(axis=0)
-    return known, dense.mean(axis=0), np.where(deviation > 0, deviation, 1)
-
-
-def _entries(ids: np.ndarray | CSR) -> tuple[np.ndarray, np.ndarray]:
-    """The example and the id of each entry of a feature."""
-    if not isinstance(ids, CSR):
-        return np.arange(len(ids)), np.asarray(ids)
-    indptr = np.asarray(ids.indptr)
-    rows = np.repeat(np.arange(len(indptr) - 1), np.diff(indptr))
-    return rows, np.asarray(ids.indices)[: indptr[-1]]
-
-
-def _matrix(
-    clicks: ClickDataset,
-    known: Mapping[str, np.ndarray],
-    mean: np.ndarray,
-    deviation: np.ndarray,
-) -> Any:
-    """`[examples, columns]` CSR: standardized dense columns, then a column for each known id."""
-    parts = [scipy.sparse.csr_array((clicks.dense - mean) / deviation)]
-    for name, ids in clicks.ids.items():
-        rows, found = _entries(ids)
-        names = known[name]
-        place = np.minimum(np.searchsorted(names, found), max(len(names) - 1, 0))
-        is_known = names[place] == found if len(names) else np.zeros(len(found), bool)
-        entries = (np.ones(int(is_known.sum())), (rows[is_known], place[is_known]))
-        shape = (clicks.num_rows, len(names))
-        parts.append(scipy.sparse.csr_array(entries, shape=shape))
-    return scipy.sparse.hstack(parts, format="csr")

@@ -1,0 +1,307 @@
+"""Logistic regressions of the ids and the dense columns of clicks."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+import scipy.sparse
+from flax import nnx
+
+from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.clicks import ClickDataset
+from sparsejax.ops.gather_matmul import Combiner
+from sparsejax.sparse import CSR
+
+# Variances of the weights, in the order in which they are tried. Held-out examples choose one.
+_VARIANCES = 0.03, 0.1, 0.3, 1.0, 3.0
+# Up to so many examples are divided into folds, each of which is held out once.
+_IN_FOLDS, _FOLDS = 50_000, 5
+_SHARES = 41
+# More examples than these do not change the choice.
+_CHOOSING = 250_000
+# Newton's steps at most. Where the slope by the scaled weights is that small, the loss of all
+# examples together is within a thousandth of the least one.
+_ITERATIONS, _TOLERANCE = 50, 0.03
+
+
+@dataclasses.dataclass(frozen=True)
+class Regression:
+    """Weights of a logistic regression.
+
+    Attributes:
+      dense: `[columns]` weight of each dense column.
+      bias: intercept.
+      tables: weights of the ids of each table, `[num_rows]`; 0 where training has no example.
+    """
+
+    dense: np.ndarray
+    bias: float
+    tables: Mapping[str, np.ndarray]
+
+
+def fit_regression(
+    clicks: ClickDataset,
+    combiner: Combiner = "sum",
+    *,
+    before: Regression | None = None,
+) -> Regression:
+    """The logistic regression of the least penalized log loss, by Newton's method in float64.
+
+    ::
+
+        loss = sum over examples of -log p(label) + |w - before|^2 / (2 variance)
+
+    The weights `w` are those of ids, and of dense columns that are divided by their
+    deviation. The intercept has no penalty. Held-out examples choose the variance.
+
+    Args:
+      clicks: examples to fit.
+      combiner: how the weights of several ids in a list are combined.
+      before: an earlier regression of the same columns; by default all of it is 0.
+    """
+    columns = _Columns(clicks)
+    x, y = columns.matrix(clicks, combiner), clicks.labels.astype(np.float64)
+    if before is None:
+        none = {name: np.zeros(clicks.num_ids[name]) for name in columns.ids}
+        before = Regression(np.zeros(clicks.dense.shape[1]), 0.0, none)
+    offsets = regression_logits(before, clicks, combiner)
+    w = _fitted(x, y, _chosen(x, y, offsets), offsets)
+    first = clicks.dense.shape[1]
+    dense = w[:first] / columns.deviation
+    tables = {name: weights.copy() for name, weights in before.tables.items()}
+    for name, ids in columns.ids.items():
+        tables[name][ids] += w[first : first + len(ids)]
+        first += len(ids)
+    bias = before.bias + float(w[-1] - columns.mean @ dense)
+    return Regression(before.dense + dense, bias, tables)
+
+
+def regression_logits(
+    fitted: Regression, clicks: ClickDataset, combiner: Combiner = "sum"
+) -> np.ndarray:
+    """`[examples]` logits of examples."""
+    z = clicks.dense.astype(np.float64) @ fitted.dense + fitted.bias
+    for name, ids in clicks.ids.items():
+        rows, found, weights = _entries(ids, combiner)
+        of_ids = weights * fitted.tables[_table_of(clicks, name)][found]
+        z = z + np.bincount(rows, of_ids, minlength=clicks.num_rows)
+    return z
+
+
+def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
+    """Fits the regression of a click model whose configuration has one, in place.
+
+    It begins with the weights that the model has, and is regularized towards them.
+
+    Raises:
+      NotImplementedError: the examples are scanned.
+      ValueError: there are none, or all have one label.
+    """
+    if getattr(model, "share", None) is None:
+        return
+    if not isinstance(clicks, ClickDataset):
+        raise NotImplementedError(
+            "the regression of a click model is fitted on examples in memory, and these are "
+            "scanned; leave regression out of the configuration"
+        )
+    if len(np.unique(clicks.labels)) < 2:
+        raise ValueError(
+            f"the regression of a click model needs examples of both labels, got "
+            f"{clicks.num_rows:,} of one; leave regression out of the configuration"
+        )
+    linear = model.linear
+    tables = {
+        name: np.asarray(linear.embeddings.table(name), np.float64)[:, 0]
+        for name in {_table_of(clicks, feature) for feature in clicks.ids}
+    }
+    dense, bias = (
+        np.asarray(x[...], np.float64) for x in (linear.weights, linear.bias)
+    )
+    before = Regression(dense, float(bias), tables)
+    found = fit_regression(clicks, model.config.combiner, before=before)
+    set_to(linear.weights, found.dense)
+    set_to(linear.bias, found.bias)
+    for name, weights in found.tables.items():
+        linear.embeddings.set_table(name, weights[:, None].astype(np.float32))
+
+
+def set_to(variable: nnx.Variable, value: Any) -> None:
+    """Replaces the value of a variable by one of its shape, where it lies."""
+    # An array that is put on a named device makes programs of their own.
+    before = variable[...]
+    place = before.sharding if before.committed else None
+    value = np.asarray(value, before.dtype)
+    variable.set_value(jax.device_put(value, place))
+
+
+def least_share(first: np.ndarray, second: np.ndarray, labels: np.ndarray) -> float:
+    """The least share of a correction that is as good as the best one, but for chance.
+
+    ::
+
+        logit = first + share (second - first)        share = 0, .025, ... 1
+
+    Its log loss is at most one standard error above the least one. So a correction that
+    fits nothing but noise has the share 0.
+
+    Args:
+      first: `[examples]` logits without the correction.
+      second: `[examples]` logits with all of it.
+      labels: `[examples]` labels of examples that neither was fitted on.
+    """
+    shares = np.linspace(0, 1, _SHARES)
+    losses = [
+        np.logaddexp(0, z) - labels * z
+        for z in (first + share * (second - first) for share in shares)
+    ]
+    best = losses[int(np.argmin([loss.mean() for loss in losses]))]
+    differences = (loss - best for loss in losses)
+    error = 1 / np.sqrt(len(labels))
+    good = [d.mean() <= error * d.std() for d in differences]
+    return float(shares[good.index(True)])
+
+
+class _Columns:
+    """The columns of the matrix that is fitted: dense ones, and an id of a table each."""
+
+    def __init__(self, clicks: ClickDataset):
+        dense = clicks.dense.astype(np.float64)
+        deviation = dense.std(axis=0) if len(dense) else np.ones(dense.shape[1])
+        self.mean = dense.mean(axis=0) if len(dense) else np.zeros(dense.shape[1])
+        self.deviation = np.where(deviation > 0, deviation, 1)
+        found: dict[str, list[np.ndarray]] = {}
+        for name, ids in clicks.ids.items():
+            entries = _entries(ids, "sum")[1]
+            found.setdefault(_table_of(clicks, name), []).append(np.unique(entries))
+        self.ids = {name: np.unique(np.concatenate(x)) for name, x in found.items()}
+
+    def matrix(self, clicks: ClickDataset, combiner: Combiner) -> Any:
+        """`[examples, columns]` CSR. All ids must be known."""
+        scaled = (clicks.dense - self.mean) / self.deviation
+        count, examples = clicks.dense.shape[1], clicks.num_rows
+        rows = [np.repeat(np.arange(examples), count)]
+        columns = [np.tile(np.arange(count), examples)]
+        values = [scaled.reshape(-1)]
+        first = dict(
+            zip(
+                self.ids,
+                count + np.cumsum([0, *map(len, self.ids.values())]),
+                strict=False,
+            )
+        )
+        for name, ids in clicks.ids.items():
+            table = _table_of(clicks, name)
+            at, found, weights = _entries(ids, combiner)
+            rows.append(at)
+            columns.append(first[table] + np.searchsorted(self.ids[table], found))
+            values.append(weights)
+        width = count + sum(map(len, self.ids.values()))
+        entries = (
+            np.concatenate(values),
+            (np.concatenate(rows), np.concatenate(columns)),
+        )
+        return scipy.sparse.coo_array(entries, shape=(examples, width)).tocsr()
+
+
+def _table_of(clicks: ClickDataset, name: str) -> str:
+    """The feature whose table a feature reads."""
+    like = clicks.features[name]
+    return like if isinstance(like, str) else name
+
+
+def _entries(
+    ids: np.ndarray | CSR, combiner: Combiner
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """The example, the id and the factor of each entry of a feature."""
+    if not isinstance(ids, CSR):
+        return np.arange(len(ids)), np.asarray(ids), np.ones(len(ids))
+    indptr = np.asarray(ids.indptr)
+    lengths = np.diff(indptr)
+    rows = np.repeat(np.arange(len(lengths)), lengths)
+    power = {"sum": 0.0, "sqrtn": 0.5, "mean": 1.0}[combiner]
+    factors = np.repeat(np.maximum(lengths, 1) ** -power, lengths)
+    return rows, np.asarray(ids.indices)[: indptr[-1]], factors
+
+
+def _chosen(x: Any, y: np.ndarray, offsets: np.ndarray) -> float:
+    """The variance of the least log loss on held-out examples."""
+    fold = np.random.default_rng(0).permutation(len(y))[:_CHOOSING] % _FOLDS
+    x, y, offsets = (each[: len(fold)] for each in (x, y, offsets))
+    losses = np.zeros(len(_VARIANCES))
+    for held in range(_FOLDS if len(y) <= _IN_FOLDS else 1):
+        mine, w = fold == held, None
+        kept = x[~mine], y[~mine]
+        for i, variance in enumerate(_VARIANCES):
+            w = _fitted(*kept, variance, offsets[~mine], w)
+            z = offsets[mine] + x[mine] @ w[:-1] + w[-1]
+            losses[i] += np.sum(np.logaddexp(0, z) - y[mine] * z)
+    return _VARIANCES[int(np.argmin(losses))]
+
+
+def _fitted(
+    x: Any,
+    y: np.ndarray,
+    variance: float,
+    offsets: np.ndarray,
+    first: np.ndarray | None = None,
+) -> np.ndarray:
+    """Weights and intercept of the least penalized log loss.
+
+    Args:
+      x: `[examples, columns]`.
+      y: labels.
+      variance: of the weights.
+      offsets: added to the logits.
+      first: weights and intercept to begin with.
+    """
+    import scipy.optimize  # only this needs it
+    import scipy.special
+
+    share = np.clip(y.mean(), 1e-3, 1 - 1e-3)
+    if first is None:
+        first = np.zeros(x.shape[1] + 1)
+        first[-1] = scipy.special.logit(share) - offsets.mean()
+    # Each weight is divided by its scale, so that the loss curves alike in all of them:
+    # frequent ids and rare ones then need as many steps.
+    curvature = share * (1 - share) * np.append(x.power(2).sum(axis=0), len(y))
+    scale = 1 / np.sqrt(curvature + 1 / variance)
+    penalty = np.append(np.full(x.shape[1], 1 / variance), 0)
+    xt = x.T.tocsr()
+
+    def logits(w: np.ndarray) -> np.ndarray:
+        return offsets + x @ w[:-1] + w[-1]
+
+    def gradient(error: np.ndarray) -> np.ndarray:
+        return np.append(xt @ error, error.sum())
+
+    def loss(u: np.ndarray) -> tuple[float, np.ndarray]:
+        w = scale * u
+        z = logits(w)
+        value = np.sum(np.logaddexp(0, z) - y * z) + (penalty * w * w).sum() / 2
+        slope = gradient(scipy.special.expit(z) - y) + penalty * w
+        return value, scale * slope
+
+    last: list[np.ndarray] = [first, y]  # a point, and the second derivatives there
+
+    def curved(u: np.ndarray, direction: np.ndarray) -> np.ndarray:
+        if last[0] is not u:
+            p = scipy.special.expit(logits(scale * u))
+            last[:] = u, p * (1 - p)
+        w = scale * direction
+        along = x @ w[:-1] + w[-1]
+        return scale * (gradient(last[1] * along) + penalty * w)
+
+    # Not L-BFGS: it waits for threads of BLAS far longer than it computes.
+    found = scipy.optimize.minimize(
+        loss,
+        first / scale,
+        jac=True,
+        hessp=curved,
+        method="trust-ncg",
+        options={"maxiter": _ITERATIONS, "gtol": _TOLERANCE},
+    )
+    return scale * found.x
