@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import scipy.sparse
 from flax import nnx
@@ -130,6 +131,17 @@ def check_counted(model: Any) -> None:
 def copied(model: Any) -> Any:
     """A copy, whose weights are the same arrays."""
     return nnx.merge(*nnx.split(model), copy=True)
+
+
+def without_content(model: Any) -> Any:
+    """A copy whose items are only what they learned for themselves: `a(n) R`."""
+    model = copied(model)
+    content = content_of(model)
+    assert content is not None
+    for kernel in (content.tag_kernel, content.vector_kernel):
+        if kernel is not None:
+            kernel.set_value(jnp.zeros_like(kernel[...]))
+    return model
 
 
 def finished(model: Any) -> Any:

@@ -239,7 +239,7 @@ class Clicks(Runs):
         }
         model.add_ids(added, optimizer=optimizer)
 
-    def doubts(self, model: Any, source: Source) -> str | None:
+    def doubts(self, model: Any, source: Source, k: int) -> str | None:
         found = compared(model, source.data, source.heldout)
         what = "training" if source.heldout is None else "validation"
         return None if found is None else found.warning(what)

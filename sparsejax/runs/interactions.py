@@ -18,14 +18,14 @@ from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.engine.train.checkpoint import fingerprint
-from sparsejax.kinds.content import content_of, fitting
+from sparsejax.kinds.content import content_of, fitting, without_content
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Paged
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
 from sparsejax.runs import folders
-from sparsejax.runs.kind import Opened, Runs
+from sparsejax.runs.kind import Opened, Runs, Source
 from sparsejax.runs.reading import (
     check_heldout,
     dates_of,
@@ -89,6 +89,23 @@ class Interactions(Runs):
 
     def fingerprint_of(self, known: Names) -> str:
         return fingerprint(known)
+
+    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+        if source.heldout is None or content_of(model) is None:
+            return None
+        with_content, without = (
+            evaluate(each, source.data, source.heldout, k=k, keep_rows=True)
+            for each in (model, without_content(model))
+        )
+        name = self.metric(k)
+        found = metrics.compare(without, with_content)[name]
+        if found.high >= 0:
+            return None
+        return (
+            f"the content of items makes the model worse on the validation data: {name} is "
+            f"{found.second:.4f}, and {found.first:.4f} where the same model ranks without "
+            "content; leave item_features out, or read fewer columns"
+        )
 
     def account(self, data: Any) -> str:
         return (

@@ -133,8 +133,14 @@ class Runs(abc.ABC):
         """The configuration as it suits the data, and what to say about it."""
         return config, ""
 
-    def doubts(self, model: Any, source: Source) -> str | None:
-        """A warning after training if the model is no better than simple predictions, or None."""
+    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+        """A warning after training if something simpler is better than the model, or None.
+
+        Args:
+          model: the trained model.
+          source: what it was trained on, and what was held out.
+          k: the cut-off of metrics of rankings.
+        """
         return None
 
     @abc.abstractmethod

@@ -143,7 +143,7 @@ def train(
             resume=training.resume,
             log=told,
         )
-    doubts = runs.doubts(model, source)
+    doubts = runs.doubts(model, source, training.k)
     if doubts is not None and processes.is_first():
         warn_caller(doubts)
     return source

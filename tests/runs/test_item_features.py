@@ -1,8 +1,10 @@
 """Runs whose items have content: from events and a table of items to new items."""
 
+import dataclasses
 import json
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -10,6 +12,8 @@ import sparsejax as sj
 from sparsejax.cli import commands, flags
 from sparsejax.cli.main import main
 from sparsejax.engine.train import checkpoint
+from sparsejax.runs.kind import called
+from sparsejax.runs.options import Training
 
 USERS, ITEMS, NEW = 60, 30, 3
 
@@ -246,3 +250,28 @@ def test_what_cannot_be(files, tmp_path, capsys):
     assert "none of" in said and not (tmp_path / "run").exists()
     assert main([*argv, "--item-features", str(items), "--chunk-rows", "10"]) == 1
     assert "--item-features needs all of the data" in capsys.readouterr().err
+
+
+def test_content_that_makes_a_model_worse_is_named(files):
+    """The trained model ranks the validation data with its content, and without it."""
+    data = sj.read(str(files / "events.csv"))
+    split = data.split(0.8, seed=0)
+    features = sj.read_item_features(str(files / "items.csv"))
+    config = sj.NetworkConfig.autoencoder((8,))
+    model, optimizer = sj.build(
+        config, split.train, sj.optimizers.adagrad(0.1), item_features=features
+    )
+    sj.fit(model, optimizer, split.train, batch_size=60, num_epochs=60)
+    runs = called("items")
+    source = runs.source(Training(data=data, config=config, validation=0.2), None)
+    assert runs.doubts(model, source, 5) is None
+    kernel = model.output.content.tag_kernel
+    noise = np.random.default_rng(0).normal(0, 30, kernel.shape)
+    kernel.set_value(jnp.asarray(noise, kernel.dtype))
+    text = runs.doubts(model, source, 5) or ""
+    assert text.startswith(
+        "the content of items makes the model worse on the validation data: ndcg@5 is 0."
+    )
+    assert text.endswith("leave item_features out, or read fewer columns")
+    nothing = dataclasses.replace(source, heldout=None)
+    assert runs.doubts(model, nothing, 5) is None
