@@ -126,8 +126,9 @@ def test_the_share_is_the_least_that_is_as_good():
     assert least_share(z, z, labels) == 0
 
 
-@pytest.mark.parametrize("shape", [None, (2, 4)], ids=["one", "mesh"])
-@pytest.mark.parametrize("model", SMALL)
+@pytest.mark.parametrize(
+    ("model", "shape"), [("dlrm", None), ("deepfm", (2, 4))], ids=["one", "mesh"]
+)
 def test_training_leaves_it_as_it_is(model, shape):
     train, validation = drawn(320), drawn(128, seed=1)
     with on(shape):
@@ -154,7 +155,7 @@ def test_training_leaves_it_as_it_is(model, shape):
             np.testing.assert_array_equal(ours, theirs)
         assert all(np.isfinite(entry["loss"]) for entry in history)
         [kernel] = built.embeddings.kernels.values()
-        assert np.abs(np.asarray(kernel[...]) - start).max() > 0.01
+        assert np.abs(np.asarray(kernel[...]) - start).max() > 1e-3
         # Predictions are the regression, and a share of the layers.
         share = float(built.share[...])
         last, labels = logits_of(built, validation)
@@ -200,8 +201,8 @@ def test_a_run_has_it_by_default():
     assert run.evaluate(test)["auc"] > by_regression - 0.005
     # The weights of known categories stay near theirs, new ones get weights.
     new = drawn(1200, seed=4, items=9)
-    more = run.train_more(new, batch_size=540)
-    after = np.asarray(more.model.linear.embeddings.table("item"))[:, 0]
+    run.train_more(new, batch_size=540)
+    after = np.asarray(run.model.linear.embeddings.table("item"))[:, 0]
     assert len(after) == 11 and np.abs(after[7:]).min() > 0.01
     assert np.abs(after[2:7] - weights[2:7]).max() < 0.5
 

@@ -99,7 +99,7 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
 
     Raises:
       NotImplementedError: the examples are scanned.
-      ValueError: there are none, or all have one label.
+      ValueError: there are none, or all have one label, and the model has no weights yet.
     """
     if getattr(model, "share", None) is None:
         return
@@ -108,12 +108,14 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
             "the regression of a click model is fitted on examples in memory, and these are "
             "scanned; leave regression out of the configuration"
         )
+    linear = model.linear
     if len(np.unique(clicks.labels)) < 2:
+        if float(linear.bias[...]):  # what is fitted stays: such labels would undo it
+            return
         raise ValueError(
             f"the regression of a click model needs examples of both labels, got "
             f"{clicks.num_rows:,} of one; leave regression out of the configuration"
         )
-    linear = model.linear
     tables = {
         name: np.asarray(linear.embeddings.table(name), np.float64)[:, 0]
         for name in {_table_of(clicks, feature) for feature in clicks.ids}
