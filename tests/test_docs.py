@@ -28,7 +28,7 @@ from sparsejax import losses
 from sparsejax.cli import flags
 from sparsejax.cli import main as cli
 from sparsejax.data.files import columns
-from sparsejax.kinds.clicks import Clicks
+from sparsejax.kinds.clicks import ClickDefaults, Clicks
 from sparsejax.optimizers import rules
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"
@@ -68,6 +68,12 @@ def quick_rules(monkeypatch):
     """Also where a page and its commands leave the rule of a click model to us."""
     defaults = dataclasses.replace(Clicks.defaults, optimizer="adagrad")
     monkeypatch.setattr(Clicks, "defaults", defaults)
+    usual = ClickDefaults.for_data
+
+    def for_data(self, data, **options):  # Adagrad has no weight decay
+        return dataclasses.replace(usual(self, data, **options), options={})
+
+    monkeypatch.setattr(ClickDefaults, "for_data", for_data)
 
 
 PACKAGES = {"data", "embeddings", "mesh", "nn", "optimizers", "sequence", "training"}

@@ -87,6 +87,10 @@ class _ClickModel(nnx.Module):
             logit = self.share[...] * logit
         return logit if self.linear is None else self.linear(dense, ids) + logit
 
+    def _trained(self, dense, ids) -> jax.Array:
+        """The logits of all that is trained, but for a linear part that is."""
+        raise NotImplementedError
+
     def training_logits(
         self,
         dense: Dense,

@@ -187,7 +187,7 @@ def test_tune(clicks, tmp_path, monkeypatch, capsys):
     again = said.out.split()
     assert again[-len(COLUMNS) :] == COLUMNS
     network = json.loads((tmp_path / "tuned" / "network.json").read_text())
-    assert network == {"version": 1, "model": "dlrm"}
+    assert network == {"version": 1, "model": "dlrm", "regression": True}
     again[again.index("RUN")] = str(tmp_path / "again")
     assert main(again[1:]) == 0
 

@@ -265,7 +265,8 @@ def test_content_that_makes_a_model_worse_is_named(files):
     runs = called("items")
     source = runs.source(Training(data=data, config=config, validation=0.2), None)
     assert runs.doubts(model, source, 5) is None
-    kernel = model.output.content.tag_kernel
+    output: Any = model.output
+    kernel = output.content.tag_kernel
     noise = np.random.default_rng(0).normal(0, 30, kernel.shape)
     kernel.set_value(jnp.asarray(noise, kernel.dtype))
     text = runs.doubts(model, source, 5) or ""

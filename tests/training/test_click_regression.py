@@ -191,7 +191,8 @@ def test_a_run_has_it_by_default():
 
     how: dict[str, Any] = {"batch_size": 540, "num_epochs": 1}
     run = sj.Run.train(clicks, config=config_of("deepfm", regression=True), **how)
-    assert run.settings.validation_split == ".1" and run.settings.network.regression
+    network: Any = run.settings.network
+    assert run.settings.validation_split == ".1" and network.regression
     kept, _ = clicks.split_rows(0.9, seed=0)
     own = fit_regression(kept)
     weights = np.asarray(run.model.linear.embeddings.table("item"))[:, 0]

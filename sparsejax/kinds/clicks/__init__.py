@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
+from typing import Any, cast
 
 from sparsejax import optimizers
 from sparsejax.data.reading.sources import Inputs
@@ -103,7 +103,8 @@ class Clicks(Kind):
     )
 
     def defaults_of(self, config: Any) -> Defaults:
-        return dataclasses.replace(self.defaults, beside_regression=config.regression)
+        defaults = cast(ClickDefaults, self.defaults)
+        return dataclasses.replace(defaults, beside_regression=config.regression)
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.clicks.modules import new_click_model
