@@ -352,9 +352,10 @@ def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> boo
     clicked = int(data.labels.sum())
     if min(clicked, data.num_rows - clicked) < _LEAST_OF_LABEL:
         return False
-    if training.config.regression:
+    config: Any = training.config
+    if config.regression:
         return True
-    if "regression" not in training.suited or training.config.dynamic is not None:
+    if "regression" not in training.suited or config.dynamic is not None:
         return False
     sizes = [ids.nse if isinstance(ids, CSR) else len(ids) for ids in data.ids.values()]
     return data.dense.size + sum(sizes) <= _MOST_REGRESSED

@@ -12,8 +12,8 @@ import sparsejax as sj
 from sparsejax.cli import commands, flags
 from sparsejax.cli.main import main
 from sparsejax.engine.train import checkpoint
+from sparsejax.options.training import Training
 from sparsejax.runs.kind import called
-from sparsejax.runs.options import Training
 
 USERS, ITEMS, NEW = 60, 30, 3
 

@@ -22,8 +22,8 @@ from sparsejax.kinds.clicks.regression import (
     set_to,
 )
 from sparsejax.kinds.clicks.scores import logits_of
+from sparsejax.options.training import Training
 from sparsejax.runs.kind import called
-from sparsejax.runs.options import Training
 
 SCHEMA = sj.ClickSchema(
     "click",
