@@ -66,7 +66,9 @@ def quick(page: str) -> list[str]:
 @pytest.fixture
 def quick_rules(monkeypatch):
     """Also where a page and its commands leave the rule of a click model to us."""
-    defaults = dataclasses.replace(Clicks.defaults, optimizer="adagrad")
+    defaults = dataclasses.replace(
+        Clicks.defaults, optimizer="adagrad", learning_rate=0.1
+    )
     monkeypatch.setattr(Clicks, "defaults", defaults)
     usual = ClickDefaults.for_data
 
@@ -233,12 +235,14 @@ def test_your_data(tmp_path, monkeypatch, capsys):
 @pytest.mark.usefixtures("quick_rules")
 def test_clicks(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = [f"{i % 3 % 2},{i / 7},u{i % 5},i{i % 4},{i}\n" for i in range(300)]
+    lines = [
+        f"{i % 3 % 2},{i % 3 % 2 + i / 600},u{i % 5},i{i % 4},{i}\n" for i in range(300)
+    ]
     for name in ("train.csv", "valid.csv", "test.csv"):
         pathlib.Path(name).write_text("click,price,user,item,day\n" + "".join(lines))
     given: dict = {}
     for code in quick("clicks.md"):
-        code = code.replace("1_000_000", "1_000")
+        code = code.replace("1_000_000", "1_000").replace("(5e-4)", "(0.1)")
         exec(compile(code, "clicks.md", "exec"), given)  # noqa: S102
     assert capsys.readouterr().out == (
         "ClickDataset(300 examples, 33.3 % clicks, 1 dense, 2 features)\n1.0\n"
