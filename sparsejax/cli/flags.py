@@ -660,6 +660,7 @@ class Serve(Compilation):
         load the newest version in the folder, and unload it. Off by default; the host is
         127.0.0.1 unless it is given.
       page: A page for a person at the address itself, with a form that asks the models.
+      titles: File with two columns: the name of an item, and a title that the page shows beside it.
       grace: Seconds after SIGTERM in which the process ends.
     """
 
@@ -689,6 +690,7 @@ class Serve(Compilation):
     changes: str | None = option(None, Flag(value="DIR", default=""))
     admin: str | None = option(None, Flag(value="[HOST:]PORT", default=""))
     page: bool = True
+    titles: str | None = option(None, _OPTIONAL_FILE)
     grace: float = 30.0
 
 

@@ -9,6 +9,7 @@ from collections.abc import Generator
 
 from sparsejax.cli import flags
 from sparsejax.cli.compiling import told_if_long
+from sparsejax.data.reading.item_titles import read_titles
 
 
 @contextlib.contextmanager
@@ -65,6 +66,8 @@ def serve(command: flags.Serve) -> None:
         raise ValueError("--tls-cert and --tls-key go together: give both, or none")
     if not command.max_wait >= 0 or not command.grace > 0:
         raise ValueError("--max-wait must be 0 or more, and --grace more than 0")
+    if command.titles is not None and not command.page:
+        raise ValueError("--titles are for the page: leave out --no-page")
     for flag, port in (("--port", command.port), ("--grpc-port", command.grpc_port)):
         if port is not None and not 0 <= port < 2**16:
             raise ValueError(f"{flag} must be from 0 to 65535, got {port}")
@@ -117,6 +120,9 @@ def serve(command: flags.Serve) -> None:
                 exclude_file=command.exclude_file,
                 changes=command.changes,
                 page=command.page,
+                titles=None
+                if command.titles is None
+                else read_titles(command.titles, command.say),
             ),
             address,
             grace=command.grace,

@@ -86,7 +86,7 @@ def app(service: Service) -> ASGIApp:
 
     routes = []
     if service.settings.page:
-        shown = page(service.models)
+        shown = page(service.models, service.settings.titles)
 
         async def person(request: Request) -> Response:
             return shown

@@ -9,6 +9,7 @@ const hints = {
   exclude: "what is not recommended, too",
   candidates: "the only names that are ranked",
 };
+const TITLES = new Map(Object.entries(JSON.parse(at("titles").textContent)));
 let inputs = [];
 
 function made(tag, text, attributes = {}) {
@@ -78,6 +79,7 @@ function show() {
 
 function answered(outputs, version) {
   const found = Object.fromEntries(outputs.map(output => [output.name, output.data]));
+  if (found.items && TITLES.size) found.title = found.items.map(name => TITLES.get(name) || "");
   const columns = Object.keys(found).filter(name => found[name].length && !/^(lengths|unknown)/.test(name));
   const count = columns.length ? Math.max(...columns.map(name => found[name].length)) : 0;
   const isText = name => typeof found[name][0] === "string";

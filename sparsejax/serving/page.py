@@ -9,17 +9,32 @@ import base64
 import hashlib
 import html
 import importlib.resources
-from collections.abc import Sequence
+import json
+from collections.abc import Mapping, Sequence
 
 from starlette.responses import Response
 
+# A page is read as a whole, so it does not carry the titles of millions of items.
+_MOST_BYTES = 2**23
 
-def page(models: Sequence[str]) -> Response:
+
+def page(models: Sequence[str], titles: Mapping[str, str] | None = None) -> Response:
     """The page.
 
     Args:
       models: their names.
+      titles: text to show beside the names of items.
+
+    Raises:
+      ValueError: the titles take more than 8 MiB.
     """
+    # In JSON within HTML, `<` could end the element.
+    data = json.dumps(dict(titles or {}), ensure_ascii=False).replace("<", "\\u003c")
+    if len(data.encode()) > _MOST_BYTES:
+        raise ValueError(
+            f"titles=... take {len(data.encode()):,} bytes, and the page carries at most "
+            f"{_MOST_BYTES:,}: name a file with fewer items"
+        )
     folder = importlib.resources.files(__package__)
     script = (folder / "page.js").read_text()
     text = (folder / "page.html").read_text()
@@ -27,6 +42,7 @@ def page(models: Sequence[str]) -> Response:
     # The script last, so that a name cannot stand for it.
     text = text.replace("@MODELS@", options.replace("@", "&#64;"))
     text = text.replace("@SCRIPT@", script)
+    text = text.replace("@TITLES@", data)
     style = text.partition("<style>")[2].partition("</style>")[0]
     # Only this script and this style count, and only this service is asked.
     policy = (

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import os
 import time
-from collections.abc import Callable, Collection, Generator
+from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple
 
@@ -67,6 +67,7 @@ class Settings:
       exclude_file: file with the names of items that nobody is recommended.
       changes: folder of changes of a click model, which are taken as they come.
       page: whether there is a page for a person at `/`.
+      titles: text that the page shows beside the names of items.
     """
 
     shapes: tuple[Shape, ...] = ()
@@ -84,6 +85,7 @@ class Settings:
     exclude_file: str | None = None
     changes: str | None = None
     page: bool = True
+    titles: Mapping[str, str] | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -291,6 +291,7 @@ OWN = {
         "--changes": "nosuch",
         "--admin": "1",
         "--page": "--no-page",
+        "--titles": "nosuch",
         "--grace": "1",
     },
     "export-triton out.predictor models": {"--name": "a/b", "--shapes": "nosuch"},
