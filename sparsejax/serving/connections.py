@@ -289,6 +289,7 @@ class _Together:
 
     def __init__(self, transport: Any):
         self._transport, self._head = transport, b""
+        self._has_ended = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -296,8 +297,8 @@ class _Together:
     def write(self, data: bytes) -> None:
         """Sends bytes after the head that waits. What may be a head waits, see `flush`."""
         data, self._head = self._head + data, b""
-        if self._transport.is_closing():
-            return  # the client has left while several of its requests waited
+        if self._has_ended or self._transport.is_closing():
+            return  # a refusal was the last; or the client has left while requests waited
         if data.endswith(_END_OF_HEAD) and not data.startswith(_CONTINUE):
             self._head = data
         else:
@@ -308,6 +309,12 @@ class _Together:
         head, self._head = self._head, b""
         if head and not self._transport.is_closing():
             self._transport.write(head)
+
+    def write_eof(self) -> None:
+        """Ends this half of the connection: what is written later is not sent."""
+        self.flush()
+        self._has_ended = True
+        self._transport.write_eof()
 
     def close(self) -> None:
         """Closes the transport when all is sent."""

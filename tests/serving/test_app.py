@@ -521,6 +521,18 @@ def test_a_head_comes_with_its_body_or_alone(port):
         assert found.startswith(b"HTTP/1.1 200") and found.endswith(b"}")
 
 
+def test_nothing_follows_a_refusal(client, port, monkeypatch):
+    """A request that waits for 100 Continue, and is refused before it is read."""
+    bugs: list[tuple[str, Exception]] = []
+    monkeypatch.setattr(logs, "error", lambda *bug: bugs.append(bug))
+    expecting = b"expect: 100-continue\r\ntransfer-encoding: chunked"
+    asking = head(0).replace(b"content-length: 0", expecting) + b"no length\r\n"
+    answer = raw(port, asking)
+    assert answer.startswith(b"HTTP/1.1 400") and answer.count(b"\r\n\r\n") == 1
+    assert client.infer(ITEMS)[0] == 200
+    assert not bugs
+
+
 def test_slow_senders_are_not_waited_for(port):
     answer = raw(port, head(100) + b"{")
     assert answer.startswith(b"HTTP/1.1 408") and b"within 0.5 seconds" in answer
