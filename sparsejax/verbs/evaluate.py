@@ -29,6 +29,7 @@ from sparsejax.options.option import RANKING
     heldout=RANKING,
     features=("items",),
     exclude=RANKING,
+    popularity=RANKING,
 )
 def evaluate(
     model: Recommender | HistoryModel | ClickModel,
