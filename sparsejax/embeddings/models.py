@@ -88,7 +88,7 @@ class _ClickModel(nnx.Module):
         return logit if self.linear is None else self.linear(dense, ids) + logit
 
     def _trained(self, dense, ids) -> jax.Array:
-        """The logits of all that is trained, but for a linear part that is."""
+        """The logits of the layers that are trained, without those of the linear part."""
         raise NotImplementedError
 
     def training_logits(

@@ -89,7 +89,7 @@ class Reading(Columns):
     format: Format | None = option(None, FORMATS, kinds=RANKING)
 
     def arguments(self) -> dict[str, Any]:
-        """What was said of files, as arguments of `sparsejax.read`."""
+        """The options that were given, as arguments of `sparsejax.read`."""
         found = {f.name: getattr(self, f.name) for f in dataclasses.fields(Reading)}
         return {
             name: value

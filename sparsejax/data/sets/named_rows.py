@@ -1,4 +1,4 @@
-"""What data sets of items and of histories have in common: rows of entries, with names."""
+"""The common part of data sets of items and of histories: rows of entries, with names."""
 
 from __future__ import annotations
 
@@ -195,7 +195,7 @@ class NamedRows:
 
     @property
     def _manner(self) -> str:
-        """What the text of a data set says of its entries."""
+        """The description of the entries in the text of a data set."""
         raise NotImplementedError
 
     @property

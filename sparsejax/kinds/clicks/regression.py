@@ -141,7 +141,7 @@ def set_to(variable: nnx.Variable, value: Any) -> None:
 
 
 def least_share(first: np.ndarray, second: np.ndarray, labels: np.ndarray) -> float:
-    """The least share of a correction that is as good as the best one, but for chance.
+    """The least share of a correction that is as good as the best one within chance.
 
     ::
 
