@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import grpc
+import pytest
 from open_inference.grpc import protocol as messages
 from served import binary, grpc_listening, prefixed, resident, tensor
 
@@ -302,17 +303,22 @@ class Fuzzer:
             with contextlib.suppress(grpc.RpcError, grpc.FutureCancelledError):
                 call.result()
         if chance.random() < 0.1:
-            assert self._good() == self._expected
+            # Scores have the last bits of the program that a batch of this size runs.
+            for found, wanted in zip(self._good(), self._expected, strict=True):
+                data = wanted["data"]
+                assert found == wanted | {"data": found["data"]}
+                is_text = any(isinstance(each, str) for each in data)
+                assert found["data"] == (data if is_text else pytest.approx(data))
             self.counts["right answers"] += 1
 
-    def _good(self) -> bytes:
-        """The answer to a request without a fault."""
+    def _good(self) -> list[dict[str, Any]]:
+        """The outputs of the answer to a request without a fault."""
         body = json.dumps(_GOOD).encode()
         self._connection.request("POST", "/v2/models/films/infer", body)
         answer = self._connection.getresponse()
         found = answer.read()
         assert answer.status == 200, found
-        return found
+        return json.loads(found)["outputs"]
 
 
 def fuzz(
