@@ -80,7 +80,15 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> flags.Command:
     """The command. For help or wrong usage, prints it and raises SystemExit."""
-    parsers = {shell.parser_of(c): c for c in typing.get_args(flags.Command)}
+    commands = {
+        _function_of(c).replace("_", "-"): c for c in typing.get_args(flags.Command)
+    }
+    # To make all flags of all commands takes as long as to import NumPy.
+    named = commands.get(argv[0]) if argv else None
+    parsers = {
+        shell.parser_of(c) if named in (None, c) else shell.name_of(c): c
+        for c in commands.values()
+    }
     union = functools.reduce(operator.or_, parsers)
     options: dict[str, Any] = {"args": argv, "config": (OmitArgPrefixes,)}
     columns = os.environ.get("COLUMNS")

@@ -42,6 +42,11 @@ def parser_of(command: type[Options]) -> type:
     return _dataclass(command, fields)
 
 
+def name_of(command: type[Options]) -> type:
+    """A dataclass in place of `parser_of`, for a command that is not the one that is named."""
+    return _dataclass(command, [])
+
+
 def all_flags(
     command: type[Options],
 ) -> Iterator[tuple[dataclasses.Field[Any], Flag]]:

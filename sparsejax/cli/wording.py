@@ -1,6 +1,7 @@
 """Messages of Python functions, in the words of the command line."""
 
 import dataclasses
+import functools
 import re
 
 from sparsejax.options.option import Options, flags_of
@@ -66,6 +67,7 @@ def in_flags(text: str, command: type[Options] | None) -> str:
     )
 
 
+@functools.cache
 def _spelled(command: type[Options]) -> dict[str, str]:
     """The flags of a command by the arguments of Python; of some also by their values."""
     found: dict[str, str] = {}
