@@ -36,7 +36,6 @@ from sparsejax.optimizers.optimizer import Optimizer, compile_flush
 from sparsejax.runs.kind import Ahead, Runs, config_of, runs_of
 from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.build import new_modules, set_linear_part
-from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
@@ -222,6 +221,8 @@ class Settings:
         """All settings as `{name: plain value}`, to be shown."""
         first = ("data", "validation_split", "num_features", "num_epochs")
         found = {name: getattr(self, name) for name in first} | self._settings()
+        from sparsejax.verbs.fit import fit  # a prediction does without it
+
         return used(kind_of(self.network), fit, found)
 
     def identity(self) -> dict[str, Any]:
