@@ -166,7 +166,7 @@ class Programs:
         timed_fusions: bool = False,
         **options: Any,
     ):
-        self._made: dict[tuple[bool, bool, bool], Keepable] = {}
+        self._made: dict[tuple[Any, ...], Keepable] = {}
         self._f = f
         self._inside_others = inside_others
         self._for_gpus = {
@@ -185,23 +185,24 @@ class Programs:
 
     def __getitem__(self, deterministic: bool) -> Keepable:
         # Made when it is first asked for: the options ask for the kind of device.
-        key = deterministic, is_for_one_device(), is_profiled()
-        if key not in self._made:
-            self._made[key] = self._make(deterministic)
-        return self._made[key]
-
-    def _make(self, deterministic: bool) -> Keepable:
         how = dict(self._for_gpus)
         if deterministic:  # times differ from one process to the next
             how["timed_fusions"] = False
-        f, chosen = self._f, dict(gpu_options(**how))
+        chosen = gpu_options(**how)
+        key = deterministic, *chosen.items()
+        if key not in self._made:
+            self._made[key] = self._make(deterministic, chosen)
+        return self._made[key]
+
+    def _make(self, deterministic: bool, chosen: Mapping[str, Any]) -> Keepable:
+        f = self._f
         if deterministic:
             f = _with_same_bits(f)
-            chosen |= DETERMINISTIC
+            chosen = {**chosen, **DETERMINISTIC}
         return Keepable(
             f,
             inside_others=self._inside_others and not deterministic,
-            compiler_options=chosen or None,
+            compiler_options=dict(chosen) or None,
             **self._options,
         )
 
