@@ -9,7 +9,7 @@
 ##   make test-all      all tests, for a release: each annotation checked, new random examples
 ##   make test-as-user  commands and verbs by their defaults, optimized, with nothing cached
 ##   make test-x64      the sparse operations with JAX's 64-bit types enabled
-##   make lint          format, lint, types, import floors, counts below their ceilings
+##   make lint          format, lint, types, import floors, words of texts, counts below their ceilings
 ##   make docs          the pages, in docs/_build/index.html
 ##   make test-oldest   the operations and training on the oldest supported versions
 ##   make test-spark    preparing on Apache Spark; downloads 456 MB, once
@@ -62,6 +62,7 @@ lint: $(VENV)/.installed
 	$(VENV)/bin/ruff check
 	$(VENV)/bin/pyrefly check
 	$(VENV)/bin/lint-imports
+	$(VENV)/bin/python tests/texts.py
 	$(VENV)/bin/python benchmarks/structure.py ceilings
 
 docs: $(VENV)/.installed

@@ -89,7 +89,7 @@ class Read(Sequence[jax.Array]):
 
     Attributes:
       read: reads the number at a place.
-      places: of the numbers.
+      places: indices of the numbers.
     """
 
     read: Callable[[int], jax.Array]

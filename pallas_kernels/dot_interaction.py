@@ -8,8 +8,9 @@
 A tile is 64 vectors: some examples, one after the other. Its products are one `wgmma` for each
 example, of all 64 vectors with those of the example. Those of other examples are not used. So
 a matrix of 32 x 32 products takes 2 of 64 x 32, which costs less than the memory's time.
-The wanted products are gathered from shared memory, and slopes are gathered where they are
-read: neither the matrix of products nor that of slopes is written.
+The wanted products are gathered from shared memory, and the gradients of products are
+gathered where they are read: neither the whole matrix of products nor that of their
+gradients is written.
 
 A program is one warpgroup, and a multiprocessor has several. So one reads while others work.
 """
@@ -63,7 +64,7 @@ def products(
     """Products of pairs of vectors of each example, and numbers of its first vector.
 
     Args:
-      rows: see `unsupported`.
+      rows: the vectors, with a shape and dtype that `unsupported` allows.
       places: `[columns]`, `i * vectors + j` of the pair; -1 for 0; `-2 - c` for number c of
         the first vector. See `columns_for`.
     """
@@ -83,10 +84,10 @@ def slopes_of_rows(
     """The gradient of the vectors.
 
     Args:
-      rows: of `products`.
-      slopes: of its results.
-      columns: `[vectors, vectors]`, which slope the vector j is multiplied with for vector i,
-        or -1 for 0.
+      rows: the vectors that `products` multiplied.
+      slopes: the gradient of the result of `products`.
+      columns: `[vectors, vectors]`: by which column of `slopes` vector j is multiplied
+        for the gradient of vector i, or -1 for 0.
     """
     _, vectors, _ = rows.shape
     example = jnp.arange(TILE // vectors, dtype=jnp.int32)[:, None, None]
@@ -210,10 +211,10 @@ def _run(name, start, work, rows, smem, operands, out, scratch):
 
     Args:
       name: the name that a profiler shows.
-      start: makes what is the same for all tiles, from references to `operands`.
-      work: called with a tile's number, its slot, what `start` made, the tile in shared
-        memory, references to `operands` and the result, and `scratch`. It has a barrier
-        behind its last use of the tile.
+      start: makes values that all tiles share, from references to `operands`.
+      work: called with a tile's number, its slot, the result of `start`, the tile in
+        shared memory, references to `operands` and the result, and `scratch`. It has a
+        barrier
       rows: `[batch, vectors, dim]`.
       smem: shared memory for tiles of them.
       operands: other arrays.

@@ -103,7 +103,7 @@ def gather_matmul(
         that ends beyond `nse` is NaN.
       w: float32 or bfloat16, with at least `num_cols` rows. Later rows are not read.
       num_cols: number of columns.
-      dtype: of the result, float32 or bfloat16; that of `w` by default.
+      dtype: dtype of the result, float32 or bfloat16; that of `w` by default.
       missed: brings rows of `w` up to date where they are read. `takes_narrow` must allow
         `hidden`, or it must be a multiple of 128.
       config: how the work is cut; by default `default_config` for the shape.

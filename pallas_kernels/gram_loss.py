@@ -75,7 +75,7 @@ def squared_gradient(
       weight: float32.
       start: first item, a multiple of 128.
       size: number of items, a multiple of 128.
-      dtype: of the kernel's gradient, bfloat16 or float32.
+      dtype: dtype of the kernel's gradient, bfloat16 or float32.
 
     Returns:
       The gradient of the kernel; the gradient of the bias.

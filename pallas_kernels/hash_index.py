@@ -1,8 +1,9 @@
 """Rows of 64-bit keys in an index of buckets: a Mosaic GPU program.
 
-A thread has one key. It reads the tags of the key's two buckets, then the row and the key of
-each slot whose tag is that of the key: as a rule four reads of 32 bytes. The reads of tags go
-side by side; each other one waits for the one before. So the program needs many threads, and few
+A thread has one key. It reads the tags of the key's two buckets, then the row and the
+key of each slot whose tag equals the key's: as a rule four reads of 32 bytes. The reads
+of tags go side by side; each other one waits for the one before. So the program needs
+many threads, and few
 registers.
 """
 
@@ -42,13 +43,13 @@ def find(
     """The row of each key among the rows of all parts, one part after the other; or -1.
 
     Args:
-      places: of a key: its part, its two buckets in that part, which differ if there are
-        two, and its tag, 1 to 255.
+      places: where each key may stand: its part, its two buckets in that part, which
+        differ if there are two, and its tag, 1 to 255.
       tags: 4 of them a word, the first one lowest; 0 is a slot without a row.
       slots: the row of each slot.
       keys: low and high word of each row's key.
       ranges: first row of each table in every part, and the row behind its last one.
-      table: of each key; -1 for a key that is not looked for.
+      table: the table of each key; -1 for a key that is not looked for.
       high: the upper 32 bits of each key.
       low: the lower ones.
       first_part: the number of the first part.

@@ -11,9 +11,10 @@ key the queries from itself to the last of its history. All programs are made al
     queries  queries, slopes of y          keys              dq, the biases' gradients
     keys     keys                          queries, slopes   dk, dv
 
-Scores are made again in each of them, and nothing of their size is written. Nobody adds to
-what another program has written. Softmax has a program for its sums, which takes a product
-more; the others then need no largest score, and are the same for both activations.
+Scores are computed again in each of them, and nothing of their size is written. No
+program adds to another program's results. Softmax has a program for its sums, which
+takes one more product; the other programs then need no largest score, and serve both
+activations.
 
 The bias by distance is the same along diagonals, so that a tile needs 127 numbers of a
 table. The bias by time is looked up in a table by the difference of the times. Its gradient
@@ -77,8 +78,8 @@ class Config:
     Attributes:
       columns: entries of the tiles that a program meets, 64 or 128.
       stages: tiles that are copied ahead.
-      interpretable: do without what JAX's interpreter lacks: products of operands in
-        registers, and references to shared memory in another shape.
+      interpretable: whether to avoid operations that JAX's interpreter lacks: products
+        of operands in registers, and references to shared memory in another shape.
     """
 
     columns: int = 64
@@ -87,13 +88,13 @@ class Config:
 
 
 class Spans:
-    """Which entries count for each entry, and what follows from it for tiles.
+    """Which entries count for each entry, and which tiles follow from it.
 
     Args:
       starts: `[tokens]`: the first entry of each entry's history; `tokens` or more if it has
         none, and -1 less the first entry where the history is wrong, and counts for nothing.
-      ends: `[tokens]`: the entry after the last of each entry's history, and for what has
-        no history, which comes last, the number of entries before it.
+      ends: `[tokens]`: the entry after the last of each entry's history. Entries
+        without a history come last; they have the number of entries before them.
       times: float32, ascending within a history, or None.
     """
 
@@ -174,10 +175,11 @@ def ranges_of(rows, known, used, of_queries: bool, columns: int):
 
     Args:
       rows: the first of each warpgroup.
-      known: of `Spans.number_at`: for queries the starts of histories, for keys the ends.
+      known: for queries the starts of histories, for keys the ends, as
+        `Spans.number_at` finds them.
       used: number of entries that are no padding.
       of_queries: whether rows are queries.
-      columns: of a tile.
+      columns: number of columns of a tile.
     """
     found = []
     for row, its in zip(rows, known, strict=True):
@@ -237,16 +239,17 @@ def attend(
     Rows without entries are 0, and NaN if `starts` is negative.
 
     Args:
-      q: see `unsupported`, as are `k` and `v`.
-      starts: see `Spans`.
-      ends: see `Spans`.
+      q: `[tokens, heads, dim]` queries, with a shape that `unsupported` allows, as for
+        `k`, `v`.
+      starts: `[tokens]`: the first entry that counts for each entry, as in `Spans`.
+      ends: `[tokens]`: the entry after the last of each entry's history, as in `Spans`.
       place_bias: float32, or None.
       times: float32, or None.
       time_bias: float32, or None.
-      thresholds: of the buckets, float32 numbers.
+      thresholds: bounds of the buckets, float32 numbers.
       activation: "silu" or "softmax".
-      scale: of the products.
-      divisor: of the results.
+      scale: factor of the products `q . k`.
+      divisor: number by which the results are divided.
       config: how the work is cut.
     """
     # Where the biases of tiles are found, six are slower.
@@ -370,8 +373,8 @@ def slopes(
 ):
     """dq, dk, dv, and the gradients of the biases: by distance `[distances]`, by bucket.
 
-    With `y` and `norms`, which `attend` returned, they are those of softmax. The other
-    arguments are those of `attend`.
+    If `y` and `norms`, which `attend` returned, are given, the gradients are those of
+    softmax. The other arguments are passed as to `attend`.
     """
     biased = place_bias is not None or time_bias is not None
     # With the sums for biases there is no room for more.
@@ -491,8 +494,8 @@ def slopes(
 def _arrived(*sums):
     """The sums, complete.
 
-    Without the barrier LLVM may use a register before the instruction that waits for it: it
-    does so where what the sum is combined with has been loaded before.
+    Without the barrier LLVM may use a register before the instruction that waits for
+    it. It does so if the other operand of an addition has been loaded before.
     """
     return lax.optimization_barrier([x[...] for x in sums])
 
@@ -522,7 +525,8 @@ class _Scores:
         self.cells: Any = None
         self.cells_smem: Any = None
         self.buckets = 0 if time_bias is None else len(time_bias)
-        # One for each warp, and what `add_sums_of_slots` may write to, rounded up.
+        # One for each warp, and the memory that `add_sums_of_slots` may write to,
+        # rounded up.
         sums = (self.buckets + _SLOTS) * _WARPS
         self.sums_of_buckets = -(-sums // TILE) * TILE
         self.arrays, self.names, self.tiles = [], [], 0
@@ -603,7 +607,7 @@ class _Scores:
         return lax.cond(self.full, lambda: values, lambda: mask(values))
 
     def bias(self, known):
-        """`[64, columns]`, or None. The biases of all heads are the same."""
+        """`[64, columns]`, or None. All heads share the biases."""
         return self._bias() if known is None else known
 
     def _bias(self):
@@ -775,7 +779,7 @@ class _Scores:
         clear()  # `_add_to_places` needs zeros beside its tile
 
     def _add_to_buckets(self, ds, sums, first, second, last) -> None:
-        """A bucket's part is the difference of two sums over what is longer ago."""
+        """A bucket's part is the difference of two sums over the entries before a time."""
         since = self.since()
         interpreted = self.scratch is not None
 
@@ -856,14 +860,14 @@ def _run(
 
     Args:
       name: the name that a profiler shows.
-      scores: of such tiles.
+      scores: factory of the scores of such tiles.
       spans: which columns count for a row.
       work: called for a tile and a head: (scores, blocks of rows, blocks of columns, sums,
         the biases or None, carry). It returns the carry for the next tile, the biases for
         the next head, and the slopes of the scores.
       finish: called with the sums and the carry after a row's last tile.
       rows: `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
-      columns: the same, of which tiles come one after the other.
+      columns: `[tokens, heads, dim]`, whose tiles are visited one after the other.
       sums: number of `[64, dim]` sums; the results are as many. Without sums the result is
         `[heads, tokens]` float32, and `finish` writes it.
       of_queries: whether rows are queries.
@@ -1085,8 +1089,8 @@ def _run(
 
             def leave(barrier):
                 if config.interpretable:
-                    # Hopper's copies are behind what was read before; the interpreter
-                    # wants it said.
+                    # Hopper's copies wait for earlier reads; the interpreter needs a
+                    # barrier.
                     plgpu.commit_smem()
                 plgpu.barrier_arrive(barrier)
 
@@ -1206,7 +1210,7 @@ def _run(
                         result = outs_gmem[n].at[pl.ds(row, ROWS), head]
                         plgpu.copy_smem_to_gmem(target, result)
 
-                    # Earlier copies must have read what was there.
+                    # Earlier copies must have read the buffer.
                     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                     mine = found[h * sums : (h + 1) * sums]
                     target = out if sums else outs_gmem[0]

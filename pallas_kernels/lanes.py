@@ -101,7 +101,7 @@ def store_folded(target, values: jax.Array, column: int, layout) -> None:
     Args:
       target: rows in memory. The tile's first column is number `column` there.
       values: float32 `[64, 64]`.
-      layout: of the values, that of `wgmma`'s results.
+      layout: layout of the values, that of `wgmma`'s results.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout))
@@ -187,7 +187,7 @@ def look_up_ends(table, index: jax.Array, layout, count: int) -> list[jax.Array]
     Args:
       table: a vector in shared memory, four float32 numbers for each index.
       index: int32.
-      layout: of the index, and of the results.
+      layout: layout of the index, and of the results.
       count: 2 or 4.
     """
     found = plgpu.ShapeDtypeStruct(index.shape, table.dtype, layout=layout)
@@ -276,13 +276,13 @@ def add_sums_of_warps(target, values: jax.Array) -> None:
 def add_to_slots(slots, values: jax.Array, index: jax.Array, layout) -> None:
     """Adds each element to a number of its thread: `slots[128 index + thread]`.
 
-    The order is always the same, as no thread meets numbers of another one.
+    The order of additions is fixed, as no thread meets numbers of another one.
 
     Args:
       slots: a vector in shared memory.
       values: float32.
       index: int32, of each element.
-      layout: of both.
+      layout: layout of the values and of the index.
     """
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout, layout))
@@ -316,7 +316,7 @@ def add_sums_of_slots(first, others, slots, count: jax.Array) -> None:
       first: two numbers in shared memory, for the first slot.
       others: `[256]`, four numbers for each slot, of which two get sums.
       slots: a vector in shared memory.
-      count: of the slots; what the others have may be anything.
+      count: number of slots; the results of further ones are undefined.
     """
     types = *(plgpu.RefType(),) * 3, plgpu.Layout.WG_SPLAT(())
 

@@ -50,7 +50,7 @@ def matmul_tiles(
 
     Args:
       num_tiles: number of tiles of all programs.
-      tile_of: maps a tile's number to what the other functions get as `tile`.
+      tile_of: maps a tile's number to the value that the other functions get as `tile`.
       operands: (matrix, shape of a step's block, place), where `place(tile, k)` is the
         first row and column of the block of step k.
       factors: maps a step's number, its blocks, the constants and a warpgroup's number to the

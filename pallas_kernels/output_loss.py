@@ -1,8 +1,9 @@
-"""Mosaic GPU programs for Hopper: what an output layer's loss needs from its scores.
+"""Mosaic GPU programs for Hopper: functions of scores that the output layer's loss needs.
 
-Scores are made in registers (`score_tiles`). There they are turned into the slopes of the
-loss, rounded to bfloat16, or into what softmax needs first. Bits say which items are
-labels, so that no result has to be corrected afterwards::
+Scores are computed in registers (`score_tiles`). There they are turned into the
+gradient of the loss in them, rounded to bfloat16, or into the sums that softmax needs
+first. Bits say which items are labels, so that no result has to be corrected
+afterwards::
 
     word [b, 8 (i // 256) + i % 8], bit (i % 256) // 8        item i of row b
 
@@ -121,7 +122,8 @@ def slopes(
 
     Args:
       function: gets float32 arrays `[rows, columns]`. Only `listed` is bool: it says
-        which items are labels. The function may only use what Mosaic GPU can lower.
+        which items are labels. The function may only use operations that Mosaic GPU can
+        lower.
       h: bfloat16; the number of rows is a multiple of 128.
       kernel: bfloat16, see `score_tiles.unsupported`.
       bias: float32 or None.
@@ -222,9 +224,9 @@ class SlopesEpilogue:
         Args:
           products: `[64, SLOPES_COLUMNS]`.
           c: first column in the tile.
-          labels: what `labels` returned for the tile.
-          of_rows: what `of_rows` returned.
-          sums: `no_sums()` or what the last part returned.
+          labels: the result of the method `labels` for the tile.
+          of_rows: the result of the method `of_rows`.
+          sums: `no_sums()`, or the sums that the call for the part before returned.
           count: items of the tile from this one on do not count.
           layer_refs: scales and biases of the tile's items.
 
@@ -259,7 +261,8 @@ class SlopesEpilogue:
         def work(labelled=True, masked=False):
             operands = products, places, sums
             if masked or not labelled:
-                # Else LLVM hoists what the branches share, which costs registers.
+                # Otherwise LLVM hoists the code that both branches share, which costs
+                # registers.
                 operands = lax.optimization_barrier(operands)
             mine, bits, after = operands
             pieces = []
@@ -280,7 +283,7 @@ class SlopesEpilogue:
 
     def write(self, slopes, row, column, smem, outputs):
         """Writes slopes to `smem`, and starts their copy to global memory."""
-        # An earlier copy must have read what was there.
+        # An earlier copy must have read the buffer.
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
         smem[...] = slopes
         plgpu.commit_smem()
@@ -289,7 +292,7 @@ class SlopesEpilogue:
 
 
 def slopes_scratch(warpgroups: int, columns: int, dtype: jnp.dtype):
-    """Shared memory for what `SlopesEpilogue` writes."""
+    """Shared memory for the results that `SlopesEpilogue` writes."""
     return plgpu.SMEM((warpgroups, ROWS, columns), dtype, transforms=transforms())
 
 
@@ -314,14 +317,14 @@ def normalise(
     size: int,
     limit: jax.typing.ArrayLike,
 ) -> list[Float[Array, "parts batch"]]:
-    """Adds to `known` what softmax needs to know of the scores of some items.
+    """Adds the scores of some items to `known`, the running sums of softmax.
 
     The other arguments are those of `slopes`.
 
     Args:
       words: `label_words`, `counted`; None if nothing is wanted of the labels.
-      known: `no_scores(batch)` or what a call for other items returned. It is written in
-        place if it is donated.
+      known: `no_scores(batch)`, or the result of a call for other items. It is written
+        in place if it is donated.
 
     Returns:
       For each part of the items: the largest score; the sum of exp(score - largest), with
@@ -424,7 +427,7 @@ class ItemLayer:
         return self.applied(self.load(refs, item, products.shape[1]), products)
 
     def applied(self, loaded, products):
-        """The scores of `[64, columns]` products, with what `load` gave for these columns."""
+        """The scores of `[64, columns]` products, with the values that `load` read for them."""
         spread = [tiles.down_rows(x) for x in loaded]
         if self.scale is not None:
             products = products * spread.pop(0)

@@ -51,7 +51,7 @@ class Noise(NamedTuple):
         """`x` as it is after this step, in bfloat16.
 
         Args:
-          x: rows of an array; what is one element of the first axis is a row.
+          x: rows of an array; a row is one element of the first axis.
           step: number of the step.
           rows: the number of each row; by default they are in order.
         """

@@ -54,9 +54,9 @@ class Config:
         cache.
       threads: threads that work on a weight row: a warpgroup's 128, or a power of 2 up to
         32, which take whole rows.
-      period: entries after which those of the same table come again, if they do. Programs
-        then begin with the first tables of all rows, so that popular rows of few tables
-        have to fit in the L2 cache at once. 0 is for programs in the order of the entries.
+      period: number of entries after which entries of the same table come again, if
+        they do. Programs then begin with the first tables of all rows, so that popular
+        rows of few tables
     """
 
     entries: int
@@ -127,7 +127,7 @@ def columns_of(hidden: int, chunk: int):
 def compiler_params() -> plgpu.CompilerParams:
     """Compiler parameters of programs that gather or move rows."""
     return plgpu.CompilerParams(
-        # No program reads what it or another program has written.
+        # No program reads memory that it or another program has written.
         unsafe_no_auto_barriers=True,
         # With the default semantics, inferring the layouts takes half a minute.
         lowering_semantics=plgpu.LoweringSemantics.Lane,
@@ -174,16 +174,17 @@ def sum_body(
         `w`; its factor, if `valued`; then any others.
       cut_rows_gmem: `[2, programs]`, written: for each range, the row that begins in it
         and is cut, or -1 if no row is; and the range in which that row ends.
-      store: called with a row, the columns, the row's sum, the values of its last entry,
-        and what `ready` returned for that entry.
+      store: called with a row, the columns, the row's sum, the values of its last
+        entry, and the result of `ready` for that entry.
       read_ahead: called for each entry when its row of `w` is loaded, with the columns
         and the entry's values.
-      ready: called for each entry when all of them are read, with the entry's values and what
-        `read_ahead` returned. Teams of a warp do it together; each calls `store` alone.
-      load: called with the columns and an index, returns what is read for it; by default
-        the row of `w`.
-      value: makes the row that is summed of what `load` returned. All of it that is needed
-        at once is read first.
+      ready: called for each entry when all of them are read, with the entry's values
+        and the result of `read_ahead`. Teams of a warp do it together; each calls
+        `store` alone.
+      load: called with the columns and an index, returns the values that are read for
+        it; by default the row of `w`.
+      value: computes the row to sum from the result of `load`. All values that are
+        needed at once are read first.
       team: the threads that this is a program of.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1

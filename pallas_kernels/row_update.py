@@ -108,7 +108,7 @@ def row_update(
       lags: at the last entry of each touched row its missed steps, which `update` gets as
         float32; or None.
       dy: float32 or bfloat16.
-      scalars: further numbers that `update` gets, the same for all rows.
+      scalars: further numbers that `update` gets, shared by all rows.
       table: brings each row up to date, with its line of the first array, and the second
         one, see `catch_up`. `update` then gets no `lag_u`.
       place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
@@ -258,7 +258,7 @@ class _Mover:
 
     Attributes:
       team: has the row, or a piece of it.
-      update: see `row_update`.
+      update: computes the new values of a row, as in `row_update`.
       catch_up: brings a row up to date by a table of missed steps; None without one.
       by_row: whether some arrays have one number a row.
       num_scalars: how many numbers `update` gets, before those that round at random.

@@ -68,8 +68,8 @@ def unsupported(
     Args:
       hidden: numbers of a row.
       items: rows of the kernel.
-      dtype: of both operands.
-      wanted: what it must be.
+      dtype: dtype of both operands.
+      wanted: dtype that both operands must have.
     """
     if dtype != wanted:
         return f"takes {jnp.dtype(wanted)} operands, not {dtype}"
@@ -97,18 +97,19 @@ def score_tiles(
     """Calls `epilogue` on all tiles of `h` and rows `start ...` of `kernel`.
 
     `epilogue(make, row, column, warpgroup, scalars, inputs, outputs, scratch)` gets
-    references, and a function `make` that makes the scores `[64, COLUMNS]`: float32, or int32
-    of int8 operands. The first of them is that of `row` and item `start + column`. Data that
-    the epilogue loads before it calls `make` has arrived when the scores are complete.
+    references, and a function `make` that makes the scores `[64, COLUMNS]`: float32, or
+    int32 of int8 operands. The first score belongs to `row` and item `start + column`.
+    Data that the epilogue loads before it calls `make` has arrived when the scores are
+    complete.
 
     Args:
       name: the name that a profiler shows.
-      epilogue: see above.
+      epilogue: function that uses the scores of a tile; its arguments are above.
       h: the number of rows is a multiple of 128, or 64 as `rows_for` says.
-      kernel: see `unsupported`.
+      kernel: a row for each item, with a shape and dtype that `unsupported` allows.
       scalars: int32, handed to the epilogue.
       inputs: arrays in global memory, or references to arrays that the epilogue changes.
-      out_type: what the epilogue writes.
+      out_type: shapes and dtypes of the arrays that the epilogue writes.
       start: first item.
       size: number of items, a multiple of 256; for 64 rows, of 512.
       scratch: shared memory of the epilogue. The tiles of 64 rows leave room for 8 KB.

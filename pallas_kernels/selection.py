@@ -24,8 +24,8 @@ _PIECE = 64 * _LANES  # numbers that a warpgroup keeps in registers
 _LEAST, _LARGEST = -(2**31), 2**31 - 1
 _INFINITY = 0x7F800000  # as bits
 _WORDS = 8  # words whose bits are counted together
-# More numbers of a row are put into groups of neighbours, so that each pass over what is left
-# stays in registers.
+# More numbers of a row are put into groups of neighbours, so that each pass over the
+# remaining ones stays in registers.
 _MANY, _GROUP = 2 * _PIECE, 32
 
 
@@ -84,7 +84,7 @@ def best_places(
 def best_places_inside(
     maxima: Float[Array, "batch groups"], numbers: Float[Array, "batch count"], k: int
 ) -> Int[Array, "batch places"]:
-    """Does what `best_places` does, given the maxima of groups of neighbours.
+    """The result of `best_places`, given the maxima of groups of neighbours.
 
     The k best numbers are in the k best groups, so only these groups are searched.
     """

@@ -53,8 +53,9 @@ def maxima(
     item. A maximum of NaN and other numbers is NaN.
 
     Args:
-      h: bfloat16 or int8; the number of rows is that of `score_tiles.rows_for`.
-      kernel: the same, see `score_tiles.unsupported`.
+      h: bfloat16 or int8; `score_tiles.rows_for` gives the number of rows.
+      kernel: bfloat16 or int8, as `h`, with a shape that `score_tiles.unsupported`
+        allows.
       bias: float32 or None.
       scale: float32 or None.
       words: bits of the items to leave out, counted, see `output_loss.label_words`; or None.
@@ -63,7 +64,7 @@ def maxima(
       limit: from this row of the kernel on there are no items.
       with_scores: whether to return all scores in place of the maxima of each 128. Then the
         number of rows is a multiple of 128.
-      margins: of int8 the margin and the unit of each row, float32.
+      margins: for int8 the margin and the unit of each row, float32; None for bfloat16.
     """
     batch = h.shape[0]
     of_rows = [] if margins is None else list(margins)

@@ -56,7 +56,7 @@ class BinnedAuc:
 
     Attributes:
       low: `[2, bins]` int32, the lower 20 bits of the counts: of other examples, of clicks.
-      high: `[2, bins]` int32, what is above these bits.
+      high: `[2, bins]` int32, the counts divided by 2^20, rounded down.
       wrong: `[]` int32, number of scores that are NaN and of labels other than 0 and 1.
       start: the lower end of the first bin.
       stop: the upper end of the last bin.

@@ -132,7 +132,7 @@ def log_loss(
 def normalized_entropy(
     probabilities: ArrayLike, labels: ArrayLike, weights: ArrayLike | None = None
 ) -> float:
-    """The log loss over that of a model that always predicts the share of clicks.
+    """The log loss divided by that of a model that always predicts the share of clicks.
 
     Below 1 is better than that model. Unlike `log_loss` it can be compared between data with
     different shares of clicks (He et al., "Practical lessons from predicting clicks on ads at

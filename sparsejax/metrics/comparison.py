@@ -1,10 +1,11 @@
 """Whether one measurement is better than another: paired bootstrap intervals.
 
 Let `a_i` and `b_i` be the figures of row i, such as the recalls of a user by two models. A
-resample draws n of the n rows with replacement, the same for both models, and gives the
-difference of both metrics over the rows that were drawn. The interval reaches from the quantile
-`(1 - c) / 2` to `(1 + c) / 2` of all resamples (the percentile method of Efron, 1979). What is
-lucky for both models, such as an easy user, is in both parts of a difference, and cancels.
+resample draws n of the n rows with replacement, equal rows for both models, and gives
+the difference of both metrics over the rows that were drawn. The interval reaches from
+the quantile `(1 - c) / 2` to `(1 + c) / 2` of all resamples (the percentile method of
+Efron, 1979). Luck that both models share, such as an easy user, is in both parts of a
+difference, and cancels.
 """
 
 from __future__ import annotations
@@ -29,9 +30,10 @@ class Rows:
 
     Attributes:
       names: `[rows]` names of the rows; None if they are known by their places only.
-      means: by metric `[rows]` figures, whose mean it is.
-      scores: `[rows]` of clicks, what the AUC orders by; None if there is no AUC.
-      labels: `[rows]` of clicks.
+      means: for each metric that is a mean over rows, the `[rows]` figures.
+      scores: `[rows]` scores of clicks, by which the AUC orders them; None if there is
+        no AUC.
+      labels: `[rows]` labels of clicks, 0 or 1.
     """
 
     names: np.ndarray | None
@@ -41,7 +43,7 @@ class Rows:
 
     @classmethod
     def of_clicks(cls, logits: np.ndarray, labels: np.ndarray) -> Rows:
-        """The log loss of each example, and what the AUC needs.
+        """The log loss of each example, and the scores and labels for the AUC.
 
         Args:
           logits: `[rows]`.
@@ -90,7 +92,9 @@ class Measured(dict[str, float]):
         not say that there is no difference: `compare` does.
 
         Args:
-          confidence: see `compare`; so are `resamples` and `seed`.
+          confidence: share of the resamples that the interval holds.
+          resamples: number of resamples.
+          seed: seed of the random resamples.
 
         Raises:
           ValueError: a number is wrong.
@@ -111,7 +115,7 @@ class Difference:
 
     Attributes:
       first: the metric of the first measurement.
-      second: that of the second one.
+      second: the metric of the second measurement.
       low: lower end of the interval of `second - first`.
       high: its upper end.
     """
@@ -193,11 +197,12 @@ def compare(
     loss and the AUC. Rows are matched by name.
 
     Args:
-      first: what `evaluate(..., keep_rows=True)` returned.
-      second: the same of another model, on the same held-out data.
+      first: the result of `evaluate(..., keep_rows=True)` for one model.
+      second: the result of `evaluate(..., keep_rows=True)` for another model, on the
+        same held-out data.
       confidence: share of the resamples that the interval holds.
       resamples: number of resamples.
-      seed: of the resamples.
+      seed: seed of the random resamples.
 
     Raises:
       TypeError: a measurement has no figures of rows.
@@ -241,9 +246,11 @@ def _quantiles(
     """`[2, metrics]` both ends of the interval of each metric.
 
     Args:
-      figures: `[means, rows]` of which means are taken.
+      figures: `[means, rows]` the figures whose means are taken.
       areas: metrics that are functions of weights of the rows.
-      confidence: see `compare`; so are `resamples` and `seed`.
+      confidence: share of the resamples that the interval holds.
+      resamples: number of resamples.
+      seed: seed of the random resamples.
 
     Raises:
       ValueError: a number is wrong.

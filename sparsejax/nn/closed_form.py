@@ -32,9 +32,9 @@ BLOCK_ROWS = 2**16
 # Arrays of the size of the basis that exist at once, while the data is applied to it.
 _BASES = 5
 
-# Cholesky decompositions in turn, and what is added to the diagonal before each, relative
-# to its sum: about ten times the rounding error of float32. What the first does to small
-# components the others undo.
+# Cholesky decompositions in turn, and the number added to the diagonal before each,
+# relative to its sum: about ten times the rounding error of float32. The later ones
+# undo the effect of the first on small components.
 _PASSES, _SHIFT = 3, 1e-6
 
 # The unit of the scores is found from this many scores, and its logarithm is within these.
@@ -101,9 +101,9 @@ class _Data:
 
     Attributes:
       rows: `A`, rows divided by their norms and columns damped by popularity.
-      damping: what columns were multiplied by.
-      diagonal: of `A^T A`.
-      ridge: in the unit of `A^T A`.
+      damping: factors by which the columns were multiplied.
+      diagonal: diagonal of `A^T A`.
+      ridge: ridge in the unit of `A^T A`.
     """
 
     rows: _Rows

@@ -37,7 +37,7 @@ class InputConfig:
     'input'
 
     Attributes:
-      name: what other layers call it.
+      name: name by which other layers refer to it.
       normalize: divide each row by its L2 norm.
       corruption: in training, drop each entry with this probability and scale what
         stays by `1 / (1 - corruption)` (a denoising autoencoder).
@@ -57,7 +57,7 @@ class HiddenConfig:
     True
 
     Attributes:
-      name: what other layers call it.
+      name: name by which other layers refer to it.
       source: the layer that it reads; by default the one before it.
       size: number of units.
       activation: a function of `jax.nn` ("relu", "tanh", "sigmoid", "gelu", ...) or
@@ -65,9 +65,9 @@ class HiddenConfig:
       use_bias: whether it has a bias.
       dropout: probability of dropping a unit in training.
       dtype: "float32" or "bfloat16", the dtype of the operands and of the result of the
-        product with the kernel. In the layer that reads the input it is the dtype of the
-        result only. The sums are always float32. By default it is the dtype of the kernel
-        and of what the layer reads.
+        product with the kernel. In the layer that reads the input it is the dtype of
+        the result only. The sums are always float32. By default it is the finer dtype
+        of the kernel and the layer's input.
     """
 
     kind: ClassVar[str] = "hidden"
@@ -88,7 +88,7 @@ class OutputConfig:
     'output'
 
     Attributes:
-      name: what other layers call it.
+      name: name by which other layers refer to it.
       source: the layer that it reads; by default the one before it.
       use_bias: whether each item has a bias.
       temperature: if given, scores are cosines divided by it.
@@ -361,7 +361,7 @@ class NetworkConfig:
           data: the training data, such as a `SparseDataset`; or only its number of rows.
           items: its columns, if only a number of rows is given.
           entries: all its entries, likewise.
-          **options: those of `autoencoder`, instead of what suits the data.
+          **options: options of `autoencoder` that replace the ones chosen for the data.
 
         Raises:
           TypeError: sizes are missing, or are given beside data.

@@ -1,6 +1,7 @@
 """The vectors of items with content: all at once, or a part of the items at a time.
 
-Their definition is `_of_chunk`. `all_vectors` stores what it makes. Where the memory does not
+The function `_of_chunk` defines them. `all_vectors` stores them all. Where the memory
+does not
 suffice for that, `rows_at` and `softmax_sums` use the vectors of a part where they are made, in
 the forward and again in the backward pass, so that no array of all of them exists.
 """
@@ -52,7 +53,7 @@ class Fixed(NamedTuple):
 
 
 class How(NamedTuple):
-    """The dtype of the result, axes of the mesh over which items lie, and who gathers tags."""
+    """The dtype of the result, the mesh axes that divide the items, and who gathers tags."""
 
     dtype: jnp.dtype
     axes: Any
@@ -172,7 +173,7 @@ def _operand(dtype, stored) -> jnp.dtype:
 
 
 def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
-    """The gradient of T, from that of all vectors as it is: the tags are sorted by parts."""
+    """The gradient of T, from the gradient of all vectors: the tags are sorted by parts."""
     blocks, nse = jnp.shape(tags.indices)
     count = 1
     while blocks % (2 * count) == 0 and blocks * nse > count * SORTED_TAGS:
@@ -192,7 +193,7 @@ def _of_tags(how: How, tags: CSR, slopes: jax.Array, tag_kernel) -> jax.Array:
 
 
 def _chunks(kernel: jax.Array, fixed: Fixed):
-    """Rows of a kernel and what belongs to them, with a leading axis of chunks."""
+    """Rows of a kernel and the arrays of their items, with a leading axis of chunks."""
     rows = len(kernel)
     count = 1
     # A power of 2, so that each chunk has whole blocks of tags.
@@ -232,8 +233,8 @@ def rows_at(
 ) -> tuple[Float[Array, "count width"], Float[Array, "rows width"]]:
     """The vectors of some items: `all_vectors(...)[ids]`, and zeros where an id is -1.
 
-    Also returns the kernel. What reads it later should read this one: then the gradient here
-    is added to theirs in place.
+    Also returns the kernel. Later readers of the kernel should read this one: then the
+    gradient here is added to theirs in place.
     """
 
     def part(kernel, learned, fixed, ids):
@@ -281,9 +282,9 @@ class Scoring(NamedTuple):
     """How scores are made of vectors; all of it is static.
 
     Attributes:
-      method: of their products.
+      method: how the products of vectors are computed.
       num_items: rows of the kernel from this one on are padding.
-      temperature: of cosines, or None for dot products.
+      temperature: number by which cosines are divided, or None for dot products.
     """
 
     method: Method
@@ -404,24 +405,25 @@ def _pulled(
     beside: Any,
     before: jax.Array | None = None,
 ):
-    """Gradients of what uses the vectors of all chunks, which are made again.
+    """Gradients of a function of all chunks' vectors, which are computed a second time.
 
     Args:
       how: how vectors are made.
       kernel: the rows of this device.
-      learned: see `Learned`.
-      fixed: see `Fixed`.
-      use: `use(start, made, carry, beside)` returns the slopes of a chunk's vectors, the new
-        carry, and what belongs to the chunk's items.
-      carry: of the first chunk.
+      learned: the learned parameters T, V and `log_half`.
+      fixed: the tags, vectors and counts of the items, which are not learned.
+      use: `use(start, made, carry, beside)` returns the gradients of a chunk's vectors,
+        the new carry, and the results for the chunk's items.
+      carry: the carry of the first chunk.
       beside: arrays with a row for each item, of which `use` gets the chunk's.
-      before: a gradient of the rows to which that of here is added, in place.
+      before: a gradient of the rows, to which the one computed here is added in place.
 
     Returns:
-      The gradients of rows and of the parameters, the carry, and what belongs to the items.
+      The gradients of rows and of the parameters, the carry, and the results for the
+      items.
     """
     operands = _with_operands(how, kernel, learned)
-    # Tags are left out of what is differentiated: sums of bfloat16 would lose too much.
+    # Tags are not differentiated here: sums of bfloat16 would lose too much.
     alone = learned._replace(tag_kernel=None)
     (own, beside), starts = _chunks_from(how, kernel, fixed, beside)
 

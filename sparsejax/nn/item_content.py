@@ -52,7 +52,7 @@ class ContentSizes:
       tags: number of different tags, 0 for none.
       entries: the most tags that one of 256 equal parts of the items has.
       vectors: numbers in the vector of an item, 0 for none.
-      dtype: of these numbers.
+      dtype: dtype of these numbers.
     """
 
     tags: int = 0
@@ -78,7 +78,7 @@ class ContentSizes:
 
 
 class ItemContent(nnx.Module):
-    """The part of the items' vectors that comes from what the items are.
+    """The part of the items' vectors that is computed from tags and vectors of the items.
 
     ::
 
@@ -95,12 +95,13 @@ class ItemContent(nnx.Module):
     >>> content.vectors_with(jnp.ones((256, 4))).shape
     (256, 4)
 
-    In training, items drawn at random have a(n) = 0 in a step. So content is learned
-    that does without R, and content alone is told from content together with R: without it,
-    items without entries would be recommended far too often.
+    In training, items drawn at random have a(n) = 0 in a step. So the model learns
+    content without R, and not only content together with R: otherwise items without
+    entries would be recommended far too often.
 
-    All vectors are made at once, some items at a time, and so is their gradient reduced to
-    those of R, T, V and `log_half`. No second array `[items, width]` of float32 is made.
+    All vectors are computed at once, some items at a time. Their gradient is reduced to
+    the gradients of R, T, V and `log_half` in the same way. No second array `[items,
+    width]` of float32 is made.
 
     Attributes:
       by_parts: whether models of histories train without an array of all vectors: they make
@@ -110,7 +111,7 @@ class ItemContent(nnx.Module):
     Args:
       items: number of items.
       width: numbers in a vector.
-      sizes: of the content, which `set_to` brings.
+      sizes: sizes of the content that `set_to` will bring.
       rngs: random streams; the module uses "params" and "dropout".
     """
 
@@ -200,8 +201,9 @@ class ItemContent(nnx.Module):
     def unseen(self) -> Bool[Array, "rows"]:
         """Whether an item has no entries, where others have some.
 
-        The softmax in training leaves such items out: as negatives of all examples they would
-        be pushed behind all others, together with what they have in common with known ones.
+        The softmax in training leaves such items out. As negatives of all examples they
+        would be ranked behind all others, and so would the content that they share with
+        known items.
         """
         none = self.entries[...] == 0
         is_item = jnp.arange(len(none)) < self.items
@@ -252,8 +254,8 @@ class ItemContent(nnx.Module):
 
         Args:
           kernel: `[padded_rows(items), width]`.
-          dtype: of the result; that of the kernel by default. In bfloat16 the products'
-            operands are bfloat16, too. Sums are float32.
+          dtype: dtype of the result; that of the kernel by default. In bfloat16 the
+            products' operands are bfloat16, too. Sums are float32.
           deterministic: whether all items keep their rows R, also in training.
         """
         content = self if deterministic else self.of_step()
@@ -323,7 +325,8 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
 
     Args:
       model: in any mode.
-      deterministic: see `ItemContent.vectors_with`; the loss of training is not.
+      deterministic: whether all items keep their rows R, also in training. The loss in
+        training passes False.
 
     In the result, which is for one call, the kernel of `model.output` is the vectors E. A
     tied input reads the same. All other modules and variables are those of the model. Where

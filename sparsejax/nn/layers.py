@@ -79,7 +79,8 @@ class SparseLinear(nnx.Module):
       combiner: "sum", "mean" or "sqrtn", see `sparsejax.gather_matmul`.
       kernel: a parameter to share, such as that of a tied `SparseOutput`; by default the
         layer makes one.
-      implementation: see `sparsejax.gather_matmul`.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `sparsejax.gather_matmul`;
+        None picks the fastest here.
       rngs: random streams.
     """
 
@@ -157,9 +158,11 @@ class SparseOutput(nnx.Module):
       kernel: a parameter to share; by default the layer makes one.
       linear: adds its scores to those of `h` where `u`, the result of its `encode`, is
         given; `loss` never adds them.
-      content: of the items, see `sparsejax.nn.ItemContent`: then an item's vector is not its
-        row of the kernel W alone, but the sum with its content.
-      implementation: see `sparsejax.output_loss`.
+      content: sizes of the content of items, as for `sparsejax.nn.ItemContent`: then an
+        item's vector is not its row of the kernel W alone, but the sum with its
+        content.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `sparsejax.output_loss`;
+        None picks the fastest here.
       precision: "highest", "high" or "default" (None), of products of float32 operands;
         see `sparsejax.output_loss` for `loss`, and `sparsejax.top_k` for `top_k` and
         `scores`. `item_scores` always has float32's precision.
@@ -216,7 +219,8 @@ class SparseOutput(nnx.Module):
         """The vectors of the items, with padding: the kernel, or its sum with the content.
 
         Args:
-          deterministic: see `ItemContent.vectors_with`.
+          deterministic: whether all items keep their own rows of the kernel, also in
+            training.
         """
         kernel = gradients.whole(self.kernel)
         if self.content is None:
@@ -245,7 +249,8 @@ class SparseOutput(nnx.Module):
 
         Args:
           kernel: the vectors.
-          unseen: see `ItemContent.unseen`.
+          unseen: whether an item has no entries in the training data, where others have
+            some.
           content: to be added to the vectors.
         """
         made = copy.copy(self)
@@ -320,7 +325,7 @@ class SparseOutput(nnx.Module):
             `sparsejax.linear_cross_entropy` takes them: -1 is no label, and the row is
             ignored.
           loss: name of a rule in `sparsejax.losses`, or a rule.
-          weights: of the rows. None is 1.
+          weights: factors of the rows' losses. None is 1 for each.
         """
         if isinstance(labels, jax.Array | np.ndarray):
             check_targets(labels, h.shape[:-1], self.num_items)
@@ -469,11 +474,12 @@ class SparseOutput(nnx.Module):
           h: hidden vectors.
           of_targets: the vector of each row's target.
           of_negatives: the vectors of the negatives.
-          targets: see `sampled_cross_entropy`.
-          negatives: see `sampled_cross_entropy`.
-          log_q: see `sampled_cross_entropy`.
-          bias: as `training_bias` makes it.
-          dtype: see `sampled_cross_entropy`.
+          targets: one item for each row; -1 for none, and the row is ignored.
+          negatives: items that all rows share, as `NegativeSampler.sample` draws them.
+          log_q: the logarithm of the probability of each negative; None counts each as
+            one item.
+          bias: bias of all items, as `training_bias` returns it.
+          dtype: dtype of the operands of the products; None is that of the vectors.
         """
         return of_vectors(
             self.hidden_operand(h),
@@ -510,8 +516,8 @@ class SparseOutput(nnx.Module):
           h: hidden vectors.
           k: how many.
           exclude: items to leave out of each row.
-          denied: whether an item is left out of all rows.
-          u: of the linear part.
+          denied: a mask of items that are excluded in all rows.
+          u: vectors of the linear part, as its `encode` returns them.
         """
         if exclude is not None:
             check_sparse_rows(exclude)
@@ -543,7 +549,7 @@ class SparseOutput(nnx.Module):
         Args:
           h: hidden vectors.
           ids: item numbers, in `[0, num_items)`. The score of another number is NaN.
-          u: of the linear part.
+          u: vectors of the linear part, as its `encode` returns them.
 
         Raises:
           TypeError: `ids` is no array of integers.
@@ -593,7 +599,7 @@ class SparseOutput(nnx.Module):
         h: Float[Array, "*batch hidden"],
         u: Float[Array, "*batch rank"] | None = None,
     ) -> Float[Array, "*batch width"]:
-        """The vectors that are multiplied with those of items: `hidden_operand`, then `u`."""
+        """The vectors that are multiplied with the items' vectors: `hidden_operand`, then `u`."""
         h = self.hidden_operand(h)
         return h if u is None else jnp.concatenate([h, u.astype(h.dtype)], axis=-1)
 
@@ -605,7 +611,7 @@ class SparseOutput(nnx.Module):
         return inverse_norm(kernel) / self.temperature
 
     def fold(self) -> None:
-        """Computes once what every call computes from the kernel alone.
+        """Computes once the values that each call would compute from the kernel alone.
 
         That is the kernel in the dtype of the products, and the scale of cosines; with a
         linear part, one kernel of both. After it the layer cannot be trained.

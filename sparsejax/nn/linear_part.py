@@ -40,8 +40,8 @@ class LinearPart(nnx.Module):
     is over the rows that have any. With the full rank this is the score of EASE:
     the ridge regression of each item on all others, in the closed form
     `-(a C)_i / C_ii` with `C = (A^T A + ridge' I)^-1`, as `1 - ridge' C = U U^T`. No
-    `[items, items]` matrix is made. In `1 - |U_i|^2`, what the rank leaves out counts
-    with the mean of the left-out `sigma^2`. Items that a row has keep their own
+    `[items, items]` matrix is made. In `1 - |U_i|^2`, the components beyond the rank
+    count with the mean of the left-out `sigma^2`. Items that a row has keep their own
     contribution, so they have to be excluded from rankings.
 
     `K = diag(n^-popularity) U` and `scale` hold all of this. `c` is `weight` times the
@@ -87,7 +87,7 @@ class LinearPart(nnx.Module):
         kernel: Float[np.ndarray, "items rank"],
         scale: Float[np.ndarray, "items"],
     ) -> None:
-        """Takes what `closed_form` has computed."""
+        """Takes the arrays that `closed_form` has computed."""
         extra = len(self.scale) - len(scale)
         kernel = np.pad(
             kernel, ((0, extra), (0, self.kernel.shape[1] - kernel.shape[1]))

@@ -42,8 +42,9 @@ class FeedForward(nnx.Module):
       config: the layers and the loss.
       inputs: number of input features.
       outputs: number of items.
-      content: the sizes of what is known of the items, see `sparsejax.nn.ItemContent`;
-        `sparsejax.build` gives them. A tied input reads it, too. None is nothing.
+      content: sizes of the content of items (tags and vectors), as for
+        `sparsejax.nn.ItemContent`; `sparsejax.build` passes them. A tied input reads
+        the content, too. None: items have no content.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
     """
 
@@ -138,7 +139,7 @@ class FeedForward(nnx.Module):
         (8, 8)
 
         No known row of a kernel, of a bias or of the optimizer's state moves. So the
-        scores of known items are the same as before, in rows of known features. A new
+        scores of known items do not change in rows of known features. A new
         row of a kernel or a bias is the mean of the known ones: a new item has about the
         mean score until it is trained. A linear part gives new items the score 0 until
         `model.output.linear.set_from(data)` computes it again.
@@ -221,14 +222,14 @@ class FeedForward(nnx.Module):
     ) -> Float[Array, ""]:
         """`sum_b weights_b loss_b` with the loss of the configuration; weights are 1 by default.
 
-        It is the loss of the layers' scores, without those of a linear part.
+        The loss is that of the layers' scores, without the scores of a linear part.
         """
         model = with_vectors(self, deterministic=bool(deterministic))
         h = model.encode(x, deterministic=deterministic)
         return model.output.loss(h, labels, loss=self.loss_rule, weights=weights)
 
     def queries(self, x: SparseRows) -> Float[Array, "batch width"]:
-        """The vectors that `top_k` multiplies with those of items, without noise."""
+        """The vectors that `top_k` multiplies with the items' vectors, without noise."""
         return self.output.queries(self.encode(x, deterministic=True), self._linear(x))
 
     def top_k(
@@ -245,7 +246,7 @@ class FeedForward(nnx.Module):
           x: the rows.
           k: how many.
           exclude: items to leave out of each row.
-          denied: whether an item is left out of all rows.
+          denied: a mask of items that are excluded in all rows.
         """
         model = with_vectors(self)
         h = model.encode(x, deterministic=True)

@@ -124,12 +124,13 @@ def sample_with_batch(
     for u draws of the one kind and b of the other, where `share_i` is the part of the targets
     that item i has. Where there is no target, draws of that kind are -1, and do not count.
 
-    The draws depend on which targets there are, and on the key: not on their places, nor on
-    how many places are padding. So they are the same for any room, and on any mesh.
+    The draws depend on which targets there are, and on the key: not on their places,
+    nor on how many places are padding. So they do not change with the padding or the
+    mesh.
 
     Args:
-      key: of random numbers.
-      targets: items; what is no item has no share.
+      key: key of the random numbers.
+      targets: items. A number that is no item is never drawn.
       num_items: items are numbered from 0.
       count: number of draws.
 
@@ -184,14 +185,14 @@ def sampled_cross_entropy(
 
         result = sum_r weights_r loss_r / sum_r weights_r      over rows with a target
 
-    What it estimates, if the negatives are independent draws of the items with
-    probabilities q that are nowhere 0:
+    The result estimates a loss over all items, if the negatives are independent draws
+    of the items with probabilities q that are nowhere 0:
 
     - "sigmoid": the sum over all items. Loss and gradients are unbiased.
     - "softmax": the exact softmax of `linear_cross_entropy`. The sum of exponentials is
       unbiased. Its logarithm is not: the loss is too small on average, by about half the
-      relative variance of the sum, which falls as 1 / n. So are the gradients biased. Of
-      few negatives train first, and of all items at the end.
+      relative variance of the sum, which falls as 1 / n. The gradients are biased in
+      the same way. Train with few negatives first, and with all items at the end.
 
     Without `log_q`, each negative counts as one item: the loss is then that of choosing
     the target among these negatives. In-batch negatives are the targets of the batch
@@ -205,16 +206,16 @@ def sampled_cross_entropy(
     Args:
       h: hidden vectors.
       kernel: `[items, hidden]`: the Variable, such as that of a `SparseLinear`, or an array.
-      targets: see `linear_cross_entropy`.
+      targets: `[*batch]` integers: an item, or -1 for a row to ignore.
       negatives: items, as `NegativeSampler.sample` draws them.
       log_q: the logarithm of the probability of each negative, which `sample` returns.
       loss: "softmax" or "sigmoid".
       bias: added to the scores. None is 0.
       scale: makes the factor of each score, `[n]`, from the rows of the kernel, `[n, hidden]`;
         such as `SparseOutput.score_scale`, for cosines. None is 1.
-      weights: of the rows. None is 1.
-      dtype: of the operands of the products with negatives and of their derivatives, whose
-        sums are float32. None is that of `kernel`.
+      weights: factors of the rows' losses. None is 1 for each.
+      dtype: dtype of the operands of the products with negatives and of their
+        derivatives, whose sums are float32. None is that of `kernel`.
 
     Raises:
       ValueError: shapes do not match, a target is no item (of a NumPy array), or an
@@ -290,13 +291,15 @@ def of_vectors(
       mine: the vector of each row's target.
       drawn: the vectors of the negatives.
       target: one for each row.
-      negatives: see `sampled_cross_entropy`, as the other arguments.
-      log_q: see there.
-      loss: see there.
-      bias: see there.
-      scale: see there.
-      weights: see there.
-      dtype: see there.
+      negatives: items that all rows share; -1 counts nowhere.
+      log_q: the logarithm of the probability of each negative; None counts each as one
+        item.
+      loss: "softmax" or "sigmoid".
+      bias: added to the scores. None is 0.
+      scale: makes the factor of each score from the rows of the kernel. None is 1.
+      weights: factors of the rows' losses. None is 1 for each.
+      dtype: dtype of the operands of the products with negatives; None is that of the
+        kernel.
     """
     rows, count, summed = target.num_rows, len(negatives), accumulator(h.dtype)
     used = negatives != IGNORED
@@ -382,8 +385,8 @@ def _alias_table(q: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """How much of each place its own item has, and which item has the rest.
 
     Items with less than a place are filled up, in order, from those with more, in order.
-    One of these that gave too much is filled up by the next. So running sums of what is
-    missing and of what is left over say who gives to whom (Hübschle-Schneider and
+    A filled-up item that gave too much is filled up by the next. So running sums of the
+    missing parts and of the surplus parts say who gives to whom (Hübschle-Schneider and
     Sanders, "Parallel weighted random sampling", 2019).
     """
     mass = q * len(q)

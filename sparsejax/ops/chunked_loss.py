@@ -70,7 +70,7 @@ class LossBatch(NamedTuple):
     Attributes:
       h: hidden vectors.
       labels: `[batch, items]`.
-      weights: of the examples. None is 1.
+      weights: factors of the examples' losses. None is 1 for each.
     """
 
     h: Float[Array, "batch hidden"]
@@ -84,11 +84,11 @@ class Method:
 
     Attributes:
       rule: the loss.
-      kernel_spec: see `output_loss`.
-      implementation: see `output_loss`.
+      kernel_spec: how the kernel's rows are divided over the mesh, as in `output_loss`.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu"; None picks the fastest here.
       chunk_scores: about how many scores a chunk has (`batch` times its items). None
         picks what is fastest here.
-      precision: see `output_loss`.
+      precision: precision of the products of float32 operands, as in `output_loss`.
       form: whether scores are computed, a chunk of items at a time, or Gram matrices
         replace them (see `gram_loss`), or all scores of some rows are kept (see
         `kept_scores`), or none is ever written (see `two_passes`). None picks what is fastest here.
@@ -156,7 +156,7 @@ def loss_and_updates[Carry](
       method: how the loss is computed.
       batch: the rows.
       carry: a tree of arrays that `update` changes, possibly empty.
-      updates: what happens to the gradients.
+      updates: functions that receive the gradients of each chunk.
       shard: the part of a mesh's work that this device does.
 
     Returns:
@@ -289,16 +289,19 @@ def layer_gradients(
     dot: Callable[..., jax.Array],
     gradient_dtype: jnp.dtype | None = None,
 ) -> tuple[Layer, Float[Array, "batch hidden"]]:
-    """The gradients in a chunk of items and in `h`, from the slopes of the scores.
+    """The gradients in a chunk of items and in `h`, from the gradients of the scores.
 
     Args:
       chunk: the operands of the scores.
-      delta: the slopes.
-      slopes: the same; or without items, if kernel and bias want no gradient.
-      product: of the slopes with the kernel, if it is made.
+      delta: the gradient of the loss in each score.
+      slopes: the array `delta` again; or `[batch, 0]`, if kernel and bias want no
+        gradient.
+      product: the product of `delta` with the kernel, if it is computed already;
+        otherwise None.
       h: hidden vectors; 0 in rows that count for nothing.
       dot: a product, as `item_chunks.dot`.
-      gradient_dtype: see `Updates`.
+      gradient_dtype: dtype of the kernel's gradient; by default that of the sums of
+        products.
     """
     dtype = item_chunks.accumulator(h.dtype)
     out = dtype if chunk.scale is not None else gradient_dtype or dtype
@@ -333,7 +336,7 @@ def over_items(
         or None.
       batch: the rows.
       arrays: a tree of arrays with a row for each item.
-      kernel_spec: see `output_loss`.
+      kernel_spec: how the kernel's rows are divided over the mesh, as in `output_loss`.
     """
     labels = batch.labels
     num_rows = len(jax.tree.leaves(arrays)[0])
@@ -386,7 +389,7 @@ class Chunks(abc.ABC):
 
     Attributes:
       h: hidden vectors.
-      entries: those of the labels.
+      entries: entries of the labels: rows, columns and values.
       limit: kernel rows from this one on are padding, not items.
     """
 
@@ -427,8 +430,8 @@ class Chunks(abc.ABC):
     def no_scores(self) -> list[Float[Array, "parts padded"]]:
         """The start of `normalise`: the sums of softmax for each part of the items.
 
-        These are the arrays of a `softmax.Normaliser`. What is about labels may be left
-        out, or 0, if there is one a row.
+        These are the arrays of a `softmax.Normaliser`. The label terms are optional
+        when each row has one label.
         """
 
     @abc.abstractmethod
@@ -449,7 +452,7 @@ class XlaChunks(Chunks):
 
     Attributes:
       for_gpu: whether it is in the form for GPUs.
-      precision: of the products of float32 operands.
+      precision: precision of the products of float32 operands.
       kept: all scores, if `normalise` has kept them: it fills an array after the sums.
     """
 
@@ -487,7 +490,7 @@ class XlaChunks(Chunks):
         return labels, listed
 
     def inside(self, start, size):
-        """A mask of what are items."""
+        """A mask of the columns that are items, not padding."""
         return (start + jnp.arange(size, dtype=jnp.int32) < self.limit)[None]
 
     def slopes(self, start, size, layer, function, vectors):
@@ -581,7 +584,8 @@ class MosaicChunks(Chunks):
 
     Attributes:
       with_values: whether the function of the scores has values.
-      with_product: whether the product of the slopes with the kernel is wanted.
+      with_product: whether the product of the score gradients with the kernel is
+        wanted.
     """
 
     with_values: bool = dataclasses.field(kw_only=True)

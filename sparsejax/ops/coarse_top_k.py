@@ -49,11 +49,12 @@ class CoarseItems(NamedTuple):
     """The items of an output layer in int8.
 
     Attributes:
-      values: of item i about its vector divided by `scale`; negative where the factor of its
-        scores is.
-      scale: with the factor of scores in it. It is not negative.
-      limits: of all items the largest norm of what rounding took from a vector, and of
-        `values`; the former divided by the scale.
+      values: `values[i]` is about the vector of item i divided by `scale[i]`; its sign
+        is flipped where the factor of the item's scores is negative.
+      scale: the unit of each item's integers, times the size of the factor of its
+        scores. It is not negative.
+      limits: two maxima over all items: the norm of the rounding error of a vector,
+        divided by its unit, and the norm of `values`.
     """
 
     values: Int8[Array, "items hidden"]
@@ -141,8 +142,8 @@ def is_of_use(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
     """Whether programs run here that read a layer's items in int8 faster than the items.
 
     Args:
-      shape: of the kernel.
-      dtype: of the layer.
+      shape: shape of the kernel.
+      dtype: dtype of the layer.
     """
     return custom_call_can_run(HOPPER) and not unsupported(shape, dtype)
 
@@ -167,7 +168,7 @@ def coarse_top_k(
     implementation: Implementation = None,
     precision: Precision = None,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"], Bool[Array, ""]]:
-    """Finds what `top_k` finds, and says whether it was asked.
+    """Finds the items that `top_k` finds, and says whether `top_k` had to be called.
 
     It is for one device. The arguments are those of `top_k`; `coarse` are the kernel's rows.
     """
@@ -218,7 +219,7 @@ def coarse_top_k(
 
 
 def _chunk(batch: int, num_items: int, rows: int, scores: int) -> tuple[int, int]:
-    """The items that are looked at, and those of a chunk, with about so many scores."""
+    """How many items are examined, and how many a chunk has, for about so many scores."""
     here = item_chunks.rounded_items(num_items, rows)
     size = item_chunks.chunk_size(batch, here, scores)
     return here, min(here, tiles.rounded_items(size))

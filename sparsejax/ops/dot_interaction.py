@@ -61,8 +61,10 @@ def dot_interaction(
 
     Args:
       rows: the vectors. If there is a `first`, it is also the first of them.
-      first: written before the products. Its gradient is apart from that of `rows`.
-      blank: so many vectors after the first one have no pairs. See `blank_vectors`.
+      first: vectors that are written before the products. Their gradient is apart from
+        that of `rows`.
+      blank: number of vectors after the first one that have no pairs, as
+        `blank_vectors` counts.
       implementation: "mosaic_gpu" is a GPU program for Hopper; "xla" and "xla_gpu" are made
         of XLA's operations; None picks what is fastest here.
     """
@@ -74,7 +76,7 @@ class _Pairs(NamedTuple):
     """The pairs, and which form makes their products.
 
     Attributes:
-      vectors: of an example, with blank ones.
+      vectors: number of vectors of an example, with the blank ones.
       blank: how many of them, after the first, have no pairs.
       program: whether the GPU program is used.
     """
@@ -124,10 +126,10 @@ def _forward(rows, first, pairs: _Pairs):
 
 
 def _backward(pairs: _Pairs, saved, slopes: jax.Array):
-    """The slope of vector i is the sum of those of its pairs, times the others.
+    """The gradient of vector i: the sum over its pairs of the pair's gradient times vector j.
 
-    So it is one product, where autodiff has two. No product is in two pairs, so the slopes are
-    gathered. To scatter them takes ten times as long.
+    This is one product, where autodiff has two. No product is in two pairs, so the
+    gradients of the pairs are gathered. To scatter them takes ten times as long.
     """
     rows, first = saved
     before = 0 if first is None else first.shape[1]

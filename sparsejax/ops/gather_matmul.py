@@ -74,7 +74,7 @@ def gather_matmul(
         its rows. Then each device sums the rows it has for its part of the batch, and the
         sums are added. The rows of the result are divided over "data" (see also
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
-      dtype: of the result, floating; that of `w` by default.
+      dtype: floating dtype of the result; that of `w` by default.
       implementation: "mosaic_gpu" is the GPU program (Hopper or newer), "xla" the
         reference, "xla_gpu" the reference as GPUs run it, "cusparse" cuSPARSE's product
         (float32; two runs differ in their last bits). None picks what is fastest here.
@@ -270,7 +270,7 @@ def _data_gradient(
 def _data_gradients(
     x: DividedRows, w: jax.Array, dy: jax.Array, implementation: Implementation
 ) -> DividedRows:
-    """The gradient of all data that `x` has: of the examples', and of what was sent."""
+    """The gradients of `x.data`: of the examples' own entries, and of those exchanged."""
     if x.data is None:
         return x.with_gradient(None, None)
 

@@ -159,7 +159,8 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     Args:
       w: the matrix whose rows are gathered.
       nse: number of entries.
-      divided: see `custom_call_can_run`.
+      divided: whether `shard_map` divides the work, without which a GPU program needs a
+        single device.
     """
     rows, hidden = w.shape
     if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
@@ -195,7 +196,7 @@ def _cusparse_fits(x: CSR, w: jax.Array) -> bool:
 
 
 def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
-    """`x @ w` by cuSPARSE; on other devices what JAX has in its place.
+    """`x @ w` by cuSPARSE; on other devices by JAX's own sparse product.
 
     Two runs of cuSPARSE differ in their last bits.
     """

@@ -73,22 +73,24 @@ def loss_and_updates[Carry](
 
     `G` and `C` are `[hidden, hidden]`, and the labels are few. So there are two products
     of `items hidden^2` multiplications, where scores need three of `batch items hidden`.
-    The kernel is read twice and its gradient written once. A denied item counts as an item
-    with a kernel row and a bias of 0.
+    The kernel is read twice and its gradient written once. An excluded item counts as
+    an item with a kernel row and a bias of 0.
 
     Sums are made in float32. The loss is a difference of sums: its error is a few float32
     eps of the sum of the sizes of its terms, `|h_b| . |W|^T |W| |h_b|`, not of the loss. Tensor cores round sums towards
     zero, so with bfloat16 operands on a GPU `G` is too small by 2e-5; `G` is summed in
-    blocks, as it would be more without them. `C` is rounded to the operands' dtype before
-    its product. With m the mean of the rows this costs no more than what scores cost,
-    whose slopes are rounded. With m = 0 a gradient was off by .14 where it is by .002.
+    blocks, as it would be more without them. `C` is rounded to the operands' dtype
+    before its product. With m the mean of the rows this costs no more accuracy than the
+    form that makes scores, which rounds the score gradients. With m = 0 a gradient was
+    off by .14 where it is by .002.
 
     Args:
       method: how the loss is computed. Its `form` picks a form; None the fastest.
-      batch: see `chunked_loss.loss_and_updates`.
-      carry: see there.
-      updates: see there. Here `update` also gets the kernel's gradient.
-      shard: see there.
+      batch: the rows: hidden vectors, labels and weights.
+      carry: a tree of arrays that `update` changes, possibly empty.
+      updates: functions that receive the gradients of each chunk. Here `update` also
+        gets the kernel's gradient.
+      shard: the part of a mesh's work that this device does; None for all of it.
       at_once: whether the gradient of all items may exist.
 
     Raises:
@@ -120,7 +122,7 @@ class _Labels(NamedTuple):
 
     Attributes:
       by_row: `[batch, items]`.
-      by_item: the same entries by item.
+      by_item: entries of `by_row`, in the order of their items.
       of_item: values in the order of `by_item`, or None if all are 1.
     """
 
@@ -228,7 +230,7 @@ def _labels(labels, entries, shard: Shard, batch: int, rows: int, denied) -> _La
     def values(data, columns):
         if denied is None:
             return data
-        # The loss and the gradient of a label of a denied item are infinite.
+        # The loss and the gradient of a label of an excluded item are infinite.
         y = jnp.ones(columns.shape, jnp.float32) if data is None else data
         hit = denied.at[columns].get(mode="clip") & (y != 0)
         return jnp.where(hit, jnp.inf, y)

@@ -48,7 +48,8 @@ class Layout:
     """The sizes of an index.
 
     Attributes:
-      rows: of a part. Those behind the ranges of the tables are never used.
+      rows: number of rows in each part. Rows behind the ranges of the tables are never
+        used.
       firsts: for each table, its first row in every part.
       sizes: for each table, how many rows it has in every part.
     """
@@ -113,7 +114,7 @@ class Distinct(NamedTuple):
 
     Attributes:
       keys: the keys, some of them several times.
-      part: of each key.
+      part: the part to which each key belongs.
       first: whether this is the first one of equal keys, and counts.
       start: where the first one of equal keys is.
       group: ascending numbers of (part, table).
@@ -182,7 +183,7 @@ def find(
     """The row of each key among the rows of these parts, one part after the other; or -1.
 
     Args:
-      layout: of the index.
+      layout: sizes of the index.
       index: some parts of it.
       keys: each of any part.
       wanted: others are not looked for, and have no row.
@@ -286,16 +287,17 @@ def insert(
 ) -> tuple[Index, Int[Array, "keys"]]:
     """Gives keys a row; returns it for each, as `find` does, or -1.
 
-    In ascending order, keys of a (part, table) take its free rows, as long as there are some.
-    Each takes a slot of the bucket that has more free ones, in ascending order too. Those for
-    whom none is left try again. A key has no row if both its buckets are full.
+    In ascending order, keys of a (part, table) take its free rows, as long as there are
+    some. Each takes a slot of the bucket that has more free ones, in ascending order
+    too. Keys for which no slot is left try again. A key has no row if both its buckets
+    are full.
 
     Args:
-      layout: of the index.
+      layout: sizes of the index.
       index: some parts of it.
       of: keys that are not in it.
       new: which of them get a row; each of these parts, and the first one of equal keys.
-      first_part: see `find`.
+      first_part: the number of the first of these parts.
     """
     tables = len(layout.sizes)
     part = jnp.where(new, of.part - first_part, 0)

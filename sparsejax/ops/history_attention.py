@@ -91,17 +91,18 @@ def history_attention(
         `tokens`, that is an error in a NumPy array, and otherwise the results of a
         history that does not fit are NaN.
       activation: "silu" or "softmax".
-      scale: of the products; by default 1 for "silu" and `dim^-1/2` for "softmax".
-      divisor: of the results. `HSTU` has its `max_length` here.
-      place_bias: by distance, the same for all heads.
+      scale: factor of the products `q . k`; by default 1 for "silu" and `dim^-1/2` for
+        "softmax".
+      divisor: number by which the results are divided. `HSTU` passes its `max_length`.
+      place_bias: a number for each distance t - s, shared by all heads.
       times: `[tokens]`, ascending within a history. In a NumPy array times that go back, or
         that are not finite, are an error; elsewhere the results of that history are NaN.
-      time_bias: by bucket, the same for all heads.
+      time_bias: a number for each bucket of time differences, shared by all heads.
       implementation: "mosaic_gpu" are GPU programs for Hopper: bfloat16 and heads of 64
         numbers; "xla" is made of XLA's operations, on a CPU some blocks of 64 entries at
         a time; "xla_gpu" is the form for GPUs, which takes many blocks at once. None picks
         what is fastest here.
-      precision: of the products of float32 operands, see `output_loss`.
+      precision: precision of the products of float32 operands, as in `output_loss`.
 
     Raises:
       ValueError: shapes do not match, an unknown activation or implementation, only one of
@@ -213,7 +214,7 @@ def scores_at_once(
 
 
 def _check(q, k, v, indptr, activation, divisor, place_bias, times, time_bias) -> None:
-    """Raises what `history_attention` says."""
+    """Raises the errors that `history_attention` documents."""
     if activation not in get_args(Activation):
         raise ValueError(f'activation is "silu" or "softmax", got {activation!r}')
     if not (math.isfinite(divisor) and divisor > 0):
@@ -309,7 +310,7 @@ def _spans(
     if times is not None:
         back = (times < jnp.roll(times, 1)) & (place > starts)
         bad = inside & (back | ~jnp.isfinite(times))
-        # Only what is wrong is written, so that none wait for each other.
+        # Only results of invalid histories are written, so that no others wait.
         found = jnp.zeros(last + 1, jnp.int32)
         found = found.at[jnp.where(bad, history, last + 1)].max(1, mode="drop")
         wrong |= found[history] > 0
@@ -436,8 +437,8 @@ class _Blocks(NamedTuple):
       place: `[blocks, block]`: numbers of the entries, of the queries.
       first: the first entry that a query attends to; too large if there is none.
       wrong: whether the result is NaN.
-      times: of the queries.
-      times_before: of the keys, with `chunk` more blocks.
+      times: times of the queries.
+      times_before: times of the keys, with `chunk` more blocks before.
       depth: `[chunks]`: how many blocks a chunk needs, at most.
     """
 
@@ -669,7 +670,7 @@ class _Blocks(NamedTuple):
         return sums + self.suffix_sums(ds, len(sums), c, d)
 
     def by_time(self, sums) -> Float[Array, "buckets"]:
-        """The gradient of each bucket's bias of what `add_by_time` made."""
+        """The gradient of each bucket's bias, from the sums that `add_by_time` made."""
         return sums if self.scatter else sums - jnp.append(sums[1:], 0)
 
     def suffix_sums(self, ds, count: int, c, d) -> Float[Array, "buckets"]:
@@ -734,6 +735,7 @@ def _diagonal_sums(x: Float[Array, "n n"]) -> Float[Array, "2*n"]:
 def _clipped(sums: Float[Array, "distances"], places: int) -> Float[Array, "places"]:
     """The gradient of a bias whose last number stands for all further distances."""
     sums = jnp.pad(sums, (0, max(0, places - len(sums))))
-    # With what follows in one GPU program, each place's thread would sum anew.
+    # Fused with the operations behind it into one GPU program, each place's thread
+    # would sum anew.
     rest = lax.optimization_barrier(jnp.sum(sums[places - 1 :]))
     return jnp.append(sums[: places - 1], rest)

@@ -54,8 +54,8 @@ def check_implementation(implementation: str | None) -> None:
 def gpu_capability() -> float | None:
     """Compute capability of the GPUs that are visible here; None if there are none.
 
-    All that is chosen by the GPU asks this function. A test that replaces it lowers what
-    another GPU would run.
+    Each choice that depends on the GPU asks this function. A test that replaces it
+    lowers the program of another GPU.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -68,7 +68,7 @@ def custom_call_can_run(capabilities: Capabilities, *, divided: bool = False) ->
     Our GPU programs and cuSPARSE's are custom calls.
 
     Args:
-      capabilities: of the GPUs that the call is for.
+      capabilities: compute capabilities of the GPUs that the call supports.
       divided: whether `shard_map` will divide the work over devices. Without it the
         program must be for one device: the partitioner cannot divide a custom call.
     """

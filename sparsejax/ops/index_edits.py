@@ -48,7 +48,7 @@ def blocks(
 def rows_of(
     layout: Layout, table: int, used: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a table in ascending order, and the row of each among those of all parts."""
+    """The ids of a table in ascending order, and the row of each, counted over all parts."""
     rows = rows_in(layout, table, used)
     words = keys.reshape(-1, 2)[rows]
     ids = joined(words[:, 0], words[:, 1])
@@ -75,10 +75,10 @@ def check_room(
 
     Args:
       path: the file that they are from.
-      layout: of the index.
+      layout: sizes of the index.
       table: the number of the table.
-      name: of the table.
-      ids: that it is to have.
+      name: name of the table, for errors.
+      ids: ids that the table will hold.
     """
     size = layout.sizes[table]
     most = int(np.bincount(hash_index.part_of(_keys(table, ids)), minlength=1).max())
@@ -101,9 +101,9 @@ def replace(
     """An index without the keys of some rows, and with new ones.
 
     Args:
-      layout: of the index.
+      layout: sizes of the index.
       table: the number of the table of the new keys.
-      index: it, whole.
+      index: the whole index, with all parts.
       gone: a mask of all rows.
       ids: the new keys, none of which it has.
 
@@ -175,13 +175,13 @@ def changed(
 
     Args:
       path: the file that they are from.
-      layout: of the index.
+      layout: sizes of the index.
       table: the number of the table.
-      name: of the table.
-      index: it, whole.
-      known: what `rows_of` gives.
-      ids: that are to have a row.
-      removed: that lose it; None are all others.
+      name: name of the table, for errors.
+      index: the whole index, with all parts.
+      known: the table's ids and rows, as `rows_of` returns them.
+      ids: ids that will have a row.
+      removed: ids that lose their row. None removes all ids that are not in `ids`.
 
     Raises:
       ValueError: there is no room for the ids.

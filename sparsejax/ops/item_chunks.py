@@ -99,10 +99,10 @@ def shard_of(
     size of that axis divides them.
 
     Args:
-      kernel_spec: see `output_loss`.
+      kernel_spec: how the kernel's rows are divided over the mesh, as in `output_loss`.
       matrix: labels or exclusions.
       batch: rows of the batch.
-      rows: of the kernel.
+      rows: number of rows of the kernel.
 
     Raises:
       ValueError: no mesh is set; or the spec names an axis that the mesh lacks, divides

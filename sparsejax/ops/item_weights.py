@@ -46,7 +46,7 @@ def ease_weights(
     Args:
       x: `[rows, items]`, on the host. Values count.
       l2: the larger, the closer the weights are to those of mere co-occurrence.
-      implementation: see `gram`.
+      implementation: "dense" or "sparse", as in `gram`; None picks the faster one.
 
     Raises:
       MemoryError: the arrays do not fit in the memory of the device here.

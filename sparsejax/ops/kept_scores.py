@@ -57,7 +57,7 @@ def block_rows(batch: int, items: int, hidden: int) -> int | None:
 
 
 def is_plain(method: Method, batch: LossBatch, layer: Layer) -> bool:
-    """Whether GPU programs make the loss, and it is what both forms here compute."""
+    """Whether the loss has the one form that both GPU programs here compute."""
     rule = method.rule
     return (
         isinstance(batch.labels, Targets)
@@ -92,7 +92,7 @@ class ScoredRows(NamedTuple):
       found: whether the target is an item of any device, as 1 or 0; and its score.
       reference: the score of the target, or 0 if it is not finite.
       skipped: rows without a target.
-      columns: of the targets, among the device's items.
+      columns: column of each row's target, among the device's items.
     """
 
     h: Float[Array, "padded hidden"]
@@ -107,10 +107,11 @@ class Packed(NamedTuple):
     """The arrays with which both forms of the softmax of targets begin.
 
     Attributes:
-      rows: of the batch.
+      rows: the rows of the batch.
       wanted: number of rows with a target.
       limit: kernel rows of the device from this one on are padding.
-      finish: makes what the forms return of losses and the gradient of `h`, of the rows.
+      finish: converts the losses and the gradient of `h` from the order of `rows` to
+        that of the batch.
     """
 
     rows: ScoredRows
@@ -169,11 +170,11 @@ def loss_and_gradients(
     `chunked_loss.loss_and_updates` is, on each device.
 
     Args:
-      method: of which the rule is used, a softmax without smoothing.
+      method: how the loss is computed. Its rule is a softmax without smoothing.
       batch: bfloat16 vectors, and targets.
       layer: kernel and bias of the device's items.
       shard: the part of a mesh's work that this device does.
-      rows: of a block, a multiple of 128.
+      rows: number of rows in a block, a multiple of 128.
     """
     assert isinstance(method.rule, SoftmaxCrossEntropy)
     rule, dtype = method.rule, item_chunks.accumulator(batch.h.dtype)

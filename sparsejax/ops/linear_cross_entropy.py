@@ -82,25 +82,27 @@ def linear_cross_entropy(
       kernel: a row for each item.
       targets: `[*batch]` integers: an item, or -1. In a NumPy array every other number is
         an error. In a JAX array, which may be on a device, it makes the loss NaN.
-      bias: added to the scores; -inf denies an item (no row may have it as its target).
-        Smoothing leaves denied items out of the mean. None is 0.
+      bias: added to the scores. -inf excludes an item, which no row may have as its
+        target. Smoothing leaves excluded items out of the mean. None is 0.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
-      weights: of the rows. None is 1.
+      weights: factors of the rows' losses. None is 1 for each.
       label_smoothing: the share of each target that is spread over all items.
       z_loss: weight of `lse^2`.
       num_items: the kernel's rows from this one on are padding; None if there are none.
       kernel_spec: how the kernel is divided over the mesh that is set, see `output_loss`:
         `P("model")` or `P(("model", "data"))`. Rows of the batch may lie over "data".
-      implementation: see `output_loss`. "mosaic_gpu" takes a kernel whose rows are a
-        multiple of 256, and `hidden` a multiple of 64. Here operands of other sizes get
-        zeros, which copies the kernel; not on a mesh. What XLA computes takes every size.
-      precision: of the products of float32 operands, see `output_loss`.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `output_loss`; None picks
+        the fastest here. "mosaic_gpu" takes a kernel whose rows are a multiple of 256,
+        and `hidden` a multiple of 64. Here operands of other sizes are padded with
+        zeros, which copies the kernel; not on a mesh. XLA's forms take every size.
+      precision: precision of the products of float32 operands, as in `output_loss`.
 
     Raises:
       ValueError: shapes do not match, or a target is no item (of a NumPy array; the
         message names its place); or see `output_loss`.
       TypeError: targets are not integers, or `h` and `kernel` differ in dtype.
-      NotImplementedError: see `output_loss`.
+      NotImplementedError: "mosaic_gpu" cannot take these operands, or the loss itself
+        is differentiated in forward mode.
     """
     rule = SoftmaxCrossEntropy(label_smoothing=label_smoothing, z_loss=z_loss)
     check_implementation(implementation)

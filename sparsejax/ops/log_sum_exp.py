@@ -64,9 +64,9 @@ def with_scores(
     Args:
       method: how scores are computed.
       h: hidden vectors.
-      layer: of the items of the part.
+      layer: the layer of the items of the part.
       limit: items of the part from this one on are padding.
-      known: what the parts before have made.
+      known: arrays that the parts before have returned; at first those of `no_scores`.
     """
     chunks, items = (
         _chunks(method, h, layer, limit, with_product=False),
@@ -116,12 +116,12 @@ def gradients_of_part(
     """The gradients of `sum_b weights_b lse_b` in a part's layer, and its share of that in `h`.
 
     Args:
-      method: see `with_scores`.
-      h: see there.
-      layer: see there.
-      limit: see there.
-      log_sums: what `of_scores` returned, for all parts.
-      weights: of the rows. Where it is 0, a row has no part in the gradients.
+      method: how scores are computed.
+      h: hidden vectors.
+      layer: the layer of the items of the part.
+      limit: items of the part from this one on are padding.
+      log_sums: the logarithm of each row's sum over all parts, returned by `of_scores`.
+      weights: factors of the rows. A row of weight 0 adds nothing to the gradients.
     """
     chunks = _chunks(method, h, layer, limit, with_product=True)
     items, dtype = len(layer.kernel), item_chunks.accumulator(h.dtype)

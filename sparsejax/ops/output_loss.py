@@ -84,14 +84,14 @@ def output_loss(
       h: hidden vectors.
       kernel: one row for each item; it, `bias` and `scale` may have more rows than
         `labels` has columns. Those are padding: no loss, and a gradient of zeros.
-      bias: added to the scores. -inf denies an item: the loss of the item is 0, or
-        infinite if it has a label. None is 0.
+      bias: added to the scores. -inf excludes an item: its loss is 0, or infinite if
+        the item has a label. None is 0.
       labels: `[batch, items]`, indices unique in a row. Labels in blocks on a mesh also
         say how the operands are divided: the kernel's rows (a multiple of 256) over
         "model" and then "data", `h` over "data".
       loss: name of a rule in `sparsejax.losses`, or a rule.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
-      weights: of the examples. None is 1.
+      weights: factors of the examples' losses. None is 1 for each.
       kernel_spec: how the kernel is divided over the mesh that is set, for labels that
         are not in blocks: `P("model")` divides the items over the mesh's axis "model".
         Each device works on its own items, for all examples. Where the mesh has an axis
@@ -101,12 +101,12 @@ def output_loss(
         bfloat16 or may be rounded to it, labels without values, and the rules of
         `sparsejax.losses`. "xla" is the reference, "xla_gpu" the reference as GPUs run
         it. None picks what is fastest here.
-      precision: of the products of float32 operands. "highest" is float32. "high" has
-        errors of about 2^-16 on a GPU: three products of bfloat16 matrices. "default" or
-        None takes TF32 on a GPU (errors of 2^-11), by XLA. With more than 134 million
-        scores on a Hopper GPU, "mosaic_gpu" runs instead: it rounds `h`, the kernel and
-        the derivative in the scores to bfloat16 (2^-9), a chunk of items at a time. On a
-        CPU all of them are float32.
+      precision: precision of the products of float32 operands. "highest" is float32.
+        "high" has errors of about 2^-16 on a GPU: three products of bfloat16 matrices.
+        "default" or None takes TF32 on a GPU (errors of 2^-11), by XLA. With more than
+        134 million scores on a Hopper GPU, "mosaic_gpu" runs instead: it rounds `h`,
+        the kernel and the derivative in the scores to bfloat16 (2^-9), a chunk of items
+        at a time. On a CPU all of them are float32.
 
     Raises:
       ValueError: shapes do not match, an unknown loss, implementation or precision, or a

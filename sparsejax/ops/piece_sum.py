@@ -200,7 +200,8 @@ def _rest(x, w, starts, lengths, piece, levels):
 def _sums_so_far(counts: Int[Array, "levels rows"]) -> Int[Array, "levels rows"]:
     """`jnp.cumsum(counts, axis=1)`, also in programs that are exported.
 
-    What JAX 0.12 lowers a `cumsum` for CUDA to is not part of the portable StableHLO.
+    JAX 0.12 lowers a `cumsum` for CUDA to a custom call that exported StableHLO cannot
+    contain.
     """
     rows = counts.shape[1]
     return lax.reduce_window(

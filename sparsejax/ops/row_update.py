@@ -120,7 +120,7 @@ class RowRule(Protocol):
 
 
 class TrainedKernel(NamedTuple):
-    """A kernel together with what an optimizer keeps of it.
+    """A kernel together with the optimizer's state of it.
 
     Attributes:
       w: `[features, hidden]`.
@@ -159,11 +159,11 @@ def step_rows(
 ) -> TrainedKernel:
     """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
 
-    `ids` are unique, and those of padding are out of range. Each row is written once.
-    `noise` rounds a bfloat16 kernel at random; without it, it is rounded to nearest.
-    `divided`, the rows of the kernel lie over "model", and so do ids and gradients, each
-    where its row is. `table` is that of the rule, if it was made before: then no row has
-    missed more steps than it has.
+    `ids` are unique; padding ids are out of range. Each row is written once. `noise`
+    rounds a bfloat16 kernel at random; without it, the kernel is rounded to nearest. If
+    `divided`, the rows of the kernel are divided over "model"; ids and gradients are on
+    the device that holds their row. `table` is the rule's lag table, if it was made
+    before: then no row has missed more steps than the table has.
     """
     if divided:
 
@@ -369,8 +369,8 @@ def step_of_arrays(
     """Step `count` as a GPU program does it.
 
     Returns:
-      A function of `[w, *state.values()]`, gradient and scalars, to such a list, which
-      passes what else it gets on to the rule; and the scalars.
+      A function of `[w, *state.values()]`, gradient and scalars that returns such a
+      list, and passes further arguments on to the rule; and the scalars.
     """
     numbers, tree = jax.tree.flatten(rule.numbers(count))
 
@@ -411,9 +411,9 @@ def narrowed(
     """Weights as they are stored after this step.
 
     Args:
-      w: in the dtype that rules work in.
-      dtype: that they are stored in; bfloat16 if there is noise.
-      noise: of the array; None rounds to nearest.
+      w: weights in the dtype that rules work in.
+      dtype: dtype in which the weights are stored; bfloat16 if there is noise.
+      noise: random numbers for rounding this array; None rounds to nearest.
       step: number of the step.
       ids: numbers of the rows, if they are not in order.
     """
@@ -733,7 +733,7 @@ def _table(rule, trained, count):
 
 
 def _without_old(rule, trained, ids, count, noise):
-    """Brings those of the rows up to date that no table is for."""
+    """Catches up the rows for which there is no table."""
     lag = _lag(_read(trained.last, ids), count)
     old = (ids < trained.num_rows) & (lag > rule.table_lags)
 

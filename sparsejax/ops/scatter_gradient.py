@@ -57,7 +57,8 @@ def row_gradient(
       xs: CSR matrices `[batch_k, num_cols]`; all uses of one kernel.
       dys: the gradient of each `xs[k] @ w`.
       num_rows: number of rows of `w`.
-      implementation: see `gather_matmul`.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `gather_matmul`; None
+        picks the fastest here.
 
     Returns:
       ids: unique and ascending, padded with `num_rows`. On a mesh this holds for each
@@ -102,8 +103,8 @@ class Unsent(NamedTuple):
     Attributes:
       crowded: `[]` whether it had.
       chosen: `[]` whether the terms count, see `Terms.where`.
-      xs: matrices, see `row_gradient`.
-      dys: the same.
+      xs: CSR matrices `[batch_k, num_cols]`; all uses of one kernel.
+      dys: the gradient of each `xs[k] @ w`.
     """
 
     crowded: Bool[Array, ""]
@@ -129,7 +130,7 @@ class Terms(NamedTuple):
         "model" the rows that it needs.
       num_rows: rows of the kernel.
       divided: whether `by_column` and `data` have a leading axis, over "model".
-      unsent: what to do if devices had too few places; None if that cannot be.
+      unsent: how to continue if devices had too few places; None if that cannot happen.
     """
 
     by_column: Transposed
@@ -140,7 +141,7 @@ class Terms(NamedTuple):
     unsent: Unsent | None = None
 
     def per_device(self, f, *arguments, in_specs=(), out_specs):
-        """`f(terms, *arguments)` of each device's part, with those of its kernel rows."""
+        """`f(terms, *arguments)` on each device, with the terms of its kernel rows."""
         num_rows = rows_per_device(self.num_rows)
 
         def part(by_column, data, dy, unsent, *arguments):
@@ -547,7 +548,7 @@ def rank_by_count(
     """The distinct columns, and the place of each entry among them, by a pass over all rows.
 
     Args:
-      column: of each entry; `num_rows` for one that does not count.
+      column: the column of each entry; `num_rows` for an entry that does not count.
       num_rows: number of rows that there are.
 
     Returns:

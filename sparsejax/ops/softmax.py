@@ -1,4 +1,4 @@
-"""Parts of the softmax over all items: its sums, its loss, and its slopes."""
+"""Parts of the softmax over all items: its sums, its loss, and the gradient in its scores."""
 
 from __future__ import annotations
 
@@ -50,19 +50,21 @@ def loss_and_slopes(
     smoothing: tuple[Float[Array, "batch"], Float[Array, ""]] | None,
     shard: Shard,
 ) -> tuple[Float[Array, "batch"], Callable[..., Any], list[Float[Array, "batch"]]]:
-    """The losses, and function and vectors with which `Chunks.slopes` makes the slopes.
+    """The losses; a function and vectors from which `Chunks.slopes` makes score
+    gradients.
 
     Args:
       rule: the loss.
-      found: of the device's items.
-      weights: of the rows.
-      smoothing: what `mean_scores` returned, if the rule smooths labels.
+      found: sums over the device's items.
+      weights: factors of the rows' losses.
+      smoothing: the results of `mean_scores`, if the rule smooths labels; otherwise
+        None.
       shard: the part of a mesh's work that this device does.
     """
     if shard.items:
         found = Normaliser.merge(lax.all_gather(tuple(found), shard.items))
     log_sum_exp = finite(found.largest) + jnp.log(found.total)
-    # A row without labels costs nothing, even where all its items are denied.
+    # A row without labels costs nothing, even where all its items are excluded.
     nothing = (found.label_sum == 0) & jnp.isinf(log_sum_exp)
     log_sum_exp = jnp.where(nothing, 0, log_sum_exp)
     # XLA makes a selection of a product with a sum that is 0 or 1, which hides NaN.
@@ -99,7 +101,7 @@ def mean_scores(
     limit: jax.typing.ArrayLike,
     shard: Shard,
 ) -> tuple[Float[Array, "batch"], Float[Array, ""]]:
-    """The mean score of the items that are not denied, and the number of these items.
+    """The mean score of the items that are not excluded, and the number of these items.
 
     ::
 

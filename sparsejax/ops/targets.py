@@ -24,7 +24,7 @@ class Targets:
     >>> Targets(jnp.array([2, -1]), num_cols=3).num_rows
     2
 
-    A row whose column is -1 is ignored: its loss is 0, and so are its gradients. Any other
+    A row whose column is -1 is ignored: its loss and its gradients are 0. Any other
     column outside `[0, num_cols)` makes the loss of its row NaN.
 
     Attributes:
@@ -110,8 +110,8 @@ def check_targets(targets: Any, shape: tuple[int, ...], num_items: int) -> None:
 
     Args:
       targets: given by a user.
-      shape: of the rows.
-      num_items: targets are below it.
+      shape: shape of the rows.
+      num_items: number of items; targets are smaller.
     """
     dtype = getattr(targets, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):

@@ -32,13 +32,16 @@ from sparsejax.ops.precision import Precision, check_precision
 
 
 class Tuning(NamedTuple):
-    """Numbers that decide how long `top_k` takes and how much memory, not what it finds.
+    """Numbers that decide the time and memory of `top_k`, but not its result.
 
     Attributes:
       chunk_scores: about how many scores a chunk of items has, `batch` times its items.
-      group: scores in a group of neighbours, see `select`, where there are many.
-      small_group: the same where there are fewer than `many` for each of the k.
-      many: see `small_group`.
+      group: number of neighbouring scores in a group for `select`, where there are at
+        least `many`.
+      small_group: number of scores in a group where there are fewer than `many` for
+        each of the k.
+      many: number of scores for each of the k from which on `group` replaces
+        `small_group`.
       direct: up to this many scores for each of the k are sorted without groups.
       chunk_items: a chunk has at least this many items for each of the k: k candidates
         of the chunks before are sorted with it.
@@ -96,11 +99,11 @@ def top_k(
         score_bi = (h_b . kernel_i) scale_i + bias_i        -inf for excluded items
 
     Exact: a full sort by descending score, then ascending id, would give the same.
-    Operands are used as they are, except for float32 on a GPU, see `precision`. Scores are
-    summed and ranked in float32. NaN ranks
-    above everything and is returned as NaN. An item whose score is -inf is never
-    returned: where items run out (`k` may exceed their number), the id is -1 and the
-    score -inf. A bias of -inf denies an item. Denied
+    Operands are used as they are, except for float32 on a GPU, see `precision`. Scores
+    are summed and ranked in float32. NaN ranks above everything and is returned as NaN.
+    An item whose score is -inf is never returned: where items run out (`k` may exceed
+    their number), the id is -1 and the score -inf. A bias of -inf excludes an item in
+    all rows. Such items
     and excluded items are never returned, even if their score would be NaN.
 
     Scores exist for a chunk of items at a time, so memory does not grow with the number of
@@ -126,9 +129,10 @@ def top_k(
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
         "xla" is the reference, "xla_gpu" the reference as GPUs run it. None picks what is
         fastest here.
-      precision: of the products of float32 operands. "highest" is float32. "high" has
-        errors of about 2^-16 on a GPU: three products of bfloat16 matrices. "default" or
-        None takes TF32 on a GPU, with errors of 2^-11. On a CPU all of them are float32.
+      precision: precision of the products of float32 operands. "highest" is float32.
+        "high" has errors of about 2^-16 on a GPU: three products of bfloat16 matrices.
+        "default" or None takes TF32 on a GPU, with errors of 2^-11. On a CPU all of
+        them are float32.
 
     Raises:
       ValueError: `k` is no integer or below 1, shapes that do not match, an unknown
@@ -177,7 +181,7 @@ def top_k_tuned(
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
     """Computes `top_k` from checked arguments.
 
-    `implementation` None is "xla" here, and "xla_gpu" too: `tuning` is what differs.
+    `implementation` None is "xla" here, as is "xla_gpu": only `tuning` differs.
     """
     return _compiled(
         h,

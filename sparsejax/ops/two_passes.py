@@ -1,7 +1,7 @@
-"""Softmax of one target a row whose scores and slopes exist only in registers.
+"""Softmax of one target a row whose scores and their gradients exist only in registers.
 
-For narrow vectors the numbers of slopes are many beside the work of the products, so that
-none are written. Two passes over all scores make them, and both gradients::
+For narrow vectors the score gradients are many numbers beside the work of the products,
+so none are written. Two passes over all scores compute them, and both gradients::
 
     r      the score of each row's target                   before any other score is made
     e_i    = exp(s_i - r)
@@ -55,7 +55,7 @@ def loss_and_gradients(
     they are half of all. It is called as `chunked_loss.loss_and_updates` is, on each device.
 
     Args:
-      method: of which the rule is used, a softmax without smoothing.
+      method: how the loss is computed. Its rule is a softmax without smoothing.
       batch: vectors, and targets.
       layer: kernel and bias of the device's items.
       shard: the part of a mesh's work that this device does.

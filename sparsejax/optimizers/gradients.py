@@ -1,7 +1,7 @@
 """Gradients that hold only the rows a batch has touched.
 
 A kernel that `lookup` reads is not differentiated. Each lookup adds a *tap*, a zero
-that is never read, to its sums; what is differentiated is the tap, and its gradient is
+that is never read, to its sums. The tap is differentiated, and its gradient is
 the gradient dY of the sums. Afterwards `X^T dY` is formed outside autodiff, over all
 lookups of a kernel together, on the touched rows only::
 
@@ -9,7 +9,7 @@ lookups of a kernel together, on the touched rows only::
     backward    dY_k = d loss / d tap_k
     afterwards  rows of sum_k X_k^T dY_k
 
-What a tap cannot see is any other use of W. A first, abstract pass over the loss finds
+A tap does not see other uses of W. A first, abstract pass over the loss finds
 out whether there is one, see `_trace`.
 """
 
@@ -49,7 +49,7 @@ from sparsejax.sparse import CSR, sums_so_far
 
 Path = tuple[Any, ...]  # of attribute names and indices
 Dense = Literal["error", "allow"]
-# Makes a kernel from what is stored, with all rows up to date.
+# Makes a kernel from its stored array, with all rows up to date.
 Settler = Callable[[jax.Array], jax.Array]
 # How the rows of a kernel are summed: (x, kernel, implementation) -> [batch, hidden].
 Reader = Callable[[LookupRows, jax.Array, Implementation], jax.Array]
@@ -58,8 +58,8 @@ Reader = Callable[[LookupRows, jax.Array, Implementation], jax.Array]
 class RowParam(nnx.Param):
     """A `[rows, hidden]` parameter. A step reads few of its rows, through `lookup`.
 
-    `RowParam(array, rule=adagrad(0.1))` has a rule of its own. Without, that of the
-    `Optimizer` trains it.
+    `RowParam(array, rule=adagrad(0.1))` has a rule of its own. Without one, the rule of
+    the `Optimizer` trains it.
 
     >>> isinstance(SparseLinear(5, 3, rngs=nnx.Rngs(0)).kernel, RowParam)
     True
@@ -87,9 +87,10 @@ def lookup(
       kernel: the *Variable*, not its value. Unless it is a `RowParam`, and outside
         `sparsejax.value_and_grad`, this is the plain operation with a dense gradient.
       x: `[batch, features]`.
-      combiner: see `gather_matmul`.
-      dtype: see `gather_matmul`.
-      implementation: see `gather_matmul`.
+      combiner: "sum", "mean" or "sqrtn": how the rows of a bag are combined.
+      dtype: floating dtype of the result; that of the kernel by default.
+      implementation: "mosaic_gpu", "xla", "xla_gpu" or "cusparse", as in
+        `gather_matmul`; None picks the fastest here.
     """
     if is_divided(kernel) and isinstance(x, CSR):
         x = ShardedCSR.of(x)
@@ -112,7 +113,7 @@ def rows_of(
 
     Args:
       kernel: `[rows, hidden]`, a Variable or an array.
-      ids: of rows; or -1 for zeros, which touch no row.
+      ids: row numbers; -1 gives zeros and touches no row.
     """
     if not isinstance(kernel, RowParam):
         # Out of range, so that zeros have no part in the gradient.
@@ -159,14 +160,14 @@ def value_and_grad(
     Array([1, 3], dtype=int32)
 
     No gradient of a kernel's full size is made. `f` is traced twice, the first time
-    only for its shapes, so what it does in plain Python (as `print`) happens twice.
+    only for its shapes, so side effects in plain Python (as `print`) happen twice.
 
     Args:
       f: called as `f(model, ...)`, returns a scalar.
       wrt: which Variables to differentiate.
       has_aux: whether `f` returns `(loss, aux)`.
-      dense: what to do about a `RowParam` that the loss also reads elsewhere, not
-        through `lookup`: "error" raises, "allow" gives it a dense gradient.
+      dense: how to treat a `RowParam` that the loss also reads elsewhere, not through
+        `lookup`: "error" raises, "allow" gives it a dense gradient.
 
     Returns:
       A function of the arguments of `f` that returns `(loss, grads)`, or
@@ -331,12 +332,12 @@ def reading(
     readers: Mapping[Path, Reader],
     settlers: Mapping[Path, Settler] | None = None,
 ) -> Iterator[None]:
-    """Within it, `lookup` reads the kernels of `model` through `readers`.
+    """While this context is open, `lookup` reads the kernels of `model` through `readers`.
 
     Args:
       model: the model.
       readers: how to read rows of some of its kernels. The others are read as they are.
-      settlers: what `whole` makes of some of its kernels.
+      settlers: functions that `whole` applies to some of its kernels.
     """
     kernels, wholes = row_params(model, ...), settlers or {}
     scope = _Reading(
@@ -476,8 +477,8 @@ class _Reading:
 _scope: contextvars.ContextVar[_Recorder | _Reading | None] = contextvars.ContextVar(
     "sparsejax_lookup", default=None
 )
-# The same as part of the key of every jit cache: an inner jit must not serve what it
-# traced in another scope.
+# The scope is part of the key of every jit cache: an inner jit must not reuse a program
+# that was traced in another scope.
 _mode = jax.make_user_context(None)
 
 
@@ -501,9 +502,9 @@ def _trace(f, kernels, has_aux, model, args, kwargs) -> tuple[list[_Call], set[P
 
     Each kernel goes through a custom_vjp identity, whose backward rule JAX runs (while
     tracing) only where the cotangent is not a symbolic zero: if some use of the kernel
-    other than a lookup has a gradient. What is differentiated is a scalar beside it, so
-    that no zeros of the kernel's size come up. Nothing is computed, and what the loss
-    does to the model's state is done to a copy.
+    other than a lookup has a gradient. The loss is differentiated in a scalar beside
+    the kernel, so that no zeros of the kernel's size are made. Nothing is computed, and
+    changes of the model's state by the loss go to a copy.
     """
     if not kernels:
         return [], set()

@@ -49,7 +49,7 @@ def add_rows(
 
 
 def add_columns(parameter: nnx.Variable, added: int) -> None:
-    """Adds columns of zeros behind those of a parameter, in place."""
+    """Appends columns of zeros to a parameter, in place."""
     if added:
         parameter.set_value(_divided_like(parameter, _wider, added, parameter[...]))
 

@@ -76,7 +76,7 @@ def _store(
 
 
 def is_variable(path: Sequence[Any], node: Any) -> bool:
-    """A filter of NNX: what is in a variable, not an array that is an attribute itself."""
+    """Matches arrays inside `nnx.Variable`s; plain array attributes do not match."""
     return isinstance(node, nnx.Variable)
 
 
@@ -159,7 +159,7 @@ def _holders_of_own() -> int:
 
 @functools.cache
 def _holders_in_list() -> int:
-    """The same of an array that a list holds, too."""
+    """Number of references to an array that a list holds, too."""
     value = nnx.Variable(_new())
     return max(map(sys.getrefcount, [value.get_raw_value()]))
 
@@ -175,7 +175,8 @@ def _copied(array: jax.Array) -> jax.Array:
         data = _copied(jax.random.key_data(array))
         return jax.random.wrap_key_data(data, impl=jax.random.key_impl(array))
     with without_mesh():  # each part stays on its device
-        # A copy of what may go anywhere may, too. Otherwise programs are compiled again.
+        # A copy of an array without a fixed place has none, too. Otherwise programs are
+        # compiled again.
         if not array.committed:
             return jnp.copy(array)
         parts = [jnp.copy(shard.data) for shard in array.addressable_shards]

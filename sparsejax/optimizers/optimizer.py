@@ -56,12 +56,12 @@ _LARGE_PART = 8
 
 
 class Moved(NamedTuple):
-    """How the rows of a parameter come from those of others, see `Optimizer.move_rows`.
+    """How the rows of a parameter are made from rows of others, see `Optimizer.move_rows`.
 
     Attributes:
       sources: the paths of the parameters before.
-      make: makes an array with a row for each row of the parameter, of one that says what new
-        rows are, and of one for each source.
+      make: makes an array with a row for each row of the parameter. It is called with
+        an array of initial rows, and one for each source.
     """
 
     sources: tuple[Path, ...]
@@ -96,7 +96,7 @@ class HostRows(Protocol):
         ...
 
     def variables(self) -> list[nnx.Variable]:
-        """Lists those of the last `attach`."""
+        """Lists the variables of the last `attach`."""
         ...
 
     def save(self, folder: str | os.PathLike[str]) -> list[str]:
@@ -117,7 +117,7 @@ class HostRows(Protocol):
 
         Args:
           settled: takes and gives some rows, "row", and the arrays of their state.
-          everywhere: those that no batch has touched yet, too.
+          everywhere: whether rows that no batch has touched yet are included.
         """
         ...
 
@@ -149,7 +149,7 @@ def updates_whole(rows: int, entries: int, *, in_programs: bool = False) -> bool
     """Whether a kernel whose rows drift is updated as a whole, not by single rows.
 
     Args:
-      rows: of the kernel.
+      rows: number of rows of the kernel.
       entries: how many of them a batch may touch.
       in_programs: whether GPU programs read rows up to date and move them.
     """
@@ -171,7 +171,8 @@ def compile_flush(
 ) -> list[Callable[[], None]]:
     """Calls that compile the programs of `Optimizer.flush`, for other threads.
 
-    Not those of rows in host memory, which are brought up to date in pieces. The model and
+    Rows in host memory have no such program: they are brought up to date in pieces. The
+    model and
     the optimizer may have shapes in place of arrays. They may be changed before the calls
     are done.
     """
@@ -227,7 +228,7 @@ class Optimizer(nnx.Pytree):
       wrt: which Variables to train.
       dense: an optax transformation for all other parameters, such as `optax.adam(1e-3)`;
         by default they have `rule` too.
-      seed: of the random rounding of parameters in bfloat16.
+      seed: seed of the random rounding of parameters in bfloat16.
 
     Attributes:
       step: `[]` int32 variable, the number of steps done.
@@ -281,7 +282,7 @@ class Optimizer(nnx.Pytree):
         return None if seed is None else Noise(seed.get_value())
 
     def rule_of(self, kernel: RowParam) -> Rule:
-        """The rule that trains this kernel: its own, or that of the optimizer."""
+        """The rule that trains this kernel: its own, or the optimizer's."""
         return kernel.get_metadata().get("rule") or self.rule
 
     def _transformation(self) -> optax.GradientTransformation:
@@ -365,8 +366,8 @@ class Optimizer(nnx.Pytree):
         The state of known rows stays. New rows begin as in a new optimizer, at this step.
 
         Args:
-          model: whose parameters have more rows by now.
-          known: by the path of each such parameter, how many rows it had.
+          model: a model whose parameters have already got more rows.
+          known: for the path of each such parameter, how many rows it had.
 
         Raises:
           NotImplementedError: the state of `dense=...` does not have a row for each row.
@@ -473,7 +474,7 @@ class Optimizer(nnx.Pytree):
 
         Args:
           model: has the new parameters.
-          moved: by the path of each of them.
+          moved: for the path of each new parameter, how its rows are made.
         """
         step, kernels = self.step[...], gradients.row_params(model, self.wrt)
         rows, rounding = dict(self.rows), dict(self.rounding)
@@ -581,7 +582,8 @@ class Optimizer(nnx.Pytree):
     def where(self, model: Any, counts: jax.Array, after: Any, before: Any) -> Any:
         """The state of `(model, self)` after a step if it counts, else before it.
 
-        Of rows of `RowParam`s it takes what is after the step: `update` leaves them.
+        Rows of `RowParam`s are taken from the state after the step: `update` leaves
+        them.
         """
         kernels = {(0, *path) for path in gradients.row_params(model, self.wrt)}
 
@@ -605,7 +607,7 @@ class Optimizer(nnx.Pytree):
         return self.rows[_key(path)]
 
     def _check_made_for(self, model: Any) -> None:
-        """Raises ValueError if the state here is not that of the model's parameters."""
+        """Raises ValueError if the state here does not belong to the model's parameters."""
         kernels = gradients.row_params(model, self.wrt)
         for path, kernel in kernels.items():
             for variable in self._rows_of(path).values():
@@ -948,8 +950,9 @@ def _tables(rule: Rule, numbers: jax.Array, dtype: Any) -> row_update.LagTable:
     def table(count):
         return rule.lag_table(count, dtype)
 
-    # A CPU's product of many matrices has other bits where they are cut otherwise, as after
-    # a resume. A GPU has the same, and would launch ten programs for each step.
+    # A CPU's product of many matrices has other bits where the matrices are cut
+    # otherwise, as after a resume. A GPU has equal bits, and would launch ten programs
+    # for each step.
     return jax.lax.platform_dependent(
         numbers,
         cpu=functools.partial(jax.lax.map, table),
@@ -985,7 +988,7 @@ def _seed_of(path: Path, seed: int) -> jax.Array:
 
 
 def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The same gradients; those of whole parameters are read when rows have moved.
+    """The row gradients; gradients of whole parameters are read when rows have moved.
 
     On a mesh the rows move while devices add these gradients, with which little else works.
     """

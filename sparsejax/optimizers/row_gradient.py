@@ -371,13 +371,13 @@ def _sum_of(ids, values, num_rows: int):
 
 
 def accumulate[Gradients](stacked: Gradients) -> Gradients:
-    """Sums gradients over a leading axis: what `jax.lax.scan` over micro-batches stacks.
+    """Sums stacked gradients over the leading axis, as `jax.lax.scan` over micro-batches makes it.
 
     >>> g = RowSums(jnp.array([[1, 3], [0, 1]]), jnp.ones((2, 2, 1)), num_rows=4)
     >>> accumulate(g).todense()[:, 0].tolist()
     [1.0, 2.0, 0.0, 1.0]
 
-    The capacity of a `RowGradient` becomes that of the stack, at most `num_rows`.
+    The capacity of a `RowGradient` becomes that of the stacked one, at most `num_rows`.
     """
 
     def total(g):

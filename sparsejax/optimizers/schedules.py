@@ -75,7 +75,7 @@ def to_json(schedule: Schedule) -> dict[str, Any]:
 
 
 def from_json(document: Mapping[str, Any]) -> Schedule:
-    """Reads what `to_json` made.
+    """Reads a schedule from the document that `to_json` made.
 
     Raises:
       ValueError: it has no name, or an unknown name or option; or an option is not a number.

@@ -91,7 +91,7 @@ def to_json(rule: Rule) -> dict[str, Any]:
 
 
 def from_json(document: object) -> Rule:
-    """Reads what `to_json` made.
+    """Reads a rule from the document that `to_json` made.
 
     Raises:
       ValueError: a name or an option is unknown, or an option is not a number.

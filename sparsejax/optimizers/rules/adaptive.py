@@ -56,7 +56,8 @@ class rowwise_adagrad(Rule):
         v += mean(g^2)                  of the row; v starts at initial_accumulator_value
         w -= learning_rate g / (sqrt(v) + eps)
 
-    A row of an ordinary parameter is what one index of its first axis selects. So a bias
+    A row of an ordinary parameter is the part that one index of its first axis selects.
+    So a bias
     has plain Adagrad.
     """
 

@@ -107,7 +107,7 @@ class Rule:
         return {}
 
     def start(self, w: Float[Array, "rows hidden"]) -> State:
-        """The state arrays of a kernel with these weights; by default those of `init`."""
+        """The state arrays of a kernel with these weights; by default the arrays of `init`."""
         return self.init((w.shape[0], w.shape[1]))
 
     def catch_up(
@@ -215,7 +215,7 @@ class LinearRule(Rule):
 
 
 def mean_of_rows(x: jax.Array) -> jax.Array:
-    """The mean over each row; a row is what one index of the first axis selects."""
+    """The mean over each row; a row is the part that one index of the first axis selects."""
     return jnp.mean(x, tuple(range(1, x.ndim)), keepdims=True)
 
 

@@ -48,7 +48,7 @@ class Linear(NamedTuple):
 
 
 def constant(step: Linear, lag: Int[Array, "*rows"]) -> Linear:
-    """`lag` steps that are all the same: a product of powers, one for each byte of `lag`.
+    """`lag` equal steps: a product of powers, one for each byte of `lag`.
 
     Args:
       step: Python floats, so that its powers are of double precision.
@@ -71,9 +71,9 @@ def latest(
     """The last 0, 1, ..., `most` steps before and including number `count`.
 
     Args:
-      step: see `constant` and `changing`.
+      step: a step, if all are equal, or a function of a step's number.
       count: number of the last step.
-      most: a power of 2.
+      most: largest number of steps, a power of 2.
     """
     if isinstance(step, Linear):
         return Linear(*jnp.asarray(_powers(step, most + 1).T, jnp.float32))

@@ -182,8 +182,9 @@ class adamax(_Moments):
         u = max(b2 u, |g| + eps)
         w -= learning_rate (m / (1 - b1^t)) / u                        in step t
 
-    Rows that a step does not touch are brought up to date by repeating the missed steps, of
-    which the first 159 count at the defaults. What further ones add is lost in rounding.
+    Rows that a step does not touch are brought up to date by repeating the missed
+    steps, at the defaults at most 159 of them. Further ones change less than rounding
+    does.
 
     Raises:
       ValueError: b1 is not below b2.

@@ -50,7 +50,7 @@ class momentum(LinearRule):
         m = momentum m + g + weight_decay w
         w -= learning_rate m
 
-    `weight_decay` is that of an L2 penalty, as in torch's SGD.
+    `weight_decay` is the factor of an L2 penalty, as in torch's SGD.
     """
 
     elementwise = True

@@ -62,7 +62,7 @@ class Replay:
 
     @property
     def steps(self) -> int:
-        """Missed steps that count; what further ones add is lost in rounding.
+        """Missed steps that count; further ones change less than rounding does.
 
         A missed step moves a weight by about `(b1 / sqrt(b2))^k` of the first one, as
         the first moment shrinks with b1 and the root of the second with sqrt(b2). So
@@ -100,8 +100,8 @@ class Replay:
         Args:
           rate: the learning rate of steps, from 1.
           count: number of steps.
-          kept: for 0, 1, ... of the latest steps, what they together leave of a weight by
-            weight decay; None if there is none.
+          kept: for 0, 1, ... of the latest steps, the share of a weight that their
+            weight decay leaves; None if there is no decay.
           dtype: float32, or float64.
 
         Returns:
@@ -150,9 +150,9 @@ class Replay:
         """The factor of `m`: the sum over the missed steps.
 
         Args:
-          root: of the second moments, brought up to date.
+          root: square root of the second moments, brought up to date.
           weights: `F_j` of the row.
-          shared: of the table.
+          shared: numbers of the table that all rows share.
         """
 
         def terms(first, last):
@@ -172,15 +172,16 @@ class Replay:
         rate: Callable[[jax.Array], Any],
         weight_decay: float,
     ) -> jax.Array:
-        """The same sum, step by step, for any lag.
+        """The factor of `m`, summed step by step, for any lag.
 
         Args:
-          root: `[rows, hidden]`, of the second moments after the row's last step.
+          root: `[rows, hidden]`, square root of the second moments after the row's last
+            step.
           lag: `[rows, 1]` missed steps.
           owed: `[rows, 1]` how many of them to repeat.
           count: steps done, including the missed ones.
           rate: the learning rate of steps.
-          weight_decay: of the weights.
+          weight_decay: factor of the weight decay.
         """
         dtype, start = root.dtype, count - lag
         place = np.arange(1, _TOGETHER + 1)[None]
