@@ -21,7 +21,7 @@ UNCHECKED += [
     "sparse.py",
     "wide_ids.py",
 ]
-UNCHECKED += ["data", "dsstne", "engine", "mesh", "predictors", "sequence", "serving"]
+UNCHECKED += ["dsstne", "engine", "mesh", "predictors", "sequence", "serving"]
 UNCHECKED += ["spark"]
 
 # "Whether ..." is the answer of a function that returns a bool. A comment may begin with
@@ -44,7 +44,7 @@ _IN_PAGES = rf"(?:^|[.:] )((?:Of|Lest) .{{0,60}})|({_WITHIN}.{{0,40}})"
 
 _SECTION = re.compile(r"( *)(Args|Attributes|Raises|Returns|Yields|Warns):$")
 _UNNAMED = ("Returns", "Yields")
-_ENTRY = re.compile(r" *\*{0,2}[\w., `*]+?(?: \([^)]*\))?:(?: (.*))?$")
+_ENTRY = re.compile(r" *\*{0,2}[\w.]+(?:, \*{0,2}[\w.]+)*(?: \([^)]*\))?:(?: (.*))?$")
 
 
 class Text(NamedTuple):

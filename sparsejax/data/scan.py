@@ -34,7 +34,7 @@ class Group(NamedTuple):
 
 
 class Scan[Rows, Part]:
-    """Rows on disk. A subclass decodes some rows of a group, and joins what it decoded."""
+    """Rows on disk. A subclass decodes some rows of a group, and joins the decoded parts."""
 
     @property
     def _row_groups(self) -> Sequence[Group]:

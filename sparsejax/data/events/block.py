@@ -94,7 +94,7 @@ class Wrong:
     """Faults of events.
 
     Attributes:
-      counts: number of wrong events, by what is wrong.
+      counts: number of wrong events, by the kind of fault.
       first: the first one, for a message.
     """
 
@@ -114,7 +114,7 @@ class _Faults:
 
     Attributes:
       row: the first row with a fault, or None.
-      problem: what is wrong with it.
+      problem: the fault, in words for a message.
       missing: the role of a name that is missing there, or None.
     """
 
@@ -148,14 +148,15 @@ class Check:
     left out and counted in `wrong`.
 
     Attributes:
-      columns: what was read, for messages; None if the source has no columns.
+      columns: the columns that were read, for messages; None if the source has no
+        columns.
       names: the name of each role's column, for messages; None for lines of text.
       encoded: encode names as text in dictionaries. If False, they keep their type.
       wrong: where to count faults; None if the check is strict.
       skips: give the events behind a wrong one, too. Otherwise they are only counted.
       valued: whether entries have values. None before the first entry.
-      kind: of the times, "" if entries have none. None before the first entry.
-      time_format: of times that are text, as of `strptime`; None means ISO 8601.
+      kind: kind of the times, "" if entries have none. None before the first entry.
+      time_format: format of times that are text, for `strptime`; None means ISO 8601.
     """
 
     columns: Columns | None = None
@@ -193,7 +194,7 @@ class Check:
             yield block
 
     def _strict(self, cells: Cells) -> tuple[Block, _Faults]:
-        """A block, and what is wrong with it. Then it is of no use."""
+        """A block and its faults. If there are faults, the block is of no use."""
         entries = _Entries.of(cells)
         faults = _Faults(entries)
         users = self._names("user", entries.user, faults)

@@ -46,7 +46,7 @@ def is_within(field: pa.Field) -> bool:
 
 
 def first_rows(path: Path) -> pa.Table:
-    """The first rows of a file, which say what its columns are.
+    """The first rows of a file, which decide its columns.
 
     Bad lines among them are left out of a `WithoutLines`.
     """
@@ -82,7 +82,7 @@ def stream_cells(
     Args:
       stream: the file, opened.
       path: the file that messages name.
-      schema: of `first_rows`.
+      schema: the columns that `first_rows` found.
       names: the column for each key of the result.
 
     Raises:

@@ -1,7 +1,7 @@
 """Parsers of the two forms that have a whole row on each line: text and adjacency.
 
 They parse a block of lines at a time. They search all bytes of a block for separators at
-once, and build Arrow arrays from what lies between. So no Python object is made for an
+once, and build Arrow arrays from the bytes between. So no Python object is made for an
 entry. This is correct because UTF-8 never uses ASCII bytes inside a longer character.
 """
 
@@ -90,7 +90,7 @@ def text_cells(
 def _text_cells(
     lines: Lines, *, indicator: bool
 ) -> tuple[Cells, tuple[int, str] | None]:
-    """The cells, and the first line that does not fit the grammar, with what is wrong."""
+    """The cells, and the first line that does not fit the grammar, with its fault."""
     lines = _without_escapes(lines)
     data = np.frombuffer(lines.data, np.uint8)
     marks = np.flatnonzero(_TEXT[data])

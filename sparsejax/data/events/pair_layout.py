@@ -63,16 +63,16 @@ def find_layout(
     constants: Mapping[str, str | None] | None = None,
     time_format: str | None = None,
 ) -> Layout:
-    """Finds what the caller left open from the first records; see `read_pairs`.
+    """Finds the settings that the caller left open, from the first records; see `read_pairs`.
 
     Args:
       path: the file.
       chosen: the caller's choice of columns.
-      delimiter: what separates the columns.
+      delimiter: text between the columns, one or two characters; None finds it.
       header: whether the first line has their names.
       indicator: ignore values.
       constants: further columns, each with the text that all its cells have.
-      time_format: of times; see `read`.
+      time_format: format of times that are text, for `strptime`; None means ISO 8601.
 
     Raises:
       DataError: the file is empty, or it is not clear how to read it.

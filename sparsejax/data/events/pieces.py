@@ -25,7 +25,7 @@ class Piece:
     """A file, or a table in memory.
 
     Attributes:
-      path: what messages name.
+      path: name of the file or the table in messages.
       table: a reader of the table, or None.
       file: the place of a Parquet file; None of other files.
       constants: the columns that it has from the names of its folders.
@@ -39,7 +39,7 @@ class Piece:
     def with_constants(
         self, parts: Iterable[Cells], names: Mapping[str, str]
     ) -> Iterator[Cells]:
-        """The cells of the piece with those of its constants.
+        """The cells of the piece, and of its constant columns.
 
         Args:
           parts: cells without them.

@@ -39,7 +39,7 @@ class TextLayout:
     """How a file of records is written.
 
     Attributes:
-      delimiter: what separates the columns: one or two characters.
+      delimiter: text between the columns: one or two characters.
       first_line: the line of the first record behind the header, counted from 1.
       num_columns: number of columns of each record.
       names: the names of the columns, if messages should have them.
@@ -83,8 +83,8 @@ def record_cells(
       places: the position of the column for each key of the result.
       encoded: the keys of columns with cells that repeat, which come in a dictionary: that
         of a block is smaller than the block.
-      block_bytes: see `record_blocks`.
-      max_record_bytes: see `record_blocks`.
+      block_bytes: about the size of a block.
+      max_record_bytes: most bytes of a record that continues behind a block.
 
     Raises:
       DataError: a record has another number of columns. The cells before it come first.
@@ -139,7 +139,7 @@ def _whole(lines: Lines, layout: TextLayout) -> Iterator[tuple[int, list[str]]]:
 
 
 def _split(texts: pa.Array) -> pa.Array:
-    """Lists of what spaces separate."""
+    """Lists of the parts of each text between spaces."""
     return lists(*split_lists(texts))
 
 
@@ -264,9 +264,9 @@ def record_blocks(
     Args:
       stream: the file, opened.
       path: the file that messages name.
-      delimiter: what separates the columns.
+      delimiter: text between the columns: one or two characters.
       first_line: the line of the first record, counted from 1.
-      header: the text of the header, if there is one.
+      header: the header's text, if there is one.
       block_bytes: about the size of a block.
       max_record_bytes: most bytes of a record that continues behind a block.
       tell: called with the warning.
@@ -399,7 +399,7 @@ def _without_headers(
 
 
 def _bare(cells: list[str]) -> list[str]:
-    """The cells of a header without what writers do differently."""
+    """The cells of a header without the differences between writers."""
     plain = [cell.removeprefix("\ufeff").strip(' "') for cell in cells]
     # `bytes.lower` changes the letters of ASCII alone.
     return [cell.encode().lower().decode() for cell in plain]

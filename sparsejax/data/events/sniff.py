@@ -124,7 +124,7 @@ def _guess(lines: list[str]) -> Format | None:
             return None if _is_header(cells) else _with_colons(lines)
         if _is_header(cells):
             return "pairs"
-        # If each line has one feature, reading it as text would give the same.
+        # If each line has one feature, reading it as text would give equal rows.
         return "pairs" if all(re.fullmatch("[^, ]+", rest) for rest in behind) else None
     for delimiter in DELIMITERS:
         counts = {line.count(delimiter) for line in lines}

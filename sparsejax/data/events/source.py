@@ -45,16 +45,17 @@ class Asked:
 
     Attributes:
       chosen: the columns.
-      format: of a file; by default its name or its first lines decide.
-      delimiter: of pairs.
+      format: format of a file; by default its name or its first lines decide.
+      delimiter: text between the columns of pairs.
       header: whether the first line of pairs has names of columns; None if it decides.
       indicator: ignore values.
       with_time: read times.
       needs_time: whether a source without times is an error.
       wrong: where faults of tables are counted. By default the first one is an error.
-      skips: see `Check`.
-      separator: what separates the parts of cells that are lists.
-      time_format: of times that are text, as of `strptime`.
+      skips: whether events behind a wrong one are read, too. Otherwise they are only
+        counted.
+      separator: text between the parts of cells that are lists.
+      time_format: format of times that are text, for `strptime`.
       skip_bad_lines: leave out lines of text that cannot be read.
     """
 
@@ -77,9 +78,9 @@ class Source:
     """A source of events that is open.
 
     Attributes:
-      path: what messages name.
+      path: name of the source in messages.
       columns: the columns that are read; None if the source has none.
-      cells: of these columns, by role.
+      cells: the cells of these columns, by role.
       check: checks them.
     """
 
@@ -101,12 +102,12 @@ class Source:
 
 
 def find_format(source: Any, asked: Asked) -> str:
-    """Finds the format of a source; that of one in memory is "table".
+    """Finds the format of a source; a source in memory has the format "table".
 
     Raises:
       DataError: it is not clear.
       TypeError: the source has a type that is not supported.
-      ValueError: there is no such format, or it has no use for what is asked.
+      ValueError: there is no such format, or the format cannot use an argument.
     """
     if not is_path(first := _first(source)):
         if asked.format is not None or asked.delimiter is not None:
@@ -460,7 +461,7 @@ def _ahead(
 
 _Decoder = Callable[[Path, list[Piece], Asked], Source]
 
-# One line for each format: what opens it.
+# One line for each format: the function that opens it.
 _DECODERS: dict[str, _Decoder] = {
     "text": _files(_text),
     "adjacency": _files(_adjacency),

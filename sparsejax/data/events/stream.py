@@ -31,12 +31,12 @@ class Events:
     """Events, to be read once, by one reader or by several in turn.
 
     Attributes:
-      path: what messages name.
+      path: name of the source in messages.
       columns: the columns of the table, if it is one.
       valued: whether events have values.
       times: the times of the first events, or None.
       has_no_times: whether there are events, but the first have no times.
-      wrong: what is wrong with the events that were read so far.
+      wrong: faults of the events that were read so far.
       vocabulary: items are spelled like these names, if they are given.
     """
 
@@ -140,16 +140,17 @@ def events_of(
     """The events of a source, see `open_source`.
 
     Args:
-      source: as `sparsejax.prepare` takes it.
+      source: files, or a table in memory, in the forms that `sparsejax.prepare` takes.
       chosen: the columns.
-      format: of a file; see `read`.
-      delimiter: of pairs.
+      format: format of a file: "text", "pairs", "jsonl", "adjacency" or "parquet"; None
+        finds it.
+      delimiter: text between the columns of pairs; None finds it.
       indicator: ignore values.
       with_time: times are needed.
       skip_bad: leave out wrong events, and lines that cannot be read. Otherwise the first one ends the stream, and all
         that follow are only counted.
-      separator: see `read`.
-      time_format: see `read`.
+      separator: text between the items in a cell; None makes a cell one item.
+      time_format: format of times that are text, for `strptime`; None means ISO 8601.
 
     Raises:
       DataError: the events cannot be read.

@@ -59,8 +59,8 @@ class TableLayout:
       value: the column with the values, or None.
       has_lists: whether the columns hold lists, a row of the data set on each row.
       time: the column with the times, or None.
-      source: the same with types, for messages. It does not count when two layouts are
-        compared.
+      source: names with types of these columns, for messages. It does not count when
+        two layouts are compared.
       path: where the columns were found.
       optional: the column that was found for the values and that for the times, or None.
         Only roles for which a column was looked for are there.
@@ -103,7 +103,7 @@ def find_table_layout(
 
     Args:
       path: the file that messages name.
-      schema: of the table.
+      schema: columns and types of the table.
       chosen: the caller's choice.
       indicator: ignore values.
       with_user: read the user column of a table of lists. If False, it may be missing.
@@ -180,9 +180,9 @@ def settle_time(
     A column of times that the caller chose stays.
 
     Args:
-      layout: what `find_table_layout` found.
+      layout: the layout that `find_table_layout` found.
       chosen: the caller's choice.
-      batches: of the table, of which those up to the first with rows are read.
+      batches: batches of the table. Those up to the first with rows are read here.
 
     Returns:
       The layout, and all batches.
@@ -234,8 +234,8 @@ def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) 
 
     Args:
       place: the file.
-      file: the same, opened.
-      layout: of the first file.
+      file: the opened file.
+      layout: the layout of the first file.
     """
     path, schema = place.path, place.columns(file)
     # If there are no items either, that is said first.

@@ -1,4 +1,4 @@
-"""Files and what is in them: bytes, columns, names, tables, saved parts.
+"""Files and their contents: bytes, columns, names, tables, saved parts.
 
 The lowest room of `data`: it knows no data set.
 """

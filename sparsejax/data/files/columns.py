@@ -13,8 +13,9 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.options.reading import BY_NAME, Column, TimeColumn
 from sparsejax.sparse import CSR
 
-# The names by which a column is known. Each belongs to one role. They are compared without
-# case, white space, "_", "-" and ".", in the singular or the plural. Those of users and
+# The names by which a column is known. Each belongs to one role. They are compared
+# without case, white space, "_", "-" and ".", in the singular or the plural. Names of
+# users and
 # items may also have a word for a key before or after them: `id_user`, `ItemID`,
 # `product_code`.
 SYNONYMS: Mapping[str, tuple[str, ...]] = {
@@ -76,8 +77,8 @@ _OPINIONS = {"rating", "score", "star", "overall", "preference"}
 class Chosen:
     """The columns that the caller chooses, by number or by name.
 
-    A column that is None is found in the table, if its name there is known. For that of the
-    times this is said by `BY_NAME`, and with None they are left out.
+    A column that is None is found in the table, if its name there is known. Times are
+    left out if their column is None; `BY_NAME` finds the column of times by its name.
 
     Attributes:
       user: the column with the rows' names.
@@ -118,9 +119,9 @@ class SourceColumn:
     """A column of a table.
 
     Attributes:
-      name: as the table has it; None where its columns have no names.
+      name: the column's name in the table; None where columns have no names.
       position: counted from 0.
-      type: what it holds, in a word or two.
+      type: type of its cells, in a word or two.
       sample: one of its cells, for messages; "" if no cell was read.
       of_folder: whether it comes from the name of a folder, such as `dt=2024-01-01`.
       within: whether it is a key of an object within a line of JSON.
@@ -206,7 +207,7 @@ entries; every entry counts 1
             )
 
     def accounted(self, matrix: CSR) -> Columns:
-        """The same with an account of what was read."""
+        """These columns, with an account of the entries that were read."""
         name = "" if self.value is None else self.value.name or ""
         is_opinion = not _forms(name).isdisjoint(_OPINIONS)
         account = account_of(matrix, is_opinion=is_opinion)
@@ -233,7 +234,7 @@ def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
 
 
 def account_of_histories(rows: int, items: int, entries: int, *, timed: bool) -> str:
-    """Counts what was read, and says what decides the order."""
+    """Counts the entries that were read, and says which times or lines decide the order."""
     return (
         f"{rows:,} histories of {items:,} items, {entries:,} entries in the order of "
         f"{'time' if timed else 'the file'}"
@@ -273,7 +274,7 @@ def _known_role(name: str) -> str | None:
 
 
 def _bare_name(name: str) -> str:
-    """The name without that of its table, as exports of Hive and of databases have it."""
+    """The column's name without its table's name, as Hive and databases export it."""
     return re.sub(r"^\w+\.(?=\w+$)", "", name.strip())
 
 
@@ -301,14 +302,14 @@ def find_columns(
     """The position of the column of each role, by role.
 
     A role has the column that the caller chose for it, otherwise the one whose name is
-    known for it. Two columns with known names are an error, but times of a file count more
-    than those in the names of its folders, and columns of a line more than those of an
-    object within. User and item must have a column if they are among
-    the roles; other roles without a column are left out.
+    known for it. Two columns with known names are an error, with two exceptions: a
+    column of times in a file goes before one in the names of its folders, and a column
+    of a line before a key of an object within it. User and item must have a column if
+    they are among the roles; other roles without a column are left out.
 
     Args:
       path: the file that messages name.
-      columns: of the table.
+      columns: the columns of the table.
       chosen: the caller's choice.
       roles: the roles to find columns for.
       item_by_type: columns whose type allows only items. One of them holds the items if
@@ -390,7 +391,7 @@ def unclear(
     remedy: str,
     line: int | None = None,
 ) -> NoReturn:
-    """Raises a DataError that states a problem, what to do, and the columns."""
+    """Raises a DataError that states a problem, its remedy, and the columns."""
     listed = ", ".join(map(_described, columns[:_SHOWN]))
     if (more := len(columns) - _SHOWN) > 0:
         listed += f" and {more:,} more"

@@ -1,6 +1,6 @@
 """Ragged rows: several columns of entries, one row after the other.
 
-What is not known is not there. So nothing asks of each column whether it is None.
+Unknown columns are left out. So nothing asks of each column whether it is None.
 """
 
 from __future__ import annotations

@@ -179,7 +179,7 @@ def files_of(place: Place, kind: str, below: Collection[str]) -> list[TableFile]
 
     Args:
       place: the folder of the table.
-      kind: what `format_of` found.
+      kind: kind of the table, as `format_of` found it.
       below: relative paths of all files and folders in it.
 
     Raises:

@@ -67,8 +67,8 @@ class NameIndex:
 
     A name is hashed as words of 8 bytes, the last one filled up with zeros. Its hash chooses one
     of as many groups as there are names. Each group has a shift, chosen so that no two names
-    have the same place: so one look at the table finds a name. It is the one that was asked
-    for if its length and its words are the same.
+    have the same place: so one look at the table finds a name. A name in the table is
+    the wanted one if its length and its words are equal.
 
     The length and the first words of a name are one record, since each look at a large array
     waits for memory. All records have the same width, which few names exceed.
@@ -83,7 +83,7 @@ class NameIndex:
       table: `[4 * groups]` int32: the name at each place, -1 if it is free.
 
     Raises:
-      ValueError: what is stored cannot be of so many names.
+      ValueError: the stored arrays cannot belong to so many names.
     """
 
     def __init__(
@@ -197,7 +197,7 @@ class NameIndex:
         return self._others.get(encoded, -1)
 
     def prefixed(self, places: np.ndarray) -> bytes:
-        """The names of some places, each after its length as four bytes. That of -1 is empty."""
+        """The names of some places, each after its length as four bytes; for -1 an empty name."""
         room, count = _WORD * self._width, len(self._ends) - 1
         if places.min(initial=0) < 0:
             places = np.where(places < 0, count, places)
@@ -217,10 +217,10 @@ class NameIndex:
 
 
 class Places(dict[str, int]):
-    """The places of names that were found before.
+    """A cache from name to index.
 
     Args:
-      index: of all names.
+      index: index of all names.
     """
 
     def __init__(self, index: NameIndex):
@@ -247,15 +247,16 @@ class Places(dict[str, int]):
 
 
 class NameTable:
-    """Names as bytes, as a file has them, and what finds and writes them.
+    """Names as bytes, as a file has them, with the index that finds and writes them.
 
     Args:
       encoded: all names, in UTF-8.
       ends: `[names + 1]`: where the first begins, and where each ends.
-      stored: see `NameIndex`.
+      stored: `shifts` and `table` of a stored `NameIndex`; by default they are made.
 
     Raises:
-      ValueError: a name is not in UTF-8; or see `NameIndex`.
+      ValueError: a name is not in UTF-8; or the stored arrays cannot belong to so many
+        names.
     """
 
     def __init__(
@@ -288,7 +289,7 @@ class NameTable:
 
 
 def _utf8(name: str) -> bytes:
-    """The bytes of a text. Those of half a character are in no name."""
+    """The bytes of a text. Half a surrogate pair becomes bytes that are in no name."""
     return name.encode(errors="surrogatepass")
 
 

@@ -165,7 +165,7 @@ def find_names(names: Names, among: Names) -> np.ndarray:
 
 def find_texts(texts: pa.Array, among: pa.Array) -> np.ndarray:
     """Does `find_names` for names that are Arrow's arrays. A null is absent."""
-    # The same as pc.index_in(...), which type checkers cannot see.
+    # Equal to pc.index_in(...), which type checkers cannot see.
     lookup = pc.SetLookupOptions(value_set=among)
     found = pc.call_function("index_in", [texts], lookup)
     absent = arrow.from_numbers(np.full(len(texts), -1, np.int32))

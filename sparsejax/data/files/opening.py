@@ -45,7 +45,7 @@ _XZ_BYTES = 2**18  # decompressed at a time
 _GZIP, _XZ, _ZSTD = b"\x1f\x8b", b"\xfd7zXZ\x00", b"\x28\xb5\x2f\xfd"
 _BZ2 = re.compile(rb"BZh[1-9](1AY&SY|\x17rE8P\x90)", re.DOTALL)
 _ZIP = (b"PK\x03\x04", b"PK\x05\x06")
-# First bytes of what is not read.
+# First bytes of formats that are not read.
 _OTHERS = {
     "lz4": rb"\x04\x22\x4d\x18",
     "7z": rb"7z\xbc\xaf\x27\x1c",
@@ -91,7 +91,7 @@ class WithoutLines(os.PathLike[str]):
 
     Attributes:
       path: the file.
-      problems: what is wrong with each record that is left out, by its first line.
+      problems: the fault of each record that is left out, by its first line.
       blank: the numbers of all lines that are left out.
     """
 
@@ -126,7 +126,7 @@ class WithoutLines(os.PathLike[str]):
             )
 
     def account(self, total: int) -> str:
-        """The line about what is left out."""
+        """A line that counts the lines that are left out."""
         count = len(self.problems)
         what = "1 bad line is" if count == 1 else f"{count:,} bad lines are"
         return f"{shown(self.path)}: {what} left out of {total:,}: {self._kinds()}"
@@ -135,7 +135,7 @@ class WithoutLines(os.PathLike[str]):
         """The lines with each kind of fault, by an example of it."""
         found: dict[str, tuple[str, list[int]]] = {}
         for line, problem in sorted(self.problems.items()):
-            # Without advice, which is for who corrects the file, and without cells.
+            # Without advice, which is for the author of the file, and without cells.
             text = re.split(r" \((?!row|feature)|; |, [\d,]+ times in all", problem)[0]
             kind = re.sub(r"'[^']*'|\d[\d,.]*", "", text)
             found.setdefault(kind, (text, []))[1].append(line)
@@ -154,7 +154,9 @@ _SHOWN = 3  # lines of each kind of fault that a message names
 
 
 class _WithBlankLines:
-    """A stream with blank lines in place of those that are left out, and of what is no text."""
+    """A stream with blank lines in place of lines that are left out, and of bytes that are no
+    text.
+    """
 
     def __init__(self, stream: ByteStream, file: WithoutLines):
         self._stream, self._file = stream, file

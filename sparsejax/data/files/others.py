@@ -1,4 +1,4 @@
-"""Formats that are known but not read: errors name them, and say what to do."""
+"""Formats that are known but not read: errors name them, and their remedy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _AS_OBJECTS = 'write objects, like {"user": "ann", "item": "tea"}, or CSV'
 _AS_TABLE = "read it by {}, and give the table in place of the path"
 _AS_MATRIX = "read it by {}, and give the matrix to SparseDataset.from_scipy"
 
-# First bytes, the format, and what to do.
+# First bytes, the format, and the remedy.
 _BINARY = (
     (rb"\x93NUMPY", "a NumPy array (.npy)", _AS_TABLE.format("numpy.load")),
     (rb"\x80[\x02-\x05]", "a pickle", "load it, and give the table in it"),

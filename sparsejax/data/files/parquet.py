@@ -94,7 +94,7 @@ class ParquetPath:
                 yield file
 
     def columns(self, file: pq.ParquetFile) -> pa.Schema:
-        """The columns of the opened file, with those of its folders."""
+        """The columns of the opened file, with the columns in the names of its folders."""
         if self.table is not None:
             return self.table.schema
         return self._beside(file).schema(file.schema_arrow)
@@ -158,7 +158,7 @@ class ParquetPath:
         return self.constants.beside(file.schema_arrow.names)
 
     def changed(self) -> DataError:
-        """The error for a file that is not what it was, or was said to be."""
+        """The error for a file that has changed, or that differs from its description."""
         return DataError.at(
             self.path, "is damaged, or was changed since it was scanned"
         )
@@ -231,8 +231,8 @@ def parquet_files(path: Path) -> list[ParquetPath]:
 def files_below(path: Path, *, plain: str | None = None) -> list[ParquetPath]:
     """A file, or those in a folder and its subfolders, in the order of their names.
 
-    Files and folders whose names start with `_` or `.` are skipped, as in Spark, and so are
-    files of 0 bytes. Of a Delta
+    Files and folders whose names start with `_` or `.` are skipped, as in Spark. Files
+    of 0 bytes are skipped, too. Of a Delta
     or an Iceberg table these are the files that hold its rows now, with its columns.
 
     Args:
@@ -320,7 +320,7 @@ def first_schema(files: Iterable[ParquetPath]) -> tuple[Path, pa.Schema]:
 def first_rows(
     files: Iterable[ParquetPath], columns: list[str]
 ) -> Generator[pa.RecordBatch]:
-    """The rows of files, a few at a time, for who needs only the first of them."""
+    """The rows of files, a few at a time, for callers that need only the first of them."""
     for file in files:
         with file.open() as opened:
             yield from file.batches(opened, _FEW, columns)

@@ -106,9 +106,9 @@ def write(
 
     Args:
       path: the file.
-      kind: of the data.
-      columns: of any lengths.
-      facts: what the key of the kind states.
+      kind: kind of the data.
+      columns: arrays by name, of any lengths.
+      facts: the facts that the metadata states under the key of the kind.
       metadata: further metadata.
       group_rows: rows of a row group.
 

@@ -93,7 +93,7 @@ class Place:
         return f"{info.size}-{info.mtime_ns}"
 
     def names(self) -> list[str]:
-        """The names of what is in the folder; none if there is no such folder.
+        """The names of files and folders in the folder; none if there is no such folder.
 
         Raises:
           DataError: the store does not answer.
@@ -120,8 +120,8 @@ class Place:
     def writing(self) -> Generator[IO[bytes]]:
         """Opens the file for writing. It appears when the block is done, or not at all.
 
-        What goes to a store is written to a temporary file first: a store would take a
-        part of a file for the whole, if the block failed.
+        A file for a store is written to a temporary file first: if the block failed, a
+        store would publish a partial file.
 
         Raises:
           OSError: it cannot be written.
@@ -137,7 +137,7 @@ class Place:
         with tempfile.TemporaryFile() as file:  # nothing stays if the process is killed
             yield file
             file.flush()
-            # In one call: if a signal raised within it, what was sent would become the file.
+            # In one call: a signal between two calls would publish a partial file.
             pa.fs.copy_files(
                 path_of(file),
                 self.inner,

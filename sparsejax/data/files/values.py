@@ -37,7 +37,7 @@ def lengths(texts: pa.Array) -> np.ndarray:
 def parse_values(texts: pa.Array) -> np.ndarray | None:
     """`[n]` float64, or None if one is not a number that is finite as float32.
 
-    `value_problem` says what is wrong with a value.
+    `value_problem` describes the fault of a value.
     """
     try:
         values = arrow.numbers(trim(texts).cast(pa.float64()))

@@ -18,7 +18,8 @@ _TOGETHER = 2**16  # texts, so that temporary arrays stay small
 def xxh64(texts: pa.LargeStringArray) -> np.ndarray:
     """`[n]` uint64: XXH64 with seed 0 of the UTF-8 bytes of each text, none of them null.
 
-    It is the same on every machine, and the same as of other implementations of XXH64.
+    Hashes are equal on every machine, and equal to those of other implementations of
+    XXH64.
     Texts of one length are hashed together.
     """
     offsets = np.frombuffer(texts.buffers()[1], np.int64)

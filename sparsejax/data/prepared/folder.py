@@ -6,8 +6,8 @@
                                     vocabulary-ID.parquet in a store
     train/part-ID-00000.parquet     row, indices, values, left_out: rows of the matrix
     train/part-ID-00001.parquet     ...
-    test/part-ID-00000.parquet      rows of what was held out, if anything was
-    manifest.json                   what is in the files; it is written last
+    test/part-ID-00000.parquet      held-out rows, if there are any
+    manifest.json                   a description of the files; written last
 
 `row` is the name of a row, `indices` are its columns in ascending order, and `values` their
 values, which an indicator data set does not have. `left_out` is there if entries of items
@@ -95,10 +95,10 @@ class Manifest:
       num_items: number of items, which are the columns of the matrix.
       vocabulary: a hash of the names of the items.
       train: the files of the rows to train on.
-      test: the files of what was held out.
+      test: the files of the held-out rows.
       left_out: number of entries that were left out of each part because the vocabulary
         lacks their items.
-      skipped: number of wrong events that were left out, by what was wrong.
+      skipped: number of wrong events that were left out, by the kind of fault.
       settings: how the folder was made.
       vocabulary_file: the file of the items; see `vocabulary_file`.
       repeats: number of entries after `split_time` that are not held out, because their
@@ -160,7 +160,7 @@ class Manifest:
 
     @classmethod
     def from_json(cls, path: Path, text: bytes) -> Manifest:
-        """Reads what `to_json` wrote.
+        """Reads the text that `to_json` wrote.
 
         Raises:
           DataError: it is something else, or has another version.
@@ -190,7 +190,7 @@ class DataFolder:
     Attributes:
       place: the folder.
       part: "train" or "test".
-      manifest: of the folder.
+      manifest: the manifest of the folder.
     """
 
     place: Place
@@ -368,8 +368,8 @@ def vocabulary_file(identity: str | None) -> str:
     """The name of the file of the items.
 
     Args:
-      identity: of the folder, where two may write it at a time: in a store, or on a
-        cluster. So neither replaces the file of the other. None elsewhere.
+      identity: identity of the folder, where two may write it at a time: in a store, or
+        on a cluster. So neither replaces the file of the other. None elsewhere.
     """
     return (
         "vocabulary.parquet" if identity is None else f"vocabulary-{identity}.parquet"

@@ -44,10 +44,11 @@ _COLUMNS = {
 
 
 def leaves_of(batch: pa.RecordBatch) -> Leaves:
-    """The columns of a batch of entries, those of a user one after the other.
+    """The columns of a batch of entries; the entries of a user are one after the other.
 
-    `users` are ascending numbers, and `indices` of a user ascend. There may be `keys` (what a
-    split needs to know of the items) and what `queries.facts` names.
+    `users` are ascending numbers, and `indices` of a user ascend. There may be `keys`
+    (numbers of the items by which a split chooses) and the columns that `queries.facts`
+    names.
     """
     return {
         name: arrow.numbers(batch.column(column))
@@ -89,7 +90,7 @@ def rows_of(
     """The rows of whole users that have chosen entries, as `PartWriter` takes them.
 
     Args:
-      entries: of whole users.
+      entries: entries of whole users.
       chosen: `[entries]` bool.
       names: `[users]` the names of the users of these entries, in order.
       with_left_out: count entries that the vocabulary lacks. Otherwise there are none.
@@ -133,13 +134,14 @@ def write_rows(
       users: entries, the names of their users, and for each part `[entries]` bool: those
         of the part. Some may be in both.
       folder: the folder.
-      identity: of the folder.
+      identity: identity of the folder, where two may write it at a time; None
+        elsewhere.
       with_left_out: the parts to write; for each whether it counts entries that the
         vocabulary lacks.
-      numbers: of the files; by default all from 0.
+      numbers: numbers of the files; by default all from 0.
 
     Returns:
-      For each part what was written.
+      For each part its writer, with the files that it has written.
     """
     with contextlib.ExitStack() as stack:
         writers = {
@@ -174,13 +176,13 @@ def part_writer(
 
 
 class PartWriter:
-    """See `part_writer`.
+    """Writes one part of a folder, see `part_writer`.
 
     Attributes:
-      files: what was written.
+      files: descriptions of the files that were written.
       left_out: number of entries of items that the vocabulary lacks.
-      repeated: of test, the number of entries that have other events before the split,
-        also of those that are not held out for that.
+      repeated: for the part test, the number of entries that have other events before
+        the split, including those that are not held out for this reason.
     """
 
     def __init__(
@@ -222,12 +224,12 @@ class PartWriter:
             start = stop
 
     def finish(self) -> None:
-        """Writes what waits."""
+        """Writes the entries that wait."""
         self._write_waiting()
         self._finish_file()
 
     def _write_waiting(self) -> None:
-        """Writes what waits as a row group."""
+        """Writes the entries that wait as a row group."""
         if not self._waiting:
             return
         table = pa.concat_tables(map(_table, self._waiting))

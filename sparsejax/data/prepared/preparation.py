@@ -70,7 +70,7 @@ class Cut:
         `SparseDataset.split_at`.
       last: how many of the last entries of each row are held out.
       fraction: share of the entries of each row that stays in train.
-      seed: of the choice by `fraction`.
+      seed: seed of the random choice by `fraction`.
     """
 
     time: split.Time | None = None
@@ -109,7 +109,7 @@ class Cut:
         return int(time.astype(np.int64)) if isinstance(time, np.datetime64) else time
 
     def keys(self, items: Names) -> np.ndarray | None:
-        """`[items]` what the choice needs to know of each item, if anything."""
+        """`[items]` numbers of the items by which the split chooses, if it needs any."""
         if self.last is not None:
             # If times are equal, the item that comes later in the order of text is later.
             rank = np.empty(len(items), np.int64)
@@ -123,8 +123,8 @@ class Cut:
         """For each part `[entries]` bool: the entries that it has.
 
         Args:
-          entries: of whole users.
-          names: of these users.
+          entries: entries of whole users.
+          names: names of these users.
           keys: `[entries]` the `keys` of their items.
         """
         if self.time is not None:
@@ -275,14 +275,14 @@ def prepare(
     2
 
     The folder has the vocabulary, `train/`, `test/` if there is a split, and a manifest.
-    `read`, `scan_parquet` and all commands take it: its path is that of the part `train`,
-    and `test` in it has what is held out. Vocabulary, columns and values are those of
-    `read` of the same events. Rows have a pseudo-random order, and rows without entries
-    are left out.
+    `read`, `scan_parquet` and all commands take it. Its path stands for the part
+    `train`; the path of `test` in it has the held-out entries. Vocabulary, columns and
+    values are those that `read` gives for equal events. Rows have a pseudo-random
+    order, and rows without entries are left out.
 
-    DuckDB does the work; it needs `pip install '.[prepare]'`. What exceeds the
-    memory is written to a temporary folder beside `out`, or if `out` is an address, to
-    that of the system. The vocabulary must fit in memory. A local folder appears whole or
+    DuckDB does the work; it needs `pip install '.[prepare]'`. Data that exceeds the
+    memory is written to a temporary folder: beside `out`, or the system's if `out` is
+    an address. The vocabulary must fit in memory. A local folder appears whole or
     not at all. In a store the manifest is written last, and a folder without it is
     unfinished: repeat the call.
 
@@ -295,29 +295,35 @@ def prepare(
       value: the column with the values.
       time: the column with the times. It is read only if `split_time`, `split_last` or
         `duplicates="last"` needs it.
-      format: see `read`.
-      delimiter: see `read`.
-      separator: see `read`.
-      time_format: see `read`.
-      duplicates: the value of an entry that has several events: their sum ("add"), that
-        of the latest (of equally late ones the largest), or the largest ("max").
+      format: format of files: "text", "pairs", "jsonl", "adjacency" or "parquet". By
+        default the file's name or its first lines decide.
+      delimiter: text between the columns of pairs, one or two characters; by default it
+        is found.
+      separator: text between the items in a cell, like "|" in `Drama|War`. By default a
+        cell is one item.
+      time_format: format of times that are text, for `strptime`: "%d.%m.%Y %H:%M". By
+        default they are ISO 8601.
+      duplicates: the value of an entry that has several events: their sum ("add"), the
+        value of the latest ("last"; the largest of equally late ones), or the largest
+        ("max").
       min_user: leave out users with fewer entries, before the split. As this may make
         items rare, and the other way round, both are repeated until nothing changes.
       min_item: leave out items with fewer users.
       features: vocabulary to prepare against: names or a data set. By default it is the
         items, in the order of `vocabulary_order`.
       indicator: ignore values.
-      split_time: hold out the events at or after this time, as `SparseDataset.split_at`.
-        Each part has the entries and the values of its own events. The vocabulary is then
-        that of the earlier ones. Later entries of other items are left out and counted.
+      split_time: hold out the events at or after this time, as
+        `SparseDataset.split_at`. Each part has the entries and the values of its own
+        events. The vocabulary is then that of the earlier events. Later entries of
+        other items are left out and counted.
       repeats: with `split_time`, how an entry counts that has events on both sides. "new",
         the default: it is not held out, and the manifest counts it. "all": it is in both
         parts.
-      split_last: hold out so many of the last entries of each row, as
+      split_last: number of last entries of each row to hold out, as by
         `SparseDataset.split_last`. At equal times the greater name is later.
-      split_fraction: hold out a random share: the same entries as
-        `SparseDataset.split(fraction, seed=seed)`. It is the share that stays in train.
-      seed: of `split_fraction`.
+      split_fraction: share of the entries that stays in train. The others are held out
+        at random, as by `SparseDataset.split(fraction, seed=seed)`.
+      seed: seed of the random choice by `split_fraction`.
       skip_bad: leave out lines that cannot be read, of which at most one in a hundred may
         be bad; and of tables events without a user or an item, with a value that is not finite
         as float32, or without a time where it is needed. The manifest has their number.
@@ -425,7 +431,7 @@ def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
 
 @contextlib.contextmanager
 def _engine(folder: Place, memory: str | None) -> Generator[Any]:
-    """A database that writes what exceeds the memory to a temporary folder."""
+    """A database that writes data beyond the memory to a temporary folder."""
     try:
         import duckdb
     except ImportError:
@@ -473,7 +479,7 @@ class _Preparation:
     def run(
         self, folder: Place, known: Names | None, done: DataFolder | None
     ) -> Manifest:
-        """Writes the folder, or compares the events with those of one that is done."""
+        """Writes the folder, or compares the events with those of a finished folder."""
         events = self.events
         before = self.cut.before(events.times)
         pairs = self._frequent(self._pairs(before))
@@ -623,7 +629,7 @@ class _Preparation:
     def _vocabulary(
         self, pairs: str, known: Names | None, sides: bool
     ) -> tuple[Names, np.ndarray, int]:
-        """All items, those of the vocabulary first; its counts, and its size."""
+        """All items, the vocabulary's first; the vocabulary's counts, and its size."""
         found = self._table(queries.items(pairs, sides=sides))
         names, counts = (
             as_names(found["item"]),
@@ -712,7 +718,7 @@ def with_left_out(
 
     Args:
       cut: how entries are split.
-      known: the given vocabulary, or None if it is that of the part train.
+      known: the given vocabulary, or None if the part train decides it.
       some_unknown: whether events have items that the vocabulary lacks.
     """
     parts: dict[Part, bool] = {"train": known is not None and some_unknown}

@@ -9,10 +9,10 @@ Tables and their columns::
     codes    item, code                                the column of each item
     people   name, number                              users in pseudo-random order
 
-The text is the same for all engines, except for what a `Dialect` has. `value`, `time` and
-`first` (the time of the earliest event) are there if they are needed. Where a time splits the
-events, `value` and `time` are those of the events before it, and `later_value` and
-`later_time` those of the others: null where there are none.
+The text is one for all engines, except for the parts that a `Dialect` has. `value`,
+`time` and `first` (the time of the earliest event) are there if they are needed. Where
+a time splits the events, `value` and `time` belong to the events before it, and
+`later_value` and `later_time` to the others: null where there are none.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ def pairs(
     """The entries: one for each user and item of the table of events or of pairs.
 
     Args:
-      dialect: of the engine.
+      dialect: functions and types of the engine's SQL.
       events: the table, as `single` makes it.
-      duplicates: see `sparsejax.prepare`.
+      duplicates: the value of an entry with several events: "add", "last" or "max".
       valued: whether there are values.
       timed: whether there are times.
       sides: whether a time splits the events.

@@ -1,4 +1,4 @@
-"""From a source to a data set, and what counts as data where a verb takes some.
+"""From a source to a data set, and the types that verbs accept as data.
 
 The highest room of `data`.
 """

@@ -51,7 +51,7 @@ def unordered(
     Args:
       what: the name of the argument.
       source: data, perhaps histories; or "inputs", which are `sequences`.
-      sequences: what the model is shown.
+      sequences: the histories that the model is shown.
 
     Raises:
       ValueError: it is another text, or has other items.

@@ -61,12 +61,12 @@ def read_item_features(
     words: Collection[str] = (),
     separator: str = "|",
 ) -> ItemFeatures:
-    """Reads what items are: from CSV, Parquet, JSON, JSON Lines, or a table in memory.
+    """Reads the content of items: from CSV, Parquet, JSON, JSON Lines, or a table in memory.
 
     >>> read_item_features([{"item": "tea", "price": 4.5}, {"item": "rice", "price": 2}])
     ItemFeatures(2 items, 1 tags)
 
-    The types of the columns say what they are:
+    The types of the columns decide how they are used:
 
     ==============================  ====================================================
     text                            a tag: `kind=drink`; with "|" in it, several
@@ -79,8 +79,8 @@ def read_item_features(
     ==============================  ====================================================
 
     A column of text has titles if four of five texts occur once, among 20 or more. Such a
-    tag says nothing that the item's own vector does not say. `ItemFeatures.columns` says for
-    each column what it became, and why it was left out.
+    tag says nothing that the item's own vector does not say. `ItemFeatures.columns`
+    says for each column how it is used, and why it was left out.
 
     Folders named like `kind=drink`, as by Hive, are a column of text.
 
@@ -92,8 +92,8 @@ def read_item_features(
       source: a path, or several; a data frame or another table of Arrow; or dicts.
       item: the column with the names of the items; by default it is found by its name.
       columns: the columns to read; by default all.
-      tags: columns that are tags all the same: of numbers, such as the number of a brand, or
-        of titles.
+      tags: columns that are tags, though their type says otherwise: numbers, such as
+        the number of a brand, or titles.
       words: columns of text, whose words are tags.
       separator: between several tags in a text.
 
@@ -495,7 +495,7 @@ def _item_column(path: Path, table: pa.Table, given: str | None) -> str:
 
 
 def _columns_of_items(known: list[str]) -> list[str]:
-    """The columns that may be that of items, by their names."""
+    """The columns that may hold the items, by their names."""
     found = [name for name in known if role_of(name) == "item"]
     return ["item"] if "item" in found else found
 
@@ -617,7 +617,7 @@ def _csv(path: Path, item: str | None, names: Collection[str]) -> pa.Table:
                 ),
                 convert_options=pyarrow.csv.ConvertOptions(
                     column_types=dict.fromkeys([*items, *names], pa.string()),
-                    # A text may be "NA"; a number that is "NA" is missing all the same.
+                    # A text may be "NA"; a number that is "NA" is missing here, too.
                     strings_can_be_null=False,
                 ),
             )

@@ -23,7 +23,8 @@ class UnseenUsers(NamedTuple):
 
     Attributes:
       train: users to train on, whole.
-      validation: other users: what the model is shown of them, and what it should find.
+      validation: other users: the entries that the model is shown, and those that it
+        should find.
       test: yet other users, for the end.
     """
 
@@ -38,9 +39,9 @@ def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
     Its notebook writes them to a folder `pro_sg`, for MovieLens-20M, Netflix and MSD::
 
         train.csv          uid,sid        the users to train on
-        validation_tr.csv  uid,sid        of other users: what the model is shown
-        validation_te.csv  uid,sid            and what it should find
-        test_tr.csv        uid,sid        of yet other users
+        validation_tr.csv  uid,sid        other users: entries that the model is shown
+        validation_te.csv  uid,sid                and entries that it should find
+        test_tr.csv        uid,sid        yet other users
         test_te.csv        uid,sid
 
     The recall of these papers is our `truncated_recall`.
@@ -92,9 +93,9 @@ def random_candidates(
     True
 
     Args:
-      seen: data sets over the same features. Their rows, by name, are those of the result.
+      seen: data sets over equal features. The result has their rows, by name.
       count: items for each row, or all that it does not have if they are fewer.
-      seed: of the choice, which also depends on the order of rows.
+      seed: seed of the random choice, which also depends on the order of rows.
 
     Raises:
       ValueError: there is no data set, or `count` is not positive.

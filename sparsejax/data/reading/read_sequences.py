@@ -57,7 +57,7 @@ def read_sequences(
     If there is a column of times that cannot be read, that is an error; `time=None` says
     that the order of the file is meant.
 
-    What `SparseDataset.save` wrote is read if it has times, see
+    Files of `SparseDataset.save` are read if they have times, see
     `SequenceDataset.from_sparse`.
 
     Args:
@@ -67,9 +67,12 @@ def read_sequences(
       item: the column with the feature's name, or with a list of names.
       time: the column with the time, or with a list of times; None means the order of the
         file.
-      delimiter: what separates the columns of pairs.
-      separator: what separates the items in a cell; see `read`.
-      time_format: of times that are text; see `read`.
+      delimiter: text between the columns of pairs, one or two characters; by default it
+        is found.
+      separator: text between the items in a cell, like "|" in `Drama|War`. By default a
+        cell is one item.
+      time_format: format of times that are text, for `strptime`: "%d.%m.%Y %H:%M". By
+        default they are ISO 8601.
       features: vocabulary to read against: names, or a data set. Entries of other items are
         left out, with a warning.
       skip_bad_lines: leave out lines that cannot be read, see `read`.

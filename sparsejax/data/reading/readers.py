@@ -20,9 +20,9 @@ zstd and a zip of one file are read directly. A wrong file raises `DataError`, w
 
 Tables are pairs, JSON Lines, Parquet, frames and dicts. Each of their columns has a role if the caller names
 it for one, or if its own name is known for one (`columns.SYNONYMS`). Names are compared
-without case, spaces, `_`, `-` and `.`, in singular or plural. Those of users and items may
-have id, key, code, no or number before or after them. Nothing is guessed from what is left
-over: if it is not clear which column is what, an error lists the columns.
+without case, spaces, `_`, `-` and `.`, in singular or plural. Names of users and items
+may have id, key, code, no or number before or after them. Other columns are never
+guessed: if it is not clear which column has a role, an error lists the columns.
 `SparseDataset.columns` has the columns that were read.
 
 Names of users and items are text, which stays as it is, or integers. Whole floats are read as
@@ -75,20 +75,21 @@ def read(
 
     Args:
       source: a file; a folder, whose files of one format are read in the order of their
-        names; a list of files; an address of Parquet files; a table as of `from_arrow`; or
-        dicts or Arrow's batches, in a list or one after the other. Folders may be named
-        like `dt=2024-01-01`, as by Hive: then `dt` is a column.
+        names; a list of files; an address of Parquet files; a table as for
+        `from_arrow`; or dicts or Arrow's batches, in a list or one after the other.
+        Folders may be named like `dt=2024-01-01`, as by Hive: then `dt` is a column.
       format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`. By default the
         file's name or its first lines decide, see `guess_format`.
       user: the column with the row's name, for a table (pairs, jsonl and parquet).
       item: the column with the feature's name.
       value: the column with the value.
       time: the column with the time; None leaves times out.
-      delimiter: what separates the columns of pairs, one or two characters.
-      separator: what separates the items in a cell, like "|" in `Drama|War`, and the values
-        if there are several. By default a cell is one item.
-      time_format: of times that are text, as of `strptime`: "%d.%m.%Y %H:%M". By default
-        they are ISO 8601.
+      delimiter: text between the columns of pairs, one or two characters; by default it
+        is found.
+      separator: text between the items in a cell, like "|" in `Drama|War`, and between
+        the values if there are several. By default a cell is one item.
+      time_format: format of times that are text, for `strptime`: "%d.%m.%Y %H:%M". By
+        default they are ISO 8601.
       features: vocabulary to read against.
       indicator: ignore values.
       skip_bad_lines: leave out lines that cannot be read, such as those with another number
@@ -253,7 +254,7 @@ def read_parquet(
     features: Features = None,
     indicator: bool = False,
 ) -> SparseDataset:
-    """Reads Parquet: a table like those of `from_arrow`, or what `SparseDataset.save` wrote.
+    """Reads Parquet: a table like those of `from_arrow`, or files of `SparseDataset.save`.
 
     >>> read("purchases.tsv").save("purchases")
     >>> read_parquet("purchases").num_rows
@@ -263,7 +264,8 @@ def read_parquet(
       path: a file or a folder. The `.parquet` files of a folder and its subfolders are
         read in the order of their names; all have the same columns of values and of
         times. A folder that `sparsejax.prepare` wrote stands for its part `train`; the path
-        of `test` in it reads what was held out. It may be an address that pyarrow's file
+        of `test` in it stands for the held-out rows. It may be an address that
+        pyarrow's file
         systems know, like `s3://bucket/purchases/`. Credentials and region come from the
         environment, for example `AWS_ACCESS_KEY_ID`. `?region=` and, for a store other
         than Amazon's, `?endpoint_override=` may be added to the address.

@@ -32,7 +32,7 @@ class Named:
     """A matrix or an array, perhaps with the names of its rows.
 
     Attributes:
-      what: its name in messages: that of the argument.
+      what: its name in messages: the name of the argument.
       matrix: `[rows, ...]`.
       row_names: `[rows]`, or None.
     """
@@ -213,7 +213,7 @@ def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
 
 
 def _advice(source: Any) -> str:
-    """The advice for who gives names in place of data."""
+    """The advice for a caller that gives names in place of data."""
     some: Any = source
     while isinstance(some, list | tuple | np.ndarray) and len(some):
         some = some[0]
@@ -258,7 +258,7 @@ def find_rows(wanted: Named, among: Named) -> np.ndarray:
 
 
 def aligned[T: Named](part: T, rows: Named) -> T:
-    """The rows of `part` in the order of those of `rows`.
+    """The rows of `part` in the order of `rows`.
 
     Raises:
       ValueError: a row is missing, or the numbers of rows differ.
@@ -351,7 +351,7 @@ def _check_dense(part: NamedCSR | NamedArray, shape: tuple[int, ...]) -> None:
 
 
 def num_columns(what: str, source: Any) -> int:
-    """Number of columns of data in memory, or of what is scanned.
+    """Number of columns of data, in memory or scanned.
 
     Raises:
       TypeError: it has another type.

@@ -68,7 +68,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
 
     Attributes:
       path: the file, the files, the folder or the address.
-      schema: what the columns are.
+      schema: types of the columns.
       vocabularies: for each `VocabularyColumn` its categories, see `ClickDataset`.
       chunk_rows: number of examples of a chunk; the last one may have fewer.
       is_saved: whether `ClickDataset.save` wrote the files.
@@ -111,7 +111,8 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         """Examples `start .. stop - 1` of Parquet files.
 
         Raises:
-          DataError: as of `read_clicks`, or a file was changed.
+          DataError: a file cannot be read, or a line of it is wrong, see `read_clicks`;
+            or a file was changed.
           NotImplementedError: a file is text, which can be read in order only.
           ValueError: there are no such examples.
         """
@@ -152,7 +153,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             interrupt.
 
         Raises:
-          DataError: as of `read_clicks`.
+          DataError: a file cannot be read, or a line of it is wrong, see `read_clicks`.
         """
         skip = first * self.chunk_rows
         waiting: list[ClickDataset] = []
@@ -176,7 +177,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
 
     @property
     def _columns(self) -> list[str]:
-        """The columns of the files that are read, that of labels first."""
+        """The columns of the files that are read, labels first."""
         return stored_columns(self.schema) if self.is_saved else self.schema.used
 
     @functools.cached_property
@@ -277,9 +278,10 @@ def scan_clicks(
     2
 
     Args:
-      path: as of `read_clicks`. A list of files is read in its order.
-      schema: what the columns are; None for files of `ClickDataset.save`, which know it.
-        They are the quickest to read.
+      path: a file, a list of files that are read in its order, a folder, or an address
+        of Parquet files.
+      schema: types of the columns; None for files of `ClickDataset.save`, which know
+        them. Such files are the quickest to read.
       features: the categories that have ids of their own, from other data. By default
         the files are read once to count them; distinct categories are kept in memory.
         Hashed columns need no such pass.
@@ -323,7 +325,7 @@ def scan_clicks(
 
 
 def _scan_saved(path: Paths, chunk_rows: int) -> ScannedClicks:
-    """Scans what `ClickDataset.save` wrote."""
+    """Scans files of `ClickDataset.save`."""
     first: ScannedClicks | None = None
     for each in as_paths(path):
         for source in parquet.parquet_files(each):

@@ -138,8 +138,8 @@ class SavedFiles:
 
     Attributes:
       features: the vocabulary that all have.
-      kind: what is said of the values or the times of all.
-      groups: those with rows, in order.
+      kind: type of the values or the times of all files.
+      groups: row groups that have rows, in order.
     """
 
     features: Names
@@ -157,10 +157,10 @@ class SavedFiles:
         """The files, of which only the vocabularies are read.
 
         Args:
-          files: of one data set or of several.
+          files: files of one data set or of several.
           what: "values" or "times", for messages.
-          typed: what a file's schema says of these.
-          kind: of the data.
+          typed: finds the type of the values or times in a file's schema.
+          kind: kind of the data.
 
         Raises:
           DataError: a file is something else, or differs from the first one.

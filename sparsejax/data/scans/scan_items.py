@@ -60,7 +60,7 @@ class ScannedDataset(ScannedEntries[CSR]):
 
     @functools.cached_property
     def feature_names(self) -> Names:
-        """`[features]` text. Those of a prepared folder are read when they are needed.
+        """`[features]` text. The names of a prepared folder are read when they are needed.
 
         Raises:
           DataError: their file is damaged.
@@ -139,7 +139,7 @@ def scan_parquet(
 
     * a folder that `sparsejax.prepare` wrote. Only its manifest is read at first, however
       many files it has, and its rows are shuffled already;
-    * what `SparseDataset.save` or `sparsejax convert` wrote: the quickest to read;
+    * files of `SparseDataset.save` or `sparsejax convert`: the quickest to read;
     * a table with a list of items on each row, as `from_arrow` takes it. Each row is an
       example: rows of the same user are not merged, and a user column is not needed;
     * a table of pairs, sorted by its user column: integers by size, text by its bytes,
@@ -209,7 +209,7 @@ def scan_parquet(
 
 
 def _check_own(path: Path, chosen: Chosen, features: Features) -> None:
-    """Raises ValueError if the caller chooses what a saved data set has."""
+    """Raises ValueError if the caller chooses columns or features of a saved data set."""
     if chosen or features is not None:
         raise ValueError(
             f"{shown(path)}: is a saved data set, so it has no columns to name and "
@@ -220,7 +220,7 @@ def _check_own(path: Path, chosen: Chosen, features: Features) -> None:
 def _saved(
     path: Path, files: list[ParquetPath], indicator: bool, chunk_rows: int | None
 ) -> ScannedDataset:
-    """Scans what `SparseDataset.save` wrote."""
+    """Scans files of `SparseDataset.save`."""
     found = SavedFiles.of(
         files, "values", lambda schema: "values" in schema.names, kind="items"
     )

@@ -101,7 +101,7 @@ def scan_sequences(
 
     The files hold one of these:
 
-    * what `SequenceDataset.save` wrote: the quickest to read;
+    * files of `SequenceDataset.save`: the quickest to read;
     * a table with a list of items on each row, perhaps with a list of times. Each row is
       a history, and a user column is not needed;
     * a table of pairs, sorted by its user column, as `scan_parquet` describes.
@@ -164,6 +164,6 @@ def _times_in(schema: pa.Schema) -> pa.DataType | None:
 def _saved(
     path: Path, files: list[ParquetPath], chunk_rows: int | None
 ) -> ScannedSequences:
-    """Scans what `SequenceDataset.save` wrote."""
+    """Scans files of `SequenceDataset.save`."""
     found = SavedFiles.of(files, "times", _times_in, kind="histories")
     return ScannedSequences(path, found.features, found.groups, None, chunk_rows)

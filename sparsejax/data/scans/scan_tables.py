@@ -37,7 +37,7 @@ _MOST_PLACES, _PLACES_PER_NAME = 2**22, 8
 
 
 class Vocabulary:
-    """Finds the columns of items. An array finds those of integers, hashing others."""
+    """Finds the columns of items. An array finds integers, a hash table other items."""
 
     def __init__(self, names: Names):
         self._names = to_arrow(names)
@@ -59,7 +59,7 @@ class Vocabulary:
             or items.type == pa.uint64()
         ):
             items = encoded_names(items, path)
-            # The same as pc.index_in(...), which type checkers cannot see.
+            # Equal to pc.index_in(...), which type checkers cannot see.
             lookup = pc.SetLookupOptions(value_set=self._names)
             known = items.dictionary
             if self._has_only_digits:
@@ -187,7 +187,7 @@ def _compare(how: str, a: pa.Array, b: pa.Array) -> np.ndarray:
 
 
 def _is_new(users: pa.Array) -> np.ndarray:
-    """`[pairs]` bool: whether the user differs from that of the pair above."""
+    """`[pairs]` bool: whether the user differs from the user of the pair above."""
     return np.append(True, _compare("not_equal", users[1:], users[:-1]))
 
 

@@ -37,15 +37,17 @@ def assemble(
 
     Rows come in order of first appearance, and lines of the same row are merged. Several
     entries of one (row, feature) become one entry. Its value is the sum of their values,
-    added in float64. Its time is that of the latest; of equally late ones the last in the
-    file counts. The features are those of `features` in its order. Without `features`
-    they are those that the file has, in the order of `vocabulary_order`.
+    added in float64. Its time is the latest time; of equally late entries the last in
+    the file counts. With `features` the result has these features in their order.
+    Without it the features
+    are those that the file has, in the order of `vocabulary_order`.
 
     Args:
-      blocks: of the file. Either all or none have values, and the same holds for times.
+      blocks: blocks of the file. Either all or none have values, and either all or none
+        have times.
       path: the file that messages name.
       features: vocabulary to read against.
-      columns: of the table, without the account.
+      columns: columns of the table, without the account.
 
     Raises:
       DataError: there are no rows, no features, too many entries, or only unknown

@@ -106,8 +106,8 @@ def times_of(block: Cells, name: str, kind: str | None) -> tuple[np.ndarray, str
 
     Args:
       block: the cells.
-      name: of the column.
-      kind: that of the blocks before, or None.
+      name: name of the column.
+      kind: kind of the times in earlier blocks, or None.
 
     Raises:
       DataError: a time is missing, cannot be read, or is of another kind.
@@ -211,8 +211,8 @@ def warn_of_lists(
 
     Args:
       found: the columns of a block.
-      schema: what they are.
-      vocabularies: that are known already; None if there are none.
+      schema: types of the columns.
+      vocabularies: categories that are known already; None if there are none.
     """
     for name, owner in vocabulary_columns(schema).items():
         if name == owner or found[name].lengths is not None:

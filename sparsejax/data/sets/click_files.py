@@ -52,8 +52,8 @@ def click_blocks(
 
     Args:
       paths: the files.
-      schema: what the columns are.
-      names: of the columns that are read; by default all that the schema uses.
+      schema: types of the columns.
+      names: names of the columns that are read; by default all that the schema uses.
       labelled: whether the files have labels, which are not read otherwise.
       check: leave out lines for which it raises an error, or which cannot be read.
 
@@ -100,8 +100,8 @@ def without_bad_clicks(
 
     Args:
       piece: the file.
-      schema: what the columns are.
-      names: of the columns that the file has.
+      schema: types of the columns.
+      names: names of the columns that the file has.
       check: raises an error for examples that are wrong.
 
     Raises:
@@ -188,7 +188,7 @@ def click_groups(source: parquet.ParquetPath) -> list[Group]:
 
 
 def as_paths(paths: Paths) -> list[Path]:
-    """One path or several as a list; of a table in memory what messages name.
+    """One path or several as a list; for a table in memory its name in messages.
 
     Raises:
       ValueError: there is none.

@@ -43,8 +43,9 @@ def examples_of(
     Args:
       records: columns by name: arrays, lists, or a table; or a list of dicts, one an
         example. Labels are not needed. None and NaN are missing values.
-      schema: what the columns are.
-      vocabularies: of the training data; other categories have the id of rare ones.
+      schema: types of the columns.
+      vocabularies: categories of the training data; other categories have the id of
+        rare ones.
 
     Returns:
       Dense columns `[n, d]` float32, and the ids of each feature as in a `ClickDataset`.

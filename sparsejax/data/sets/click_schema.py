@@ -32,8 +32,8 @@ class DenseColumn:
 
     Attributes:
       log1p: take `log(1 + max(x, 0))`, for counts.
-      missing: what the model gets for an empty value (not transformed). By default an
-        empty value is an error.
+      missing: number that replaces an empty value in the model's input (not
+        transformed). By default an empty value is an error.
     """
 
     log1p: bool = False
@@ -122,7 +122,8 @@ class KeyColumn:
 
     An integer from 0 to 2^64 - 1 is its own id, also where the file has it as text. Any other
     category has the id XXH64(UTF-8 bytes, seed 0), on every machine and in every version. A
-    missing value has that of the empty text. Each example has one id: there are no lists.
+    missing value has the id of the empty text. Each example has one id: there are no
+    lists.
     """
 
 
@@ -149,8 +150,8 @@ class ClickSchema:
       dense: columns of numbers, in the order in which the model gets them.
       ids: columns of categories: the features of an `EmbeddingCollection`.
       columns: for a text file without a header, the names of all its columns in order.
-      delimiter: for a text file, what separates columns; by default a TAB if the first
-        line has one, else a comma.
+      delimiter: for a text file, the text between columns; by default a TAB if the
+        first line has one, else a comma.
       time: the column of times, for `ClickDataset.split_at`. Models do not read it.
 
     Raises:
@@ -258,7 +259,7 @@ class ClickSchema:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> ClickSchema:
-        """Reads what `to_json` made.
+        """Reads a schema from the document that `to_json` made.
 
         Raises:
           ValueError: it is not such an object.
@@ -274,7 +275,7 @@ class ClickSchema:
 
 
 def _document(column: IdColumn) -> dict[str, Any]:
-    """The JSON object of a column, the same as before columns could be like others."""
+    """The JSON object of a column. Fields for similar columns are left out where unused."""
     found = codec.document(column)
     if found.get("like", "") is None:
         del found["like"]

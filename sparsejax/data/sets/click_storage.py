@@ -52,10 +52,10 @@ class Facts(NamedTuple):
     """Facts that a saved file states of itself.
 
     Attributes:
-      schema: what the columns were.
+      schema: types of the columns.
       rows: number of examples.
       sizes: number of categories of each vocabulary.
-      checksum: of the whole content.
+      checksum: checksum of the whole content.
     """
 
     schema: ClickSchema

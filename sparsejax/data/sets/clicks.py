@@ -71,9 +71,10 @@ class ClickDataset:
       ids: for each feature `[n]` int32, of a `KeyColumn` uint64, or of a column of lists a CSR with NumPy leaves,
         whose row `i` has the ids of example `i`. They keep the order of the lists, and
         repetitions.
-      schema: what the columns are.
+      schema: types of the columns.
       vocabularies: for each `VocabularyColumn` its categories: `[k]` text, the first of
-        which has the id 2. A column that is like another one has those of that column.
+        which has the id 2. A column that is like another one has the other's
+        categories.
       times: `[n]` int64, float64 or datetime64 in microseconds, if the schema names their
         column; else None.
 
@@ -199,11 +200,12 @@ class ClickDataset:
 
         Both parts are as if they had been read apart, the second with the vocabulary of the
         first: a category that only later examples have is unknown, as it is when a model
-        serves. Ids may differ from those of this data set.
+        serves. Ids may differ from this data set's.
 
         Args:
-          time: see `SparseDataset.split_at`.
-          fraction: see `SparseDataset.split_at`.
+          time: first time that is held out, of the type of `times`.
+          fraction: share of the examples that comes before the split, in place of
+            `time`.
 
         Raises:
           ValueError: there are no times, `time` is of another kind, or one part would be
@@ -233,7 +235,7 @@ class ClickDataset:
         return Split(*parts)
 
     def _columns_of(self, vocabulary: str) -> list[str]:
-        """The columns whose ids are those of the vocabulary of this column."""
+        """The columns whose ids belong to the vocabulary of this column."""
         columns = vocabulary_columns(self.schema)
         return [name for name, owner in columns.items() if owner == vocabulary]
 
@@ -307,7 +309,7 @@ class ClickDataset:
 
     @classmethod
     def load(cls, path: Path) -> ClickDataset:
-        """Reads what `save` wrote, exactly.
+        """Reads the file that `save` wrote, exactly.
 
         Raises:
           DataError: the file is missing, is not a saved data set of clicks, or is damaged.
@@ -345,7 +347,7 @@ def read_clicks(
       path: a file, a list of files that follow each other, a folder, an address of Parquet
         files, or a table in memory, see `read`; or a dict of columns, or a list of dicts, one
         an example.
-      schema: what the columns are.
+      schema: types of the columns.
       features: the data set that was trained on, whose categories have their ids here
         too; unknown ones have the id of rare ones. By default categories are numbered by
         this file. Hashed columns need none.
@@ -395,7 +397,7 @@ def read_unlabelled(
     *,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
-    """`read_clicks` of files that need no labels: those of the data set are 0."""
+    """`read_clicks` of files that need no labels: the labels of the data set are 0."""
     known = known_vocabularies(schema, vocabulary)
     return _read(path, schema, known, labelled=False, skip_bad_lines=skip_bad_lines)
 
@@ -474,9 +476,9 @@ def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None
     """Raises ValueError if the columns of two schemas mean something else.
 
     Args:
-      train: that of the training data.
-      other: that of other data.
-      what: the other data, for the message.
+      train: schema of the training data.
+      other: schema of other data.
+      what: name of the other data, for the message.
     """
 
     def facts(schema: ClickSchema):

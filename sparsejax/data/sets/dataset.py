@@ -68,7 +68,7 @@ class SparseDataset(NamedRows):
       feature_names: `[features]` text.
       left_out: `[rows]` int32, how many entries of each row were left out because
         `feature_names` lacks their features (see `align_features`). None if there are no
-        such entries. `evaluate` counts those of held-out data as missed.
+        such entries. `evaluate` counts such entries of held-out data as missed.
       times: `[entries]` the time of the latest event of each entry, in the order of
         `matrix.indices`: int64, float64 or datetime64[us] (in UTC if the source has a
         zone). None if times were not read.
@@ -311,14 +311,14 @@ class SparseDataset(NamedRows):
     def merge(self, *others: SparseDataset) -> SparseDataset:
         """The rows of all these data sets: joins several histories to one.
 
-        The result is that of `read` on a file with the lines of all of them. Rows of the
+        `read` gives such a result for one file with the lines of all of them. Rows of the
         same name become one, in order of first appearance. A (row, feature) that several
         data sets have becomes one entry. Its value is the sum of their values; if only
         some data sets have values, the entries of the others count 1.
 
         Times are kept if all data sets have times of one type; otherwise the result has
-        no times. The time of an entry is the latest; of equally late ones that of the
-        last data set counts.
+        no times. The time of an entry is the latest one; of equally late ones the last
+        data set counts.
 
         Args:
           *others: data sets over the same features.
@@ -400,11 +400,12 @@ def _merged(
 
     Args:
       rows: `[entries]` the row of each.
-      columns: of the entries, see `Entries`.
-      shape: of the matrix.
+      columns: columns of the entries, see `Entries`.
+      shape: shape of the matrix.
 
     Returns:
-      The matrix, and what is known of the entries' events: that of the latest. Of equally
+      The matrix, and the columns of the entries, from the latest event of each. Of equally
+      late events the last one counts.
       late ones it is the last in the order of events.
     """
     features = columns["indices"]

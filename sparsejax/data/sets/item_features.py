@@ -44,8 +44,8 @@ class ItemFeatures:
         An item without one has zeros.
       numbers: for the name of each tag that is a number its mean and standard deviation:
         its values are counted from the one, in units of the other. The deviation is 0 where
-        all numbers are alike. Such a number says nothing, but that of a new item is known.
-      columns: for the name of each column that was read, what it became: a number, a
+        all numbers are alike. Such a number says nothing, but that of a new item is
+        known.
         category, tags, words, a vector; or why it was left out.
     """
 
@@ -95,7 +95,7 @@ class ItemFeatures:
         return int(self.is_empty.sum())
 
     def names_after(self, items: FeatureNames | Iterable[object]) -> Names:
-        """The names of the given items, then those of the items here that are new.
+        """The names of the given items, then the new names of items here.
 
         So data gets items that no event has: `data.align_features(features.names_after(data))`.
         """
@@ -137,7 +137,7 @@ class ItemFeatures:
         )
 
     def like(self, known: ItemFeatures) -> ItemFeatures:
-        """The same items, with the tags of others in their order, and numbers in their units.
+        """These items, with the tags of others in their order, and numbers in their units.
 
         So content of new items fits a model. Tags that the others lack are left out, and
         numbers that are alike for all the others.
@@ -236,7 +236,7 @@ class ItemFeatures:
 
     @classmethod
     def load(cls, path: Path) -> ItemFeatures:
-        """Reads what `save` wrote.
+        """Reads the file that `save` wrote.
 
         Raises:
           DataError: the file is missing, is not such a file, or is damaged.

@@ -71,7 +71,7 @@ class NamedRows:
 
     @classmethod
     def load(cls, path: Path) -> Self:
-        """Reads what `save` wrote, exactly.
+        """Reads the file that `save` wrote, exactly.
 
         Raises:
           DataError: the file is missing, is not a saved data set, or is damaged.
@@ -105,7 +105,7 @@ class NamedRows:
 
         `(1 - fraction) num_features` features are held out with all their entries, rounded
         half up, but one feature always stays in train. So a model that learns from `train`
-        knows of them only what is known of them beside the entries. Both parts have all
+        knows of them only their content, not their entries. Both parts have all
         rows and features of this data set. Which features are held out depends on the seed
         and on their names. It does not depend on their order or their entries.
 
@@ -133,8 +133,9 @@ class NamedRows:
 
         Args:
           rows: names, or a data set whose row names are used.
-          missing: what to do with a name that is not in this data set. "error" raises;
-            "empty" makes an empty row. (`SparseDataset.match_rows` leaves such names out.)
+          missing: how to treat a name that is not in this data set. "error" raises;
+            "empty" makes an empty row. (`SparseDataset.match_rows` leaves such names
+            out.)
 
         Raises:
           ValueError: a name is not in this data set and `missing` is "error".
@@ -171,7 +172,7 @@ class NamedRows:
         return aligned
 
     def append_features(self, features: FeatureNames | Iterable[object]) -> Self:
-        """The same rows over other features, followed by those of its own that are new.
+        """These rows over other features, followed by the features here that are new.
 
         >>> data = SparseDataset.from_scipy(
         ...     scipy.sparse.csr_array([[1, 1]]), feature_names=["new", "tea"]

@@ -123,8 +123,8 @@ class SequenceDataset(NamedRows):
         None if it was not read from a table.
 
     Raises:
-      ValueError: the sizes do not agree, an index is not that of a feature, a name occurs twice, or a
-        time is not finite or earlier than the one before it.
+      ValueError: the sizes do not agree, an index is no feature's, a name occurs twice,
+        or a time is not finite or earlier than the one before it.
     """
 
     kind: ClassVar[str] = "histories"
@@ -247,7 +247,7 @@ class SequenceDataset(NamedRows):
     def to_sparse(self) -> SparseDataset:
         """One entry of value 1 for each (row, feature), as `read` makes without values.
 
-        If there are times, an entry has that of its latest event.
+        If there are times, an entry has the time of its latest event.
         """
         # In a row entries have the order of time, so their places do for the times.
         place = np.arange(self.num_entries)
@@ -282,8 +282,10 @@ class SequenceDataset(NamedRows):
 
         Args:
           n: number of entries to hold out from each row.
-          repeats: see `split_at`. Here "all" is the default, as what a row takes next may be
-            a repeat. With "new" a row may have fewer than `n` held out.
+          repeats: whether to hold out an entry whose feature the row also has in train:
+            "new" leaves it out of both parts, "all" holds it out. Here "all" is the
+            default, as the next entry of a row may be a repeat. With "new" a row may
+            have fewer than `n` held out.
 
         Raises:
           ValueError: `n` is not positive, or no row has two entries, or "new" leaves none.
@@ -310,11 +312,12 @@ class SequenceDataset(NamedRows):
         """Holds out all entries from a point in time on: `(train, heldout)`.
 
         Rows that begin later have an empty history in train. The parts have the same
-        features in each row as those of `SparseDataset.split_at`.
+        features in each row as the parts of `SparseDataset.split_at`.
 
         Args:
-          time: see `SparseDataset.split_at`.
-          fraction: see `SparseDataset.split_at`.
+          time: first time that is held out, of the type of `times`.
+          fraction: share of the entries that comes before the split, in place of
+            `time`.
           repeats: "new" leaves out entries whose feature the row has in train, so that they
             are in neither part; the result counts them. "all" holds out every entry.
 
@@ -339,9 +342,9 @@ class SequenceDataset(NamedRows):
     def split(self, fraction: float, *, seed: int) -> Split[SequenceDataset]:
         """Splits the entries of each row at random into `(train, heldout)`.
 
-        See `SparseDataset.split`. Each repeat of an item is drawn for itself. What stays in
-        train keeps its order. For the question what comes next, use `split_last` or
-        `split_at`.
+        See `SparseDataset.split`. Each repeat of an item is drawn for itself. Entries
+        that stay in train keep their order. To predict the next entry, use `split_last`
+        or `split_at`.
 
         Raises:
           ValueError: `fraction` is outside (0, 1), or every row is too short for an entry

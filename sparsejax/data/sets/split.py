@@ -70,7 +70,8 @@ def heldout_by_hash(
       row_hashes: `[rows]`.
       feature_hashes: `[features]`.
       fraction: share of the entries that stays in train.
-      occurrences: see `heldout_entries`.
+      occurrences: `[entries]` how often the row has had the feature before; by default
+        0 for all.
 
     Raises:
       ValueError: `fraction` is outside (0, 1).
@@ -119,7 +120,7 @@ def heldout_last(
 
 
 def check_repeats(repeats: str) -> None:
-    """Raises ValueError unless it is a choice of what is held out."""
+    """Raises ValueError unless it is one of the choices of held-out repeats."""
     if repeats not in ("new", "all"):
         raise ValueError(f'repeats is "new" or "all", got {repeats!r}')
 
@@ -135,11 +136,11 @@ def parts_at(
 
     Args:
       times: `[entries]` the time of the latest event of each entry.
-      first: `[entries]` that of the earliest.
+      first: `[entries]` the time of the earliest event of each entry.
       cut: events at or after it are held out.
       repeats: "new" holds out entries that are not known; "all" holds out all later ones.
-      known: `[entries]` bool: whether the row has the feature before the cut; by default it
-        has that of an entry with an event before it.
+      known: `[entries]` bool: whether the row has the feature before the cut; by
+        default whether an event of the entry is before it.
 
     Returns:
       `(stays, is_held)`, each `[entries]` bool. An entry may be in both parts.
@@ -173,7 +174,8 @@ def cut_of(
     """The time from which on `split_at` holds out, as `times` has it.
 
     Raises:
-      ValueError: see `SparseDataset.split_at`.
+      ValueError: `time` is of another kind, `fraction` is outside (0, 1), both or
+        neither are given, or a part would be empty.
     """
     if time is not None and fraction is None:
         return as_time(time, times)
@@ -193,7 +195,7 @@ def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime
       fraction: in (0, 1).
 
     Raises:
-      ValueError: `fraction` is outside (0, 1), or all times are the same.
+      ValueError: `fraction` is outside (0, 1), or all times are equal.
     """
     check_fraction(fraction)
     distinct, counts = np.unique(times, return_counts=True)
@@ -259,7 +261,7 @@ def heldout_names(names: Names, fraction: float, seed: int) -> np.ndarray:
     """
     count = int(_num_held(np.array([len(names)]), fraction)[0])
     is_held = np.zeros(len(names), bool)
-    # Mixed, so that this choice differs from that of entries with the same seed.
+    # Mixed, so that this choice differs from the choice of entries with an equal seed.
     is_held[np.argsort(_mix(hashes(names, seed)), kind="stable")[:count]] = True
     return is_held
 

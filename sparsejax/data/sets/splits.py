@@ -96,7 +96,7 @@ def split_entries[T](
     Args:
       data: the whole.
       is_held: `[entries]` bool: the entries that are held out.
-      why_nothing: what to say if nothing is.
+      why_nothing: text of the error if nothing is held out.
       stays: `[entries]` bool: those to train on; by default all others. Entries may be in
         both parts, or in neither: repeats.
 
@@ -107,7 +107,7 @@ def split_entries[T](
         raise ValueError(f"nothing is held out: {why_nothing}")
     stays = ~is_held if stays is None else stays
     whole: Any = data
-    # Neither part has what was left out before.
+    # Neither part has the entries that were left out before.
     entries = dataclasses.replace(whole._entries, of_rows={})
     repeats = int(np.sum(~(stays | is_held)))
     train, heldout = (whole._with(entries.keep(part)) for part in (stays, is_held))
@@ -139,7 +139,7 @@ def split_rows[T](data: T, fraction: float, seed: int) -> Split[T]:
 
 
 def split_items[T](data: T, fraction: float, seed: int) -> Split[T]:
-    """The entries of some items, and those of all others, over all rows and features.
+    """The entries of some items, and of all others, over all rows and features.
 
     Raises:
       ValueError: `fraction` is outside (0, 1), or a part would have no entries.

@@ -1,11 +1,12 @@
 """The balanced order of the features: any contiguous part of them has its share of entries.
 
 On a mesh, kernels are cut into contiguous ranges of rows, one for each device. In order of
-popularity the first range would hold most of the entries. So features are dealt out like
-cards: the feature of popularity rank `r` goes to hand `r mod 256`. The hands then lie in
-bit-reversed order (0, 128, 64, 192, ...). So neighbours in rank are far apart, even on few
-devices. For the bundled data set and 8 devices, the first device holds 1.5 times the mean
-number of entries; with the hands in their own order it would hold 5.5 times the mean.
+popularity the first range would hold most of the entries. So features are distributed
+round robin: the feature of popularity rank `r` goes to group `r mod 256`. The groups
+then come in bit-reversed order (0, 128, 64, 192, ...). So neighbours in rank are far
+apart, even on few devices. For the bundled data set and 8 devices, the first device
+holds 1.5 times the mean number of entries; with the groups in their own order it would
+hold 5.5 times the mean.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ from sparsejax.data.files import arrow
 from sparsejax.data.files.names import Names, find_names, to_arrow
 from sparsejax.mesh.layout import ROW_MULTIPLE, bit_reversed
 
-# The size of a mesh axis divides 256, and kernels are allocated in multiples of 256 rows on
-# every mesh. So 256 hands serve all meshes.
+# The size of a mesh axis divides 256, and kernels are allocated in multiples of 256
+# rows on every mesh. So 256 groups serve all meshes.
 _HANDS = ROW_MULTIPLE
 
 # Above this, the fullest device of a mesh decides how long a step takes.
@@ -62,7 +63,7 @@ def popularity_ranks(count: int) -> np.ndarray:
 
 
 def appended(known: Names, others: Names) -> Names:
-    """The known features in their order, then those of `others` that are new, in theirs."""
+    """The known features in their order, then the new ones of `others`, in theirs."""
     return np.concatenate([known, others[find_names(others, known) < 0]])
 
 
@@ -118,7 +119,7 @@ def warn_if_unbalanced(indices: np.ndarray, names: Names) -> None:
 
 
 def _unbalanced(indices: np.ndarray, names: Names) -> tuple[int, float, float] | None:
-    """Number of devices, imbalance, and that of the balanced order, if it is better."""
+    """Number of devices, imbalance, and the imbalance of the balanced order, if it is better."""
     if len(names) < _HANDS or len(indices) < max(_WAYS) * _MIN_ENTRIES_PER_PART:
         return None
     counts = np.bincount(indices, minlength=len(names))

@@ -83,7 +83,8 @@ def write_pairs(
     """Writes a line for each entry, under a header; see `sparsejax.data.read_pairs`.
 
     If there are times, the entries of a row come in the order of their events, so that
-    those of equal times keep it. If the delimiter is not TAB, fields are quoted where it is necessary. Rows without
+    entries of equal times keep it. If the delimiter is not TAB, fields are quoted where
+    it is necessary. Rows without
     entries cannot be written; a warning counts them.
 
     Raises:
@@ -168,7 +169,7 @@ def save_numbers(path: str, name: str, numbers: np.ndarray) -> None:
 
     Args:
       path: the file, which is replaced if it exists.
-      name: of the column.
+      name: name of the column.
       numbers: `[n]`.
 
     Raises:
@@ -193,7 +194,7 @@ def _rows(
 ) -> Iterator[tuple[str, list[str], list[str] | None]]:
     """The name of each row, its features' names and their values as text.
 
-    `places: [entries]` are those of the entries, row by row; by default 0, 1, 2, ...
+    `places: [entries]` are indices of the entries, row by row; by default 0, 1, 2, ...
     """
     matrix, names = data.matrix, data.feature_names
     indices, floats = np.asarray(matrix.indices), matrix.data
