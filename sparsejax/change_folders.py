@@ -2,7 +2,7 @@
 
 ::
 
-    changes/00000007/manifest.json   what it is, and the checksum of each file
+    changes/00000007/manifest.json   a description, and the checksum of each file
                      0.parquet       rows of the first table: id, row, ...
                      0.removed       its ids that have no row any more, as uint64
                      values          all other arrays of the model, one behind the other
@@ -43,7 +43,7 @@ class Column:
 
     Attributes:
       name: "row" is the vector.
-      dtype: of the numbers in files.
+      dtype: dtype of the numbers in files.
       width: how many each row has; 0 if it is one that is no list.
     """
 
@@ -59,7 +59,7 @@ class Table:
     Attributes:
       name: with the path of its collection in the model.
       num_rows: its ids are below; 0 if it is dynamic, and any number may be an id.
-      columns: of its files.
+      columns: columns of its files.
     """
 
     name: str
@@ -90,15 +90,16 @@ class Manifest:
     """The contents of a folder of changes.
 
     Attributes:
-      number: of its folder.
+      number: number of the change's folder.
       base: the checksum of the manifest of its base; None of a base itself.
       previous: the checksum of the manifest before; None of the very first one.
-      steps: that the optimizer has done; None if there was none.
-      tables: of the model.
+      steps: number of steps that the optimizer has done; None if there was no
+        optimizer.
+      tables: tables of the model.
       rows: how many rows of each table it has.
       removed: how many ids of each table it removes.
       values: the other arrays.
-      files: of the folder.
+      files: checksums of the folder's files, by name.
     """
 
     number: int
@@ -123,13 +124,14 @@ class Changes:
     (0, True, 0)
 
     Attributes:
-      number: of their folder.
+      number: number of the change's folder.
       is_base: whether they are all rows, not only those that have changed.
       rows: how many rows they have.
       removed: how many ids they remove.
-      steps: that the optimizer had done; None if there was none.
+      steps: number of steps that the optimizer had done; None if there was no
+        optimizer.
       base: which base they belong to.
-      checksum: of their manifest.
+      checksum: checksum of the change's manifest.
     """
 
     number: int
@@ -147,7 +149,7 @@ class Content:
 
     Attributes:
       ids: uint64, ascending; each with a row.
-      columns: of the rows, by name.
+      columns: arrays of the rows, by name.
       removed: ids without a row, ascending.
     """
 
@@ -162,8 +164,8 @@ class Link:
 
     Attributes:
       path: its folder.
-      manifest: as it is there.
-      checksum: of the manifest.
+      manifest: the manifest in the folder.
+      checksum: checksum of the manifest.
     """
 
     path: pathlib.Path
@@ -398,10 +400,10 @@ def write(
     """Writes the next change, whole or not at all.
 
     Args:
-      folder: of all of them, which is there.
+      folder: the folder that holds all changes, which exists.
       previous: the last one there.
       is_base: whether it has all rows.
-      steps: see `Manifest`.
+      steps: number of steps that the optimizer has done; None if there is no optimizer.
       tables: rows in pieces, as `row_files.write` takes them, and the ids that are removed.
       values: the other arrays.
 
@@ -461,7 +463,7 @@ class _Counted:
 def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
     """Removes the changes before the base that a change belongs to.
 
-    What cannot be removed stays.
+    Folders that cannot be removed stay.
     """
     folder = pathlib.Path(folder)
     try:

@@ -23,10 +23,10 @@ _NAMES = {type(None): "null", dict: "an object", list: "a list"}
 
 
 def document(instance: Any, *, skip_defaults: bool = False) -> dict[str, Any]:
-    """The JSON object of a dataclass, and of those in it; `read` reads it.
+    """Converts a dataclass, and dataclasses inside it, to JSON; `read` reads it.
 
     Args:
-      instance: of a dataclass.
+      instance: the dataclass's instance.
       skip_defaults: leave out its fields that have their default.
     """
     return {
@@ -108,7 +108,7 @@ def read[T](kind: type[T], document: object, label: str) -> T:
         tuples, mappings by text, and other dataclasses. A field of another class takes an
         instance of it, which the caller has read.
       document: the object; its keys are the names of the fields.
-      label: what it is, for messages.
+      label: name of the object, for messages.
 
     Raises:
       ValueError: a key is unknown or missing, or a value is of another type, or is refused
@@ -130,7 +130,7 @@ def read_tagged[T](
       kinds: the dataclasses, by the values of the key.
       tag: the key, which is no field.
       document: the object.
-      label: what it is, for messages.
+      label: name of the object, for messages.
 
     Raises:
       ValueError: the key is missing or names none of them; see `read`.
@@ -249,7 +249,7 @@ def value(hint: Any, given: object, label: str, key: str = "") -> Any:
     Args:
       hint: the type, see `read`.
       given: the value.
-      label: what it is in, for messages.
+      label: name of the object that has the value, for messages.
       key: where it is in that, for messages.
 
     Raises:

@@ -117,7 +117,7 @@ def is_watched() -> bool:
 
 
 def say_once(say: Callable[[], object]) -> None:
-    """Calls what says that the process was interrupted, if that was not said before.
+    """Calls a function that reports an interrupt, if none has reported it before.
 
     Does not return if another thread is ending the process.
     """

@@ -1,7 +1,7 @@
 """Files in a folder of the user's cache: whole, bounded in all, the least recently used removed.
 
-What is in them is believed, and programs are run. So neither the folder nor a file in it may be
-of another user, or be one that others can write.
+The files are trusted, and programs in them are run. So neither the folder nor a file in
+it may be of another user, or be one that others can write.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def check_own(path: pathlib.Path) -> None:
     """
     if fault := _fault(path.stat()):
         raise _not_own(path, fault)
-    # Nobody else reaches what is in a folder that only its owner may enter.
+    # Nobody else reaches a file in a folder that only its owner may enter.
     is_closed = not stat.S_IMODE(path.stat().st_mode) & 0o077
     for entry in [*os.scandir(path)]:
         with contextlib.suppress(FileNotFoundError):  # another process has removed it

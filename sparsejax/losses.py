@@ -66,7 +66,7 @@ class ElementwiseLoss(abc.ABC):
 
 
 class _OneFormula(ElementwiseLoss):
-    """A rule for which no label is the same as a label of `no_label`: one evaluation."""
+    """A rule for which no label equals a label of `no_label`: one evaluation."""
 
     no_label: ClassVar[float] = 0.0
 
@@ -232,7 +232,7 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
     ) -> Float[Array, "..."]:
         if self.ignore_zeros:
             return super().__call__(scores, labels, listed)
-        # The same, with one `softplus`.
+        # The formula with one `softplus`.
         scores = jnp.where(listed, -scores, scores)
         scale = jnp.where(listed, self.one_scale, self.zero_scale)
         end = jnp.where(listed, -_logit(self.one_target), _logit(self.zero_target))
@@ -244,8 +244,8 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
 class SoftmaxCrossEntropy:
     """One distribution over all items, multinomial: `optax.softmax_cross_entropy`.
 
-    With e `label_smoothing`, z `z_loss`, and n the number of items without those that are
-    denied (score -inf)::
+    With e `label_smoothing`, z `z_loss`, and n the number of items without excluded
+    ones (score -inf)::
 
         lse_b  = log(sum_j exp(score_bj))
         mean_b = sum_j score_bj / n
@@ -363,7 +363,7 @@ def from_json(document: dict[str, Any]) -> LossRule:
 def _error(
     scores: Float[Array, "..."], labels: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`scores - labels`; 0 for an item that is denied and has no label."""
+    """`scores - labels`; 0 for an item that is excluded and has no label."""
     denied = (scores == -jnp.inf) & (labels == 0)
     return jnp.where(denied, 0, scores - labels)
 
@@ -371,7 +371,7 @@ def _error(
 def times_labels(
     scores: Float[Array, "..."], labels: Float[Array, "..."]
 ) -> Float[Array, "..."]:
-    """`labels * scores`; 0 where a label is 0, also for a denied item, with score -inf."""
+    """`labels * scores`; 0 where a label is 0, also for an excluded item, with score -inf."""
     return jnp.where(labels == 0, 0, labels * scores)
 
 
@@ -388,7 +388,7 @@ def _softplus_minus(
     x: Float[Array, "..."], linear: Float[Array, "..."] | float
 ) -> Float[Array, "..."]:
     """`softplus(x) - linear`, exact also where the two nearly cancel."""
-    # A select: the derivative of `maximum` at 0 does not fit that of `abs`.
+    # A select: the derivative of `maximum` at 0 does not fit the derivative of `abs`.
     return (jnp.where(x > 0, x, 0) - linear) + _log1p_exp(x)
 
 

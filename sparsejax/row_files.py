@@ -36,13 +36,13 @@ def write(
     pieces: Iterable[tuple[np.ndarray, list[np.ndarray]]],
     metadata: Mapping[bytes, bytes] | None = None,
 ) -> None:
-    """Writes ids, and for each id what the columns have.
+    """Writes ids, and for each id a row of the columns.
 
     Args:
-      file: to be written.
+      file: binary file that is open for writing.
       columns: their names and types, see `type_of`.
       pieces: ids, and an array for each column, some rows at a time.
-      metadata: of the schema.
+      metadata: metadata of the schema.
     """
     fields = [(ID, pa.uint64()), *columns.items()]
     schema = pa.schema(fields, metadata=dict(metadata or {}))
@@ -60,7 +60,7 @@ def _column(values: np.ndarray) -> pa.Array:
 
 
 def read(content: bytes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The ids and columns of what `write` has written.
+    """The ids and columns in a file of `write`.
 
     Raises:
       NotRowsError: it is no such file.

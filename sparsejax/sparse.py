@@ -77,8 +77,8 @@ class Transposed(NamedTuple):
     def numbers(self, num_cols: int) -> jax.Array:
         """`[nse]`: the number of each entry's column among those that occur.
 
-        Of an entry that does not count it is that of the last one. As in `of`, so that both
-        are one operation of XLA.
+        An entry that does not count has the number of the last column. As in `of`, so
+        that both are one operation of XLA.
         """
         return _numbered(self.columns[None], num_cols)[1][0]
 
@@ -138,8 +138,8 @@ class CSR:
       indices: `[nse]` int32, the column of each entry.
       indptr: `[rows + 1]` int32, where each row starts.
       num_cols: number of columns (static).
-      transposed: the same entries by column, if they were sorted ahead of time, see
-        `with_transposed`.
+      transposed: entries in the order of their columns, if they were sorted ahead of
+        time, see `with_transposed`.
 
     Raises:
       ValueError: NumPy leaves that are not a CSR; the message names row and column.
@@ -467,8 +467,8 @@ def summed(
 ) -> scipy.sparse.csr_array:
     """The matrix with sorted rows, and without duplicates: these are added in float64.
 
-    In the type of the matrix sums of uint8 would wrap, and those of float32 be rounded. A
-    boolean matrix stays one.
+    In the type of the matrix, sums of uint8 would wrap and sums of float32 be rounded.
+    A boolean matrix stays one.
     """
     is_bool = matrix.dtype == np.bool_  # pyrefly: ignore
     if is_bool or matrix.format in ("csr", "csc"):  # pyrefly: ignore

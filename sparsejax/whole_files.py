@@ -2,13 +2,14 @@
 
 A file or folder that is being written has a hidden name, `.sparsejax-*.tmp`, in the folder
 of the final one. Its writer holds a lock on `.sparsejax-*.lock` beside it, which ends with
-the process. If that is killed, both stay. The next write into the same folder removes what
-nobody holds, however new it is, and nothing that is held, however long its writer is quiet.
+the process. If that is killed, both stay. The next write into the same folder removes
+files that nobody holds, however new they are, and none that are held, however long
+their writer is quiet.
 
-A lock that was taken elsewhere, by another machine or before a restart, may not be seen here,
-as on some mounts of NFS. What such a writer left is removed when it has been quiet for a day,
-and so is what earlier releases left, which took no locks. Where the file system has no locks
-nothing is removed.
+A lock that was taken elsewhere, by another machine or before a restart, may not be seen
+here, as on some mounts of NFS. Files of such a writer are removed when it has been
+quiet for a day, as are files of earlier releases, which took no locks. Where the file
+system has no locks nothing is removed.
 """
 
 from __future__ import annotations
@@ -154,7 +155,8 @@ def whole_folder(
     """Makes a folder to write files into, which appears at `path` when the block is done.
 
     If the block fails, there is no folder. A process may be killed after its folder has
-    appeared. So that repeating it is no error, give the `names` of what the block writes:
+    appeared. So that repeating it is no error, give the `names` of the files that the
+    block writes:
     a folder of the same content then stays as it is.
 
     Raises:
@@ -205,7 +207,7 @@ def remove_folder(path: _Path) -> None:
 def remove_abandoned(folder: _Path) -> None:
     """Removes the hidden files and folders of writers that were killed.
 
-    Every write into a folder does so. What cannot be removed stays.
+    Every write into a folder does so. Files that cannot be removed stay.
     """
     for path in pathlib.Path(folder).glob(".sparsejax-*"):
         with contextlib.suppress(OSError):
@@ -274,7 +276,7 @@ def _replacing(path: _Path) -> Generator[pathlib.Path]:
 def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
     """A hidden name in a folder, which is locked for the block.
 
-    What has this name at the end of the block is removed, and so is the lock. Errors of
+    At the end of the block, the file of this name and the lock are removed. Errors of
     it name the path `told`.
     """
     temporary = folder / f".sparsejax-{uuid.uuid4().hex}.tmp"
@@ -346,7 +348,7 @@ def _kernel() -> str:
 
 
 def _remove_if_free(lock: pathlib.Path) -> None:
-    """Removes a lock that nobody holds, and what it is for."""
+    """Removes a lock that nobody holds, and the file that it protects."""
     file = file_locks.hold(lock, new=False)
     try:
         temporary = lock.with_suffix(".tmp")

@@ -36,7 +36,7 @@ class WideIds:
       present: where there is an id; None is everywhere. For ids in a fixed shape.
       offsets: `[batch + 1]` int32: where the ids of each example begin, if they lie one
         behind the other.
-      weights: of ids with offsets; all 1 by default.
+      weights: weights of ids with offsets; all 1 by default.
     """
 
     low: Array
@@ -55,7 +55,8 @@ class WideIds:
         Args:
           ids: `[batch]` or `[batch, n]`, integers of NumPy, or an array of Arrow. In signed
             ones -1 is no id.
-          mask: true where there is an id. So is what is not masked in a masked array.
+          mask: true where there is an id. Of a masked array, elements that are not
+            masked are ids.
 
         Raises:
           TypeError: ids are not integers.
@@ -73,8 +74,9 @@ class WideIds:
 
         Args:
           values: the ids of all examples.
-          offsets: `[batch + 1]`: those of example i are `offsets[i]` to `offsets[i + 1]`.
-          weights: of each id; all 1 by default.
+          offsets: `[batch + 1]`: example i has the ids `offsets[i]` to `offsets[i + 1]
+            - 1`.
+          weights: weight of each id; all 1 by default.
 
         Raises:
           TypeError: ids or offsets are not integers.

@@ -42,7 +42,7 @@ def popularity(train: Source) -> Popularity:
 def item_knn(
     train: Source, *, neighbours: int = 100, shrink: float = 10.0
 ) -> NearestItems:
-    """Recommends the items that are nearest to those of the row.
+    """Recommends the items that are nearest to the items of the row.
 
     >>> measured = evaluate(baselines.item_knn(train), train, heldout)
     >>> measured["ndcg@20"] > measured["popularity_ndcg@20"]

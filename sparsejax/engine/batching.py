@@ -133,7 +133,7 @@ class Batches:
 
         Args:
           matrix: from `for_batches`.
-          rows: of the matrix.
+          rows: row numbers of the matrix.
           batch_size: from `rows_in_a_batch`.
         """
         batches = _in_batches(rows, batch_size)

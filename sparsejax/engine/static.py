@@ -11,7 +11,7 @@ def check_hashable(graphdef: nnx.GraphDef, *models: Any) -> None:
     """Raises TypeError unless programs can be found by a model's graph.
 
     Args:
-      graphdef: of the model, perhaps with its optimizer.
+      graphdef: graph of the model, perhaps with its optimizer.
       models: to say which of their attributes is wrong.
     """
     try:

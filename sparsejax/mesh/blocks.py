@@ -153,7 +153,8 @@ class ShardedCSR:
 
         Args:
           parts: a stack of matrices, its leaves `[data, model, ...]` over both axes of
-            the mesh. The rows of the batch are those of part (0, 0), then of (0, 1), ...
+            the mesh. The rows of the batch are the rows of part (0, 0), then of (0, 1),
+            ...
         """
         data, model = axis_sizes()
         if parts.indptr.ndim != 3 or parts.indptr.shape[:2] != (data, model):
@@ -190,7 +191,8 @@ class ShardedCSR:
           matrix: all rows.
           rows: `[data, n]` the rows of each part; -1 is an empty row.
           mesh: with the axes "data" and "model".
-          nse: capacity of a block; by default what the fullest block needs.
+          nse: capacity of a block; by default the number of entries of the fullest
+            block.
 
         Raises:
           ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.
@@ -215,8 +217,8 @@ class ShardedCSR:
           parts: a NumPy matrix of at most `rows` rows for each of `parts_of_process`.
           rows: number of rows of a part; rows that a matrix lacks are empty.
           mesh: with the axes "data" and "model".
-          nse: capacity of a block, or a function that computes it from what the fullest
-            block of all processes needs. By default it is what that block needs.
+          nse: capacity of a block, or a function that computes it from the number of
+            entries in the fullest block of all processes. By default it is this number.
 
         Raises:
           ValueError: the entries of a block do not fit in `nse` or in 2^31 - 1.

@@ -75,7 +75,7 @@ class Slots(NamedTuple):
     """How much of an exchange there is room for.
 
     Attributes:
-      ids: of a device.
+      ids: number of ids of a device.
       places: ids of a device that one owner has.
       count: slots of each pair of devices.
       distinct: whether a slot is a distinct id, and not a bag.
@@ -162,12 +162,13 @@ def bytes_sent(
       dim: width of a row.
       data: size of the axis.
       model: size of the axis.
-      wire_dtype: in which sums and gradients cross.
-      room: see `places`.
+      wire_dtype: dtype in which sums and gradients cross.
+      room: number of places for ids of each pair of devices, relative to an even share;
+        None is the default of `places`.
       weighted: whether ids have weights (as those of a mean).
-      share: see `divided`.
-      owner_rows: the same.
-      distinct: the same.
+      share: part of a device's ids that the owner of most has, on average.
+      owner_rows: most rows of a device for which one owner may have ids.
+      distinct: distinct ids that a device has on average of the owner of most.
       replicated_rows: rows of the kernel, if every device has them all.
     """
     devices, size = data * model, jnp.dtype(wire_dtype).itemsize
@@ -216,12 +217,13 @@ class Route(NamedTuple):
         devices along "model". A distinct id has one entry, and none is its column `columns`,
         whose row nobody reads.
       asked: `[bags, model * slots]`: the slots, of all owners, that each bag of this device
-        adds. This and what follows is None if "model" is 1: slots are then bags.
+        adds. `asked`, `bags` and `beside` are None if "model" is 1: slots are then
+          bags.
       bags: `[model * slots]`: the bag of each of these slots; their number if it is empty. Of
         distinct ids the transpose of `asked`: a slot has several bags.
       crowded: `[1]` whether a device has too few places for some other, on any device.
-      beside: what the owner makes of the sums of `owned` before they cross, of a function that
-        reads them. It has no gradient.
+      beside: results that the owner computes from the sums of `owned` before they
+        cross, by a function that reads them. They have no gradient.
     """
 
     owned: CSR
@@ -311,13 +313,13 @@ class DividedRows:
         )
 
     def certain(self) -> DividedRows:
-        """The same, if it is known that there are enough places."""
+        """These rows, marked as having enough places for all ids."""
         if self.route is None:
             return self
         return dataclasses.replace(self, route=self.route._replace(crowded=None))
 
     def sorted_ahead(self) -> DividedRows:
-        """The same, whose entries are sorted for their gradients while rows cross.
+        """These rows, with the entries sorted for their gradients while rows cross.
 
         Otherwise that waits for the layers' gradients, and little works while rows cross. With
         several devices along "data" the entries of all of these are sorted, and it stays there.
@@ -335,7 +337,7 @@ class DividedRows:
         return dataclasses.replace(self, route=route._replace(owned=owned))
 
     def read_after(self, x: jax.Array) -> DividedRows:
-        """The same, whose rows are waited for when `x` is there."""
+        """These rows, which wait until `x` is there."""
         route = self.route
         if route is None or route.asked is None:
             return self
@@ -358,7 +360,7 @@ class DividedRows:
         return self.route is not None and self.route.asked is not None
 
     def with_gradient(self, parts: Any, owned: Any) -> DividedRows:
-        """The cotangent, from those of the data."""
+        """The cotangent, made of the gradients of the data."""
         route = self.route
         if route is not None:
             asked = _without_leaves(route.asked)
@@ -367,7 +369,7 @@ class DividedRows:
         return self.tree_unflatten(static, (_only_data(self.parts, parts), route))
 
     def by_way(self, gather: Callable[[], Any], exchange: Callable[[], Any]) -> Any:
-        """Within: what the way of this step gives, a gather or an exchange."""
+        """Within: the result of the way that this step takes, a gather or an exchange."""
         assert self.route is not None
         if self.route.crowded is None:
             return exchange()
@@ -384,7 +386,7 @@ class DividedRows:
         return lax.all_gather(dy, "model", tiled=True)
 
     def after(self, zero: Int[Array, ""]) -> DividedRows:
-        """Within: the same; gradients cross when this zero is there."""
+        """Within: these rows; gradients cross when this zero is there."""
         route = self.route
         assert route is not None
         bags = route.bags
@@ -426,7 +428,7 @@ class DividedRows:
           read: the sums of a matrix whose columns are this device's part of the kernel. It
             may round them to a dtype that is narrower, the second argument.
           add: the product of a matrix and an array; sums are computed in float32.
-          dtype: of the result.
+          dtype: dtype of the result.
         """
         if self.route is None:
             return read(self.parts, None)
@@ -542,10 +544,10 @@ def divided(
       nse: how many entries all devices have at most.
       by_rows: whether the kernel's rows are divided over "model". If not, it is replicated.
       room: places for ids, see `places`.
-      wire_dtype: see `DividedRows`.
+      wire_dtype: dtype in which sums and gradients cross; None is the kernel's.
       share: the part of a device's ids that the owner of most has, on average; by default
         that of an even one.
-      owner_rows: of a device's rows, the most for which one owner may have ids; by default
+      owner_rows: most rows of a device for which one owner may have ids; by default
         all. If there are more, all devices gather, as with too few places.
       distinct: how many distinct ids a device has on average of the owner of most; by default
         as many as ids.
@@ -575,7 +577,7 @@ def divided(
 def _room_of(parts: CSR, nse: int, **how: Any) -> tuple[Slots, int, int]:
     """Slots, how many entries a device can send, and the columns of an owner.
 
-    `how` is that of `slots_for`.
+    `how` has the other arguments of `slots_for`.
     """
     data, model = axis_sizes()
     slots = slots_for(nse / (data * model), parts.num_rows, model=model, **how)
@@ -720,7 +722,7 @@ class _Slots(NamedTuple):
     Attributes:
       starts: `[model * count + 1]` the first entry of each slot.
       filled: `[model, count]` whether there is an id.
-      slot: of each entry.
+      slot: slot of each entry.
       lack: `[]` whether an owner has more ids than slots.
     """
 
@@ -742,9 +744,9 @@ class _Slots(NamedTuple):
 
         Args:
           indptr: the first entry of each distinct id, in the order of owners.
-          number: of the distinct id of each entry.
-          starts: the first entry of each owner, and the end of those that count.
-          owner: of each entry.
+          number: number of the distinct id of each entry.
+          starts: the first entry of each owner, and the end of the entries that count.
+          owner: owner of each entry.
           count: slots of each pair of devices.
         """
         # Numbers of the first distinct id of each owner.
@@ -772,8 +774,8 @@ class _Slots(NamedTuple):
         Args:
           part: the rows of this device.
           order: place in `part` of each entry.
-          bag: of each entry.
-          slot: that each entry asks for.
+          bag: bag of each entry.
+          slot: slot that each entry asks for.
         """
         slots, mine = self.filled.size, len(order)
         data = None if part.data is None else jnp.asarray(part.data)[:mine]
@@ -839,13 +841,14 @@ def keys_sent(
 
     Args:
       parts: the rows of each device; a column below 0 makes its row NaN, others are not read.
-      numbers: of the entries. They divide 2^32 evenly among the owners, and are the same for
-        the same keys.
+      numbers: hashes of the entries' keys. They divide 2^32 evenly among the owners;
+        equal keys have equal ones.
       keys: arrays of 32-bit numbers, of the entries.
       wanted: which entries count. Others add nothing to their rows.
-      nse: see `divided`.
-      room: see `places`.
-      wire_dtype: see `DividedRows`.
+      nse: how many entries all devices have at most.
+      room: number of places for ids of each pair of devices, relative to an even share;
+        None is the default of `places`.
+      wire_dtype: dtype in which sums and gradients cross; None is the kernel's.
       distinct: how many distinct ids a device has on average of an owner.
 
     Returns:
@@ -949,9 +952,9 @@ class OwnTerms(NamedTuple):
     """Within: the terms of the gradients of a device's rows, over all of "data".
 
     Attributes:
-      column: of each entry; `width` if it does not count.
-      row: of each entry, in `slopes`.
-      data: of each entry, or None if all are 1.
+      column: column of each entry; `width` if it does not count.
+      row: row of each entry, in `slopes`.
+      data: value of each entry, or None if all are 1.
       slopes: gradients of sums, in the dtype in which they have come.
     """
 

@@ -42,14 +42,15 @@ def status() -> int:
 
 @contextlib.contextmanager
 def noted(advice: Callable[[], str] | None = None) -> Iterator[None]:
-    """Within it, a SIGINT or a SIGTERM raises KeyboardInterrupt, and is noted.
+    """While this context is open, a SIGINT or a SIGTERM raises KeyboardInterrupt, and is noted.
 
     Python ignores exceptions in some places, such as callbacks of its garbage collector. A
     signal that comes there is not lost: it is noted, so `fit` ends. After `ending.watch`
     the process ends soon in any case.
 
     Args:
-      advice: see `ending.working`.
+      advice: makes the end of the line that reports the interrupt, such as how to
+        continue.
     """
     global _told_to_end, _number
     _number = None
@@ -144,8 +145,9 @@ def _all_signals() -> list[int]:
     return [int(number) for number in signal.valid_signals()]
 
 
-# This is the function in C. Its wrapper makes an enumeration of each handler, and a step asks
-# for 64. From Python 3.13 on the wrapper does not tell what it wraps.
+# This is the function in C. Its wrapper makes an enumeration of each handler, and a
+# step asks for 64. From Python 3.13 on the wrapper does not say which function it
+# wraps.
 _getsignal = getattr(signal, "_signal", signal).getsignal
 
 

@@ -1,7 +1,7 @@
 """Compiled programs in a folder, found again without being traced.
 
-JAX's own cache knows a program by what it was lowered to, so each process traces and
-lowers its programs before it finds them there. Here a program is known by all that this
+JAX's own cache finds a program by its lowered text, so each process traces and lowers
+its programs before it finds them there. Here a program's key is everything that tracing
 reads: the sources of these packages and the versions of those below, the devices, JAX's
 settings, and the arguments, of arrays all but their values.
 
@@ -60,19 +60,19 @@ _folder: _Folder | None = None
 
 
 class _UnknownError(Exception):
-    """It cannot be told here what a program is made of."""
+    """The key of a program cannot be computed here."""
 
 
 @contextlib.contextmanager
 def kept_in(folder: pathlib.Path, *, since: float) -> Generator[None]:
-    """Within it, programs of `Keepable` are read from a folder, and written there.
+    """While this context is open, compiled programs of `Keepable` are cached in a folder.
 
-    It is on a best effort: what cannot be read is compiled.
+    Errors are ignored: a program that cannot be read is compiled.
 
     Args:
       folder: only this user can write there. A program that is read can do anything.
       since: when this process began to import modules. If one of ours was changed later,
-        nothing is kept: its file may not be what was imported.
+        nothing is kept: the file may differ from the imported module.
     """
     global _folder
     before, _folder = _folder, _Folder(folder, since)
@@ -101,17 +101,17 @@ class Keepable:
 
     Args:
       f: the function, which its module and its name tell from others.
-      static_argnames: see `jax.jit`.
-      inside_others: it may be called inside other programs, also if it has options for
-        the compiler. Those of the outermost program hold.
+      static_argnames: names of the static arguments, as for `jax.jit`.
+      inside_others: whether it may be called inside other programs, even with options
+        for the compiler. The options of the outermost program hold.
       options: other options of `jax.jit`.
 
     Attributes:
-      program: of `jax.jit`, which is not kept.
-      inside: the same inside another program.
+      program: the function under `jax.jit`, whose programs are not kept.
+      inside: the form that is called inside another program.
       static: names of the static arguments.
       options: the other options.
-      signature: of the function.
+      signature: signature of the function.
     """
 
     def __init__(
@@ -143,9 +143,9 @@ class Keepable:
     def compile_ahead(self, *arguments: Any, **named: Any) -> None:
         """Compiles the program for some arguments, if programs are kept; runs nothing.
 
-        A shape with a sharding stands for an array that is committed to its devices, and one
-        without for an array on the default device that is not. Who calls the program
-        meanwhile, in another thread, waits for it.
+        A shape with a sharding stands for an array that is committed to its devices. A
+        shape without one stands for an array on the default device that is not
+        committed. A call of the program meanwhile, in another thread, waits for it.
         """
         self.lower_ahead(*arguments, **named)()
 
@@ -168,7 +168,7 @@ class _Types(NamedTuple):
       tree: the structure of the others.
       leaves: shape, dtype and place of each array of them.
       mesh: the mesh that is set.
-      settings: those of JAX.
+      settings: settings of JAX.
     """
 
     static: tuple[tuple[type, Any], ...]
@@ -179,7 +179,7 @@ class _Types(NamedTuple):
 
 
 class _Folder:
-    """The programs of a folder, and those of them that are loaded."""
+    """The programs in a folder, and the ones that are loaded already."""
 
     def __init__(self, path: pathlib.Path, since: float):
         self._path, self._since = path, since
@@ -203,7 +203,9 @@ class _Folder:
     def lower_ahead(
         self, keepable: Keepable, bound: inspect.BoundArguments
     ) -> Callable[[], object]:
-        """Finds the program for some arguments, or lowers it; returns what compiles it."""
+        """Finds or lowers the program for some arguments; returns a function that compiles
+        it.
+        """
         types, _, _ = self._taken_apart(keepable, bound)
         if types is None:
             return _nothing
@@ -292,7 +294,7 @@ class _Folder:
 
 
 def _nothing() -> None:
-    """Does what is left to do where a program is not kept."""
+    """Does nothing more, where a program is not kept."""
 
 
 def as_shapes[Tree](tree: Tree) -> Tree:
@@ -363,7 +365,7 @@ def _is_known(module: Any) -> bool:
 
 
 def _process(since: float) -> tuple[Any, ...]:
-    """The part of the key that is the same for all programs of a process."""
+    """The part of the key that all programs of a process share."""
     environment = {
         name: value
         for name, value in sorted(os.environ.items())
@@ -393,8 +395,8 @@ def _packages(since: float) -> tuple[Any, ...]:
     Raises:
       _UnknownError: a source was changed after `since`.
     """
-    # The names of these folders have versions. To read what is in them takes a tenth of a
-    # second.
+    # The names of these folders have versions. To read the files in them takes a tenth
+    # of a second.
     beside = pathlib.Path(jax.__file__).parents[1].glob("*.dist-info")
     return (
         [sources(pathlib.Path(*each.__path__), since) for each in _OURS],
@@ -432,9 +434,10 @@ def _processor() -> Any:
 
 
 class _Digest:
-    """A hash of what a program is made of: the same in each process.
+    """A hash of the parts of a program's key: equal in each process.
 
-    It has what pickle would write, but not whether equal objects are one object.
+    It has the content that pickle would write, but not whether equal objects are one
+    object.
     """
 
     def __init__(self):
@@ -510,7 +513,7 @@ def _is_value(value: Any) -> bool:
 
 @contextlib.contextmanager
 def _without_cache() -> Generator[None]:
-    """Within it JAX compiles what its own cache may have.
+    """While this context is open, JAX compiles programs that its own cache may have.
 
     A program for a CPU that comes from there cannot be written: it has lost its functions.
     """

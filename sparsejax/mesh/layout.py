@@ -41,8 +41,9 @@ def padded_rows(rows: int) -> int:
 def bit_reversed(hands: Any) -> Any:
     """Numbers of 8 bits with their bits in reverse order: 1 becomes 128. NumPy's or JAX's.
 
-    Rows that are dealt out like cards go to 256 hands, of which a device has neighbours.
-    With the hands in this order, neighbours in rank are far apart, even on few devices.
+    Rows are distributed round robin to 256 groups; each device has some neighbouring
+    groups. With the groups in this order, neighbours in rank are far apart, even on few
+    devices.
     """
     hands = hands >> 4 | (hands & 0x0F) << 4
     hands = (hands & 0xCC) >> 2 | (hands & 0x33) << 2
@@ -144,8 +145,8 @@ class HiddenLayout(NamedTuple):
     """How a hidden layer lies on a mesh.
 
     Attributes:
-      kernel: of its `[inputs, outputs]` kernel.
-      bias: of its `[outputs]` bias.
+      kernel: partition of its `[inputs, outputs]` kernel.
+      bias: partition of its `[outputs]` bias.
     """
 
     kernel: P
@@ -351,7 +352,7 @@ def dealt(loads: jax.Array, parts: int) -> jax.Array:
 
     Args:
       loads: `[items]`.
-      parts: number of parts; it divides that of the items.
+      parts: number of parts; a divisor of the number of items.
 
     Returns:
       `[parts, items of a part]`: the items of each part.
@@ -507,7 +508,7 @@ def readable_bytes(size: float) -> str:
 
 
 def available_memory() -> int:
-    """Bytes of the host that can be taken without swapping; if not told, all memory."""
+    """Bytes of the host that can be taken without swapping; all memory if that is unknown."""
     with contextlib.suppress(OSError, ValueError), open("/proc/meminfo") as file:
         for line in file:
             name, number, *_ = line.split()

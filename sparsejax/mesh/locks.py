@@ -18,17 +18,17 @@ _NAME = ".lock"
 
 @contextlib.contextmanager
 def locked(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Within it, this process holds the folder, which is made if it does not exist.
+    """While this context is open, this process holds the folder, which is made if it is missing.
 
     The lock is one of the operating system (flock) on the file `.lock` in the folder. The
-    file says who holds it. The lock ends with the process, however the process ends; the
-    file stays. If this made the folder, and it is empty at the end, it is removed. An
-    object store has no locks: nothing is done there.
+    file says which process holds it. The lock ends with the process, however the
+    process ends; the file stays. If this made the folder, and it is empty at the end,
+    it is removed. An object store has no locks: nothing is done there.
 
     Raises:
       BlockingIOError: another process holds the folder; the message says which.
       OSError: the folder or the file cannot be made.
-      ValueError: see `whole_files.check_path`.
+      ValueError: no file can have this path.
     """
     if "://" in os.fspath(folder):
         yield

@@ -81,8 +81,8 @@ def concatenate_rows(parts: CSR, cut: jax.Array) -> CSR:
 def columns_between(x: CSR, part: jax.Array, width: int, cut: jax.Array) -> CSR:
     """The columns `part * width .. (part + 1) * width - 1`, numbered from 0.
 
-    The capacity stays that of `x`. An index that is no column of `x` stays wrong, in part
-    0. Rows that are `cut`, and all rows after them, lack entries: they are overfull in the
+    The capacity stays that of `x`. Invalid indices are kept and go to shard 0. Rows
+    that are `cut`, and all rows after them, lack entries: they are overfull in the
     result.
     """
     columns = jnp.asarray(x.indices)

@@ -228,11 +228,11 @@ def in_first(function: Callable[[], object]) -> None:
 
 @contextlib.contextmanager
 def alone_in(folder: str | os.PathLike[str]) -> Iterator[None]:
-    """Within it, process 0 holds a folder for all, see `locks.locked`.
+    """While this context is open, process 0 holds a folder for all, see `locks.locked`.
 
     Raises:
       BlockingIOError: another run holds the folder.
-      OtherProcessError: the same, in all processes but process 0.
+      OtherProcessError: another run holds the folder, in all processes but process 0.
     """
     with contextlib.ExitStack() as stack:
         in_first(lambda: stack.enter_context(locks.locked(folder)))

@@ -57,7 +57,7 @@ _same_bits = jax.make_user_context(default_value=False)
 
 
 def same_bits_are_wanted() -> bool:
-    """Whether what is traced now must give the same bits in each run.
+    """Whether the program that is traced now must give the same bits in each run.
 
     XLA's option does not reach the operations of other libraries.
     """
@@ -151,10 +151,11 @@ class Programs:
     Args:
       f: the function.
       inside_others: the other form may be called inside other programs. There it has the
-        options of those.
-      loops_in_graphs: see `gpu_options`.
-      timed_fusions: see `gpu_options`; the deterministic form has none.
-      options: of `jax.jit`.
+        options of the outer program.
+      loops_in_graphs: whether each loop becomes one CUDA graph, without the host.
+      timed_fusions: whether fusions are compiled in two ways, to time them; never in
+        the deterministic form.
+      options: other options of `jax.jit`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Models of histories: what a user does next.
+"""Models of histories: they predict the next item of a user.
 
 Above `nn`, whose output layer has the exact softmax over all items.
 """

@@ -35,13 +35,14 @@ def build_sequence_model(
     'SASRec'
 
     Args:
-      config: of one of the models.
+      config: settings of one of the models.
       items: number of items.
-      content: see `SequenceModel`.
+      content: sizes of the content of items (tags and vectors), as for `SequenceModel`;
+        None: no content.
       rngs: random streams: "params", and "dropout" in training.
 
     Raises:
-      TypeError: the configuration is of no model.
+      TypeError: the configuration belongs to no model.
     """
     return model_of(config)(config, items=items, content=content, rngs=rngs)
 

@@ -108,7 +108,7 @@ class SequenceConfig(ModelConfig):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class AttentionConfig(SequenceConfig):
-    """Settings of the models with attention; each says what they are."""
+    """Settings of the models with attention; each model's class documents them."""
 
     heads: int = 2
     dtype: str | None = None
@@ -137,7 +137,7 @@ class SASRecConfig(AttentionConfig):
     {'version': 1, 'model': 'sasrec', 'width': 64, 'temperature': 0.05}
 
     Attributes:
-      heads: of each attention; a divisor of `width`.
+      heads: number of heads of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
         attention, and of the scores with sampled negatives. None is float32; `suited_to`
         chooses. Parameters, norms, biases of attention and sums are always float32.
@@ -158,12 +158,13 @@ class HSTUConfig(AttentionConfig):
     {'version': 1, 'model': 'hstu', 'heads': 4}
 
     Attributes:
-      heads: of each attention; a divisor of `width`.
+      heads: number of heads of each attention; a divisor of `width`.
       dtype: "float32" or "bfloat16", the dtype of the operands of products, also of
         attention, and of the scores with sampled negatives. None is float32; `suited_to`
         chooses. Parameters, norms, biases of attention and sums are always float32.
-      divisor: of the sums of attention, before a norm. None is `max_length`. A large one
-        weakens short histories, so give 50 where histories may be long; `suited_to` does.
+      divisor: number by which the sums of attention are divided, before a norm. None is
+        `max_length`. A large one weakens short histories, so give 50 where histories
+        may be long; `suited_to` does.
 
     Raises:
       ValueError: a value is out of range.

@@ -23,7 +23,8 @@ class HSTU(TokenModel):
     >>> model.loss(histories, times).shape
     ()
 
-    With E the vectors of the items, P those of the places, `*` by element, and the
+    With E the vectors of the items, P the vectors of the places, `*` by element, and
+    the
     attention of each head divided by `divisor` in place of a softmax::
 
         x_t        = dropout(sqrt(width) E[item_t] + P_t)

@@ -66,19 +66,20 @@ class SequenceModel(nnx.Module):
     first place alone. An id that is neither an item nor -1 makes its row NaN.
 
     Times are `[batch, length]` float32, in any unit. Only differences within a row count,
-    so that those of a row may begin with 0, which keeps them exact.
+    so that the times of a row may begin with 0, which keeps them exact.
 
     Attributes:
       uses_times: whether times make a difference. They may still be None.
-      config: what the model is made of.
+      config: settings of the model.
       num_items: number of items.
       output: the vectors of the items, `output.kernel`, read and scored with.
 
     Args:
-      config: what the model is made of.
+      config: settings of the model.
       items: number of items.
-      content: the sizes of what is known of the items, see `sparsejax.nn.ItemContent`;
-        `sparsejax.build` gives them. None is nothing.
+      content: sizes of the content of items (tags and vectors), as for
+        `sparsejax.nn.ItemContent`; `sparsejax.build` passes them. None: items have no
+        content.
       rngs: random streams: "params", and in training "dropout" and "negatives".
 
     Raises:
@@ -124,7 +125,8 @@ class SequenceModel(nnx.Module):
         `sparsejax.Optimizer` reads and writes only those that the batch has or that are drawn.
 
         Args:
-          negatives: see `SequenceConfig`.
+          negatives: number of items drawn for the loss of each batch, as in
+            `SequenceConfig`; None takes all.
         """
         sampler = "uniform" if negatives is None else self.config.sampler
         self.config = dataclasses.replace(
@@ -213,13 +215,14 @@ class SequenceModel(nnx.Module):
 
         Where there are more than some thousand places, the tokens of some histories are
         worked on together, in as many turns as the batch needs when it runs: time and memory
-        are those of the places that have a next item, not of padding. `SASRec` and `HSTU`
-        are computed so from the vectors of items to the loss and back; other models are
-        called with all places, and their output layer computes the rest alone.
+        are proportional to the places that have a next item, not to the padding.
+        `SASRec` and `HSTU` are computed so from the vectors of items to the loss and
+        back; other models are called with all places, and their output layer computes
+        the rest alone.
 
         Args:
           histories: up to `max_length + 1` places.
-          times: of each place, or None.
+          times: time of each place, or None.
           max_targets: the most places that have a next item, where it is known. All are then
             one turn of so many places, which a GPU works on a little faster. More places make the
             loss NaN. A mesh of several devices has one turn always, and needs this number: parts of
@@ -273,13 +276,13 @@ class SequenceModel(nnx.Module):
     def _loss_by_turns(
         self, histories: Ids, times: Times, size: int, h: Vectors | None = None
     ) -> Float[Array, ""]:
-        """The loss, whose memory and time are those of the places that have a next item.
+        """The loss, with memory and time proportional to the places that have a next item.
 
         Args:
-          histories: see `loss`.
-          times: see `loss`.
+          histories: items of each row, up to `max_length + 1` places.
+          times: time of each place, or None.
           size: the number of tokens of a turn.
-          h: the hidden vectors; None if `_of_tokens` makes those of each turn.
+          h: the hidden vectors; None if `_of_tokens` computes them in each turn.
         """
         length = histories.shape[1]
         wanted = histories[:, 1:] != PADDING
@@ -329,7 +332,7 @@ class SequenceModel(nnx.Module):
     def queries(
         self, histories: Ids, times: Times = None
     ) -> Float[Array, "batch width"]:
-        """The vectors that `top_k` multiplies with those of items."""
+        """The vectors that `top_k` multiplies with the items' vectors."""
         return self.output.queries(self.last(histories, times))
 
     def top_k(
@@ -347,8 +350,8 @@ class SequenceModel(nnx.Module):
           histories: up to `max_length` places.
           k: number of items.
           exclude: items to leave out of each row.
-          denied: whether an item is left out of all rows.
-          times: of each place, or None.
+          denied: a mask of items that are excluded in all rows.
+          times: time of each place, or None.
         """
         model = with_vectors(self)
         h = model.last(histories, times)
@@ -357,12 +360,12 @@ class SequenceModel(nnx.Module):
     def item_scores(
         self, histories: Ids, ids: Int[Array, "batch count"], *, times: Times = None
     ) -> Float[Array, "batch count"]:
-        """Scores of some items for each history; those of others are not computed.
+        """Scores of some items for each history, without computing the others'.
 
         Args:
           histories: up to `max_length` places.
           ids: item numbers, in `[0, num_items)`. The score of any other number is NaN.
-          times: of each place, or None.
+          times: time of each place, or None.
         """
         model = with_vectors(self)
         return model.output.item_scores(model.last(histories, times), ids)
@@ -375,7 +378,8 @@ class _LossOfTurn:
     Attributes:
       of_tokens: whether the model makes the hidden vectors, a `TokenModel`. Else they are
         picked, and the model is the output layer.
-      dtype: see `sampled_cross_entropy`.
+      dtype: dtype of the operands of products with sampled negatives; None is the
+        vectors' dtype.
     """
 
     of_tokens: bool
@@ -434,8 +438,8 @@ class TokenModel(SequenceModel):
         """The hidden vector of each token, which depends on those before it.
 
         Args:
-          tokens: of some histories.
-          vectors: of their items; None reads them.
+          tokens: tokens of some histories.
+          vectors: vectors of their items; None reads them.
         """
         if vectors is None:
             vectors = self._vectors_of(tokens.ids)

@@ -1,4 +1,4 @@
-"""Scores of nearest content, added to those of a model of histories."""
+"""Scores of nearest content, added to the scores of a model of histories."""
 
 from __future__ import annotations
 
@@ -28,11 +28,12 @@ class WithNeighbours(SequenceModel):
 
         score_i = score of the model + weight cos(c_last, c_i) - popularity log(1 + n_i)
 
-    c_i is what is known of item i: its tags, by the inverse of their frequency, and its vector. c_last
-    is the sum of those of the last items of the history. n_i is the number of entries of
+    c_i is the content of item i: its tags, by the inverse of their frequency, and its
+    vector. c_last is the sum of the content of the last items of the history. n_i is
+    the number of entries of
     the item in training. Items with few entries gain most: see docs/item_features.md.
 
-    It ranks, and is not trained. It keeps copies of what it needs of the model.
+    It ranks, and is not trained. It keeps copies of the model's parts that it needs.
 
     >>> tags = scipy.sparse.csr_array([[1.0, 0], [1, 1], [0, 1]])
     >>> sizes = ContentSizes.of(tags, None)
@@ -46,7 +47,8 @@ class WithNeighbours(SequenceModel):
 
     Args:
       model: trained, with content of its items.
-      weight: of the cosine. Scores of a model with the temperature .1 lie in [-10, 10].
+      weight: factor of the cosine. Scores of a model with the temperature .1 lie in
+        [-10, 10].
       recent: number of the last items.
       popularity: weight of the logarithm; 0 leaves it out.
 

@@ -23,7 +23,7 @@ class SASRec(TokenModel):
     >>> ids.shape
     (2, 10)
 
-    With E the vectors of the items and P those of the places::
+    With E the vectors of the items and P the vectors of the places::
 
         x_t  = dropout(sqrt(width) E[item_t] + P_t)
         x    = x + dropout(attention(norm(x)))          t sees the places up to t
@@ -70,6 +70,6 @@ class Block(Attention):
             q, k, v, activation="softmax", implementation=self.implementation
         )
         x = x + self.dropout1(self.mixed(y.reshape(x.shape)), tokens)
-        # Its derivative reads what `up` wrote, instead of writing more.
+        # Its derivative reads the result of `up`, instead of writing more.
         y = self.down(jax.checkpoint(nnx.gelu)(self.up(self.norm2(x))))
         return x + self.dropout2(y, tokens)

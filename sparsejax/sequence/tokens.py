@@ -29,10 +29,10 @@ class Tokens(NamedTuple):
 
     Attributes:
       ids: the items; `PADDING` where there is none.
-      places: of each token in its history.
-      rows: of the batch, to which each token belongs.
+      places: place of each token in its history.
+      rows: row of the batch to which each token belongs.
       indptr: where histories begin and end, counted within their part.
-      times: of each token, or None. They do not fall within a history.
+      times: time of each token, or None. Times do not fall within a history.
     """
 
     ids: Int[Array, "tokens"]
@@ -70,8 +70,8 @@ class Tokens(NamedTuple):
         """The places of `[batch, length + 1]` that have a next item.
 
         Args:
-          histories: whose last place is a target only.
-          times: of each place, or None.
+          histories: items of each row, oldest first; the last place is a target only.
+          times: time of each place, or None.
           room: the number of tokens, which parts of a mesh have in equal shares.
 
         Returns:
@@ -144,7 +144,8 @@ class Attention(nnx.Module):
     """A layer with `Tokens.attend`.
 
     Attributes:
-      implementation: see `history_attention`.
+      implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `history_attention`; None
+        picks the fastest.
     """
 
     implementation: Implementation = None
@@ -153,8 +154,8 @@ class Attention(nnx.Module):
 class Dropout(nnx.Dropout):
     """Drops numbers of tokens.
 
-    What is dropped of a token depends on its row of the batch and its place alone, so that
-    it is the same for any room and on any mesh.
+    The numbers that are dropped from a token depend only on its row of the batch and
+    its place, so that they do not change with the room or the mesh.
     """
 
     def __call__(self, x, tokens: Tokens):  # pyrefly: ignore[bad-override]
@@ -191,11 +192,11 @@ def _by_part(function, histories, times, *, deal: bool = False):
     """Calls `function` with numbers of rows, histories and times of each part.
 
     Args:
-      function: whose results the parts have one after the other.
-      histories: of the batch.
-      times: of each place, or None.
-      deal: whether parts exchange histories, so that those of each have nearly the same
-        number of places with a next item. Ids and times are few bytes beside vectors.
+      function: function whose results the parts have one after the other.
+      histories: histories of the batch.
+      times: time of each place, or None.
+      deal: whether parts exchange histories, so that all have nearly the same number of
+        places with a next item. Ids and times are few bytes beside vectors.
     """
     if times is not None:
         # A time before an earlier one counts as that.

@@ -45,7 +45,7 @@ class Turn(NamedTuple):
     """The tokens of some histories, which are worked on together.
 
     Attributes:
-      tokens: of these histories, then padding.
+      tokens: tokens of these histories, then padding.
       targets: the next item of each token.
       picked: for each `Picked` the rows of its array, `[tokens, width]`.
     """
@@ -56,7 +56,7 @@ class Turn(NamedTuple):
 
 
 # The sum over a turn's tokens, made with a copy of the model: (model, turn, shared, fixed).
-# Hashable, and equal to another that does the same: a compiled loop is found by it.
+# Hashable, and equal to another with equal results: a compiled loop is found by it.
 TurnSum = Callable[[Any, Turn, Any, Any], Float[Array, ""]]
 
 
@@ -98,10 +98,10 @@ def sum_of_turns(
     `shared`. Each turn begins with the same random state; the model's is that after one.
 
     Args:
-      function: see `TurnSum`.
+      function: the sum over a turn's tokens, a `TurnSum`.
       model: a copy of it is passed to the function.
       histories: their last place is a target only.
-      times: of each place, or None.
+      times: time of each place, or None.
       arrays: `[rows, width]`, rows of which turns pick.
       picks: the rows that `Turn.picked` has.
       shared: a tree of arrays that each turn gets whole.
@@ -168,15 +168,15 @@ def last_of_turns(
     vectors: Float[Array, "places width"],
     size: int,
 ) -> Float[Array, "batch width"]:
-    """The hidden vector of each history's last item, without those of padding.
+    """The hidden vector of each history's last item; padding is not computed.
 
     A loop of unknown length, as in `sum_of_turns`: it has no derivative.
 
     Args:
       of_tokens: the layers, from tokens and the vectors of their items to hidden vectors.
-      histories: see `sum_of_turns`, but the last place is an item like others.
-      times: of each place, or None. They do not fall within a history.
-      vectors: of the item at each place.
+      histories: items of each row, oldest first; the last place is an item like others.
+      times: time of each place, or None. Times do not fall within a history.
+      vectors: vector of the item at each place.
       size: the number of tokens of a turn, at least the length of a history.
     """
     batch, length = histories.shape
@@ -207,7 +207,7 @@ class _Batch(NamedTuple):
     """The histories that the turns share.
 
     Attributes:
-      histories: see `sum_of_turns`.
+      histories: items of each row, oldest first; the last place is a target only.
       times: ascending within a history.
       indptr: where the tokens of each history begin and end.
       places: the place of each token, numbered through the batch.
@@ -224,13 +224,14 @@ class _Work:
     """The program of one turn; see `sum_of_turns`.
 
     Attributes:
-      function: see there.
-      graph: of the model.
-      structure: of its state and of `shared`, whose leaves are inputs or other arrays.
+      function: the sum over a turn's tokens, a `TurnSum`.
+      graph: graph of the model.
+      structure: structure of the model's state and of `shared`, whose leaves are inputs
+        or other arrays.
       of_constants: structure of random state, other arrays, `fixed` and the `_Batch`.
       smooth: which leaves are inputs, which can be differentiated.
-      picks: see there.
-      size: see there.
+      picks: the rows that `Turn.picked` has.
+      size: number of tokens of a turn.
     """
 
     function: TurnSum
@@ -317,7 +318,8 @@ class _Window(NamedTuple):
       row: the history of each token.
       place: its place there; 0 for padding.
       used: whether it is a token.
-      indptr: where histories begin and end in the turn; those of other turns are empty.
+      indptr: where histories begin and end in the turn; histories of other turns are
+        empty.
     """
 
     end: Int[Array, ""]

@@ -154,9 +154,7 @@ _SHOWN = 3  # lines of each kind of fault that a message names
 
 
 class _WithBlankLines:
-    """A stream with blank lines in place of lines that are left out, and of bytes that are no
-    text.
-    """
+    """A stream with blank lines in place of omitted lines, and of bytes that are no text."""
 
     def __init__(self, stream: ByteStream, file: WithoutLines):
         self._stream, self._file = stream, file

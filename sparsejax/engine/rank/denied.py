@@ -13,9 +13,9 @@ from sparsejax.data.files.names import Names, as_names, find_names, quoted
 from sparsejax.mesh.layout import put_on_mesh
 from sparsejax.sparse import CSR
 
-# Entries of a table of truth values that is made to find what a row is denied.
+# Entries of a table of truth values that is made to find the excluded items of a row.
 _TABLE = 2**26
-# Entries that the rows of one batch may be denied.
+# Entries that may be excluded for the rows of one batch.
 _ENTRIES = 2**25
 
 
@@ -34,9 +34,10 @@ def denied_items(
 
     Args:
       num_items: number of items.
-      names: of the items, if they have names.
+      names: names of the items, if they have names.
       exclude_items: names of items, or their ids.
-      only_items: all other items are denied.
+      only_items: the only items that may be recommended; all others are excluded. None
+        allows all.
       tell: called with a line about names that are no items; by default a warning.
 
     Raises:
@@ -67,8 +68,8 @@ def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:
     """How many rows may be in a batch, so that `with_denied` has not too many entries.
 
     Args:
-      denied: from `denied_items`.
-      seen: what rows have.
+      denied: ids of excluded items, from `denied_items`.
+      seen: items that rows have already.
       num_items: number of items.
     """
     had = 0 if seen is None else np.diff(np.asarray(seen.indptr)).max(initial=0)
@@ -76,11 +77,11 @@ def rows_at_a_time(denied: np.ndarray, seen: CSR | None, num_items: int) -> int:
 
 
 def with_denied(seen: CSR, denied: np.ndarray, num_items: int) -> CSR:
-    """Rows of what each has, in NumPy, with the denied items in each of them.
+    """The items that each row has already, in NumPy, with the excluded items in each row.
 
     Args:
       seen: `[rows, items]`.
-      denied: from `denied_items`.
+      denied: ids of excluded items, from `denied_items`.
       num_items: number of items.
     """
     if not denied.size:

@@ -60,23 +60,24 @@ from sparsejax.sparse import CSR
 
 
 def metric_names(k: int) -> list[str]:
-    """Names of what `evaluate` measures at each cut-off, without a baseline."""
+    """Names of the metrics of `evaluate` at each cut-off, without a baseline."""
     return [f"{name}@{k}" for name in (*METRICS, "coverage", "gini")]
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Setup:
-    """How recommendations are measured; `evaluate` says what each choice means.
+    """How recommendations are measured; `evaluate` documents each choice.
 
     Attributes:
       k: cut-off, or several.
-      exclude: what is never recommended.
+      exclude: items of each row that are never recommended to it.
       exclude_items: items that nobody is recommended.
       only_items: the only items that are recommended, or None for all.
       unknown: "miss" or "skip".
       unknown_users: "count" or "skip".
       candidates: the items to rank for each row, or None for all.
-      popularity: what the baseline counts, or None for no baseline.
+      popularity: data whose entries the popularity baseline counts, or None for no
+        baseline.
       batch_size: rows scored at a time.
       by: "entries" to measure items with few and with many entries apart, or None.
       trained_on_inputs: whether the inputs are training data, so that an item that
@@ -128,13 +129,13 @@ def prepared_evaluation(
     Matches the rows and copies the data to the device.
 
     Args:
-      inputs: `[rows, features]`, what models are shown; or several.
-      heldout: `[rows, items]`, what they should find.
+      inputs: `[rows, features]`, the data that models are shown; or several.
+      heldout: `[rows, items]`, the entries that models should find.
       setup: how they are measured.
 
     Raises:
-      TypeError: see `evaluate`.
-      ValueError: see `evaluate`.
+      TypeError: an argument is no data, as for `evaluate`.
+      ValueError: rows, items or settings do not fit together, as for `evaluate`.
     """
     shown = Inputs.of(inputs)
     given = _Given.of(shown, heldout, setup)
@@ -193,11 +194,11 @@ class Evaluation:
 
     Attributes:
       ks: the cut-offs.
-      inputs: what the model is shown, all rows of it.
+      inputs: the data that the model is shown, all rows of it.
       heldout: the held-out entries, all rows of them.
       rows: `[users]` the rows of `heldout` that have entries.
       tasks: these rows in batches.
-      denied: the ids of the items that nobody is recommended.
+      denied: ids of the items that are excluded in all rows.
       users_new: number of rows of `heldout` that have no entry in the inputs.
       users_unknown: number of rows of `heldout` whose items are all unknown.
       entries_unknown: number of its entries of unknown items.
@@ -329,9 +330,9 @@ class Evaluation:
     def _tasks_of(
         self, model: Recommender
     ) -> tuple[Iterable[RankingTask], jax.Array | None]:
-        """The tasks of a model, and `[items]` whether an item is denied, if it takes that.
+        """The tasks of a model, and the mask `[items]` of excluded items, if it takes one.
 
-        Other models are denied items in each row.
+        For other models these items are excluded in each row.
         """
         if not self.denied.size or self.tasks.candidates is not None:
             return self.tasks, None
@@ -435,9 +436,9 @@ class _Given:
     """The matrices of an evaluation, whose columns are the items.
 
     Attributes:
-      heldout: what the model should find.
-      exclude: what is never recommended, or None.
-      popularity: what the baseline counts, or None.
+      heldout: entries that the model should find.
+      exclude: items of each row that are never recommended to it, or None.
+      popularity: data whose entries the popularity baseline counts, or None.
       candidates: the items to rank for each row, or None.
       trained: the training data, which decides which items are known; None if all are.
     """
@@ -465,8 +466,8 @@ class _Given:
         for source in (seen, counted, among):
             if source is not None:
                 _check_items(source, labels)
-        # Training data is what the baseline counts. Without a baseline it is the inputs,
-        # if these are excluded.
+        # The baseline counts the training data. Without a baseline, the inputs are the
+        # training data, if they are excluded.
         known_by, trained = popularity, counted
         if popularity is None and isinstance(exclude, str):
             known_by, trained = exclude, seen
@@ -557,7 +558,7 @@ def _tasks(
 ) -> Tasks:
     """The `rows: [users]` of the inputs, with the rows `scored: [users]` of `labels`.
 
-    The candidates are without the items that are `denied`.
+    The candidates do not include excluded items.
     """
     batch_size = rows_in_a_batch(setup.batch_size, scored.size)
     held = held_inputs(shown)
@@ -624,9 +625,9 @@ def _check_repeats(
     """Warns of held-out entries that are excluded, so that they cannot be found.
 
     Args:
-      heldout: what the model should find.
-      rows: of `heldout`.
-      seen: what is excluded.
+      heldout: entries that the model should find.
+      rows: row numbers in `heldout`.
+      seen: entries that are excluded.
       seen_rows: the row of `seen` for each of `rows`, or -1.
 
     Raises:
@@ -653,9 +654,9 @@ def _check_allowed(heldout: NamedCSR, rows: np.ndarray, denied: np.ndarray) -> N
     """Warns of held-out entries of items that nobody is recommended.
 
     Args:
-      heldout: what the model should find.
-      rows: of `heldout`.
-      denied: the ids of these items.
+      heldout: entries that the model should find.
+      rows: row numbers in `heldout`.
+      denied: ids of the excluded items.
 
     Raises:
       ValueError: all entries are of such items.
@@ -687,12 +688,12 @@ def _tell_of_missed(
     """Warns of held-out entries that cannot be found.
 
     Args:
-      heldout: what the model should find.
-      rows: of `heldout`.
+      heldout: entries that the model should find.
+      rows: row numbers in `heldout`.
       missed: how many entries of known items cannot be found.
-      wholly: what to say if these are all such entries.
+      wholly: the message if these are all such entries.
       why: why they cannot be found.
-      advice: what follows.
+      advice: a sentence that follows the message.
 
     Raises:
       ValueError: they are all such entries.

@@ -55,7 +55,7 @@ def exclusion(
 ) -> Batches:
     """The entries of `seen` for some rows of the inputs, in batches.
 
-    `held` is what `held_inputs` returned.
+    `held` is the result of `held_inputs`.
     """
     for name, part in inputs.parts.items():
         matrix = held[name]
@@ -76,9 +76,9 @@ def denying(
     """The items that each batch of rows is not recommended, made for one batch at a time.
 
     Args:
-      seen: what rows have, or None.
-      rows: of `seen`; -1 has nothing.
-      denied: from `denied_items`.
+      seen: items that rows have already, or None.
+      rows: row numbers in `seen`; -1 has nothing.
+      denied: ids of excluded items, from `denied_items`.
       num_items: number of items.
       batch_size: rows in a batch.
     """

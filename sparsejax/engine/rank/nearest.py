@@ -56,8 +56,9 @@ def nearest(
       queries: `[n, width]` numbers.
       vectors: `[m, width]` numbers.
       k: how many for each query. Where there are fewer vectors, ids end with -1.
-      metric: see above.
-      dtype: of the operands: float32, float16 or bfloat16. Sums are made in float32.
+      metric: "dot" or "cosine", the scores above.
+      dtype: dtype of the operands: float32, float16 or bfloat16. Sums are made in
+        float32.
       batch_size: queries at a time.
 
     Returns:

@@ -53,14 +53,15 @@ def save_recommendations(
     Args:
       path: the file, which is replaced if it exists.
       rows: names of the rows.
-      found: what is recommended to each.
+      found: the recommended items of each row.
       items: names of all items.
       rows_at_a_time: number of rows whose recommendations make a row group of `.parquet`,
         and are in memory as text.
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: see `check_writable` and `check_recommendation_names`.
+      ValueError: the names cannot be written in this form, or there are not as many as
+        rows or items.
     """
     check_writable(path)
     check_recommendation_names(path, rows, items)
@@ -124,7 +125,7 @@ def check_recommendation_names(
 
 
 def _ending(path: str | os.PathLike[str]) -> str:
-    """The end of a file's name that decides its form, without that of compression."""
+    """The end of a file's name that decides its form, without the ending of compression."""
     path = pathlib.Path(path)
     return path.with_suffix("").suffix if path.suffix in COMPRESSED else path.suffix
 

@@ -85,11 +85,11 @@ class Recommendations:
         Args:
           users: the names of all rows, or a data set whose rows they are; by default
             `row_names`.
-          items: as for `names`.
+          items: the names of all items, or a data set whose features they are; by
+            default `item_names`.
 
         Raises:
-          ValueError: the number of users is not that of the rows, or there are fewer
-            names than items.
+          ValueError: there are not as many users as rows, or there are fewer
         """
         users = self.row_names if users is None else users
         if users is None:
@@ -121,7 +121,8 @@ class Recommendations:
         ([['rye', 'milk']], [[1.5, 0.5]])
 
         Args:
-          items: as for `names`.
+          items: the names of all items, or a data set whose features they are; by
+            default `item_names`.
 
         Raises:
           ValueError: there are fewer names than items, or none are known.

@@ -60,7 +60,7 @@ class Recommender(Protocol):
 
 
 def can_deny(model: Any) -> bool:
-    """Whether a model's `top_k` takes `denied`."""
+    """Whether a model's `top_k` accepts `denied`, a mask of excluded items."""
     known = getattr(model, "denies", None)
     if known is not None:
         return known
@@ -122,7 +122,7 @@ def recommended(
 ):
     """Ids and scores, `[batch, k]`, of a model from `split`.
 
-    `recommended[deterministic]` is it, in one of the two forms of `Programs`. With `denied`,
+    `recommended[deterministic]` is one of the two forms of `Programs`. With `denied`,
     `[items]` bool, the model must be one that `can_deny`.
     """
     with merged(graphdef, state) as model:

@@ -27,9 +27,9 @@ class RankingTask:
     """A batch of rows for which a model should find the held-out items.
 
     Attributes:
-      shown: what the model is shown.
-      exclude: what it may not recommend, or None.
-      labels: what it should find.
+      shown: the data that the model is shown.
+      exclude: items that it may not recommend, or None.
+      labels: items that it should find.
       left_out: `[batch]` number of held-out entries that have no item number, or None.
       candidates: `[batch, count]` the items to rank. In each row ids ascend, and -1 stands
         for no item. None ranks all items.
@@ -47,9 +47,9 @@ class Tasks:
     """All batches: an iterable of `RankingTask`, which has the attributes of one batch.
 
     Attributes:
-      shown: batches of what the model is shown.
-      exclude: batches of what it may not recommend, or None.
-      labels: batches of what it should find.
+      shown: batches of the data that the model is shown.
+      exclude: batches of the items that it may not recommend, or None.
+      labels: batches of the items that it should find.
       left_out: `[steps, batch]`, or None.
       candidates: `[steps, batch, count]`, or None.
     """
@@ -83,8 +83,8 @@ def ranked(
 ) -> tuple[Array, Array]:
     """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends.
 
-    With `denied`, `[items]` bool, the model must be one that `can_deny`. The candidates of a
-    task are without such items.
+    With `denied`, `[items]` bool, the model must be one that `can_deny`. The candidates
+    of a task do not include such items.
     """
     if task.candidates is None:
         return recommended[deterministic](
@@ -110,7 +110,7 @@ def measured(
 
     Args:
       found: from `ranked`, with at least `max(ks)` columns.
-      labels: what should be found.
+      labels: items that the model should find.
       left_out: `[batch]` number of held-out entries that have no item number, or None.
       counts: `[len(ks), items]` int32, of the batches before.
       ks: the cut-offs.

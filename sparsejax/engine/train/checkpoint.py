@@ -199,7 +199,8 @@ class Checkpoints:
         """Checks that the checkpoints are of this run, and of this release.
 
         Raises:
-          ValueError: one of them is not. The message says what differs.
+          ValueError: a checkpoint is of another run or release. The message says how it
+            differs.
         """
         for step in self.steps():
             with contextlib.suppress(_Damaged):  # `restore` will say so
@@ -240,11 +241,13 @@ class Checkpoints:
                 arrays = self._load(step, modules, record)
             except _Damaged as error:
                 failure = str(error)
-            # Each process reads its own part. The damage may be in that of another one.
+            # Each process reads its own part. The damage may be in another process's
+            # part.
             if not processes.is_true_anywhere(bool(failure)):
                 _set_arrays(modules, arrays)
                 for host in _host_rows(modules)[0].values():
-                    # The number of the devices' state may be that of an earlier one now.
+                    # The number of the devices' state may belong to an earlier
+                    # checkpoint now.
                     host.forget_slots()
                 return progress
             if processes.is_true_anywhere(not (self.directory / str(step)).is_dir()):
@@ -388,10 +391,10 @@ class _Record:
     """The facts of a checkpoint beside its arrays and the version.
 
     Attributes:
-      identity: of the run.
+      identity: settings and data of the run, which a resume compares.
       progress: how far training had come.
-      shapes: of the arrays.
-      checksums: of the arrays.
+      shapes: shapes of the arrays.
+      checksums: checksums of the arrays.
       score: how good it is, if that was measured.
       host_rows: the files of parameters whose rows are in host memory.
     """
@@ -454,7 +457,7 @@ def _first_line(error: Exception) -> str:
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """Drops what orbax and asyncio print when a read fails with an exception."""
+    """Drops the lines that orbax and asyncio print when a read fails with an exception."""
     loggers = [logging.getLogger(name) for name in ("", "absl", "asyncio")]
     hook = sys.unraisablehook
     with warnings.catch_warnings(), contextlib.ExitStack() as stack:
@@ -526,8 +529,9 @@ def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
 
 
 def _uncompressed() -> ocp.Context:
-    """Orbax's options. Trained numbers hardly get smaller, and compressing them is most of
-    the time of a save, and a third of that of a restore."""
+    """Orbax's options. Trained numbers hardly get smaller, and compressing them takes
+    most of the time of a save, and a third of the time of a restore.
+    """
     from orbax.checkpoint import v1 as ocp
 
     context = ocp.Context()
@@ -542,7 +546,7 @@ def _arrays(state) -> dict[str, Any]:
 
 
 def _not_empty(arrays: Mapping[str, Any]) -> dict[str, Any]:
-    """The arrays that orbax can write: not those of a model without dense columns, say."""
+    """The arrays that orbax can write, without empty ones such as a kernel of no dense columns."""
     return {name: array for name, array in arrays.items() if array.size}
 
 

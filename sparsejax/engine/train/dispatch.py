@@ -90,7 +90,7 @@ class Dispatch:
         chunk of streamed data; -1 stands for no row.
       first: where in `rows` the steps of this dispatch begin.
       examples: for each step of this dispatch, how many examples it has.
-      sizes: what the program is compiled for.
+      sizes: sizes that the program is compiled for.
       is_last: whether the steps are the last ones of `rows`.
     """
 
@@ -445,7 +445,7 @@ def run_steps(
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
     an epoch. If dispatches are full, it is not read. If they are padded, steps from `count`
     on repeat the last batch and change nothing. On a mesh the state keeps its layout, and
-    every device has the losses. `staged` is that of `Staging`, if there is one.
+    every device has the losses. `staged` is the result of `Staging`, if there is one.
 
     Returns:
       The state, and the losses `[sizes.steps]`, 0 from `count` on.
@@ -655,11 +655,11 @@ def epoch_order(
 def evened(
     order: jax.Array, loads: jax.Array, key: jax.Array, num_rows: int
 ) -> jax.Array:
-    """The same rows of an epoch in batches whose loads are nearly equal.
+    """The rows of an epoch in batches whose loads are nearly equal.
 
     A row keeps its place in a batch, so it stays in its shard and part. Places are taken
-    together at random: first two, then two pairs, and so on. The sums of the one side, the
-    smallest first, meet those of the other, the largest first, so they differ less
+    together at random: first two, then two pairs, and so on. The sums of one side, the
+    smallest first, meet the sums of the other, the largest first, so they differ less
     each time. The last batch, if it is smaller, is the one whose mean is nearest to that of
     all, of as many as there are batches.
 

@@ -1,7 +1,8 @@
-"""Trains on files as they appear, each once, until it is told to end.
+"""Trains on files as they appear, each once, until a signal ends it.
 
-The batches of a file are its rows in their order, and no batch has rows of two files. So what
-is trained depends on the files alone, not on when they came or on how often it was interrupted.
+The batches of a file are its rows in their order, and no batch has rows of two files.
+So the result depends on the files alone, not on when they came or on how often it was
+interrupted.
 """
 
 from __future__ import annotations
@@ -57,8 +58,8 @@ class Feed:
     """Files that appear.
 
     Attributes:
-      names: gives the names of those that are there, in the order in which they count; None if
-        that cannot be told now.
+      names: returns the names of the files that exist, in the order in which they
+        count; None if that is unknown now.
       read: reads the file of a name. A file without rows gives None.
       seconds: between two looks, while there is nothing to do.
     """
@@ -70,7 +71,7 @@ class Feed:
 
 @runtime_checkable
 class Exports(Protocol):
-    """Exports of what was trained, one after the other."""
+    """Exports of the trained model, one after the other."""
 
     def __call__(self) -> None:
         """Begins the next one."""
@@ -93,17 +94,18 @@ def follow(
     export_seconds: float,
     log: Callable[[int, Mapping[str, float]], None] | None,
 ) -> None:
-    """Trains a model in place on what a feed has and will have.
+    """Trains a model in place on the files that a feed has and will have.
 
-    Returns after SIGINT, or within `interrupts.noted` SIGTERM. Then the steps that ran have
-    ended, a checkpoint has them, and so has an export. A second signal does not wait.
+    Returns after SIGINT, or within `interrupts.noted` SIGTERM. Then the steps that ran
+    have ended, a checkpoint has them, and so has an export. A second signal does not
+    wait.
 
     Args:
       model: the model.
       optimizer: its optimizer.
-      feed: of the files.
+      feed: source of the files.
       batch_size: examples of a step; the last one of a file may have fewer.
-      deterministic: see `fit`.
+      deterministic: whether the training gives the same bits in every run, as in `fit`.
       checkpoints: to go on from, and to write. There is one before the first file is read.
       checkpoint_seconds: from one checkpoint to the next.
       export: called when `export_seconds` have passed since the last call, if there were steps
@@ -115,7 +117,7 @@ def follow(
     Raises:
       FloatingPointError: a loss is not finite.
       ValueError: the file that was trained on at the last checkpoint has fewer rows now; or a
-        file cannot be read. What was trained before it is in the checkpoint and the export.
+        file cannot be read. The training before it is in the checkpoint and the export.
     """
     program = Program(cast(Trainable, model), optimizer, deterministic=deterministic)
     saver = Saver(checkpoints, program.modules, checkpoint_seconds)
@@ -150,7 +152,7 @@ class _Exports:
         self._last, self._step = -float("inf"), step - 1
 
     def do(self, step: int, *, if_due: bool = False) -> None:
-        """Exports what is new, and what the last one has not written.
+        """Exports the new steps, and the rows that the last export has not written.
 
         Args:
           step: how many were done.
@@ -193,13 +195,13 @@ class _Following:
     def is_worth_saving(self) -> bool:
         """Whether a signal waits for a checkpoint and an export.
 
-        It does not while the first step compiles: what was saved before lacks nothing.
+        It does not while the first step compiles: the earlier checkpoint lacks nothing.
         """
         unsaved = self.saver.has_unsaved(self.progress)
         return self.is_ready and (self.is_whole or unsaved)
 
     def run(self) -> None:
-        """Trains until it is told to end."""
+        """Trains until a signal ends it."""
         while not interrupts.is_told_to_end():
             name = self._next()
             if name is None:
@@ -245,7 +247,7 @@ class _Following:
             time.sleep(min(left, _NAP))
 
     def _train_on(self, name: str) -> None:
-        """Trains on a file; after a resume, on what is left of it."""
+        """Trains on a file; after a resume, on the rest of it."""
         progress = self.progress
         job = self.feed.read(name)
         num_rows = 0 if job is None else job.examples.num_rows

@@ -73,12 +73,12 @@ class Footprint(Step):
 
     @property
     def kept(self) -> int:
-        """Weights, state, data set and order: what exists all the time."""
+        """Weights, state, data set and order: the memory that is used all the time."""
         return self.weights + self.state + self.dataset + self.order
 
     @property
     def total(self) -> int:
-        """The peak: what is kept and the most that is temporary."""
+        """The peak: the memory that is used all the time, and the most that is temporary."""
         return self.kept + self.temporary
 
 
@@ -88,11 +88,12 @@ class Workload(abc.ABC):
 
     Attributes:
       inputs: number of features; of a model of histories the items.
-      entries: of the inputs, over all rows.
+      entries: number of entries of the inputs, over all rows.
       values: whether entries have values.
       batch: rows of a step.
-      fused: as `fit` takes it.
-      content: the `ContentSizes` of what is known of the items, or None.
+      fused: whether the output layer is updated without a gradient array, as `fit`
+        takes it.
+      content: sizes of the items' content, as `ContentSizes`, or None.
       by_parts: whether vectors with content are made part by part, and not stored.
     """
 
@@ -162,7 +163,7 @@ class Workload(abc.ABC):
 
     @abc.abstractmethod
     def placed(self, data: int, model: int, shape: Shape) -> tuple[Any, ...]:
-        """The matrices on a mesh; `shape` makes what takes the place of arrays."""
+        """The matrices on a mesh; `shape` makes the objects that stand for arrays."""
 
     @abc.abstractmethod
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
@@ -253,10 +254,10 @@ def fitting[Job: Workload](
     """The job, and its memory on such a mesh: by parts if it fits only so.
 
     Args:
-      job: that stores all vectors.
+      job: a training that stores all vectors.
       data: size of the mesh's axis.
-      model: the same.
-      memory: of a device; None if it is not known.
+      model: size of the mesh's axis "model".
+      memory: memory of a device; None if it is not known.
     """
     found = footprint(job, data, model)
     if memory is None or found.total <= memory or not job.can_be_by_parts:
@@ -267,14 +268,14 @@ def fitting[Job: Workload](
 
 
 class Scored(NamedTuple):
-    """An output layer, and what it scores.
+    """An output layer, and the rows and items that it scores.
 
     Attributes:
-      rows: of the whole batch.
+      rows: number of rows of the whole batch.
       items: rows of the kernel that the device has.
-      width: of the kernel.
+      width: width of the kernel.
       stored: dtype of the kernel.
-      dtype: that of the operands of the products.
+      dtype: dtype of the operands of the products.
     """
 
     rows: int
@@ -368,10 +369,10 @@ def input_gradient(
     """Bytes of the gradient of a kernel `[rows, width]` of which a batch reads rows.
 
     Args:
-      job: what is trained.
+      job: the training.
       entries: how many of them the batch reads.
-      rows: of the kernel, on a device.
-      width: of the kernel.
+      rows: number of rows of the kernel, on a device.
+      width: width of the kernel.
       dense: whether a gradient of all rows is made, too.
     """
     rule = job.rule

@@ -1,11 +1,12 @@
 """A training step whose output kernel has no gradient array.
 
-The gradient of a chunk of items is applied to its weights and optimizer state where it
-is made. What remains to differentiate is the part of the model before the output::
+The gradient of a chunk of items is applied to its weights and optimizer state as soon
+as it is computed. The remaining part of the model, before the output, is
+differentiated::
 
     h                      = encode(x)
     loss, dh, output layer = losses and updates, a chunk of items at a time
-    gradients of encode    = those of  sum(h * dh)  with dh constant
+    gradients of encode    = gradients of  sum(h * dh)  with dh constant
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ class OutputLayer(Protocol):
 
 @runtime_checkable
 class Fusable(Protocol):
-    """A model whose loss is that of a `SparseOutput` on what `encode` makes."""
+    """A model whose loss is a `SparseOutput`'s loss on the result of `encode`."""
 
     loss_rule: LossRule
 
@@ -158,16 +159,16 @@ def train_step(
 
     Args:
       model: with the parameters.
-      optimizer: of this model.
-      x: what the model encodes.
-      labels: of the output.
-      weights: of the examples.
+      optimizer: the optimizer of this model.
+      x: the input of the model's `encode`.
+      labels: labels of the output.
+      weights: factors of the examples' losses.
       derived: from the output layer as it is now, see `derive`.
-      chunk_scores: about how many scores of the output exist at a time; None is what is
+      chunk_scores: about how many scores of the output exist at a time; None picks the
         fastest here.
 
     Returns:
-      The loss, and what was derived from the output layer as it is now.
+      The loss, and the arrays derived from the output layer as it is now.
     """
     layer, rule = model.output, optimizer.rule
     count = optimizer.step[...] + 1
@@ -290,8 +291,8 @@ def train_step(
     def surrogate(model):
         h = model.output.hidden_operand(model.encode(x))
         constant = lax.stop_gradient(h)
-        # A program of its own, as what is written in place cannot be in one that is
-        # differentiated.
+        # A program of its own, as arrays that are written in place cannot be in a
+        # program that is differentiated.
         run = jax.jit(
             functools.partial(over_items, kernel_spec=method.kernel_spec),
             static_argnums=0,

@@ -95,9 +95,10 @@ def jit(
       timing programs that `fit` does not use either.
     - Under `jax.set_mesh(make_mesh(...))` whatever is not divided is copied to every device
       at the first call, and every array stays on its devices.
-    - What modules hold beside arrays must be hashable: a tuple in place of a list. A change
-      within a list would not be noticed.
-    - The step changes values of variables. It cannot change what a module consists of, and it
+    - Attributes of modules other than arrays must be hashable: a tuple in place of a
+    list. A change within a list would not be noticed.
+    - The step changes values of variables. It cannot change which variables and modules
+    a module has, and it
       returns arrays, not modules.
 
     A module in another mode (`model.eval()`), with other settings, or with arrays of other
@@ -108,10 +109,10 @@ def jit(
       f: the step. Without it, a decorator that has the options is returned.
       static_argnums: positions of arguments that are Python values, not arrays; the step is
         compiled for each value. They must be hashable.
-      static_argnames: the same by name.
+      static_argnames: names of arguments that are Python values, not arrays.
       donate_argnums: positions of other arguments whose memory the step may reuse. Modules
         need not be named.
-      donate_argnames: the same by name.
+      donate_argnames: names of other arguments whose memory the step may reuse.
       deterministic: give the same bits in every process on the same kind of GPU, see `fit`.
 
     Returns:
@@ -120,9 +121,9 @@ def jit(
     Raises:
       TypeError: (when called) a static argument or a setting of a module cannot be hashed,
         or the step returns a module.
-      ValueError: (when called) the parameters of a module are not those of its first call;
-        the step changes what a module consists of; the memory of a module was donated to
-        another program; the optimizer was made for another model.
+      ValueError: (when called) the parameters of a module are not those of its first
+        call; the step changes which variables a module has; the memory of a module was
+        donated to another program; the optimizer was made for another model.
     """
     if f is None:
         return functools.partial(
@@ -214,10 +215,10 @@ class _How(NamedTuple):
 
     Attributes:
       graphdef: the graph of the modules.
-      structure: see `inplace.Flattened`.
-      layout: see `inplace.Flattened`.
+      structure: tree of the state, as in `inplace.Flattened`.
+      layout: order of the arrays, as in `inplace.Flattened`.
       mesh: the mesh that is set.
-      trees: structure of the arguments that are not donated, and of those that are.
+      trees: structure of the arguments that are not donated, and of the donated ones.
       modules: for each of their leaves, the number of the module that it is, or None.
       static: the static arguments by position or name, with their types.
     """
@@ -327,12 +328,12 @@ class _Step:
 
 
 class _Split:
-    """Modules that were split, and what tells whether they still consist of the same.
+    """Modules that were split, and the means to check that they have not changed.
 
     Attributes:
       flat: their arrays.
       programs: take and give these.
-      paths: of their variables.
+      paths: paths of their variables.
     """
 
     def __init__(
@@ -345,7 +346,7 @@ class _Split:
         self.flat, self.programs = flat, programs
         self.paths = _paths(modules)
         self._modules = [_reference(module, forget) for module in modules]
-        # The containers of the modules and what they held.
+        # The containers of the modules and their contents at that time.
         self._held: list[tuple[Any, list[Any], list[Any]]] = []
         for _, node in nnx.iter_graph(modules):
             if isinstance(node, nnx.Pytree) or dataclasses.is_dataclass(node):
@@ -382,7 +383,7 @@ class _Split:
 
 
 def _programs(f: Callable[..., Any], how: _How, timed: bool) -> Programs:
-    """The programs of a function: of arrays, and donating those of the modules."""
+    """The programs of a function: from arrays to arrays, donating the modules' arrays."""
 
     def program(values, given, kept, constants):
         state = jax.tree.unflatten(how.structure, jax.tree.leaves(values))

@@ -27,16 +27,17 @@ class Job:
     """Examples to train on, and how the model is measured.
 
     Attributes:
-      examples: what to train on.
+      examples: the data to train on.
       metric: the validation metric that decides which epoch is the best; None without
         validation.
       prepare: makes the validation data ready for batches of some size; None without it.
-      exchange: makes the model ready to exchange ids of batches of some size over a mesh. It
-        gives what counts the lookups that had too little room for them, if any can have.
+      exchange: makes the model ready to exchange ids of batches of some size over a
+        mesh. It returns a function that counts the lookups that had too little room for
+        them, if any can have.
       settings: further JSON values that a resume must repeat. A checkpoint without one takes
         any value.
-      rates: called before an epoch; gives what is called after it, for further numbers of its
-        history entry.
+      rates: called before an epoch; returns a function that is called after it, for
+        further numbers of its history entry.
     """
 
     examples: Examples | Stream
@@ -55,8 +56,8 @@ def metric_of(
     Args:
       stopping: may name it.
       default: if it does not.
-      known: those that there are.
-      what: says of what, for the message.
+      known: the metrics that exist.
+      what: name of the metrics' subject, for the message.
 
     Raises:
       ValueError: there is no such metric.

@@ -36,7 +36,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class How:
-    """How to train; `fit` says what each choice means, and what is wrong with it."""
+    """How to train; `fit` documents each choice and its errors."""
 
     batch_size: int
     num_epochs: int
@@ -261,7 +261,7 @@ class _Training:
         )
 
     def _run_epoch(self) -> None:
-        """Trains on an epoch; after a resume, on what is left of it."""
+        """Trains on an epoch; after a resume, on the rest of it."""
         progress, ahead = self.progress, 1 if dispatching.launches_ahead() else 0
         for dispatch in self.epochs.dispatches(
             progress.epoch, position=progress.position

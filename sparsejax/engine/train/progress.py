@@ -51,10 +51,10 @@ class EarlyStopping:
 
 @dataclasses.dataclass
 class Progress:
-    """How far a training has come: what a checkpoint keeps beside the arrays.
+    """How far a training has come: the part of a checkpoint beside the arrays.
 
     Attributes:
-      settings: what must be the same when the training is resumed.
+      settings: settings that must not change when the training is resumed.
       epoch: epochs done.
       position: steps done in the epoch that follows these.
       step: steps done in all.
@@ -64,7 +64,7 @@ class Progress:
       best_epoch: the epoch with the highest score, counted from 1; 0 before the first.
       waited: epochs since the best one.
       stopped: whether early stopping has ended the training.
-      history: what `fit` returns.
+      history: the history that `fit` returns.
     """
 
     settings: dict[str, Any]
@@ -162,7 +162,7 @@ class Saver:
     """Saves checkpoints of modules, if there is a folder for them.
 
     Args:
-      checkpoints: those of the folder; None if nothing is to be saved.
+      checkpoints: checkpoints of the folder; None if nothing is saved.
       modules: NNX modules.
       seconds: it is time to save when this much time has passed since the last save.
     """

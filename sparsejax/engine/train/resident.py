@@ -64,8 +64,8 @@ class Sizes(NamedTuple):
         once, for the gradients of their rows.
       full: whether each dispatch has `steps` steps. Then a GPU does not tell the host
         before each step that there is one more, and the host launches far ahead.
-      padded: whether one that has fewer does `steps` steps all the same, for that reason,
-        of which the last ones change nothing.
+      padded: whether a dispatch with fewer steps also does `steps` steps, for that
+        reason, of which the last ones change nothing.
     """
 
     capacities: tuple[int, ...]
@@ -77,9 +77,9 @@ class Sizes(NamedTuple):
 
 @runtime_checkable
 class TrainingTask(Protocol):
-    """The roles of the matrices of `Examples`, and what is learned from them.
+    """The roles of the matrices of `Examples`, and the way to learn from them.
 
-    Here kinds of models differ: `Roles` is that of item models, `ClickTask` of
+    Here kinds of models differ: `Roles` is for item models, `ClickTask` of
     `sparsejax.kinds.clicks.job` that of click models. It is hashable, because programs are
     compiled for it.
     """
@@ -102,7 +102,7 @@ class TrainingTask(Protocol):
         ...
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
-        """Selects from all matrices what the model is shown, and the labels."""
+        """Selects from all matrices the inputs of the model, and the labels."""
         ...
 
     def check(self, model: Any) -> None:
@@ -116,11 +116,11 @@ class TrainingTask(Protocol):
     def staging(
         self, model: Any, optimizer: Optimizer, deterministic: bool
     ) -> Staging | None:
-        """Makes what is to be done before the steps of a dispatch, if something is."""
+        """Makes the work that is done before the steps of a dispatch, if there is some."""
         ...
 
     def with_staged(self, x: Any, staged: Any) -> Any:
-        """Replaces, in what the model is shown, ids by what `Staging` made of them."""
+        """Replaces ids in the model's inputs by the results of `Staging`."""
         ...
 
 
@@ -139,10 +139,10 @@ class Staging(Protocol):
 
         Args:
           data: the examples.
-          rows: of each step of an epoch, see `Dispatch`.
-          first: of the steps.
-          count: of the steps.
-          sizes: of the program.
+          rows: rows of each step of an epoch, as in `Dispatch`.
+          first: number of the first step.
+          count: number of steps.
+          sizes: sizes that the program is compiled for.
 
         Yields:
           The next number of steps, and what `TrainingTask.with_staged` takes, of as many steps
@@ -166,8 +166,8 @@ class BeginsRows(Protocol):
 
         Args:
           model: is changed.
-          optimizer: the same.
-          x: what `of` gave.
+          optimizer: the optimizer, which is changed, too.
+          x: the input that `of` selected.
           exists: `[batch]` whether there is such an example.
         """
         ...
@@ -258,7 +258,7 @@ class Examples:
     True
 
     Attributes:
-      roles: what the matrices are.
+      roles: names and kinds of the matrices.
       matrices: the inputs, `[rows, ...]`, then those targets that are something else.
       weights: `[rows]` float32, or None.
     """
@@ -396,17 +396,17 @@ class Resident:
     """A data set on the device, or in blocks on the mesh.
 
     Attributes:
-      matrices: the inputs, then those targets that are something else. A dense input is
-        `[data, rows of a part + 1, ...]`; the last row of a part stands for no row. A CSR
-        has all rows, on every device.
+      matrices: the inputs, then targets that are no inputs. A dense input is `[data,
+        rows of a part + 1, ...]`; the last row of a part stands for no row. A CSR has
+        all rows, on every device.
       weights: `[data, rows of a part]`, or None; without a mesh there is one part.
       num_rows: number of rows (static).
       contiguous: whether the rows of a shard follow each other, see `first_row`; else
         row `r` belongs to shard `r mod 64` (static).
-      roles: what the matrices are (static).
+      roles: names and kinds of the matrices (static).
     """
 
-    # Each a CSR, ShardedCSR or array; while a program is lowered, what JAX has in its place.
+    # Each a CSR, ShardedCSR or array; while a program is lowered, JAX's placeholder.
     matrices: tuple[Any, ...]
     weights: jax.Array | None
     num_rows: int = dataclasses.field(metadata={"static": True})
@@ -487,7 +487,8 @@ class Resident:
                 if self.roles.even:
                     parts, size = rows.shape[1], every.shape[1]
                     largest = parts * _largest_dealt(matrix, every, parts)
-                    # The mean is that of each epoch, so one program serves all of them.
+                    # The mean is the mean of each epoch, so one program serves all of
+                    # them.
                     mean = size * jnp.sum(matrix.row_lengths()) / self.num_rows
                     return jnp.maximum(largest, jnp.ceil(1.01 * mean).astype(jnp.int32))
                 return _largest(matrix, every)

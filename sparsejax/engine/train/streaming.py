@@ -1,8 +1,9 @@
 """Training data that stays on disk; one chunk at a time is on the devices.
 
-While one chunk is trained on, the next is read and copied to the devices. Within a chunk
-the order is that of `sparsejax.engine.train.resident`, except that the rows of a shard follow
-each other in the file. So a process reads only the rows that its devices train on.
+While one chunk is trained on, the next is read and copied to the devices. Within a
+chunk the order is as in `sparsejax.engine.train.resident`, except that the rows of a
+shard follow each other in the file. So a process reads only the rows that its devices
+train on.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ Matrix = CSR | np.ndarray
 
 @runtime_checkable
 class Scanned(Protocol):
-    """Rows on disk, and what is learned from them."""
+    """Rows on disk, and the task that learns from them."""
 
     @property
     def roles(self) -> TrainingTask:
@@ -70,7 +71,7 @@ class Scanned(Protocol):
         ...
 
     def fingerprint(self) -> str:
-        """A hash of what the files say of themselves."""
+        """A hash of the metadata of the files."""
         ...
 
 
@@ -87,7 +88,7 @@ class Stream:
         if self.num_rows == 0:
             raise ValueError("inputs has no rows")
         self._weights = checked_weights(weights, self.num_rows)
-        # Kept, because the thread that reads does not see what this one has set.
+        # Kept, because the reading thread does not see the context of this one.
         self._mesh = current_mesh()
         self._device = jax.config.jax_default_device
         self.chunk_rows = rows.chunk_rows or self._rows_that_fit()
@@ -119,7 +120,7 @@ class Stream:
         self._thread.shutdown(cancel_futures=True)
 
     def fingerprint(self) -> str:
-        """A hash of what the files say of themselves."""
+        """A hash of the metadata of the files."""
         weights = [] if self._weights is None else [self._weights]
         return f"{self._rows.fingerprint()}-{fingerprint(*weights)}"
 
