@@ -547,7 +547,7 @@ FAULTS = [
     (
         "sparsejax/optimizers/rules/missed_steps.py",
         "here = (position >= 0) & (position < _CHUNK)",
-        "here = position >= 0",
+        "here = position < _CHUNK",
     ),
     (
         "sparsejax/cli/train.py",

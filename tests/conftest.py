@@ -101,6 +101,22 @@ def _few_programs_and_objects() -> Iterator[None]:
     gc.freeze()
 
 
+@pytest.fixture(autouse=True)
+def _no_mesh_is_left() -> Iterator[None]:
+    """Fails a test that leaves a mesh set, and unsets it: all later tests would run on it.
+
+    A call of `jax.set_mesh` sets the mesh, and only the end of its `with` unsets it.
+    """
+    before = jax.sharding.get_mesh()
+    yield
+    left = jax.sharding.get_mesh()
+    if left != before:
+        jax.set_mesh(before)
+        pytest.fail(
+            f"the test leaves a mesh set, {left}: write `with jax.set_mesh(...)`"
+        )
+
+
 @pytest.fixture(scope="module")
 def symbolic_sizes() -> Iterator[None]:
     """For exports: annotations say int, where an exported program has a symbol."""

@@ -448,6 +448,32 @@ def check_slots(devices):
     assert caught.value.args == (size + 1, size)
 
 
+def test_a_hand_passes_the_slots_of_a_large_table():
+    """Rows leave the slots that it is at, and there those that were used longest ago."""
+    half = 2**16  # as many as are looked at for a few rows
+    table = Slots(4 * half, 2 * half, 1)
+
+    def row_of_slots(rows):
+        looked = table.look(rows.astype(np.int32), training=False)
+        asked = table.wanted(looked)
+        assert asked is not None
+        take(table, asked, looked)
+        table.give(asked)
+        return np.asarray(table.index.row)
+
+    for first in 0, half:
+        before = row_of_slots(np.arange(first, first + half))
+    assert sorted(before.tolist()) == list(range(2 * half))
+    for at in 0, 1, 0:  # the hand comes around
+        assert table.look(before[half * at : half * at + 9], training=False)
+        new = np.arange(100) + before.max() + 1
+        after = row_of_slots(new)
+        (moved,) = np.nonzero(after != before)
+        assert len(moved) == 100 and np.all(moved // half == at)
+        assert np.all(moved - half * at >= 9)  # others were used just now
+        before = after
+
+
 def take(table, asked, looked):
     """What `HostRows` does with the index."""
 

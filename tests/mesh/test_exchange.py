@@ -224,13 +224,29 @@ def test_all_rows_of_a_replicated_kernel():
         )
 
 
-def floats_of(text, operation):
+def test_rows_that_do_not_fit_do_not_fit_on_their_device():
+    """Those of a later device would fit by their number alone."""
+    x = few_each(wrong=True)
+    wrong = x.overfull_rows()
+    assert wrong[-1] and not wrong.all()
+    with mesh_of((1, 8)):
+        parts = jax.jit(exchange.parts_of)(x)
+    assert parts.indptr.shape == (1, 8, ROWS // 8 + 1)
+    for device, indptr in enumerate(parts.indptr[0]):
+        part = sj.CSR.tree_unflatten(FEATURES, (None, x.indices, indptr, None))
+        mine = slice(device * ROWS // 8, (device + 1) * ROWS // 8)
+        np.testing.assert_array_equal(part.overfull_rows(), wrong[mine])
+
+
+def numbers_of(text, operation, kind):
     """How many numbers an operation has as its result, on each device."""
-    found = re.findall(rf'"stablehlo.{operation}".*?-> tensor<([\dx]+)xf32>', text)
+    found = re.findall(rf'"stablehlo.{operation}".*?-> tensor<([\dx]+)x{kind}>', text)
     return sum(math.prod(map(int, sizes.split("x"))) for sizes in found)
 
 
-def test_only_what_is_needed_moves():
+# Numbers of two bytes cross as bits.
+@pytest.mark.parametrize(("wire", "kind"), [(None, "f32"), ("bfloat16", "ui16")])
+def test_only_what_is_needed_moves(wire, kind):
     """One id in each of 4,096 rows, 8 devices: 1.5 / 8 of the numbers, both ways."""
     rows = 4096
     leaves = (None, jnp.zeros(rows, jnp.int32), jnp.arange(rows + 1, dtype=jnp.int32))
@@ -238,15 +254,16 @@ def test_only_what_is_needed_moves():
     w = jnp.zeros((PADDED, HIDDEN))
 
     def both(x, w, dy):
-        mine = divided(x, None)
+        mine = divided(x, None, wire)
         terms = scatter_gradient.row_terms([mine], [dy], PADDED)
         return sj.gather_matmul(mine, w), terms.values()
 
     with mesh_of((1, 8)):
         text = jax.jit(both).lower(x, w, jnp.zeros((rows, HIDDEN))).as_text()
     places = 96  # of the 512 rows of a device
-    assert floats_of(text, "all_to_all") == 2 * 8 * places * HIDDEN
-    sent = exchange.bytes_sent(rows, rows, HIDDEN, data=1, model=8)
-    assert sent.sums == sent.gradients == 7 * places * HIDDEN * 4
+    assert numbers_of(text, "all_to_all", kind) == 2 * 8 * places * HIDDEN
+    size = jnp.dtype(wire or jnp.float32)
+    sent = exchange.bytes_sent(rows, rows, HIDDEN, data=1, model=8, wire_dtype=size)
+    assert sent.sums == sent.gradients == 7 * places * HIDDEN * size.itemsize
     # What it takes otherwise is in the same program.
     assert "stablehlo.reduce_scatter" in text and "stablehlo.all_gather" in text

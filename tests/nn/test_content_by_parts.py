@@ -136,6 +136,19 @@ def test_on_a_mesh(monkeypatch):
         check(layer, tags, vectors, jnp.float32, 0.0)
 
 
+def test_rows_at_the_borders_of_devices():
+    """Each id has its row from one device, in one part of its items."""
+    tags, vectors = some_tags(), some_vectors()
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        content = some_layer(tags, vectors).content
+        kernel = jax.random.normal(jax.random.key(0), (padded_rows(ITEMS), WIDTH))
+        each = len(kernel) // 8
+        ids = np.append(np.arange(0, ITEMS, each), [-1, 1, each - 1, ITEMS - 1])
+        found, _ = jax.jit(content.rows_at)(kernel, jnp.asarray(ids, jnp.int32))
+        want = np.asarray(content.vectors_with(kernel))[ids]
+    np.testing.assert_allclose(found, np.where(ids[:, None] < 0, 0, want), rtol=1e-5)
+
+
 def test_gpu_programs(monkeypatch):
     """Interpreted here: the sums, and slopes with their product, in two parts of the items."""
     monkeypatch.setattr(content_vectors, "CHUNK_ITEMS", 256)

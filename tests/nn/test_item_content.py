@@ -310,6 +310,17 @@ def test_wrong_content():
         content.set_entries(np.ones(19))
 
 
+def test_items_without_entries_are_unseen_and_padding_is_not():
+    content = some_content(some_tags(20), None, 20)
+    rows = len(content.entries[...])
+    assert rows > 20
+    counts = np.arange(20) % 3
+    for given, want in ((counts, counts == 0), (0 * counts, np.zeros(20, bool))):
+        content.set_entries(given)
+        found = np.asarray(content.unseen())
+        np.testing.assert_array_equal(found, np.pad(want, (0, rows - 20)))
+
+
 def test_a_softmax_leaves_out_items_without_entries():
     """In training they are no negatives; they are ranked like all others."""
     tags, histories = some_tags(60), jnp.array([[0, 7, 59, 3, 3], [5, 1, -1, -1, -1]])

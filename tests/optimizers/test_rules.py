@@ -243,6 +243,14 @@ def test_replay_goes_on_while_it_matters():
             assert left < 16 * 2**-24, (b1, b2, start)
 
 
+def test_replay_owes_the_steps_that_count_to_rows_with_a_moment():
+    replay = Replay(0.9, 0.999, 1e-8)
+    lag = np.array([[0], [7], [158], [159], [160], [2**31 - 1], [9]], np.int32)
+    moment = np.array([[0.0, 1e-30]] * 6 + [[0.0, 0.0]], np.float32)
+    owed = replay.owed(jnp.asarray(moment), jnp.asarray(lag))
+    np.testing.assert_array_equal(owed[:, 0], [0, 7, 158, 159, 159, 159, 0])
+
+
 def test_rows_of_ordinary_parameters_under_rowwise_adagrad():
     rule = optimizers.rowwise_adagrad(0.1, 0.5, 1e-3)
     rng = np.random.default_rng(0)

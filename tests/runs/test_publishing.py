@@ -10,6 +10,7 @@ from run_folders import NETWORK
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.metrics.comparison import Measured, Rows
 from sparsejax.runs import publishing
 from sparsejax.runs.kind import Source
 from sparsejax.runs.publishing import FILE, Gate, following, numbers
@@ -80,6 +81,16 @@ def test_each_night_the_better_version_is_written(tmp_path, capsys, monkeypatch)
     stays = published[-1]()
     assert f"{films}: version 2 stays: ndcg@3 " in stays
     assert stays.endswith("interval [+0.0000, +0.0000], which may be chance")
+    # Nor is what is better by chance: one of two rows is, by more than the other is worse.
+    uncertain = [
+        Measured({"ndcg@3": mean}, Rows(None, {"ndcg@3": np.array(values)}))
+        for mean, values in ((0.4, [0.3, 0.5]), (0.55, [0.8, 0.3]))
+    ]
+    with monkeypatch.context() as patch:
+        patch.setattr(publishing, "measured", lambda *_: uncertain.pop(0))
+        stays = published[-1]()
+    assert f"{films}: version 2 stays" in stays and "change +0.1500" in stays
+    assert stays.endswith(", which may be chance")
     assert versions(films) == [1, 2, 3]
     faults = {
         "ndcg@9 ranks more": (days[1], "ndcg@9", "autoencoder"),

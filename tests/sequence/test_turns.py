@@ -104,7 +104,10 @@ def test_work_is_that_of_real_tokens():
     model = Counted(config, items=ITEMS, rngs=nnx.Rngs(0))
     model.eval()
     loss = jax.jit(lambda histories: model.loss(histories))
-    for mesh in (contextlib.nullcontext(), jax.set_mesh(sj.make_mesh(devices=ONE))):
+    for on_mesh in False, True:
+        mesh = contextlib.nullcontext()
+        if on_mesh:
+            mesh = jax.set_mesh(sj.make_mesh(devices=ONE))
         with mesh:
             for case, most in {"one": 1, "ragged": 2, "full": 3}.items():
                 turns.clear()

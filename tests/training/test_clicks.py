@@ -285,7 +285,8 @@ def test_measures_of_clicks():
         model(clicks.dense, jax.tree.map(jnp.asarray, dict(clicks.ids)))
     )
     np.testing.assert_allclose(p, 1 / (1 + np.exp(-logits)), rtol=1e-6)
-    found = sj.evaluate(model, clicks, groups="user")
+    with pytest.warns(UserWarning, match="'user' is hashed to 29 ids"):
+        found = sj.evaluate(model, clicks, groups="user")
     y, metrics = clicks.labels, sj.metrics
     users = np.asarray(clicks.ids["user"])
     grouped = metrics.group_auc(p, y, users)

@@ -15,6 +15,7 @@ import scipy.sparse
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.optimizers import inplace
 
 X = sj.CSR.from_scipy(scipy.sparse.random(8, 16, density=0.2, dtype=np.float32, rng=0))
 
@@ -167,6 +168,28 @@ def test_modules_that_are_gone_are_forgotten():
     del layer
     gc.collect()
     assert array() is None
+
+
+def test_the_oldest_of_many_modules_are_split_again(monkeypatch):
+    """A step in a loop over models does not hold on to all of them."""
+    layers = [nnx.Linear(1, 1, rngs=nnx.Rngs(seed)) for seed in range(40)]
+    split, flattened = [], inplace.Flattened
+
+    def noted(modules):
+        split.append(modules[0])
+        return flattened(modules)
+
+    monkeypatch.setattr(inplace, "Flattened", noted)
+    f = sj.jit(lambda layer, x: layer(x))
+
+    def called(layer):
+        del split[:]
+        np.testing.assert_allclose(f(layer, jnp.ones(1)), layer.kernel[...][0])
+        return len(split)
+
+    assert [called(layer) for layer in layers] == [1] * 40
+    assert called(layers[-1]) == 0
+    assert called(layers[0]) == 1
 
 
 def test_on_a_mesh():

@@ -35,8 +35,10 @@ def losses(data: sj.SparseDataset, *, rank: bool) -> list[float]:
         (sj.optimizers.adagrad(0.1), False, True),
         (sj.optimizers.adam(1e-2), True, False),
     ]:
-        mesh = jax.set_mesh(sj.make_mesh(data=2, model=2))
-        with mesh if on_mesh else contextlib.nullcontext():
+        mesh = contextlib.nullcontext()
+        if on_mesh:  # a call sets the mesh, also without `with`
+            mesh = jax.set_mesh(sj.make_mesh(data=2, model=2))
+        with mesh:
             model = network()
             options = {"num_epochs": 2, "batch_size": 64, "fused": fused}
             history = sj.fit(model, sj.Optimizer(model, rule), data, **options)

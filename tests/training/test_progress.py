@@ -11,7 +11,7 @@ from checkerboards import build, checkerboard, parameters, without_speed
 from sparsejax import optimizers, training
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.checkpoint import Checkpoints, CheckpointWarning
-from sparsejax.engine.train.progress import EarlyStopping
+from sparsejax.engine.train.progress import EarlyStopping, Progress
 from sparsejax.verbs.fit import fit
 
 
@@ -73,6 +73,20 @@ def test_a_resumed_training_has_the_same_bits(tmp_path, monkeypatch):
     model, optimizer = build_noisy(seed=6)
     fit(model, optimizer, checkpoint_dir=directory, **options)
     assert parameters(model) == expected
+
+
+@pytest.mark.parametrize("metric", ["auc", "log_loss"])
+def test_an_epoch_that_is_as_good_is_not_better(metric):
+    """So training stops where a metric does not move, and the first such epoch is kept."""
+    state = Progress({"metric": metric})
+    scores = []
+    for epoch, value in enumerate([0.5, 0.5, 0.5], 1):
+        state.epoch = epoch
+        scores.append(
+            state.judge({metric: value}, EarlyStopping(patience=2, metric=metric))
+        )
+    assert scores == [0.5 if metric == "auc" else -0.5, None, None]
+    assert (state.best_epoch, state.waited, state.stopped) == (1, 2, True)
 
 
 def test_resume_refuses_another_metric(tmp_path):
