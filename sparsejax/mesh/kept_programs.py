@@ -203,9 +203,7 @@ class _Folder:
     def lower_ahead(
         self, keepable: Keepable, bound: inspect.BoundArguments
     ) -> Callable[[], object]:
-        """Finds or lowers the program for some arguments; returns a function that compiles
-        it.
-        """
+        """Finds or lowers a program for some arguments; returns a function to compile it."""
         types, _, _ = self._taken_apart(keepable, bound)
         if types is None:
             return _nothing

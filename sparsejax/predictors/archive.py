@@ -50,7 +50,7 @@ from sparsejax.mesh import processes
 from sparsejax.predictors.signature import Array
 from sparsejax.whole_files import check_writable, opened_regular, whole_file
 
-# Limits on what a file may state, far above what `save` writes.
+# Limits on the sizes that a file may state, far above those that `save` writes.
 MOST_SETTINGS, _MOST_PROGRAM = 2**20, 2**24
 _PIECE = 2**24  # bytes that are read at a time
 
@@ -61,7 +61,7 @@ class Stored(NamedTuple):
     Attributes:
       like: its shape and dtype.
       pieces: its rows in order. With several processes all have to take all pieces.
-      name: see `Array`.
+      name: name of the array, as in `Array`.
     """
 
     like: jax.ShapeDtypeStruct | jax.Array
@@ -162,17 +162,18 @@ def opened(path: str | os.PathLike[str]) -> Generator[io.BufferedReader]:
                 for older in folder.glob(f"{address}-*"):
                     older.unlink(missing_ok=True)
                 place.fetch(copy)
-            # Who has opened a file keeps it, also if a newer one takes its place.
+            # A process that has opened a file keeps it, also if a newer one takes its
+            # place.
             file = stack.enter_context(open(copy, "rb"))
         yield file
 
 
 @contextlib.contextmanager
 def reading(path: str | os.PathLike[str]) -> Generator[None]:
-    """Within it, what is wrong with a file raises ValueError with its name.
+    """While this context is open, a fault of a file raises ValueError with the file's name.
 
     Raises:
-      RuntimeError: see `check_process`.
+      RuntimeError: this process was forked from one that has loaded a predictor.
     """
     check_process()
     try:
@@ -229,8 +230,8 @@ def again[Loaded](
 
     Args:
       load: takes a path and the `identity` that the file must have.
-      path: of the file, or its address.
-      file: it, opened.
+      path: path or address of the file.
+      file: the file, opened.
     """
     where = os.fspath(path) if is_address(path) else os.path.abspath(path)
     return functools.partial(load, where, identity(path, file))
@@ -316,7 +317,7 @@ def check_weights(
 def check_names(archive: zipfile.ZipFile, known: Collection[str]) -> None:
     """Raises ValueError if an archive has a part that is not known, or one twice.
 
-    No release has written such a part, and nobody would look at what it unpacks to.
+    No release has written such a part, and no code would check its contents.
     """
     names = archive.namelist()
     if unknown := [name for name in names if name not in known]:

@@ -25,7 +25,7 @@ class Taken:
 
     Attributes:
       last: the last changes.
-      lock: held by who takes some.
+      lock: a lock that a thread holds while it takes changes.
     """
 
     last: Changes | None = None

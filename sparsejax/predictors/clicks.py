@@ -37,11 +37,11 @@ class Clicks:
     """Predicts clicks; see `Predictor` for its methods.
 
     Attributes:
-      has: what it can be asked for, for messages.
-      programs: of the predictor.
+      has: the requests that it answers, for messages.
+      programs: programs of the predictor.
       num_dense: number of dense columns.
       stacks: how the ids of features become rows of the tables.
-      schema: what the columns of records are; None if the file does not say.
+      schema: types of the columns of records; None if the file has no schema.
       vocabularies: for each `VocabularyColumn` its categories.
     """
 
@@ -60,8 +60,8 @@ class Clicks:
         """A function that makes it of programs whose signature `of_clicks` has made.
 
         Raises:
-          ValueError: it is another one, or the schema's ids are not those of the
-            tables.
+          ValueError: the signature is of another kind, or the schema's ids do not fit
+            the tables.
         """
         stacks, schema = signature.stacks, signature.schema
         names = {name: table.names for name, table in vocabularies.items()}
@@ -170,7 +170,7 @@ class Clicks:
         return room_for(entries, rows * max(stack.bags for stack in self.stacks))
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
-        """Compiles and runs what requests of so many rows need."""
+        """Compiles and runs all programs for requests of so many rows."""
         if max_items is not None:
             raise ValueError("max_items is of no use for clicks: leave it out")
         check_positive(rows=rows)
@@ -192,7 +192,7 @@ class Clicks:
         return {f.name for stack in self.stacks for f in stack.features}
 
     def _checked(self, ids: Mapping[str, Ids], rows: int) -> dict[str, Ids]:
-        """The ids of each feature; those of dynamic tables as `WideIds`.
+        """The ids of each feature; for dynamic tables as `WideIds`.
 
         Raises:
           TypeError: ids are of another type.
@@ -252,7 +252,7 @@ def _check_schema(
     stacks: Sequence[ClickStack],
     vocabularies: Mapping[str, Names],
 ) -> None:
-    """Raises ValueError unless the schema's ids are those of the tables."""
+    """Raises ValueError unless the schema's ids fit the tables."""
     known = vocabularies_of(schema).keys()
     if known != vocabularies.keys() or len(schema.dense) != num_dense:
         raise ValueError("the schema does not fit the vocabularies or num_dense")

@@ -23,7 +23,8 @@ from sparsejax.predictors.signature import LABEL, VERSION, Array, Signature
 from sparsejax.predictors.stored_answer import StoredAnswer
 
 _CLICKS = "clicks.json"
-# For each form what reads its settings, and the part with lists of its names.
+# For each form the function that reads its settings, and the part with lists of its
+# names.
 _FORMS = {
     (SETTINGS, VERSION): (Signature.from_json, None),
     (SETTINGS, 4): (earlier.signature_4, "names.json"),
@@ -40,7 +41,7 @@ _KINDS = {
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
-    """Reads what `sparsejax.export_predictor` wrote, in this release or an earlier one.
+    """Reads a file of `sparsejax.export_predictor`, of this release or an earlier one.
 
     This needs neither Flax nor the model's code. It runs nothing that the file names:
     programs consist of arithmetic alone. JAX reads the programs of releases that are up
@@ -82,7 +83,7 @@ def check_predictor(path: str | os.PathLike[str]) -> None:
 
     Raises:
       OSError: the file cannot be read.
-      ValueError: see `load_predictor`.
+      ValueError: the file is damaged, or has an unknown version or layout.
     """
     with archive.opened(path) as file:
         length = os.fstat(file.fileno()).st_size
@@ -190,10 +191,10 @@ def read_signature(
 
     Args:
       parts: the archive.
-      length: bytes of the file, which bounds that of the names.
+      length: bytes of the file, which bound the size of the names.
 
     Raises:
-      ValueError: it is not what a release wrote that this one knows.
+      ValueError: the file has an unknown version or layout.
     """
     name = _CLICKS if _CLICKS in parts.namelist() else SETTINGS
     document = archive.read_json(parts, name, archive.MOST_SETTINGS)

@@ -49,7 +49,7 @@ def counts(parts: zipfile.ZipFile, length: int) -> dict[str, int]:
 
     Args:
       parts: the archive.
-      length: bytes of the file, which bounds that of the names.
+      length: bytes of the file, which bound the size of the names.
 
     Raises:
       ValueError: the numbers are damaged.
@@ -75,7 +75,7 @@ def read(
     Args:
       parts: the archive.
       counts: how many there are, see `counts`.
-      length: bytes of the file, which bounds that of the names.
+      length: bytes of the file, which bound the size of the names.
 
     Raises:
       ValueError: they are damaged.

@@ -1,4 +1,4 @@
-"""New items of a predictor: their vectors are made from what they are."""
+"""New items of a predictor: their vectors are made from their content."""
 
 from __future__ import annotations
 
@@ -31,9 +31,9 @@ class Content:
     """The parts that make vectors of new items: kernels, and the tags that they have rows for.
 
     Attributes:
-      stated: what the signature says of it.
+      stated: description of the content in the signature.
       known: content of no items, with all tags.
-      kernels: of tags and of vectors, as `NewItems.arrays` has them.
+      kernels: kernels of tags and of vectors, as `NewItems.arrays` describes them.
     """
 
     stated: NewItems
@@ -77,7 +77,7 @@ class Content:
 
         Args:
           features: with the tags that are known.
-          dtype: of the items' vectors.
+          dtype: dtype of the items' vectors.
         """
         kernels = iter(self.kernels)
         made = np.zeros((features.num_items, self.kernels[0].shape[1]), np.float32)
@@ -96,8 +96,8 @@ def chosen(content: Content, features: ItemFeatures, known: Names) -> ItemFeatur
     """The content of the items that are new, in the form of that which is known.
 
     Args:
-      content: of the predictor.
-      features: of items, of which some may be known.
+      content: content of the predictor.
+      features: content of items, of which some may be known.
       known: the names of the predictor's items.
 
     Raises:
@@ -146,10 +146,10 @@ def extended(
     """The signature, weights and names of a predictor with further items.
 
     Args:
-      signature: of the predictor.
+      signature: signature of the predictor.
       weights: its weights.
-      content: of the predictor.
-      features: of the new items, from `chosen`.
+      content: content of the predictor.
+      features: content of the new items, from `chosen`.
       known: the names of the predictor's items.
     """
     assert signature.layer is not None

@@ -55,14 +55,14 @@ class Parts:
 
     Attributes:
       identity: a hash of the predictor, the data and the settings.
-      arguments: those of `Parts.of`, as plain values: another process makes the same from
-        them, if nothing has changed.
+      arguments: arguments of `Parts.of`, as plain values. Another process makes an
+        equal prediction from them, if nothing has changed.
       predictor: a hash of the predictor's content.
       data: the prepared folder.
       out: the folder of the parts.
       count: number of parts.
       k: number of items for each row.
-      exclude_seen: do not recommend what a row already has.
+      exclude_seen: whether items that a row already has are not recommended to it.
       indicator: ignore values.
     """
 
@@ -96,7 +96,7 @@ class Parts:
           out: a folder, or an address. It is made by the first part.
           count: number of parts. If there are more than row groups, some are empty.
           k: number of items for each row.
-          exclude_seen: do not recommend what a row already has.
+          exclude_seen: whether items that a row already has are not recommended to it.
           indicator: ignore values, as in the training of the model.
 
         Raises:
@@ -271,7 +271,7 @@ class Parts:
             )
 
     def _check_out(self) -> None:
-        """Raises ValueError if who reads the folder would find other parts, too."""
+        """Raises ValueError if readers of the folder would find other parts, too."""
         names = [n for n in self.out.names() if n.startswith("part-")]
         others = [n for n in names if not n.startswith(f"part-{self.identity}-")]
         if others:

@@ -64,8 +64,8 @@ class Predictor:
     >>> predictor.predict_records({"user": ["bob", None]}).shape
     (2,)
 
-    What the kind of the model has no use for raises an error: ValueError of a method or an
-    argument, AttributeError of an attribute.
+    Methods, arguments and attributes that the kind of the model does not use raise an
+    error: ValueError for a method or an argument, AttributeError for an attribute.
 
     A program is compiled when it is first needed, which takes a second or more. Call
     `warm_up` before the first request.
@@ -74,22 +74,23 @@ class Predictor:
     work in a process that was forked from the one that has loaded it.
 
     Attributes:
-      signature: its `kind` ("items", "histories" or "clicks"), and the names, dtypes and
-        shapes of what its programs take and give.
-      k: of items and histories, the most items that can be recommended to a row.
-      num_features: of items and histories, number of input features; with several inputs a
-        dict, as the model has it.
-      num_items: of items and histories, number of items that are scored.
-      items: of items and histories, names of the items, or None.
-      num_dense: of clicks, number of dense columns.
-      schema: of clicks, what the columns of records are; None if the file has none.
-      vocabularies: of clicks, for each `VocabularyColumn` its categories.
-      model: what a predictor of this kind does.
+      signature: its `kind` ("items", "histories" or "clicks"), and the names, dtypes
+        and shapes of the inputs and outputs of its programs.
+      k: the most items that can be recommended to a row (items and histories).
+      num_features: number of input features (items and histories); with several inputs
+        a dict, as the model has it.
+      num_items: number of items that are scored (items and histories).
+      items: names of the items, or None (items and histories).
+      num_dense: number of dense columns (clicks).
+      schema: types of the columns of records; None if the file has none (clicks).
+      vocabularies: for each `VocabularyColumn` its categories (clicks).
+      model: implementation of the methods for this kind.
       names_in_file: names of items and of tags, or the categories of each vocabulary.
-      content: what makes the vectors of new items; None if the file does not have it.
+      content: parts that make the vectors of new items; None if the file does not have
+        them.
       again: loads the same file again, see `archive.again`; or None.
-      taken: what it has taken of changes.
-      answer: what the file says that it gives for an example, without changes; or None.
+      taken: changes that it has taken from a folder.
+      answer: example with its answer in the file, without changes; or None.
     """
 
     signature: Signature
@@ -131,17 +132,17 @@ class Predictor:
     ) -> Recommendations:
         """The `k` best of all items for each row, as `sparsejax.recommend` finds them.
 
-        The last bits of the scores may differ from those of `sparsejax.recommend`. They
-        also depend on the number of rows in a call, because each program adds in its own
-        order.
+        The last bits of the scores may differ from the result of `sparsejax.recommend`.
+        They also depend on the number of rows in a call, because each program adds in
+        its own order.
 
         Args:
           inputs: `[rows, num_features]`; or several by name; or histories, for a predictor
             of a model of histories.
           k: items per row. The default, and the most, is the `k` that the predictor was
             exported with.
-          exclude: `[rows, num_items]`, what not to recommend, or the name of an input;
-            see `recommend`.
+          exclude: `[rows, num_items]`, items not to recommend to each row, or the name
+            of an input; see `recommend`.
           exclude_items: names or ids of items that nobody is recommended.
           only_items: recommend only these.
 
@@ -204,19 +205,20 @@ class Predictor:
         A history is a set: a name that occurs twice counts once, and every entry has the
         value 1. For a model of histories it is a list, the oldest item first, and items may
         come again with `exclude_seen=False`. Names that the predictor does not know are
-        skipped. A history without any known name is treated as empty, like that of a new
-        user.
+        skipped. A history without any known name is treated as empty, like a new user.
 
         Args:
           histories: names of items, `["a", "b"]`; or a list of such lists. An empty list
             is one history.
-          times: of each name, for a predictor that reads times: numbers in the unit of the
-            training data, for dates seconds. They do not fall within a history, and only
-            their differences count.
-          k: as for `recommend`.
-          exclude_seen: do not recommend what the history has.
+          times: time of each name, for a predictor that reads times: numbers in the
+            unit of the training data, for dates seconds. Times do not fall within a
+            history, and only their differences count.
+          k: number of items for each history; by default as many as the predictor was
+            exported with.
+          exclude_seen: whether items of the history are not recommended.
           unknown: "skip" skips unknown names; "error" raises.
-          exclude_items: as for `recommend`; so is `only_items`.
+          exclude_items: names or ids of items that are recommended to nobody.
+          only_items: names or ids of the only items that may be recommended; None for all.
 
         Returns:
           For each history the names of `k` items, best first; fewer if items run out.
@@ -253,8 +255,9 @@ class Predictor:
         time. Else the last bits may differ.
 
         Args:
-          clicks: a data set; or dense columns `[n, num_dense]`, with `ids`. A data set has
-            the ids that its own vocabulary gives: read it with that of the training data.
+          clicks: a data set; or dense columns `[n, num_dense]`, with `ids`. A data
+            set's ids come from its own vocabulary: read it with the vocabulary of the
+            training data.
           ids: for each feature int32 `[n]` or `[n, m]`, where -1 is no id, or a `CSR` without
             values, or `WideIds.ragged` of lists in any order. Of a dynamic table int64,
             uint64 or `WideIds`, without weights.
@@ -269,11 +272,11 @@ class Predictor:
         return self._method("predict")(clicks, ids)
 
     def predict_records(self, records: Any) -> Float[np.ndarray, "examples"]:
-        """The probability of a click of each record, from what its columns hold.
+        """The probability of a click of each record, from its columns.
 
-        Columns are read as `read_clicks` reads those of a file, with the vocabularies of the
-        training data. A category that was rare there, or did not occur, has the id of rare
-        ones.
+        Columns are read as `read_clicks` reads a file, with the vocabularies of the
+        training data. A category that was rare there, or did not occur, has the id of
+        rare ones.
 
         Args:
           records: a table, or a dict of lists or arrays, by the names of columns; or a list of
@@ -281,7 +284,7 @@ class Predictor:
             are not read.
 
         Raises:
-          FloatingPointError: see `predict`.
+          FloatingPointError: a probability is NaN; the message names the example.
           TypeError: the records are no columns.
           ValueError: a column is missing or has a value that it may not have, or the
             predictor has no schema or is not of clicks.
@@ -298,19 +301,19 @@ class Predictor:
 
         No training is needed: the vector of a new item is that which the model gives an item
         without entries. So the new items are recommended like the others, which keep their
-        scores. In histories they are skipped, but not recommended again if what a row has is
-        excluded. The vectors of the known items are then in memory twice. Programs are compiled
-        anew.
+        scores. In histories they are skipped, but not recommended again if the items of
+        a row are excluded. The vectors of the known items are then in memory twice.
+        Programs are compiled anew.
 
         This predictor stays as it is. `save` writes the result.
 
         Args:
-          features: content of items, as `read_item_features` reads it. Known items are left
-            out; so are tags that the model does not know. New items of which nothing is known
-            are left out with a warning.
+          features: content of items, as `read_item_features` reads it. Known items and
+            unknown tags are left out. New items without known content are left out with
+            a warning.
 
         Raises:
-          RuntimeError: see `recommend`.
+          RuntimeError: this process was forked from one that has loaded a predictor.
           TypeError: `features` are something else.
           ValueError: the predictor was exported without `item_features`, or it is of clicks. No
             item is new, or nothing is known of any. The content is another one than the
@@ -376,15 +379,16 @@ class Predictor:
         the weights. A pickled predictor is its file, without changes.
 
         Args:
-          folder: of the changes, always the same one.
+          folder: folder of the changes, always the same one.
 
         Returns:
           The last changes that were taken.
 
         Raises:
           OSError: a file cannot be read.
-          ValueError: the predictor is not of clicks, was exported with `table_dtype`, by an
-            earlier release, or for another model; or what `sparsejax.apply_changes` refuses.
+          ValueError: the predictor is not of clicks, was exported with `table_dtype`,
+            by an earlier release, or for another model; or `sparsejax.apply_changes`
+            refuses the changes.
         """
         archive.check_process()
         with self.taken.lock:
@@ -403,8 +407,8 @@ class Predictor:
         Lists of clicks that are longer than one id on average may need further programs.
 
         Args:
-          max_items: most entries of a row, or of what is excluded for it; 256 by default.
-            Not for clicks.
+          max_items: most entries of a row, or of the items excluded for it; 256 by
+            default. Not for clicks.
           rows: most rows of a request.
 
         Raises:

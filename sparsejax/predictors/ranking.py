@@ -48,10 +48,10 @@ class NameLists(NamedTuple):
     """Histories of names, one after the other.
 
     Attributes:
-      names: of all histories.
+      names: names of all histories.
       indptr: where each begins and ends.
-      numbers: of the names among the predictor's items, -1 for unknown ones, if they were
-        found already; else None.
+      numbers: numbers of the names among the predictor's items, -1 for unknown ones, if
+        they were found already; else None.
     """
 
     names: Sequence[str]
@@ -86,7 +86,7 @@ class Known(NamedTuple):
     """The numbers of the known names of some histories.
 
     Attributes:
-      numbers: of all histories, one after the other.
+      numbers: numbers of the items of all histories, one after the other.
       indptr: where each begins and ends.
     """
 
@@ -114,15 +114,15 @@ class Items:
     """Recommends to rows of matrices and arrays; see `Predictor` for its methods.
 
     Attributes:
-      has: what it can be asked for, for messages.
-      programs: of the predictor.
+      has: the requests that it answers, for messages.
+      programs: programs of the predictor.
       k: most items for a row.
       num_features: number of input features; with several inputs a dict.
       num_items: number of items.
       num_read: the items that the programs know. The others were added later: they are
         recommended, but not read.
       table: names of the items, or None.
-      items: the same as an array.
+      items: names of the items as an array.
     """
 
     has: ClassVar[str] = "recommend"
@@ -254,7 +254,7 @@ class Items:
         return type(self).of(signature, tables)(programs)
 
     def warm_up(self, *, rows: int, max_items: int | None) -> None:
-        """Compiles and runs what requests of so many rows and entries need."""
+        """Compiles and runs all programs for requests of so many rows and entries."""
         max_items = 256 if max_items is None else max_items
         check_positive(max_items=max_items, rows=rows)
         nothing = self.programs.nothing
@@ -290,18 +290,19 @@ class Items:
         Unknown names of `exclude` and `only` count, too.
 
         Args:
-          histories: as for `recommend_names`, several.
-          times: as for `recommend_names`.
-          values: of each name, for a model of items; 1 by default.
+          histories: names of the items of each history.
+          times: time of each name, for a predictor that reads times.
+          values: value of each name, for a model of items; 1 by default.
           exclude: for each history further names that are not recommended.
-          exclude_seen: as for `recommend_names`.
-          only: for each history the names of the only items that are ranked. The rows are then
-            those of `Programs.only`.
+          exclude_seen: whether items of a history are not recommended to it.
+          only: for each history the names of the only items that are ranked. The rows
+            are then inputs of `Programs.only`.
 
         Raises:
-          TypeError: see `recommend_names`.
-          ValueError: see `recommend_names`; or values do not fit the names, are not finite,
-            or are given for a name that comes twice.
+          TypeError: a name is not a string, or a history is a string.
+          ValueError: a name is unknown, and `unknown` is "error"; or values or times do
+            not fit the names, are not finite, or a value is given for a name that comes
+            twice.
         """
         self._check_names_suffice(times)
         asked = _as_lists(histories)
@@ -375,7 +376,7 @@ class Items:
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
 
     def _check_names_suffice(self, times: object) -> None:
-        """Raises ValueError unless names, and times if given, are what the model reads."""
+        """Raises ValueError unless the model reads exactly names, and times if they are given."""
         if times is not None:
             raise ValueError("the predictor reads no times; leave out times")
         if isinstance(self.num_features, Mapping):
@@ -455,7 +456,7 @@ class Items:
 
         Args:
           known: histories.
-          rows: their number, by default that of the first.
+          rows: their number; by default the number of rows of the first.
         """
         rows = len(known[0].indptr) - 1 if rows is None else rows
         if rows == 1:  # most requests have one: there a few calls of NumPy are much
@@ -542,7 +543,7 @@ class Items:
         return collect(x, k, counts, results())
 
     def _matrices(self, shown: Inputs) -> list[Any]:
-        """The inputs in the order of the programs, without what is excluded."""
+        """The inputs in the order of the programs, without the excluded items."""
         *inputs, _ = self.programs.inputs
         found = [shown.parts[each.name or "inputs"].matrix for each in inputs]
         if self.num_read == self.num_items:

@@ -31,7 +31,7 @@ _ROWS_STEP = 8
 # Larger rooms for entries are 4, 16, 64, ... times as large. An entry of room costs some
 # nanoseconds.
 _ROOM_STEP = 4
-# Ids and scores. What programs give beside them is for `serving.engine`.
+# Ids and scores. Further outputs of programs are for `serving.engine`.
 _OUTPUTS = 2
 
 
@@ -85,12 +85,12 @@ class Programs:
       by_rows: for each number of rows, `(weights, inputs) -> outputs`, see
         `programs`. Each is compiled for some numbers of entries.
       weights: their first argument, on the device.
-      code: what they are made of.
-      only: the same programs, whose last input is the only items that are ranked, not those
-        that are not; None if the output layer is part of the programs.
-      denies: whether the last weight is for `deny`. Before it come the items in int8, where
-        they are read first, see `coarse_items`.
-      signature: of the predictor; None if they do not stand for its file.
+      code: exported StableHLO of the programs.
+      only: the programs, but with the only items that are ranked as last input, in
+        place of excluded items; None if the output layer is part of the programs.
+      denies: whether the last weight is a mask for `deny`. Before it come the items in
+        int8, where they are read first, see `coarse_items`.
+      signature: signature of the predictor; None if they do not stand for its file.
       tells_of_passes: whether the outputs end with a number that is not 0 if the items in int8
         did not prove the answer.
     """
@@ -113,7 +113,7 @@ class Programs:
         *,
         denies: bool = False,
     ) -> Programs:
-        """Puts weights on the device; with `denies` one more, by which `deny` works."""
+        """Puts weights on the device; with `denies` also a mask of excluded items, for `deny`."""
         own = len(signature.weights)
         on_device = jax.device_put(list(weights))
         # Other programs of these weights may have made these: then they are taken over.
@@ -153,13 +153,13 @@ class Programs:
         return dataclasses.replace(self, weights=[*self.weights])
 
     def denying(self, signature: Signature) -> Programs:
-        """The same programs, for `deny`. The output layer must be apart from them."""
+        """These programs, prepared for `deny`. The output layer must be apart from them."""
         return Programs.of(signature, self.code, self.weights, denies=True)
 
     def deny(self, items: np.ndarray) -> None:
-        """Recommends these items to nobody from now on, and all others again.
+        """Excludes these items in all rows from now on, and no others.
 
-        What was compiled stays so. A batch has the items of before, or these.
+        Compiled programs stay. A batch excludes either the items before, or these.
 
         Args:
           items: their ids.
@@ -170,13 +170,13 @@ class Programs:
 
     @property
     def can_deny(self) -> bool:
-        """Whether items can be left out of all rows: by `without`, or `denying`."""
+        """Whether items can be excluded in all rows: by `without`, or `denying`."""
         return self.signature is not None and self.signature.layer is not None
 
     def without(self, items: np.ndarray) -> Programs:
-        """The programs with the weights of now, which recommend these items to nobody.
+        """The programs with the present weights, with these items excluded in all rows.
 
-        What they denied before they still deny.
+        Items that were excluded before remain so.
 
         Args:
           items: their ids. The output layer must be apart from the programs.
@@ -201,9 +201,9 @@ class Programs:
         """The outputs for a batch. Does not wait for them.
 
         Args:
-          size: of the program.
+          size: number of rows of the program.
           given: for each input at most so many rows of it, on the host.
-          room: for entries, at least those of each matrix.
+          room: capacity for entries, at least that of each matrix.
         """
         arguments = self.arguments(size, given, room)
         with without_mesh():  # programs are for one device
@@ -260,11 +260,11 @@ def in_one_array(arrays: Any) -> Any:
 
 
 def apart(given: Any, likes: Sequence[Any]) -> list[Any]:
-    """The arrays in what `in_one_array` gave; for NumPy they are views of it.
+    """The arrays in a result of `in_one_array`; for NumPy they are views of it.
 
     Args:
-      given: what it gave: a list of the arrays, unless each element of all of them has four
-        bytes.
+      given: the result: a list of the arrays, unless each element of all of them has
+        four bytes.
       likes: arrays of the same dtypes and shapes.
     """
     if not _are_words(likes):
@@ -307,8 +307,9 @@ def coarse_items(signature: Signature, weights: Sequence[jax.Array]) -> list[jax
     """The arrays of `CoarseItems` that programs take behind the weights; or none.
 
     Args:
-      signature: of the predictor.
-      weights: on the device. Arrays behind those of the signature are these already.
+      signature: signature of the predictor.
+      weights: arrays on the device. Arrays behind the weights of the signature are
+        already in int8.
     """
     layer, own = signature.layer, len(signature.weights)
     if layer is None or not layer.int8:

@@ -40,10 +40,10 @@ def save_predictor(
 
     Args:
       path: the file.
-      signature: of the predictor.
-      vocabularies: names, by what they are names of.
+      signature: signature of the predictor.
+      vocabularies: lists of names, by the kind of thing that they name.
       programs: with their numbers of rows.
-      weights: those of the signature, then the kernels of `Signature.new_items`.
+      weights: the weights of the signature, then the kernels of `Signature.new_items`.
       answer: to an example, or None.
     """
     counts = {name: len(some) for name, some in vocabularies.items()}

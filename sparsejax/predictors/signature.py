@@ -41,13 +41,14 @@ class Array:
     """An array that programs take or give.
 
     Attributes:
-      name: of click models' weights, the path in the model; None of other weights, and of the
-        only input of a model that has no names for them.
-      dtype: of the values; None if a sparse one has no values. Of a sparse one of uint32 an
-        entry is a number of 64 bits, not a column: values are its upper words, and indices
-        its lower ones.
-      shape: of weights; of others that of a row. A sparse one has the number of columns,
-        after the number of bags if a row of a request is several rows of the matrix.
+      name: for click models' weights the path in the model; None for other weights, and
+        for the only input of a model that has no names for inputs.
+      dtype: dtype of the values; None if a sparse array has no values. In a sparse
+        array of uint32 an entry is a number of 64 bits, not a column: values are its
+        upper words, and indices its lower ones.
+      shape: shape of a weight; of other arrays the shape of a row. A sparse array has
+        the number of columns, after the number of bags if a row of a request is several
+        rows of the matrix.
       sparse: whether it is a CSR.
     """
 
@@ -87,15 +88,18 @@ class Array:
 class OutputLayer:
     """The layer that ranks the items, of a predictor whose programs end before it.
 
-    Its arrays are among the weights. What scores and ranks by them is the code of the release
-    that reads the file: `sparsejax.top_k`, with its GPU programs where they run.
+    Its arrays are among the weights. The release that reads the file scores and ranks
+    with them, by its own code: `sparsejax.top_k`, with its GPU programs where they run.
 
     Attributes:
-      dtype: of the operands of the products; the programs give the rows' vectors in it.
+      dtype: dtype of the operands of the products; the programs return the rows'
+        vectors in it.
       kernel: the place of the items' vectors among the weights.
-      bias: the same of what is added to scores; None if nothing is.
-      scale: the same of the factors of scores; None if there are none.
-      precision: of the products, see `sparsejax.top_k`.
+      bias: the place among the weights of the numbers added to scores; None if there
+        are none.
+      scale: the place among the weights of the factors of scores; None if there are
+        none.
+      precision: precision of the products, as for `sparsejax.top_k`.
       int8: whether a GPU that can do so also holds the items in int8, and reads these first.
     """
 
@@ -131,8 +135,9 @@ class NewItems:
       tag_kernel: the rows of tags, if the items have some.
       vector_kernel: the rows that vectors are multiplied with, if the items have some.
       vectors: dtype of the items' vectors.
-      numbers: see `ItemFeatures.numbers`.
-      temperature: of scores that are cosines divided by it; None of dot products.
+      numbers: mean and deviation of numbers, as in `ItemFeatures.numbers`.
+      temperature: number by which cosines are divided to give scores; None for dot
+        products.
     """
 
     tag_kernel: Array | None = None
@@ -169,8 +174,8 @@ class ClickFeature:
     """Ids that a stack of tables is read by.
 
     Attributes:
-      name: of the feature.
-      num_ids: of its table; of a dynamic one, how many rows it has.
+      name: name of the feature.
+      num_ids: number of ids of its table; for a dynamic table the number of rows.
       first: the row of its id 0 in the stack, or where a dynamic table begins.
       bag: its first bag among the bags of an example.
       length: number of its bags if it stays in order; 0 if it is one bag.
@@ -196,7 +201,7 @@ class ClickTable:
     Attributes:
       name: with the path of its collection in the model, as changes have it.
       first: the row of its id 0 in the stack, or where a dynamic table begins.
-      num_rows: of the table.
+      num_rows: number of rows of the table.
     """
 
     name: str
@@ -213,12 +218,12 @@ class ClickStack:
     """Tables that lie below each other.
 
     Attributes:
-      bags: of an example.
-      features: that read them.
+      bags: number of bags of an example.
+      features: features that read the tables.
       dynamic: whether ids have 64 bits, and the programs find their rows.
       tables: for changes; none in files of earlier releases.
       kernel: the name of the weight with their rows.
-      index: of dynamic ones, the names of the weights with their index begin so.
+      index: the beginning of the names of the weights with a dynamic table's index.
     """
 
     bags: int
@@ -244,17 +249,18 @@ class Signature:
     """The inputs and outputs of a predictor, and the arguments of its programs.
 
     Attributes:
-      kind: what a row of a request is.
-      inputs: what a request gives: the programs' second argument. If there is an output
-        layer, the last one, what is excluded, goes to that layer instead.
-      outputs: what a request gets: the results of the programs, or of the output layer.
+      kind: meaning of a row of a request: "items", "histories" or "clicks".
+      inputs: arrays of a request: the programs' second argument. If there is an output
+        layer, the last one, the excluded items, goes to that layer instead.
+      outputs: arrays of an answer: the results of the programs, or of the output layer.
       weights: the programs' first argument.
       rows: for each program how many rows it takes.
-      platforms: that the programs run on.
-      calling_convention: of the programs, see `jax.export`.
+      platforms: platforms that the programs run on, such as "cpu" and "cuda".
+      calling_convention: version of the calling convention of the programs, see
+        `jax.export`.
       jax: the version that wrote them.
-      stacks: of clicks, how the ids of features become rows of tables.
-      schema: of clicks, what the columns of records are; None if the file does not say.
+      stacks: for clicks, how the ids of features become rows of tables.
+      schema: for clicks, types of the columns of records; None if the file has none.
       layer: the output layer; None if it is part of the programs.
       added: items behind those that the programs know: only the output layer has them. Its
         arrays are then the last weights, and no arguments of the programs.
@@ -333,7 +339,7 @@ class Signature:
 
     @classmethod
     def from_json(cls, document: object, version: int = VERSION) -> Signature:
-        """Reads what `to_json` made, in this release or in one that wrote a version.
+        """Reads a document of `to_json`, of this release or of one that wrote a version.
 
         Raises:
           ValueError: it is not such an object.
@@ -362,7 +368,7 @@ def of_ranking(features: Features, num_items: int, k: int) -> dict[str, Any]:
 
 
 def features_of(inputs: Sequence[Array]) -> Features:
-    """`num_features` of the model that has these inputs, besides what it excludes.
+    """`num_features` of the model that has these inputs, without the excluded items.
 
     Raises:
       ValueError: no model has them.

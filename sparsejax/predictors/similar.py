@@ -19,12 +19,14 @@ from sparsejax.sparse import CSR
 def similar_programs(signature: Signature, programs: Programs) -> Programs:
     """Programs for rows of one item: the items whose vectors have the largest cosine with it.
 
-    Their inputs are the number of the item, and what is excluded: at least itself. A vector of
+    Their inputs are the number of the item, and the excluded items: at least itself. A
+    vector of
     zeros has the cosine 0 with all others. Items whose vectors are not finite are left out.
 
     Args:
-      signature: of a predictor with an output layer.
-      programs: its own, whose weights these share. If they deny, so do these.
+      signature: signature of a predictor with an output layer.
+      programs: programs of that predictor, whose weights the result shares. If they
+        exclude items, so does the result.
     """
     layer = signature.layer
     assert layer is not None

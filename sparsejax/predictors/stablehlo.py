@@ -7,7 +7,7 @@ of the predictor says::
     inputs     for each sparse input (data, indices, indptr), as in a CSR, or without values
                (indices, indptr); for each dense input its rows, an array
 
-The number of rows is fixed. The caller chooses the room for entries, the same for all
+The number of rows is fixed. The caller chooses the room for entries, one number for all
 matrices. A file keeps only the StableHLO of a program. JAX's own form of an exported
 function says more, and a file from elsewhere could say anything there. Here everything
 else follows from the signature, which the file states in JSON.
@@ -88,8 +88,8 @@ def program(
     """Makes a program from a function of `arguments` that JAX can trace.
 
     Args:
-      signature: what the function takes and gives.
-      rows: of a request.
+      signature: inputs and outputs of the function.
+      rows: number of rows of a request.
       function: returns as many arrays as there are `program_outputs`.
 
     Raises:
@@ -231,7 +231,7 @@ def _with_effects(jaxpr: Any) -> list[str]:
 
 @contextlib.contextmanager
 def _failures_named(jaxpr: Any) -> Generator[None]:
-    """Within it, what JAX cannot lower or write raises ValueError of one line."""
+    """While this context is open, a fault that JAX finds raises ValueError of one line."""
     try:
         yield
     except ValueError:

@@ -1,7 +1,8 @@
 """An example with its answer, which the file of a predictor has: whoever runs it can compare.
 
-Checksums say that a file is what was written. They do not say that it still answers as it did:
-on another device, by another release, or with weights that were damaged before they were written.
+Checksums say that a file has not changed. They do not say that it still answers as it
+did: on another device, by another release, or with weights that were damaged before
+they were written.
 """
 
 from __future__ import annotations
@@ -30,8 +31,9 @@ class Given:
     """A row of one input.
 
     Attributes:
-      values: of its entries, or all numbers of a dense one; None if entries have none.
-      indices: of the entries of a sparse one.
+      values: values of its entries, or all numbers of a dense row; None if entries have
+        none.
+      indices: columns of the entries of a sparse row.
       indptr: where each of its bags begins and ends.
     """
 
@@ -85,14 +87,14 @@ class Given:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class StoredAnswer:
-    """An example, and what a predictor gave for it when its file was written.
+    """An example, and a predictor's answer to it when its file was written.
 
     Attributes:
-      platform: that it was made on.
+      platform: platform on which the answer was made.
       narrow: whether the programs compute with 16 bits.
       example: the row of each input.
-      ids: of items, best first; None of clicks.
-      scores: of the items, or the logit of clicks.
+      ids: ids of items, best first; None for clicks.
+      scores: scores of the items, or the logit of a click.
     """
 
     platform: str
@@ -128,7 +130,7 @@ class StoredAnswer:
 
     @classmethod
     def from_json(cls, document: object, signature: Signature) -> Self:
-        """Reads what `to_json` made.
+        """Reads the document that `to_json` made.
 
         Raises:
           ValueError: it is not such an object, or of another signature.
@@ -164,7 +166,7 @@ class StoredAnswer:
         return [given.rows(like) for given, like in pairs]
 
     def check(self, outputs: Sequence[np.ndarray]) -> None:
-        """Compares the first row of what the programs give now.
+        """Compares the first row of the outputs of the programs.
 
         An item that has another place must have a score for it that is as good as the stored
         one.
@@ -197,7 +199,7 @@ class StoredAnswer:
 
 
 def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> bool:
-    """Whether the best items are the same, apart from ties within `most`."""
+    """Whether the best items are equal, apart from ties within `most`."""
     if len(found) != len(stored):
         return False
     if any(not abs(found[i] - stored[i]) <= most for i in found.keys() & stored.keys()):

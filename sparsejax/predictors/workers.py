@@ -112,7 +112,7 @@ class Scorer:
 
         Raises:
           ChildProcessError: the process has died.
-          Exception: what `Parts.write` raises.
+          Exception: an error that `Parts.write` raised.
         """
         line = self._answers.readline()
         if not line.endswith("\n"):
@@ -140,7 +140,7 @@ def write_parts(parts: Parts, *, workers: int | None = None) -> int:
     Raises:
       ChildProcessError: processes have died three times with the same part.
       ValueError: `workers` is not positive.
-      Exception: what `Parts.write` raises. The other processes are ended.
+      Exception: an error that `Parts.write` raised. The other processes are ended.
     """
     gpus = gpu_addresses()
     if workers is None:

@@ -37,7 +37,7 @@ _GONE = 499
 
 @runtime_checkable
 class Connection(Protocol):
-    """Who sends a request.
+    """The client that sends a request.
 
     Attributes:
       asking: the task that answers, which is cancelled when the client leaves; or None.
@@ -346,9 +346,9 @@ async def _body(
     """The body of a request.
 
     Args:
-      scope: of the request.
+      scope: description of the request.
       receive: gives its parts.
-      service: whose limits hold.
+      service: the service whose limits apply.
       hold: is called with the bytes of each part, and may refuse them.
 
     Raises:

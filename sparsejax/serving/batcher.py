@@ -1,4 +1,4 @@
-"""Dynamic batches: what waits while the device works is the next batch.
+"""Dynamic batches: requests that wait while the device works form the next batch.
 
 Requests are served first in, first out. While the device is idle nothing waits. While it
 works, the next batch fills; a batch that is full is packed on the host meanwhile. A device
@@ -26,7 +26,7 @@ from sparsejax.predictors.runtime import Rows
 from sparsejax.serving.engine import Engine, Shape, Size
 
 Answer = list[np.ndarray]
-# Who waits for an answer: in another thread, or in a loop of asyncio.
+# Receivers of an answer: another thread, or a loop of asyncio.
 Waiting = Future[Answer] | asyncio.Future[Answer]
 # The answer of a future, or why there is none.
 _Settled = tuple[Waiting, Answer | Exception]
@@ -65,9 +65,9 @@ class Batch:
     """A batch that ran, for metrics.
 
     Attributes:
-      shape: of its program.
-      rows: that are of requests; the others are padding.
-      entries: of the sparse input that has most.
+      shape: shape of its program.
+      rows: number of rows that belong to requests; the others are padding.
+      entries: number of entries of the sparse input that has most.
       waited: seconds in the queue, of each part of a request.
       packing: seconds on the host.
       device: seconds on the device, with copies. On a GPU it may wait there for the batch before.
@@ -103,7 +103,7 @@ class Batcher:
     """Puts requests together to batches, and runs them on one engine.
 
     Attributes:
-      engine: that runs them.
+      engine: the engine that runs the batches.
     """
 
     def __init__(
@@ -120,8 +120,8 @@ class Batcher:
         Args:
           engine: runs the batches.
           max_wait: seconds that a batch which is not full may wait on an idle device.
-          max_rows: that may wait; further requests are refused.
-          observe: is told of each batch, in a thread of the batcher.
+          max_rows: number of rows that may wait; further requests are refused.
+          observe: called with each batch, in a thread of the batcher.
           failures: a count that it shares with other batchers of the device.
 
         Raises:
@@ -203,7 +203,7 @@ class Batcher:
 
     @contextlib.contextmanager
     def together(self) -> Generator[None]:
-        """Takes what this thread submits in the block when the block is done."""
+        """Submits all requests that this thread makes in the block when the block is done."""
         with self._changed:
             yield
 
@@ -261,7 +261,7 @@ class Batcher:
                 self._serve(*batch)
 
     def _patience(self) -> float | None:
-        """Seconds until an idle device begins what waits; None while there is nothing."""
+        """Seconds until an idle device begins the waiting requests; None while there are none."""
         if not self._queue or self._working or self._ahead:
             return None
         begins = self._queue[0].request.queued + self._max_wait
@@ -374,7 +374,8 @@ def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
         elif len(request.answers) == 1:
             settled.append((request.future, answer))
         else:
-            # Copies, so that what waits for its other parts does not hold the whole batch.
+            # Copies, so that a request that waits for its other parts does not hold the
+            # whole batch.
             request.answers[piece.number] = [array.copy() for array in answer]
             parts = [each for each in request.answers if each is not None]
             if len(parts) == len(request.answers):
@@ -385,7 +386,7 @@ def _divided(pieces: Sequence[_Piece], found: Answer) -> list[_Settled]:
 
 
 def _settle(settled: Sequence[_Settled]) -> None:
-    """Gives futures their answers. A loop of asyncio is told once, not for each."""
+    """Gives futures their answers. A loop of asyncio is called once, not for each."""
     of_loops: dict[asyncio.AbstractEventLoop, list[_Settled]] = {}
     others = []
     for pair in settled:

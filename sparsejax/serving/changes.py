@@ -13,13 +13,13 @@ from sparsejax.serving.metrics import Metrics
 
 
 class Changing:
-    """The changes of a folder that `sparsejax train --follow` writes, for who serves.
+    """The changes of a folder that `sparsejax train --follow` writes, for a service.
 
-    A change that is missing, of another model or at a wrong place leaves the tables as they are,
-    until the folder has what follows.
+    A change that is missing, of another model or at a wrong place leaves the tables as
+    they are, until the folder has the change that follows.
 
     Attributes:
-      folder: of the changes. It may be made later.
+      folder: folder of the changes. It may be made later.
     """
 
     def __init__(self, folder: str | os.PathLike[str], metrics: Metrics):
@@ -35,7 +35,7 @@ class Changing:
             )
 
     def take(self, predictor: Predictor) -> None:
-        """Gives a predictor what has come. A fault is told once, and nothing has changed."""
+        """Gives a predictor the new changes. A fault is logged once, and changes nothing."""
         before = predictor.taken.last
         try:
             if not change_folders.numbers(self.folder):

@@ -19,8 +19,9 @@ from sparsejax.serving.service import Service
 _MOST_HEAD, _MOST_URL, _MOST_HEADERS = 2**16, 2**13, 100
 # Requests that a client may send on one connection before the first of them is answered.
 _MOST_PIPELINED = 100
-# After a refusal the rest of what the client sends is read for so many seconds and bytes. If
-# it were not, the system would reset the connection, and the client would not see the answer.
+# After a refusal the rest of the client's bytes is read for so many seconds and bytes.
+# Otherwise the system would reset the connection, and the client would not see the
+# answer.
 _LINGER, _MOST_LINGERED = 1.0, 2**24
 _ALIVE = 0.05  # seconds between two looks whether a client that sends no more is there
 _END_OF_HEAD, _CONTINUE = b"\r\n\r\n", b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -34,8 +35,8 @@ def configured(
     """The settings of uvicorn for a service, with further ones.
 
     Args:
-      service: whose limits connections have.
-      application: that answers; by default `app` of the service.
+      service: the service whose limits connections have.
+      application: the application that answers; by default `app` of the service.
       options: further settings.
     """
     seconds = service.settings.body_seconds
@@ -69,7 +70,7 @@ class _Connection(HttpToolsProtocol):
 
     Attributes:
       patience: seconds from the first byte of a request, or from the start, to its last header.
-      asking: see `app.Connection`.
+      asking: the client's state, as `app.Connection`.
     """
 
     patience: float
@@ -224,7 +225,8 @@ class _Connection(HttpToolsProtocol):
     def _look_for_client(self) -> None:
         """Closes the connection if the client has not only ended its half, but left.
 
-        Both look alike until something is sent: who has left answers with a reset.
+        Both look alike until something is sent: a client that has left answers with a
+        reset.
         """
         if not self._is_asked or self.transport.is_closing():
             return
@@ -248,7 +250,8 @@ class _Connection(HttpToolsProtocol):
         if not self._is_asked:
             self._send_refusal()
         elif cycle.more_body and not (self.pipeline or cycle.response_started):
-            # The rest of its body is what is refused, so nothing else answers this request.
+            # The rest of its body is refused here, so nothing else answers this
+            # request.
             cycle.disconnected = True
             cycle.message_event.set()
             self._send_refusal()
@@ -295,7 +298,7 @@ class _Together:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Sends bytes after the head that waits. What may be a head waits, see `flush`."""
+        """Sends bytes after the head that waits. A possible head waits, see `flush`."""
         data, self._head = self._head + data, b""
         if self._has_ended or self._transport.is_closing():
             return  # a refusal was the last; or the client has left while requests waited
@@ -311,7 +314,7 @@ class _Together:
             self._transport.write(head)
 
     def write_eof(self) -> None:
-        """Ends this half of the connection: what is written later is not sent."""
+        """Ends this half of the connection: bytes that are written later are not sent."""
         self.flush()
         self._has_ended = True
         self._transport.write_eof()

@@ -26,9 +26,10 @@ from sparsejax.predictors.runtime import (
 )
 from sparsejax.sparse import CSR, host_rows
 
-# By default: programs of no more rows on a CPU, which takes 17 ms for them, and one for a
-# single row of so many entries. A GPU's program computes for up to 128 rows what it does for
-# one, and its compiler takes seconds for each: there, none for 8 rows unless that is the most.
+# Defaults. A CPU has programs of no more rows than this, which take 17 ms, and one for
+# a single row of so many entries. A GPU's program takes as long for up to 128 rows as
+# for one, and its compiler takes seconds for each: there, none for 8 rows unless that
+# is the most.
 _MOST_ROWS, _LONG_ROW = 64, 1024
 # Programs of up to so many rows take as long as that of one row. On a CPU each row costs.
 _ALIKE, _ALIKE_ON_GPU = {"cpu": 1}, 128
@@ -41,7 +42,7 @@ class TooLargeError(ValueError):
 
 
 class Shape(NamedTuple):
-    """The rows of a program, and its room for entries of each input and of what is excluded."""
+    """The rows of a program, and its room for entries of each input and of excluded items."""
 
     rows: int
     entries: int
@@ -79,7 +80,7 @@ class Size:
 
     Attributes:
       rows: number of rows.
-      entries: of each sparse input.
+      entries: number of entries of each sparse input.
     """
 
     rows: int
@@ -116,8 +117,8 @@ class Engine:
     """The programs of a predictor, compiled for a few shapes and for no other.
 
     Attributes:
-      predictor: whose programs they are.
-      shapes: that they are compiled for, small ones first.
+      predictor: the predictor whose programs it runs.
+      shapes: shapes for which the programs are compiled, small ones first.
       queues: whether a batch may be started before the one before it is done. On a GPU half of
         its time is the host's, which starts its kernels.
     """
@@ -132,9 +133,9 @@ class Engine:
         """Compiles and runs each shape once.
 
         Args:
-          predictor: what is served.
-          shapes: by default those for rows of usual length, on a CPU for up to 64 of them,
-            and one for a single row of 1,024 entries.
+          predictor: the predictor to serve.
+          shapes: shapes to compile for. By default those for rows of usual length, on a
+            CPU for up to 64 of them, and one for a single row of 1,024 entries.
           programs: other ones than those for all items. Of the shapes those with the fewest
             rows are compiled, and the smallest with the most entries.
 

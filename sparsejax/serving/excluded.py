@@ -27,7 +27,7 @@ class Excluded:
     file may be empty. It is read again when it has changed.
 
     Attributes:
-      path: of the file.
+      path: path of the file.
     """
 
     def __init__(self, path: str | os.PathLike[str]):
@@ -68,8 +68,8 @@ class Excluded:
         """Lets programs leave the items out, from now on as the file changes.
 
         Args:
-          programs: that `denying` made, or similar ones of them.
-          names: of their items.
+          programs: programs that `denying` made, or similar ones of them.
+          names: names of the programs' items.
 
         Raises:
           ValueError: no item is left.
@@ -79,7 +79,7 @@ class Excluded:
             self._told[programs] = names
 
     def look(self) -> None:
-        """Reads the file if it has changed. If it cannot be read, what it had counts."""
+        """Reads the file if it has changed. If it cannot be read, its last content counts."""
         try:
             with self._lock:
                 if self._state() == self._facts and not self._is_bad:

@@ -14,7 +14,7 @@ class Histories:
     """The rows of a saved data set, by their names, in memory.
 
     Attributes:
-      path: of the file.
+      path: path of the file.
       kind: "items" or "histories", in which the items of a row have an order.
       features: the names of its items.
     """

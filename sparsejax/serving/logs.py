@@ -1,4 +1,4 @@
-"""Lines of JSON on stderr. They never have what a user asked for.
+"""Lines of JSON on stderr. They never contain the content of a request.
 
 A thread writes them. So a service goes on if nobody reads the pipe of its log: then the lines
 that have no room in memory are dropped, and counted.
@@ -150,14 +150,14 @@ def request(
     So the lines of many requests are one call into the system.
 
     Args:
-      protocol: by which it came.
-      identity: of the request, see `request_id`.
-      trace: of its client.
+      protocol: protocol of the request.
+      identity: identifier of the request, as `request_id` makes it.
+      trace: identifier of the client's trace.
       code: the status of the answer.
       rows: number of its rows.
-      seconds: that it took.
-      model: that answered, if one did.
-      version: of the model.
+      seconds: time that the request took.
+      model: name of the model that answered, if one did.
+      version: version of the model.
     """
     facts: dict[str, Any] = {"protocol": protocol}
     facts["milliseconds"] = round(1e3 * seconds, 3)

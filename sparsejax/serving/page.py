@@ -1,6 +1,6 @@
 """The page for a person at `/`: health, versions, and a form that asks.
 
-It asks by the protocol alone. What comes from the service is shown as text, never as HTML.
+It asks by the protocol alone. Text from the service is shown as text, never as HTML.
 """
 
 from __future__ import annotations

@@ -30,10 +30,10 @@ _LENGTH = struct.Struct("<I")
 
 
 class RefusedError(Exception):
-    """A request that is not answered. The message says what was expected.
+    """A request that is not answered. The message says what a request should have.
 
     Attributes:
-      status: of HTTP.
+      status: status of HTTP.
       retry_after: seconds after which it may come again, or None.
     """
 
@@ -48,8 +48,8 @@ class Limits:
 
     Attributes:
       body: bytes of a request.
-      rows: of a request.
-      names: of a row, known or not.
+      rows: number of rows of a request.
+      names: number of names of a row, known or not.
       name: bytes of a name.
     """
 
@@ -60,10 +60,10 @@ class Limits:
 
 
 class Vocabulary:
-    """The names of which those of an answer are chosen, also as binary data.
+    """The names from which the names in an answer are chosen, also as binary data.
 
     Args:
-      table: of the names.
+      table: table of the names.
 
     Attributes:
       index: in which names are found.
@@ -74,7 +74,7 @@ class Vocabulary:
         self.index = table.index
 
     def texts(self, ids: np.ndarray) -> list[str]:
-        """The names of some places; that of -1 is empty."""
+        """The names of some places; for -1 an empty name."""
         if (ids >= 0).all():
             return self._names[ids].tolist()
         return np.where(ids >= 0, self._names[ids], "").tolist()
@@ -89,7 +89,7 @@ class Chosen(NamedTuple):
 
     Attributes:
       vocabulary: all names.
-      ids: the places of those that are chosen; -1 is an empty name.
+      ids: the places of the chosen names; -1 is an empty name.
     """
 
     vocabulary: Vocabulary
@@ -112,9 +112,9 @@ class Asked(NamedTuple):
     """A request.
 
     Attributes:
-      id: that the answer has, too; or None.
-      parameters: of the whole request.
-      tensors: by their names.
+      id: identifier that the answer repeats; or None.
+      parameters: parameters of the whole request.
+      tensors: tensors of the request, by name.
       outputs: for each output that is wanted, whether it is binary; None for all.
       binary: whether outputs are binary that do not say so themselves.
     """
@@ -132,9 +132,10 @@ def read(
     """Reads the body of an inference request.
 
     Args:
-      body: JSON, and what is binary after it.
-      header: of HTTP, `Inference-Header-Content-Length`: bytes of the JSON.
-      limits: of requests.
+      body: JSON, and binary data after it.
+      header: value of the HTTP header `Inference-Header-Content-Length`: bytes of the
+        JSON.
+      limits: largest sizes of requests.
       missing: whether an element may be null. A tensor with one has a list as data.
 
     Raises:
@@ -203,8 +204,8 @@ def _parameters(given: Mapping[str, Any], where: str) -> dict[str, Any]:
 def said(parameters: Mapping[str, Any]) -> dict[str, Any]:
     """The parameters of a request without those that say nothing here.
 
-    Clients of MLServer and Seldon write null for what they do not state, and state in
-    `content_type` and `headers` how their own side codes data.
+    Clients of MLServer and Seldon write null for parameters that they do not set, and
+    state in `content_type` and `headers` how their own side encodes data.
     """
     return {
         name: each

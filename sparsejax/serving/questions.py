@@ -1,4 +1,4 @@
-"""Tensors to rows of a predictor, and what its programs found to tensors.
+"""Converts tensors to rows of a predictor, and the results of its programs to tensors.
 
 Inputs and outputs by names, for each kind of predictor::
 
@@ -78,7 +78,7 @@ class Form(Protocol):
 
     Attributes:
       inputs: their names, datatypes and shapes.
-      outputs: so, too.
+      outputs: their names, datatypes and shapes.
       takes_missing: whether an element of an input may be missing.
     """
 
@@ -105,9 +105,10 @@ def form_of(
     """How a predictor is asked.
 
     Args:
-      predictor: that is asked.
-      histories: what users had before, or None.
-      room: entries of a row at most, to which what a user had is cut; None cuts nothing.
+      predictor: the predictor that is asked.
+      histories: earlier items of users, or None.
+      room: most entries of a row, to which the earlier items of a user are cut; None
+        cuts nothing.
 
     Raises:
       ValueError: it cannot be asked by names, or has no use for these histories.
@@ -353,9 +354,9 @@ class Lists(_Ranked):
     ) -> tuple[NameLists, list[np.ndarray] | None]:
         """The items that users had, and after them those of a request; values or times of both.
 
-        A value of the request counts, not that which the same item had before. Of many items
-        that a user had, the last ones are taken that there is room for, beside those of the
-        request and the `further` ones that are excluded.
+        A value in the request counts, not the value that the same item had before. If a
+        user had many items, the last ones that fit are taken, beside those of the
+        request and the `further` excluded ones.
         """
         stored = self._histories
         assert stored is not None
@@ -475,7 +476,7 @@ def _cells(tensor: Tensor) -> Any:
 
 
 def _of_all_rows(cells: Any, rows: int) -> Any:
-    """A column in which one cell may be that of all rows."""
+    """A column in which one cell may stand for all rows."""
     if len(cells) == rows:
         return cells
     return cells.repeat(rows) if isinstance(cells, np.ndarray) else [*cells] * rows

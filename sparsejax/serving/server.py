@@ -40,8 +40,8 @@ class Address:
 
     Attributes:
       host: its name or address.
-      port: of HTTP; 0 takes a free one.
-      grpc_port: of gRPC, which is off if it is None.
+      port: port of HTTP; 0 takes a free one.
+      grpc_port: port of gRPC, which is off if it is None.
       tls_cert: file of the certificates, or None.
       tls_key: file of its key, or None.
       admin: host and port of the repository extension, which is off if it is None.
@@ -75,9 +75,9 @@ def run(
     """Serves a predictor until SIGTERM or SIGINT comes.
 
     Args:
-      path: of the predictor, or its address in a store; or a folder of versions.
-      name: of the model.
-      settings: of the service.
+      path: path of the predictor, or its address in a store; or a folder of versions.
+      name: name of the model.
+      settings: settings of the service.
       address: where it listens.
       grace: seconds after SIGTERM in which the process ends. For up to half of them
         requests are still taken.

@@ -51,19 +51,21 @@ class Settings:
     """How a model is served.
 
     Attributes:
-      shapes: of programs, see `Engine`.
-      max_wait: see `Batcher`.
-      max_rows: that may wait, see `Batcher`.
-      at_once: requests that are in hand at a time.
+      shapes: shapes for which programs are compiled, as for `Engine`.
+      max_wait: seconds that a batch which is not full may wait on an idle device.
+      max_rows: number of rows that may wait for a batch; further requests are refused.
+      at_once: number of requests that are worked on at a time.
       timeout: seconds for a request, in which it is answered or refused.
       body_seconds: for a client to send the head of a request, and for its body.
-      limits: of a request.
-      held: bytes of the bodies of all requests in hand.
-      keep: versions before the one that serves, which answer who names them.
-      swap: whether a newer version is loaded "beside" the one that serves; or that one is
-        drained before: it answers what it has, and leaves the device.
+      limits: largest sizes of a request.
+      held: bytes of the bodies of all requests that are worked on.
+      keep: number of versions before the serving one that still answer requests that
+        name them.
+      swap: whether a newer version is loaded "beside" the serving one; or that one is
+        drained before: it answers its requests, and leaves the device.
       similar: whether there is a second model, `similar`: items like given items.
-      histories: file of a saved data set: what users had before, whom a request may name.
+      histories: file of a saved data set with earlier items of users, whom a request
+        may name.
       exclude_file: file with the names of items that nobody is recommended.
       changes: folder of changes of a click model, which are taken as they come.
       page: whether there is a page for a person at `/`.
@@ -94,11 +96,12 @@ class Version:
 
     Attributes:
       model: its name.
-      name: of the version.
-      form: of its requests.
-      predictor: whose programs run.
-      batcher: of requests for the best of all items, or of clicks.
-      of_candidates: of requests that name the items to rank; None if there are none such.
+      name: name of the version.
+      form: inputs and outputs of its requests.
+      predictor: the predictor whose programs run.
+      batcher: queue of requests for the best of all items, or for clicks.
+      of_candidates: queue of requests that name the items to rank; None if there are no
+        such requests.
       similar: the version of the second model; None if there is none.
     """
 
@@ -127,10 +130,10 @@ class Answered[Written](NamedTuple):
     """An answer.
 
     Attributes:
-      content: of it, as a protocol writes it.
+      content: content of the answer, as a protocol writes it.
       rows: number of its rows.
-      model: that answered.
-      version: of the model.
+      model: name of the model that answered.
+      version: version of the model.
     """
 
     content: Written
@@ -156,10 +159,11 @@ class _Request:
 
     Attributes:
       begun: when it came, on the clock of `time.monotonic`.
-      seconds: that it may take.
+      seconds: number of seconds that it may take.
       future: gets its answer.
-      batcher: that it is put into, as soon as it is read.
-      told: so, too: who answers it, and what it asks.
+      batcher: the queue that the request is put into, as soon as it is read.
+      told: the version that answers it, its tensors, and the wanted outputs, as soon as
+        it is read.
     """
 
     model: str
@@ -176,11 +180,12 @@ class Service:
     """Answers requests for one model, whatever the protocol.
 
     Attributes:
-      name: of the model.
-      settings: of the service.
-      metrics: of the service.
+      name: name of the model.
+      settings: settings of the service.
+      metrics: metrics of the service.
       draining: whether the service is about to end.
-      excluded: what nobody is recommended, after `prepare`; None if there is no such file.
+      excluded: items that are excluded for all rows, after `prepare`; None if there is
+        no such file.
       changing: the changes that come, or None.
     """
 
@@ -209,11 +214,11 @@ class Service:
         self.last_request = time.monotonic()
 
     def prepare(self) -> None:
-        """Reads what users had before, and what is left out, which all versions share.
+        """Reads the earlier items of users, and the excluded items, which all versions share.
 
         Raises:
           DataError: a file is missing or damaged, or it is no saved data set of rows.
-          OSError: the file of what is left out cannot be read.
+          OSError: the file of excluded items cannot be read.
         """
         if self.settings.exclude_file is not None:
             self.excluded = Excluded(self.settings.exclude_file)
@@ -304,16 +309,16 @@ class Service:
         return [each for each in before if each not in answer]
 
     def drop(self, versions: Collection[Version]) -> list[Version]:
-        """Gives those of some versions that answered who named them, and do not any more.
+        """Removes old versions and returns those it removed.
 
-        See `swap` for who closes them. The version that serves stays.
+        See `swap` for the code that closes them. The version that serves stays.
         """
         gone = [each for each in self._older if each in versions]
         self._older = [each for each in self._older if each not in gone]
         return gone
 
     def unload(self) -> list[Version]:
-        """Lets no version answer, and gives those that did; see `swap` for who closes them."""
+        """Removes all versions and returns them; see `swap` for the code that closes them."""
         before, self._version, self._older = self._versions, None, []
         self.metrics.serving(self.name, None)
         return before
@@ -324,7 +329,7 @@ class Service:
         self.swap(self.made(path, name))
 
     def close(self) -> None:
-        """Answers what waits, and takes no further requests."""
+        """Answers waiting requests, and takes no further ones."""
         self.draining = True
         for version in self._versions:
             version.close()
@@ -425,12 +430,13 @@ class Service:
         Cancelled, it costs no device time any more.
 
         Args:
-          model: that is asked.
-          number: of the version, or None for the one that serves.
+          model: name of the model that is asked.
+          number: number of the version, or None for the one that serves.
           read: gives the request.
           write: makes the answer of the request, the model's name, the version's, and outputs.
           size: bytes of the request that are read by NumPy.
-          seconds: after which the client has no more use for an answer.
+          seconds: number of seconds after which the client has no more use for an
+            answer.
 
         Raises:
           RefusedError: the request cannot be answered.
@@ -499,7 +505,7 @@ class Service:
         """Reads a request.
 
         Raises:
-          Exception: as `predict` does.
+          Exception: an error that `predict` raises.
         """
         version = self.version(request.model, request.number)
         asked, question = self._question(version, request.read)
@@ -512,7 +518,7 @@ class Service:
         """Puts a request that was read into a queue. Its future gets the answer.
 
         Raises:
-          Exception: as `predict` and `Batcher.ask` do.
+          Exception: an error that `predict` or `Batcher.ask` raises.
         """
         while True:
             version, _, question = request.told
@@ -546,7 +552,7 @@ class Service:
         return asked, version.form.question(asked, self.settings.limits)
 
     def _allowed(self, seconds: float | None) -> float:
-        """The time for a request: the least of what its client and the service allow."""
+        """The time for a request: the smaller of the client's and the service's limit."""
         allowed = self.settings.timeout
         return allowed if seconds is None else min(allowed, seconds)
 

@@ -1,7 +1,8 @@
 """A model of NVIDIA's Triton: its Python backend runs the same engine.
 
-`export` writes a model repository. Triton then imports `TritonPythonModel` from here, in a
-process of its own, and hands it batches. A request has the names and datatypes of the other
+`export` writes a model repository. Triton then imports `TritonPythonModel` from here,
+in a process of its own, and passes it batches. A request has the names and datatypes of
+the other
 protocols, see `questions`, but always the rows as first dimension, as Triton's batches have::
 
     items, histories    items BYTES [rows, n], filled up with ""; values, times, exclude alike
@@ -52,10 +53,10 @@ def export(
     """Writes a predictor into a model repository of Triton, as the next version of a model.
 
     Args:
-      path: of the predictor's file.
+      path: path of the predictor's file.
       repository: the folder of models. It is made if it does not exist.
-      name: of the model: its folder in the repository.
-      shapes: of programs, see `Engine`.
+      name: name of the model: its folder in the repository.
+      shapes: shapes for which programs are compiled, as for `Engine`.
 
     Returns:
       The folder of the version.

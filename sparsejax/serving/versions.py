@@ -24,7 +24,7 @@ from sparsejax.serving.logs import log
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service, Version
 
-# A version that could not be loaded is passed over in 0, 1, 3, 7, ... looks, and no more.
+# A broken version is tried again after 1, 2, 4, ... looks, and at most this many, plus one.
 _MOST_PASSED = 63
 
 
@@ -57,7 +57,7 @@ class _Trouble:
     """Why a version could not be loaded.
 
     Attributes:
-      reason: of the last time.
+      reason: reason why the last try failed.
       times: how often it was tried.
       passed: in how many further looks it is passed over.
     """
@@ -68,7 +68,7 @@ class _Trouble:
 
 
 class Versions:
-    """The versions in a folder, of which one serves, unless it was told to serve none."""
+    """The versions in a folder, of which one serves, unless all were unloaded."""
 
     def __init__(self, service: Service, folder: str | os.PathLike[str]):
         self._service, self._folder = service, pathlib.Path(folder)
@@ -109,7 +109,7 @@ class Versions:
                 await self._look()
 
     async def load(self) -> None:
-        """Lets the newest version serve, and tries again what could not be loaded before.
+        """Lets the newest version serve, and tries again to load versions that failed before.
 
         Raises:
           RefusedError: the newest version cannot be loaded, or there is none.
@@ -127,7 +127,7 @@ class Versions:
                 raise RefusedError(400, reason)
 
     async def unload(self) -> None:
-        """Lets no version serve until `load`. They answer what they have.
+        """Lets no version serve until `load`. Versions still answer their waiting requests.
 
         Raises:
           RefusedError: the first one is being loaded.
@@ -161,7 +161,7 @@ class Versions:
         return stated
 
     async def _look(self) -> list[_Found]:
-        """Looks, and gives what is there."""
+        """Lists the folder, and returns the versions that exist."""
         found = await asyncio.to_thread(found_in, self._folder)
         self._bad = {file: its for file, its in self._bad.items() if file in found}
         for each in found:
@@ -209,7 +209,7 @@ class Versions:
         return self._service.swap(version)
 
     async def _close(self, versions: list[Version]) -> None:
-        """Ends versions. They answer what they have."""
+        """Ends versions. They still answer their waiting requests."""
         self._answer = {
             file: its for file, its in self._answer.items() if its not in versions
         }
@@ -217,7 +217,7 @@ class Versions:
             await asyncio.to_thread(version.close)
 
     async def _drain(self) -> None:
-        """Lets the version that serves answer what it has, and frees its memory."""
+        """Lets the serving version answer its waiting requests, and frees its memory."""
         name = None if self._serves is None else str(self._serves.number)
         log("drain", version=name)
         self._serves = None
@@ -226,7 +226,7 @@ class Versions:
         gc.collect()
 
     def _loaded(self, found: _Found) -> Version | None:
-        """The version of a file; None if it cannot be loaded, which is told."""
+        """The version of a file; None, with a line in the log, if it cannot be loaded."""
         name = str(found.number)
         version = self._tried(found, lambda: self._service.made(found.path, name))
         if version is not None:
@@ -245,7 +245,7 @@ class Versions:
         return self._tried(found, checked) is True
 
     def _tried[Made](self, found: _Found, make: Callable[[], Made]) -> Made | None:
-        """Makes something of a file. Gives None if it cannot be made, which is told."""
+        """Makes an object from a file; None, with a line in the log, if that fails."""
         name = str(found.number)
         try:
             return make()

@@ -529,8 +529,10 @@ def fingerprint(*parts: CSR | jax.Array | np.ndarray) -> str:
 
 
 def _uncompressed() -> ocp.Context:
-    """Orbax's options. Trained numbers hardly get smaller, and compressing them takes
-    most of the time of a save, and a third of the time of a restore.
+    """Orbax's options, without compression.
+
+    Trained numbers hardly get smaller, and compressing them takes most of the time of a save,
+    and a third of the time of a restore.
     """
     from orbax.checkpoint import v1 as ocp
 
