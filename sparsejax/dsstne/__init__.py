@@ -1,8 +1,8 @@
-"""For people who come from Amazon's DSSTNE: its files, networks, rules and commands.
+"""For users of Amazon's DSSTNE: its files, networks, rules and commands.
 
 This wing stands above `training` and below `cli`; nothing below knows of it. The names
 below are public. `cli` may also import `dsstne.cli`.
-`pip install '.[dsstne]'` brings what it needs.
+`pip install '.[dsstne]'` installs its requirements.
 """
 
 from sparsejax.dsstne.definition import Definition as Definition

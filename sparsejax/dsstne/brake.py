@@ -11,8 +11,8 @@ class Brake(nnx.Module):
     """DSSTNE's brake, which scales the gradients of steps with a large error.
 
     With E the sum of a batch's losses and m = 0.9 m + 0.1 E, from 0: from step 101 on, a
-    step with E > 2 m has no gradient, and those of the 24 steps behind it are divided by
-    10.
+    step with E > 2 m has no gradient, and the gradients of the 24 steps behind it are
+    divided by 10.
 
     DSSTNE leaves the first step out, and divides the learning rate of the others. With
     SGD, Momentum and Nesterov this is the same, except that velocities and penalties of

@@ -74,9 +74,10 @@ class SharedWeights:
 
     Attributes:
       counts: how many connections use the weights of a pair.
-      kernels: those whose rows belong to the features of sparse inputs and to the items of
-        outputs, by the pair of their owner. They are `[rows, hidden]`.
-      locked: in place of those of them that training leaves as they are.
+      kernels: kernels whose rows belong to the features of sparse inputs and to the
+        items of outputs, by the pair of their owner. They are `[rows, hidden]`.
+      locked: kernels that training leaves as they are. They are here in place of
+        `kernels`.
     """
 
     counts: Mapping[Pair, int]
@@ -117,7 +118,7 @@ def connection(
     by_inputs: bool,
     rngs: nnx.Rngs,
 ) -> Any:
-    """The module between a layer and what it reads."""
+    """The module between a layer and the layer that it reads."""
     before, owner = definition.layer(source.layer), owner_of(layer, source)
     kernel = sharing.kernels.get(owner)
     options: dict[str, Any] = {
@@ -188,7 +189,7 @@ def _shares_rows(
     pair: Pair,
     group: list[tuple[LayerDefinition, Connection]],
 ) -> bool:
-    """Whether all who share the weights of a pair can read one kernel by its rows."""
+    """Whether all connections that share the weights of a pair can read one kernel by rows."""
     kinds = {
         (source.layer, layer.name): _rows_are(definition, layer, source)
         for layer, source in group
@@ -258,7 +259,7 @@ def _drawing(
     scheme: str, scale: float, inputs: int, outputs: int
 ) -> Callable[..., jax.Array]:
     widths = {
-        # Half of what Glorot and Bengio have.
+        # Half of the bound of Glorot and Bengio.
         "Xavier": scale / 2 * math.sqrt(6 / (inputs + outputs)),
         "CaffeXavier": scale * math.sqrt(3 / outputs),
         "Uniform": scale,

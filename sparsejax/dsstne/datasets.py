@@ -1,4 +1,4 @@
-"""A data set as it lies in a DSSTNE file, and what it is for a model."""
+"""A data set as stored in a DSSTNE file, and its form for a model."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sparsejax.dsstne.index_files import column_names, without_padding
 from sparsejax.mesh.layout import available_memory
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
-# An array may be this many times larger than what the file has for it. Deflate, which
+# An array may be this many times larger than its bytes in the file. Deflate, which
 # NetCDF uses, reaches 1,032 only for equal bytes.
 _MAX_RATIO = 1000
 # Bytes for each name of a column, and for each entry that is sorted in its row.
@@ -178,15 +178,15 @@ class FileDataset:
 
         Sparse rows and classes become a `SparseDataset`. In a row entries of the same
         column become one: an indicator, or their sum. Dense rows become float32, with
-        names a `DenseDataset`. DSSTNE scales bytes: those of type UChar are `x / 256`, in
-        dense inputs `x / 256 - 0.5`, and those of type Char are `x / 128`.
+        names a `DenseDataset`. DSSTNE scales bytes: the type UChar gives `x / 256`, in
+        dense inputs `x / 256 - 0.5`, and the type Char `x / 128`.
 
         Args:
-          target: whether this is what a model should predict, rather than its input.
-          feature_names: names of the first columns; by default those of the file. Other
-            columns are padding. Without any, columns have their numbers.
-          row_names: names of the examples; by default those of the file. Without any,
-            sparse rows have their numbers.
+          target: whether a model should predict this data set, rather than read it.
+          feature_names: names of the first columns; by default the names in the file.
+            Other columns are padding. Without any names, columns have their numbers.
+          row_names: names of the examples; by default the names in the file. Without
+            any names, sparse rows have their numbers.
 
         Raises:
           ValueError: there are more names than columns, or more or fewer than examples;
@@ -263,7 +263,7 @@ class FileDataset:
         else:
             data = values[: int(total)].astype(np.float64) * _scale(values.dtype)
         shape = (self.num_examples, self.columns)
-        # `from_scipy` sorts the entries of a row, and adds those of the same column.
+        # `from_scipy` sorts the entries of a row, and adds entries of equal columns.
         matrix = CSR.from_scipy(
             scipy.sparse.csr_array((data, indices, indptr), shape=shape)
         )
@@ -278,7 +278,7 @@ def _scale(dtype: np.dtype) -> np.float32:
 
 
 def check_memory(what: str, needed: int, stored: int) -> None:
-    """Raises ValueError if so many bytes would be needed for what takes `stored` bytes."""
+    """Raises ValueError if data of `stored` bytes would need too many bytes of memory."""
     if needed > _MAX_RATIO * stored:
         raise ValueError(
             f"{what} would take {needed:,} bytes of memory, over {_MAX_RATIO:,} times "

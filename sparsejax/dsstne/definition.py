@@ -1,7 +1,7 @@
 """DSSTNE's network language: a network as frozen dataclasses, and its JSON.
 
-Defaults are those of DSSTNE's parser. Sizes that DSSTNE takes from data or from other
-layers are worked out at once: a `Definition` has them all.
+Defaults are the defaults of DSSTNE's parser. Sizes that DSSTNE takes from data or from
+other layers are worked out at once: a `Definition` has them all.
 """
 
 from __future__ import annotations
@@ -98,15 +98,15 @@ class Definition:
 
     Attributes:
       layers: in the order of the file; a layer may read a later one.
-      name: of the network.
-      kind: "FeedForward" or "AutoEncoder", which mean the same.
+      name: name of the network.
+      kind: "FeedForward" or "AutoEncoder", which have one meaning.
       error_function: one of `ERROR_FUNCTIONS`, of all outputs.
       shuffle_indices: whether each epoch has another order of examples.
       denoising: probability of dropping an entry of an input in training.
-      sparseness_penalty: of hidden layers that are `sparse`, if beta > 0.
+      sparseness_penalty: penalty of hidden layers that are `sparse`, if beta > 0.
       delta_boost: factors of gradients.
-      margins: of the scaled marginal cross-entropies.
-      lrn: of layers with the function LRN.
+      margins: margins of the scaled marginal cross-entropies.
+      lrn: settings of layers with the function LRN.
       maxout_k: DSSTNE stores it; nothing reads it.
       decay: step t has the learning rate alpha / (1 + decay (t - 1)).
       weights_data: a network file from which the weights start.
@@ -178,7 +178,7 @@ class Definition:
         return next(iter([*named, *outputs]), None)
 
     def with_inputs(self, sparse: Mapping[str, bool]) -> Definition:
-        """The same, but with `sparse` of inputs, by name, as given."""
+        """This network, but with the given `sparse` for some inputs, by name."""
         layers = tuple(
             dataclasses.replace(layer, sparse=sparse.get(layer.name, layer.sparse))
             if layer.kind == "Input"
@@ -235,14 +235,15 @@ class Definition:
         """The network of a JSON object, which `to_json` or a person has made.
 
         Args:
-          document: what `parse` returns.
+          document: the object that `parse` returns.
           data: width, height, length of data sets, by their names, as many as each has:
             for layers with `"N": "auto"`, and to check the others.
 
         Raises:
-          ValueError: a key is unknown, or a value is not what DSSTNE takes; the message
+          ValueError: a key is unknown, or DSSTNE does not accept a value; the message
             names the layer and the key.
-          NotImplementedError: what DSSTNE itself names, but has not.
+          NotImplementedError: DSSTNE names the function or layer, but does not
+            implement it.
         """
         data = {} if data is None else data
         network = Keys(document, _NETWORK_KEYS, "the network")

@@ -1,4 +1,4 @@
-"""DSSTNE's `encoder`: a CDL file says what to train, to measure or to check."""
+"""DSSTNE's `encoder`: a CDL file describes a training, a measurement or a check."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class Encode:
       command: "Train", "Predict" or "Validate".
       network: a network's JSON; of Predict a network file.
       data: a NetCDF file of data sets.
-      training: what `train` is told, for Train and Validate.
+      training: settings of `train`, for Train and Validate.
     """
 
     command: str
@@ -117,11 +117,11 @@ def _encode(keys: Keys) -> Encode:
 
 
 def encode(cdl: Encode) -> None:
-    """Carries out what a CDL file says.
+    """Carries out the command of a CDL file.
 
     Raises:
       ArithmeticError: Validate has found a gradient that is wrong.
-      ValueError: files do not fit each other. Others are those of `train`.
+      ValueError: files do not fit each other, or `train` refuses the settings.
     """
     if cdl.command == "Train":
         # The seed may be the time.
@@ -169,12 +169,12 @@ def _measure(cdl: Encode) -> None:
 def slope_errors(training: train.Training) -> dict[str, float]:
     """For each array of weights, how far its gradient is from finite differences.
 
-    That is the largest of `|difference - slope| / max(1, |slope|)`, in float64: the rounding
-    of a large loss in float32 is larger than what a step changes.
+    That is the largest of `|difference - slope| / max(1, |slope|)`, in float64:
+    rounding a large loss to float32 changes it more than a step does.
 
-    The loss is that of the first examples, without noise. Left out is what has slopes
-    that are not those of a value: the sparseness penalty, DeltaBoost, DeltaNorm, and the
-    mean over those who share weights, in place of which is the sum.
+    The loss is the loss of the first examples, without noise. Some rules change
+    gradients but not the value, and are left out: the sparseness penalty, DeltaBoost,
+    DeltaNorm, and the mean over connections that share weights, which is a sum here.
     """
     model, rows = training.model, np.arange(_BATCH_SIZE)
     model.definition = dataclasses.replace(

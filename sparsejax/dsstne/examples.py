@@ -29,9 +29,9 @@ class Examples:
     """Examples on which a network is trained or measured.
 
     Attributes:
-      inputs: as `fit` takes them.
-      targets: as `fit` takes them.
-      weights: of the examples, or None.
+      inputs: data that the network reads, in the forms that `fit` takes.
+      targets: data that the network predicts, in the forms that `fit` takes.
+      weights: factors of the examples' losses, or None.
     """
 
     inputs: Any
@@ -47,7 +47,7 @@ class Examples:
         Args:
           network: the layers.
           data: the data set of each input and output, by the name of the layer.
-          orders: of the columns of some of them; see `order`.
+          orders: orders of the columns of some layers; see `order`.
         """
         data = {name: in_order(d, orders.get(name)) for name, d in data.items()}
         outputs = network.of_kind("Output")
@@ -187,11 +187,11 @@ def _shown(dataset: FileDataset) -> CSR | np.ndarray:
 def _targets(
     error: str, name: str, dataset: FileDataset
 ) -> CSR | scipy.sparse.csr_array:
-    """The targets as `fit` takes them. A dense data set has a label wherever it is not 0.
+    """The targets in a form that `fit` takes. A dense data set has a label wherever it is not 0.
 
     Args:
       error: the error function.
-      name: of the data set.
+      name: name of the data set.
       dataset: the labels.
 
     Raises:

@@ -47,7 +47,7 @@ def opened(path: Path, what: str) -> Generator[File]:
 
     Args:
       path: the file.
-      what: what it should hold, for messages.
+      what: content that the file should have, for messages.
 
     Raises:
       DataError: it is missing or no NetCDF-4 file.
@@ -229,7 +229,7 @@ class File:
             return text
 
     def variable(self, name: str) -> h5py.Dataset:
-        """A variable of this file that is not larger than what is stored of it allows."""
+        """A variable of this file, unless it is too large for its bytes in the file."""
         with damage(self.path, f"{name} cannot be read"):
             if name not in self.file:
                 raise self.error(f"has no variable {name}")

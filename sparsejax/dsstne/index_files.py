@@ -128,7 +128,7 @@ def padding_names(start: int, stop: int) -> Names:
 
 
 def column_names(names: Names | None, width: int) -> Names:
-    """`[width]` names of columns: the features', then those of padding.
+    """`[width]` names of columns: the features' names, then names of padding.
 
     Without names, columns have their numbers.
 
@@ -146,6 +146,6 @@ def column_names(names: Names | None, width: int) -> Names:
 
 
 def without_padding(names: Names) -> Names:
-    """The names of features, without those of padding behind them."""
+    """The names of features, without the names of padding behind them."""
     differ = np.flatnonzero(names != padding_names(0, len(names)))
     return names[: int(differ[-1]) + 1 if differ.size else 0]

@@ -46,7 +46,7 @@ class Activation:
 
     Attributes:
       name: one of `ACTIVATIONS`.
-      slope: of LRELU below 0. With DSSTNE's default of 1, LRELU is Linear.
+      slope: slope of LRELU below 0. With DSSTNE's default of 1, LRELU is Linear.
       elu_alpha: ELU and SELU go to minus this number (SELU: times `selu_lambda`).
       selu_lambda: factor of SELU.
     """
@@ -73,7 +73,7 @@ class WeightInit:
 
     Attributes:
       scheme: one of `SCHEMES`.
-      scale: see above.
+      scale: number that sets the spread of the weights, in the formulas above.
       bias: the number at which every bias starts.
     """
 
@@ -88,7 +88,8 @@ class SparsenessPenalty:
 
     Attributes:
       p: the wanted mean.
-      beta: its weight. In a layer, 0 stands for the network's number, and so does p = 0.
+      beta: its weight. In a layer, 0 stands for the network's number, for `p` as for
+        `beta`.
     """
 
     p: float = 0.0
@@ -133,7 +134,8 @@ class Connection:
       layer: name of the layer that is read.
       weight_norm: the largest L2 norm of the weights that lead to one unit; 0: no limit.
       locked: whether training leaves weights and bias as they are.
-      shared: if given, the weights are those of another connection. The bias is not.
+      shared: the pair of layers whose weights this connection uses; None for weights of
+        its own. The bias is not shared.
     """
 
     layer: str
@@ -150,24 +152,25 @@ class LayerDefinition:
     3072
 
     Attributes:
-      name: what other layers call it.
+      name: name by which other layers refer to it.
       kind: one of `KINDS`.
       type: one of `TYPES`.
-      size: x, y, z, w, as many as the layer has. For a convolutional layer, and for what it
-        reads, the last one counts channels.
+      size: x, y, z, w, as many as the layer has. For a convolutional layer, and for the
+        layers it reads, the last one counts channels.
       dataset: name of the data set; "" if it has none.
-      sparse: of an input or output, that its data set is sparse (the data set knows
-        better); of a hidden layer, that it has the sparseness penalty.
-      denoising: of an input, whether the network's denoising applies to it.
-      sources: what it reads; the products are added.
+      sparse: whether the data set of an input or output is sparse (the data set itself
+        decides); or whether a hidden layer has the sparseness penalty.
+      denoising: whether the network's denoising applies to an input.
+      sources: connections to the layers that it reads; the products are added.
       skips: layers that are added to these sums, unit by unit.
       activation: None where there is none: in inputs and pooling layers.
       dropout: probability of dropping a unit in training.
       weight_init: how weights and biases start.
       delta_norm: the largest L2 norm of the gradient of an example's units; 0: no limit.
       batch_normalization: whether the sums are normalised over the batch.
-      sparseness_penalty: of a hidden layer, in place of the network's; see `penalty_of`.
-      function: of a pooling layer, one of `FUNCTIONS`.
+      sparseness_penalty: penalty of a hidden layer, in place of the network's; see
+        `penalty_of`.
+      function: function of a pooling layer, one of `FUNCTIONS`.
       kernel: width of the window in x, y, z; as many as it has dimensions.
       stride: step of the window, like `kernel`.
       padding: zeros before and after the source's units, like `kernel`.

@@ -1,4 +1,4 @@
-"""A layer's JSON, read and written. Defaults are those of DSSTNE's parser."""
+"""A layer's JSON, read and written. Defaults are the defaults of DSSTNE's parser."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ _LAYER_KEYS = {
 
 
 def drafts_of(network: Keys, data: Mapping) -> dict[str, LayerDefinition]:
-    """The layers, by name. A size that depends on other layers is that of the channels."""
+    """The layers, by name. A size that depends on other layers is the number of channels."""
     layers = network.values.get("Layers")
     if not isinstance(layers, list) or not layers:
         raise ValueError('the network: "Layers" must be a list of layers')
@@ -168,7 +168,7 @@ def _draft(
 
 
 def _check_keys_of_type(keys: Keys, kind: str, type: str) -> None:
-    """Refuses what would have no effect."""
+    """Refuses keys that would have no effect."""
     if type == "Pooling":
         if "Function" not in keys.values:
             raise ValueError(

@@ -45,9 +45,9 @@ class Held(NamedTuple):
     """The values that the layers of a network hold for a batch.
 
     Attributes:
-      units: by the name of a layer: an array, or sparse rows. An output may be too large
-        to be here, see `Layer.whole`.
-      scores: of the outputs that are in `units`, what they hold before the activation.
+      units: values by the name of a layer: an array, or sparse rows. An output may be
+        too large to be here, see `Layer.whole`.
+      scores: values before the activation, of the outputs that are in `units`.
       kernels: arrays that several connections share, by the pair of their owner.
     """
 
@@ -61,7 +61,7 @@ class Counted(NamedTuple):
 
     Attributes:
       exists: `[batch]`; the other rows are padding.
-      share: with what an example's loss is multiplied, if its own weight is 1.
+      share: factor of an example's loss, if its own weight is 1.
     """
 
     exists: jax.Array
@@ -78,12 +78,13 @@ class Layer(nnx.Module):
 
     Attributes:
       layer: its definition.
-      rule: of an output, its loss.
-      whole: of an output, whether it is computed with the hidden layers.
-      ranked: of an output, how many of its items are ranked.
+      rule: loss of an output.
+      whole: whether an output is computed with the hidden layers.
+      ranked: number of items of an output that are ranked.
       counts: for each connection, how many share its weights.
-      factors: for each connection, with what the slopes of its weights are multiplied.
-      delta_norm: see `LayerDefinition`; 0 is no limit.
+      factors: for each connection, the factor of the gradients of its weights.
+      delta_norm: the largest L2 norm of the gradient of an example's units; 0 is no
+        limit.
     """
 
     def __init__(
@@ -139,7 +140,7 @@ class Layer(nnx.Module):
 
     @property
     def output(self) -> SparseOutput | None:
-        """The layer over all items, if that is what this layer is."""
+        """The layer over all items, if this layer is one."""
         for module in self.connections:
             if isinstance(module, SparseOutput):
                 return module
@@ -149,7 +150,7 @@ class Layer(nnx.Module):
         self.rule = of_units(rule) if self._loss_is_of_units else rule
 
     def follow_values(self) -> None:
-        """Makes all slopes those of the values, from now on.
+        """Makes all gradients those of the values, from now on.
 
         There is no DeltaBoost, no DeltaNorm, and the gradient of shared weights is a sum.
         """
@@ -192,7 +193,7 @@ class Layer(nnx.Module):
         """The values that it holds, before its activation and after it.
 
         Args:
-          held: what the layers before it hold.
+          held: values of the layers before it.
           batch: None if all rows are examples.
           deterministic: whether this is without noise.
         """
@@ -337,8 +338,8 @@ class Layer(nnx.Module):
 class _Dropout(nnx.Module):
     """DSSTNE's dropout, of which there are three kinds.
 
-    A unit is dropped with probability p. With q = 1 - p, and alpha what ELU or SELU goes
-    to far below 0::
+    A unit is dropped with probability p. With q = 1 - p, and alpha the limit of ELU or
+    SELU far below 0::
 
         Sigmoid     dropped: 0.5                kept: a
         ELU, SELU   dropped: A alpha + B        kept: A a + B

@@ -1,4 +1,4 @@
-"""DSSTNE's losses, which are of activations, as losses of scores.
+"""DSSTNE's losses, which are functions of activations, as functions of scores.
 
 An output layer's scores are its sums before the activation. `of_output` gives the rule that
 `output_loss` takes. A slope is always that of the value, `DeltaBoost` apart.
@@ -28,7 +28,7 @@ class OfActivations(ElementwiseLoss):
         absent(score)        = loss.absent(activation(score))
         listed(score, label) = loss.listed(activation(score), label)
 
-    A score of -inf without a label has no loss: the item is denied.
+    A score of -inf without a label has no loss: the item is excluded.
 
     Attributes:
       loss: the loss of an activation.
@@ -50,12 +50,12 @@ class OfActivations(ElementwiseLoss):
 
 @dataclasses.dataclass(frozen=True)
 class Boosted(ElementwiseLoss):
-    """A loss whose value stays, and whose slopes are multiplied (`DeltaBoost`).
+    """A loss whose value stays, and whose gradients are multiplied (`DeltaBoost`).
 
     Attributes:
-      loss: what is boosted.
-      one: factor of the slopes at items with a label.
-      zero: factor of the slopes at items without one.
+      loss: the loss whose gradients are multiplied.
+      one: factor of the gradients at items with a label.
+      zero: factor of the gradients at items without one.
     """
 
     loss: ElementwiseLoss
@@ -119,7 +119,7 @@ class DataScaledMarginalCrossEntropy(losses.ScaledMarginalCrossEntropy):
 
 
 def of_units(rule: LossRule) -> LossRule:
-    """A rule of `of_output` as one of what the layer holds, after its activation.
+    """Rewrites a loss on scores as a loss on activations.
 
     Raises:
       NotImplementedError: it has only a form of scores.
@@ -138,7 +138,7 @@ def activate(
 ) -> Float[Array, "..."]:
     """Applies a layer's activation to its sums; SoftMax is over the last axis.
 
-    At 0 the slopes of RELU and LRELU are those of the left side, as in DSSTNE.
+    At 0 the slopes of RELU and LRELU are the left-sided ones, as in DSSTNE.
     """
     alpha, scale = activation.elu_alpha, activation.selu_lambda
     functions: dict[str, Callable[[jax.Array], jax.Array]] = {
@@ -180,12 +180,13 @@ def of_output(
       layer: an output.
       sparse: whether the data set of the targets is. A sparse one has labels at some
         items; a dense one has a label at every item.
-      ignore_zeros: see `ElementwiseLoss`; the data set's SparseIgnoreZero.
+      ignore_zeros: whether only items with labels have a loss, as in `ElementwiseLoss`;
+        the data set's SparseIgnoreZero.
 
     Raises:
       NotImplementedError: DSSTNE has no gradient for this error function with this
-        activation or this data, or takes no notice of DeltaBoost; or what SoftMax gives
-        is dropped.
+        activation or this data, or ignores DeltaBoost; or the result of SoftMax is
+        dropped.
     """
     activation, error = layer.activation, network.error_function
     if activation is None:  # a pooling layer

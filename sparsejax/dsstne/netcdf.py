@@ -80,18 +80,19 @@ def read_datasets(
     come from the indices that are given, otherwise from the file. Without any they are
     numbers.
 
-    The weights of examples are those of `read_weights`. Which data sets are
-    SparseIgnoreZero says `read_ignore_zeros`.
+    `read_weights` reads the weights of examples. `read_ignore_zeros` reads which data
+    sets are SparseIgnoreZero.
 
     Args:
       path: the file.
       features: a file of names and their numbers, as `generateNetCDF` writes it, or the
         names in order; or `{name of a data set: such an index}` if they differ.
-      samples: the same, for the rows of all data sets.
+      samples: a file of names and their numbers, or the names in order, for the rows of
+        all data sets.
       targets: names of the data sets that a model should predict.
 
     Returns:
-      By name a `SparseDataset`, a `DenseDataset` or an array.
+      For each name a `SparseDataset`, a `DenseDataset` or an array.
 
     Raises:
       DataError: the file is missing, damaged or wrong; the message names the variable. Or
@@ -130,14 +131,14 @@ def read_weights(path: Path) -> dict[str, np.ndarray]:
     >>> dsstne.read_weights("rated.nc")
     {'output': array([1. , 2. , 0.5], dtype=float32)}
 
-    Those of the targets are for `fit(weights=)`, with a `Network(weighted=True)`.
+    The weights of the targets are for `fit(weights=)`, with a `Network(weighted=True)`.
 
     Args:
       path: the file.
 
     Returns:
-      `[rows]` float32 by the name of the data set, for those that have weights. It is what
-      `write_datasets` takes.
+      `[rows]` float32 by the name of the data set, for those that have weights, in the
+      form that `write_datasets` takes.
 
     Raises:
       DataError: the file is missing, damaged or wrong.
@@ -160,7 +161,7 @@ def read_ignore_zeros(path: Path) -> set[str]:
       path: the file.
 
     Returns:
-      Names of data sets. It is what `write_datasets` takes.
+      Names of data sets, in the form that `write_datasets` takes.
 
     Raises:
       DataError: the file is missing, damaged or wrong.
@@ -324,7 +325,7 @@ def save(path: Path, datasets: Mapping[str, FileDataset]) -> None:
 
     Raises:
       OSError: the file cannot be written; nothing is left behind.
-      ValueError: as by `file_image`.
+      ValueError: data sets do not fit together in one file, as for `file_image`.
     """
     check_writable(path)
     image = file_image(datasets)

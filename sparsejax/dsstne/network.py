@@ -68,16 +68,16 @@ class Network(nnx.Module):
     (2, 5)
 
     Inputs are known by the names of their data sets, or of their layers if they have none.
-    A single sparse input is given without its name. So are targets: several outputs have
-    labels by name, and their losses are added. The items of the output called "Output" are
-    ranked, else those of the first. Scores are those before the activation; `top_k` gives
-    those after it. A network without outputs only has `units`. One that cannot be trained,
-    see `check_trainable`, has units, scores and `top_k`.
+    A single sparse input or target is given without its name: several outputs have
+    labels by name, and their losses are added. The items of the output called "Output"
+    are ranked, or else the items of the first output. Scores are values before the
+    activation; `top_k` returns values after it. A network without outputs only has
+    `units`. One that cannot be trained, see `check_trainable`, has units, scores and `top_k`.
 
     Weights that only sparse inputs and outputs share are one kernel, of which a sparse
-    input reads the rows it names. The gradient of shared weights is the mean of those of
-    all who share them. On a mesh, large kernels lie as those of `SparseLinear` and
-    `SparseOutput` do, and others as `hidden_layout` says.
+    input reads the rows it names. The gradient of shared weights is the mean of the
+    gradients of all connections that share them. On a mesh, large kernels are divided
+    as in `SparseLinear` and `SparseOutput`, and others as `hidden_layout` says.
 
     Args:
       definition: the layers. `sparse` of an input says which kind of data it takes.
@@ -87,7 +87,7 @@ class Network(nnx.Module):
       dense_targets: whether the data sets of the targets are dense.
       weighted: whether examples have weights of their own, which `fit` is then given.
         With SoftMax labels are then 1, not 1 / n.
-      ignore_zeros: see `of_output`.
+      ignore_zeros: whether only items with labels have a loss, as for `of_output`.
       brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0: no brake.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
@@ -113,7 +113,7 @@ class Network(nnx.Module):
         _check_inputs(definition)
         self.output_layer = definition.ranked
         denoising = definition.denoising
-        # `check_trainable` says what is wrong with another number.
+        # `check_trainable` raises the error for another number.
         denoising = denoising if 0 <= denoising < 1 else 0
         self.corruption = SparseDropout(denoising, rngs=rngs)
         sharing = SharedWeights.of(definition, row_sparse=row_sparse, rngs=rngs)
@@ -160,7 +160,8 @@ class Network(nnx.Module):
         """The loss of the output whose items are ranked; None without an output.
 
         Raises:
-          NotImplementedError, ValueError: see `check_trainable`.
+          NotImplementedError, ValueError: the loss has no gradient, or its numbers are
+            out of range, see `check_trainable`.
         """
         self.check_trainable()
         return None if self.output_layer is None else self._output.rule
@@ -169,7 +170,8 @@ class Network(nnx.Module):
         """Raises an error if the network has units, but no loss.
 
         Raises:
-          NotImplementedError: what `of_output` refuses, or two inputs of one data set.
+          NotImplementedError: `of_output` refuses the loss, or two inputs have one data
+            set.
           ValueError: a number is out of its range.
         """
         self.definition.check_numbers()
@@ -235,13 +237,13 @@ class Network(nnx.Module):
         """The mean of `weights_b loss_b` over all rows, without noise.
 
         Args:
-          inputs: as for `fit`.
-          targets: as for `fit`.
+          inputs: data that the network reads, in the forms that `fit` takes.
+          targets: data that the network predicts, in the forms that `fit` takes.
           weights: `[rows]`; 1 by default.
           batch_size: rows at a time.
 
         Raises:
-          NotImplementedError: see `check_trainable`.
+          NotImplementedError: the network cannot be trained, see `check_trainable`.
           ValueError: they do not fit the network or each other.
         """
         self.check_trainable()
@@ -308,10 +310,11 @@ class Network(nnx.Module):
         With B examples whose own weights are w, `fit` gives `w_b / B`. The sparseness
         penalty has gradients, as beside the mean loss, but is not part of the value. An
         example of weight 0 is padding: it is not among the B, nor in a mean over the
-        batch. (DSSTNE counts it. From the weights alone it cannot be told from padding.)
+        batch. (DSSTNE counts it. The weight alone does not distinguish it from padding.)
 
         Raises:
-          NotImplementedError, ValueError: see `check_trainable`.
+          NotImplementedError, ValueError: the network cannot be trained, see
+            `check_trainable`.
         """
         self.check_trainable()
         targets = self._targets(labels)
@@ -374,10 +377,10 @@ class Network(nnx.Module):
         return found[0]
 
     def _targets(self, targets: Any) -> list[tuple[Layer, Any]]:
-        """The outputs, with what `targets` has for each.
+        """The outputs, with the data of `targets` for each.
 
         Raises:
-          ValueError: there are no outputs, or `targets` is not what they need.
+          ValueError: there are no outputs, or `targets` do not fit them.
         """
         first = self._output
         modules = [module for module in self.layers if module.layer.kind == "Output"]
@@ -439,11 +442,11 @@ class Network(nnx.Module):
     def _penalty(self, held: Held, batch: Counted) -> jax.Array:
         """0, with the slopes of the sparseness penalties beside the loss of the batch.
 
-        With m the mean of a unit, and pi what is left of m between 1e-6 and 1 - 1e-6::
+        With m the mean of a unit, and pi the mean m limited to 1e-6 .. 1 - 1e-6::
 
             slope = beta (-p / pi + (1 - p) / (1 - pi))
 
-        It is of m also where pi is a bound, so that it pulls back a unit that is dead.
+        It is also applied to m where pi is at a bound, so that it pulls back a dead unit.
         """
         count, total = batch.examples, jnp.zeros((), jnp.float32)
         for layer in self.definition.layers:
@@ -485,7 +488,8 @@ def load_network(path: Path) -> Network:
 
     Raises:
       DataError: the file is missing, damaged or wrong.
-      NotImplementedError: a layer has what DSSTNE names, but has no formula for.
+      NotImplementedError: a layer has a function that DSSTNE names, but has no formula
+        for.
     """
     definition, parameters = load_parameters(path)
     return Network(definition, parameters=parameters, rngs=nnx.Rngs(0))

@@ -1,6 +1,7 @@
 """DSSTNE's NetCDF files of trained networks.
 
-A file has everything but arrays as attributes of its root: those of the network, of layer
+A file has everything but arrays as attributes of its root: settings of the network, of
+layer
 `i` as `layer{i}_...`, of weights `i` as `weight{i}_...`. Arrays are the variables
 `weight{i}_weights`, `weight{i}_bias`, and four of each layer with batch normalization.
 State of the update rule, the number of epochs and names of features are in none.
@@ -94,7 +95,7 @@ class Parameters:
       weights: `[in, out]` float32, or `[out, in, z, y, x]` of a convolution (as many of
         z, y, x as its kernel has). Shared ones are only with their owner.
       biases: `[out]` float32. The biases of all sources of a layer are added.
-      normalizations: of the layers that have batch normalization, by name.
+      normalizations: arrays of the layers that have batch normalization, by name.
     """
 
     weights: Mapping[Pair, np.ndarray]
@@ -110,7 +111,8 @@ def load_parameters(path: Path) -> tuple[Definition, Parameters]:
     Raises:
       DataError: the file is missing, damaged or wrong; the message names the attribute or
         the variable.
-      NotImplementedError: the network has what DSSTNE itself names, but has not.
+      NotImplementedError: the network has a function that DSSTNE names, but does not
+        implement.
     """
     with opened(path, "network") as file:
         reader = _Reader(file)
@@ -143,7 +145,8 @@ def save_parameters(
       path: the file.
       network: the layers.
       parameters: their numbers.
-      training: see `training_of`. DSSTNE reads no attribute of this name.
+      training: settings of the training, as JSON of `training_of`. DSSTNE reads no
+        attribute of this name.
 
     Raises:
       OSError: the file cannot be written; nothing is left behind.
@@ -178,7 +181,7 @@ class _Reader:
         return choices[number]
 
     def function(self, name: str, type: str) -> str | None:
-        """The function of a pooling layer; files may lack that of others, as in DSSTNE."""
+        """The function of a pooling layer; files may lack it for other layers, as in DSSTNE."""
         is_needed = type == "Pooling" or self.file.has_attribute(name)
         return self.choice(name, _FUNCTIONS) if is_needed else _FUNCTIONS[0]
 
@@ -311,7 +314,7 @@ class _Reader:
         )
 
     def connections(self) -> dict[Pair, tuple[int, Connection]]:
-        """For each pair of layers the number of its weights, and what is known of them."""
+        """For each pair of layers the number of its weights, and their connection."""
         file, found = self.file, {}
         for i in range(self.count("weights")):
             at = f"weight{i}_"

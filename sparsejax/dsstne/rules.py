@@ -93,8 +93,8 @@ class DsstneRule(Rule):
         """Bytes that weights take in training, with their state and gradient.
 
         Args:
-          shape: of the weights.
-          rows_only: whether they are those of a sparse input. If the rule is `row_sparse`,
+          shape: shape of the weights.
+          rows_only: whether they belong to a sparse input. If the rule is `row_sparse`,
             their gradient only holds rows of a batch, and is not counted.
         """
         arrays = 1 + len(self.dense_state._fields[1:])
@@ -424,8 +424,8 @@ class Decay:
 
     Attributes:
       alpha: the rate of the first step.
-      decay: see above.
-      multiplier: what each interval multiplies the rate with.
+      decay: the network's `Decay`, a factor of the count in the formula above.
+      multiplier: factor by which each interval multiplies the rate.
       steps: length of an interval; 0 is one interval without end.
     """
 

@@ -1,4 +1,4 @@
-"""Sizes of convolutional and pooling layers, which follow from what they read."""
+"""Sizes of convolutional and pooling layers, which follow from the layers they read."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def sized(
 
 
 def check_size(layer: LayerDefinition, layers: Mapping[str, LayerDefinition]) -> None:
-    """Raises ValueError if a layer has not the size that what it reads gives it."""
+    """Raises ValueError if a layer's size does not follow from the layers that it reads."""
     for skip in layer.skips:
         if layers[skip].units != layer.units:
             raise ValueError(
@@ -57,7 +57,7 @@ def check_size(layer: LayerDefinition, layers: Mapping[str, LayerDefinition]) ->
 def _size_of(
     layer: LayerDefinition, layers: Mapping[str, LayerDefinition]
 ) -> tuple[int, ...]:
-    """The size of a convolutional or pooling layer, from what it reads."""
+    """The size of a convolutional or pooling layer, from the layers it reads."""
     sources = [layers[source.layer] for source in layer.sources]
     whole = layer.type == "Pooling" and layer.function not in WINDOWS
     if whole and layer.function != "LRN":

@@ -15,7 +15,8 @@
   element the first counts.
 * Backslashes stand for themselves.
 
-A warning counts what was left out or made up. gzip and xz are read directly.
+A warning counts samples and values that were left out or made up. gzip and xz are read
+directly.
 """
 
 from __future__ import annotations
@@ -71,7 +72,7 @@ class Samples:
         """The data set that `generateNetCDF` writes, without names: index files have them.
 
         Args:
-          width: number of columns; by default that of the features, rounded up to a
+          width: number of columns; by default the number of features, rounded up to a
             multiple of 128.
         """
         if width is None:
@@ -195,7 +196,7 @@ def _blocks(path: Path) -> Iterator[Lines]:
 
 
 def _parse(lines: Lines, analog: bool, counts: collections.Counter[str]) -> _Block:
-    """Parses whole lines, all bytes at once. Adds to `counts` what is left out."""
+    """Parses whole lines, all bytes at once. Counts in `counts` the parts that are left out."""
     data = np.frombuffer(lines.data, np.uint8)
     is_mark = (data == _NEWLINE) | (data == _TAB) | (data == _COLON) | (data == _COMMA)
     marks = np.flatnonzero(is_mark)

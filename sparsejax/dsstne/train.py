@@ -67,10 +67,10 @@ class Train:
       alpha: learning rate.
       l2: DSSTNE's lambda, which adds `lambda w` to the gradient of a weight.
       l1: DSSTNE's lambda1, which adds `lambda1 sign(w)`.
-      mu: of the optimizers that have it.
-      mu1: of Adam.
+      mu: momentum of the optimizers that have one.
+      mu1: second momentum, of Adam.
       optimizer: one of `OPTIMIZERS`.
-      seed: of the first weights, of noise and of the order.
+      seed: seed of the first weights, of noise and of the order.
       resume: whether to go on where a training of the same flags was stopped.
       mesh: such as "data=1,model=2". By default one device, or with several processes
         all devices along "model".
@@ -78,9 +78,9 @@ class Train:
         each epoch.
       interval: after so many epochs alpha is multiplied by `multiplier`, and the brake
         starts anew. 0: the rate stays, and the brake starts anew with each epoch.
-      multiplier: see `interval`.
-      kept: beginning of the names of network files that are written on the way, in place
-        of that of `network`.
+      multiplier: factor of alpha after each `interval`.
+      kept: beginning of the names of network files that are written during the
+        training, in place of the name `network`.
       kept_epochs: how many epochs are between two of these files; 0: there are none.
     """
 
@@ -166,14 +166,14 @@ def made(command: Train) -> Training:
 
 
 class Training:
-    """A network with its data, which are those of `by_layer`.
+    """A network with its data, by the names of layers as in `by_layer`.
 
     Attributes:
       model: the network.
       optimizer: its optimizer.
-      orders: in which the columns of some layers lie; see `order`.
-      examples: what it is trained on.
-      validation: what is measured after each epoch, or None.
+      orders: orders of the columns of some layers; see `order`.
+      examples: examples that it is trained on.
+      validation: examples that are measured after each epoch, or None.
     """
 
     def __init__(
@@ -316,7 +316,7 @@ def rule_of(command: Train, decay: float, steps: int = 0) -> rules.DsstneRule:
     Args:
       command: the flags.
       decay: the network's `Decay`.
-      steps: of an interval, see `Decay`.
+      steps: number of steps of an interval, as in `Decay`.
     """
     rate: Any = command.alpha
     if decay or steps:

@@ -28,7 +28,7 @@ def convolved(
     Args:
       layer: has the window.
       before: the layer that is read.
-      x: what it holds, `[batch, its units]`.
+      x: its values, `[batch, its units]`.
       kernel: the weights, of the shape of `weight_shape`.
       bias: one number a channel.
     """
@@ -54,8 +54,8 @@ def pooled(
 
     Args:
       layer: has the function and, if that needs one, the window.
-      lrn: of the function LRN.
-      sources: the layers that are read, each with what it holds, `[batch, its units]`.
+      lrn: settings of the function LRN.
+      sources: the layers that are read, each with its values, `[batch, its units]`.
     """
     arrays = [array for _, array in sources]
     function = layer.function

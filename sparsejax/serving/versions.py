@@ -24,7 +24,8 @@ from sparsejax.serving.logs import log
 from sparsejax.serving.protocol import RefusedError
 from sparsejax.serving.service import Service, Version
 
-# A broken version is tried again after 1, 2, 4, ... looks, and at most this many, plus one.
+# A broken version is tried again after 1, 2, 4, ... looks. At most so many pass without
+# a try.
 _MOST_PASSED = 63
 
 

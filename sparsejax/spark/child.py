@@ -42,7 +42,7 @@ def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
 
     Args:
       argv: the command's arguments.
-      environment: variables that it gets besides those of this process.
+      environment: environment variables of the command, besides those of this process.
     """
     # It finds the packages that this process finds, also those that Spark has sent.
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}

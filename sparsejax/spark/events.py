@@ -1,4 +1,4 @@
-"""Events of a data frame of Spark: its columns in one form, and what is wrong with them."""
+"""Events of a data frame of Spark: its columns in one form, and their faults."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class FrameEvents:
 
     Attributes:
       frame: with the columns `name`, `item`, `value` and `time`; the last two may be
-        missing. An event that is wrong has no name; its item is what is wrong.
+        missing. A wrong event has no name; its column `item` describes the fault.
       wrong: the wrong events, as they came, with the column `problem`.
       columns: the columns that were read.
       valued: whether events have values.
@@ -156,7 +156,7 @@ def _is_there(session: Any, pattern: str) -> bool:
 
 
 def count_wrong(events: FrameEvents, *, skip_bad: bool) -> dict[str, int]:
-    """How many events are wrong, by what is wrong.
+    """How many events are wrong, by the kind of fault.
 
     Raises:
       DataError: some are wrong, and are not to be left out, or cannot be.
@@ -295,7 +295,7 @@ def _arrow_schema(schema: Any) -> pa.Schema:
 
 
 def _with_folders(schema: pa.Schema, frame: Any) -> pa.Schema:
-    """The schema with marks at those of several times that the names of folders give."""
+    """The schema with marks at columns of times that are also in the names of folders."""
     times = [i for i, name in enumerate(schema.names) if role_of(name) == "time"]
     if len(times) < 2:
         return schema  # the files need not be listed

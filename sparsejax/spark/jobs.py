@@ -14,7 +14,7 @@ _CALLING = "An error occurred while calling "
 
 
 class JobError(RuntimeError):
-    """A job of Spark has failed. The message is one line of what Spark has said."""
+    """A job of Spark has failed. The message is one line of Spark's message."""
 
 
 def collected(frame: Any) -> list[Any]:
@@ -60,7 +60,7 @@ def absolute(path: Path) -> str:
 
 
 def _first_line(said: str) -> str:
-    """The error of a worker, else the first line of what Spark says."""
+    """The error of a worker, or else the first line of Spark's message."""
     _, is_python, rest = said.partition(_TRACEBACK)
     if said.startswith(_CALLING):  # the error of Java follows
         said = said.partition("\n: ")[2] or said

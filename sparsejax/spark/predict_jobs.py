@@ -41,7 +41,7 @@ def predict(
     predict --parts` writes with the same settings and the same number.
 
     An executor runs one task at a time, or one for each of its GPUs, if the settings
-    `spark.executor.cores` and `spark.executor.resource.gpu.amount` say what it has.
+    `spark.executor.cores` and `spark.executor.resource.gpu.amount` state their numbers.
 
     Args:
       session: the session of Spark, also one of Spark Connect.
@@ -51,7 +51,7 @@ def predict(
       k: number of items for each row.
       parts: number of parts; the default is the number of row groups of the data, each of
         which has about 2^20 entries.
-      exclude_seen: do not recommend what a row already has.
+      exclude_seen: whether items that a row already has are not recommended to it.
       indicator: ignore values, as in the training of the model.
 
     Returns:
@@ -124,7 +124,7 @@ def _write(
 def _parts(arguments: str, identity: str) -> Parts:
     """The prediction, as a worker sees it. Tasks of a process read the manifest once.
 
-    What the driver has stays there: its file systems may hold credentials.
+    The objects of the driver stay there: its file systems may hold credentials.
     """
     parts = Parts.of(**codec.parse(arguments))
     if parts.identity != identity:

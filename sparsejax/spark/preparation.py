@@ -93,12 +93,13 @@ def prepare(
         frame = session.read.table("shop.purchases")
         sj.spark.prepare(frame, "s3://bucket/shop", split_last=1)
 
-    The folder, its vocabulary, columns and values are those of `sparsejax.prepare` and of
-    `read`. The order of rows is another pseudo-random one. Tasks write the files, with
-    pyarrow and not with Spark, so they need pyarrow's credentials for the store. The
-    driver holds the vocabulary, and writes the manifest last. A folder without it is
-    unfinished: repeat the call. For the same events and settings it writes the same files.
-    If two calls write one folder at a time, the manifest is that of one of them.
+    The folder, its vocabulary, columns and values equal those of `sparsejax.prepare`
+    and of `read`. The order of rows is another pseudo-random one. Tasks write the
+    files, with pyarrow and not with Spark, so they need pyarrow's credentials for the
+    store. The driver holds the vocabulary, and writes the manifest last. A folder
+    without it is unfinished: repeat the call. For the same events and settings it
+    writes the same files. If two calls write one folder at a time, the manifest belongs
+    to one of them.
 
     A frame whose plan has `limit`, `sample` or `repartition(n)` is another one each time
     that Spark computes it. Write it to a table first, or set `spark.checkpoint.dir`: then
@@ -112,7 +113,9 @@ def prepare(
       value: the column with the values.
       time: the column with the times. It is read only if `split_time`, `split_last` or
         `duplicates="last"` needs it.
-      duplicates: see `sparsejax.prepare`, as for all that follow.
+      duplicates: value of an entry that has several events: their sum ("add"), the
+        value of the latest ("last"), or the largest ("max"). This and all arguments
+        below are as in `sparsejax.prepare`.
       min_user: leave out users with fewer entries.
       min_item: leave out items with fewer users.
       features: vocabulary to prepare against: names or a data set.
@@ -120,16 +123,16 @@ def prepare(
       split_time: hold out events at or after this time.
       repeats: with `split_time`, whether entries with events on both sides are held out,
         too.
-      split_last: hold out so many of the last entries of each row.
+      split_last: number of last entries of each row to hold out.
       split_fraction: the share of the entries that stays in train.
-      seed: of `split_fraction`.
+      seed: seed of the random choice by `split_fraction`.
       skip_bad: leave out events that are wrong. The manifest has their number.
 
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
         has one. Or the frame reads the files of a Delta or another table without its log,
         or nothing is left, or nothing is held out.
-      FileExistsError: `out` has a manifest. If it is that of the same events and settings,
+      FileExistsError: `out` has a manifest. If it belongs to equal events and settings,
         nothing is done, and it is returned.
       ImportError: pyspark is not installed.
       RuntimeError: the workers have another version of Python or of sparsejax. Or the
@@ -201,7 +204,7 @@ class _Preparation:
     """The steps from events to files.
 
     Attributes:
-      kept: drops what Spark keeps for the steps that follow.
+      kept: drops the data that Spark keeps for the steps that follow.
     """
 
     session: Any
@@ -211,7 +214,7 @@ class _Preparation:
     kept: contextlib.ExitStack
 
     def run(self, out: str, known: Names | None, done: DataFolder | None) -> Manifest:
-        """Writes the folder, or compares the events with those of one that is done."""
+        """Writes the folder, or compares the events with those of a finished folder."""
         before = self._before()
         pairs, facts, skipped = self._pairs(known, before)
         chosen = self._frequent(pairs, facts.entries)
@@ -278,10 +281,11 @@ class _Preparation:
     def _pairs(
         self, known: Names | None, before: Any
     ) -> tuple[Any, _Facts, dict[str, int]]:
-        """The entries, what is known of them, and how many events were left out."""
+        """The entries, facts about them, and how many events were left out."""
         events, skip_bad = self.events, self.settings["skip_bad"]
-        # Spark keeps one copy for all equal plans, and drops it when the first of them is
-        # unpersisted. So this plan, and all that follow from it, are those of no other call.
+        # Spark keeps one copy for all equal plans, and drops it when the first of them
+        # is unpersisted. So no other call has this plan, nor the plans that follow from
+        # it.
         own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
         if known is not None and has_only_digits(to_arrow(known)):
             own = own.withColumn("item", _without_point_zero("item"))
@@ -365,7 +369,7 @@ class _Preparation:
     ) -> tuple[Any, Names, np.ndarray, bool]:
         """A frame of all items with `code` and `key`, and the vocabulary.
 
-        The code is the column of the matrix, or -1. The key is that of `Cut`.
+        The code is the column of the matrix, or -1. The key is made by `Cut`.
 
         Returns:
           `(frame, names, counts, some_unknown)`: the vocabulary, the number of rows that
@@ -479,8 +483,8 @@ class _Preparation:
     def _view(self, frame: Any) -> str:
         """The name of a frame in SQL.
 
-        `session.sql(query, pairs=frame)` makes a view, too, but drops it at once, and with
-        it what Spark keeps of the frame.
+        `session.sql(query, pairs=frame)` makes a view, too, but drops it at once, and
+        with it the data that Spark keeps of the frame.
         """
         name = f"sparsejax_{uuid.uuid4().hex}"
         frame.createTempView(name)
@@ -541,11 +545,11 @@ class _Hash:
 def _finish(
     folder: Place, manifest: Manifest, names: Names, counts: np.ndarray
 ) -> None:
-    """Writes what the driver writes, last of all.
+    """Writes the driver's files, last of all.
 
     Raises:
       FileExistsError: the folder is complete meanwhile, with other content.
-      RuntimeError: what workers wrote is not there.
+      RuntimeError: a file that workers wrote is missing.
     """
     for part in ("train", "test"):
         there = set(folder.below(part).names())

@@ -47,12 +47,12 @@ def recommend(
 
     The result is lazy: nothing is computed before it is written or read. It has the columns
     of the frame, but in place of the history the names of the best items, `items`, and
-    their scores, `scores`, best first. So are the files of `predict`.
+    their scores, `scores`, best first. The files of `predict` have this form, too.
 
-    A history is an array of names: text or integers. It is a set, a null is an empty one.
-    Or the rows are those of a prepared folder, `session.read.parquet("shop/train")`: then
-    the folder must have the items of the model in their order, which a frame cannot tell.
-    `predict` checks it.
+    A history is an array of names: text or integers. It is a set, a null is an empty
+    one. Or the rows belong to a prepared folder, `session.read.parquet("shop/train")`:
+    then the folder must have the items of the model in their order, which cannot be
+    checked in a frame. `predict` checks it.
 
     Args:
       frame: the data frame, also one of Spark Connect.
@@ -60,7 +60,7 @@ def recommend(
       k: items for each row. The default, and the most, is the `k` of the predictor.
       items: the column with the histories. The default is "items", or without it "indices",
         the column of prepared rows.
-      exclude_seen: do not recommend what a row already has.
+      exclude_seen: whether items that a row already has are not recommended to it.
       unknown: "skip" skips names that are not items of the model; "error" raises.
       indicator: ignore the values of prepared rows, as in the training of the model.
       exclude_items: names of items that nobody is recommended, such as those sold out.

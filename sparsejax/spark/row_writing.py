@@ -43,7 +43,7 @@ class Write:
 
     Attributes:
       out: the folder.
-      identity: of the folder.
+      identity: identity of the folder.
       cut: how entries are split.
       counted: the parts to write; see `write_rows`.
       num_tasks: number of partitions.
@@ -140,11 +140,12 @@ class Found:
     """The files that tasks wrote, and figures of them.
 
     Attributes:
-      files: of each part, in order.
+      files: descriptions of the files of each part, in order.
       left_out: number of entries of unknown items, of each part.
       entries: number of all entries that came.
       checksum: the sum of their hashes.
-      repeated: see `PartWriter`.
+      repeated: number of entries of the part test that have other events before the
+        split.
     """
 
     files: Mapping[Part, tuple[DataFile, ...]]

@@ -98,7 +98,7 @@ class RunCopy:
                 file.fetch(self.folder / name)
 
     def save(self) -> None:
-        """Copies what is new, and removes the copies of checkpoints that are gone.
+        """Copies new checkpoints, and removes the copies of checkpoints that are gone.
 
         Raises:
           OSError: the store does not take a file.

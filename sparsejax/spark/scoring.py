@@ -19,8 +19,9 @@ _loaded: dict[str | None, Kept] = {}
 def predictor_here(path: str, identity: str) -> Predictor:
     """The predictor, on the device of this task.
 
-    Spark hands a Python process from task to task, each time with another GPU. So the
-    device is chosen for each task, and a process may have the predictor on several.
+    Spark gives a Python process to one task after another, each time with another GPU.
+    So the device is chosen for each task, and a process may have the predictor on
+    several.
 
     Args:
       path: the file of the predictor, or its address.
@@ -42,7 +43,7 @@ def predictor_here(path: str, identity: str) -> Predictor:
 
 
 def _bound(cpus: int) -> None:
-    """Makes this process take what a task may take of processors and of GPUs' memory.
+    """Limits this process to a task's share of the processors and of the GPUs' memory.
 
     JAX reads the variables when it first uses a device.
     """

@@ -74,8 +74,8 @@ def train(
 
     Args:
       session: the session of Spark, also one of Spark Connect.
-      data: what to train on, see `sparsejax train`: a prepared folder or its address. All
-        hosts must be able to read it.
+      data: a prepared folder or its address to train on. All hosts must be able to read
+        it.
       run: the folder of the run, or an address.
       processes: number of tasks. So many must be able to run at the same time.
       options: more flags of `sparsejax train`, in the form of the command line.
@@ -125,7 +125,7 @@ class _Process:
     """How one of the processes has ended.
 
     Attributes:
-      number: of the process.
+      number: number of the process.
       status: its exit status; negative if a signal has killed it.
       said: its last lines.
     """
@@ -271,7 +271,7 @@ class _Facts:
 
     Attributes:
       host: its name.
-      port: that is free there.
+      port: number of a port that is free there.
     """
 
     host: str
@@ -300,7 +300,7 @@ def _wait_until_free(folder: pathlib.Path) -> str:
     """Waits while a process of the last submission ends, which holds the folder.
 
     Returns:
-      Who holds it, if it is still held then.
+      The process that holds it, if it is still held then.
     """
     end = time.monotonic() + _ENDING_SECONDS
     while True:

@@ -1,4 +1,4 @@
-"""Functions of tasks: what Spark's workers must have, what they return, how they fail."""
+"""Functions of tasks: requirements of Spark's workers, results and failures."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ class WorkerTask:
     Spark says little about a batch of another type than was agreed.
 
     Attributes:
-      function: from batches to batches. It and what it holds are pickled; what is in
-        modules of sparsejax is imported by the worker.
-      schema: of the batches that it yields.
+      function: function from batches to batches. It and its attributes are pickled; a
+        worker imports the modules of sparsejax.
+      schema: schema of the batches that it yields.
     """
 
     function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -63,14 +63,15 @@ def map_batches(
     barrier: bool = False,
     profile: Any = None,
 ) -> Any:
-    """`frame.mapInArrow`, with a check of what the function yields.
+    """`frame.mapInArrow`, with a check of the batches that the function yields.
 
     Args:
-      frame: of Spark.
-      function: see `WorkerTask`.
-      schema: of the batches that it yields.
+      frame: a data frame of Spark.
+      function: function from batches to batches, as in `WorkerTask`.
+      schema: schema of the batches that it yields.
       barrier: start all tasks at once, or none.
-      profile: what a task takes of an executor; None for the settings of the session.
+      profile: resources that a task takes of an executor; None for the settings of the
+        session.
     """
     return frame.mapInArrow(
         WorkerTask(function, schema), spark_schema(schema), barrier, profile
@@ -152,12 +153,12 @@ def _tell(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 @contextlib.contextmanager
 def clear_errors(what: str) -> Generator[None]:
-    """Within it, errors of Spark say what to do.
+    """While this context is open, errors of Spark say how to continue.
 
     An error that sparsejax raised in a task is raised again with its own message.
 
     Args:
-      what: what Spark does, for messages.
+      what: name of Spark's work, for messages.
 
     Raises:
       DataError: a task raised it.
