@@ -11,9 +11,10 @@ from flax import nnx
 
 from sparsejax import change_folders
 from sparsejax.change_folders import Changes, Link
-from sparsejax.embeddings.collection import IndexState, collections_of
+from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.dynamic import changes, taking
 from sparsejax.embeddings.dynamic.changes import Export, Part
+from sparsejax.embeddings.dynamic.state import IndexState
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 

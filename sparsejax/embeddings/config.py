@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import os
 from collections.abc import Callable, Mapping
-from typing import Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -65,6 +66,8 @@ class TableConfig:
     host: bool = False
     device_rows: int | None = None
     host_path: str | os.PathLike[str] | None = None
+    # Whether ids are numbers of 64 bits, which get a row when they are seen.
+    wide_ids: ClassVar[bool] = False
 
     def __post_init__(self) -> None:
         for name in ("num_rows", "dim", "pieces"):
@@ -116,6 +119,11 @@ class TableConfig:
             )
         object.__setattr__(self, "device_rows", rows)
         object.__setattr__(self, "placement", "rows")
+
+    @property
+    def store(self) -> str:
+        """The kind of store that has its rows, see `sparsejax.embeddings.stores`."""
+        return "host" if self.host else "static"
 
     @property
     def index_bytes(self) -> int:
@@ -193,6 +201,7 @@ class DynamicTableConfig(TableConfig):
     time_to_live: int | None = None
     admit: Admit | None = None
     host_rows: int | None = None
+    wide_ids: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         self._take_host_rows()
@@ -245,6 +254,11 @@ class DynamicTableConfig(TableConfig):
         object.__setattr__(self, "host", True)
 
     @property
+    def store(self) -> str:
+        """The kind of store that has its rows."""
+        return "dynamic_host" if self.host else "dynamic"
+
+    @property
     def index_bytes(self) -> int:
         """Bytes for each row, beside its numbers and state."""
         # A key, a flag, a place in the free list, two slots with tags, `last` and `count`.
@@ -289,7 +303,7 @@ class FeatureConfig:
         if self.length is not None:
             _check_positive("length", self.length)
 
-    @property
+    @functools.cached_property
     def bags(self) -> int:
         """How many rows of numbers an example gets: `length`, or 1."""
         return 1 if self.length is None else self.length

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float
 
-from sparsejax.embeddings.dynamic import vectors
 from sparsejax.embeddings.feature_batch import (
     WRONG,
     FeatureBatch,
@@ -68,19 +68,47 @@ class Wire:
     distinct: Distinct | None = None
 
 
+class Call(NamedTuple):
+    """How a collection is called.
+
+    Attributes:
+      wire: how devices exchange.
+      blank: number of bags without ids that each example has before its other bags. They are
+        room for a vector of another layer: to put it there later would copy all rows.
+      dtype: of the result; by default that of the tables.
+      after: an array that is made while rows of other devices cross; they are waited for when
+        it is there. It is divided as the batch is.
+      implementation: see `gather_matmul`.
+    """
+
+    wire: Wire
+    blank: int = 0
+    dtype: jax.typing.DTypeLike | None = None
+    after: jax.Array | None = None
+    implementation: Implementation = None
+
+
+class Beside(NamedTuple):
+    """Vectors that are added to bags behind the lookup.
+
+    Attributes:
+      add: `add(y, *operands, divided=...)` returns `y` with them.
+      operands: arrays.
+    """
+
+    add: Callable[..., jax.Array]
+    operands: tuple[Any, ...]
+
+
 def look_up(
     stack: Stack,
     kernel: gradients.RowParam,
-    x: CSR | DividedRows | SentKeys,
+    x: CSR | DividedRows,
+    call: Call,
     *,
-    wire: Wire,
-    keys: TableKeys | None = None,
-    seed: jax.Array | None = None,
+    made: bool = False,
     order: Array | np.ndarray | None = None,
-    blank: int = 0,
-    dtype: jax.typing.DTypeLike | None = None,
-    after: jax.Array | None = None,
-    implementation: Implementation = None,
+    beside: Beside | None = None,
 ) -> tuple[Float[Array, "batch bags dim"], Bool[Array, ""] | None]:
     """Looks up the rows of all features of a stack for a batch.
 
@@ -88,17 +116,10 @@ def look_up(
       stack: which features these are.
       kernel: its tables.
       x: its matrix of a `FeatureBatch`, in which its ids may have been sent.
-      wire: how devices exchange.
-      keys: of the entries of `x`, if the tables are dynamic and ids were not sent.
-      seed: of the vectors of ids without a row, if the tables are dynamic. Without it such
-        ids are left out.
-      order: of the entries of `x`, the row of each, if the kernel has rows in any order.
-      blank: so many more bags each example has before the others, without ids: room for a
-        vector that is not of a table. To put it there later would copy all of them.
-      dtype: of the result; that of the tables by default.
-      after: rows of other devices are waited for when this array is there, which is made
-        while they cross. It is divided as the batch is.
-      implementation: see `gather_matmul`.
+      call: see there.
+      made: whether `x` has its combiners and blank bags already.
+      order: the row of each entry of `x`, if the rows of the kernel are in any order.
+      beside: vectors to be added.
 
     Returns:
       `[batch, bags, dim]`; on a mesh the batch is divided over all its devices, if it is a
@@ -106,19 +127,13 @@ def look_up(
       had too little room, or None if there was none.
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
-    guests = None
-    if isinstance(x, CSR) and keys is not None:
-        # Whatever factor a bag has, it is that of all its ids.
-        make = functools.partial(_without_guests, stack, blank)
-        x, guests, order = call_with_auto_axes(make, x, keys, order, out_specs=P())
-    if isinstance(x, SentKeys):
-        x = vectors.beside_owned(stack, x, seed)
+    wire, blank, dtype, after, implementation = call
     if isinstance(x, DividedRows):
         check_mesh(x.parts)
         rows = _sent_with_blank(x, stack.bags, blank) if blank else x
     else:
         by_rows = gradients.is_divided(kernel)
-        rows = _rows(stack, by_rows, x, wire, blank, is_made=keys is not None)
+        rows = _rows(stack, by_rows, x, wire, blank, is_made=made)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
     if isinstance(rows, DividedRows) and gradients.is_read_once(kernel):
@@ -131,12 +146,12 @@ def look_up(
     shape = (rows.num_rows // bags, bags, stack.dim)
     divided = isinstance(rows, DividedRows)
 
-    def shaped(y, guests, seed):
-        if guests is not None and seed is not None:
-            y = vectors.with_guests(stack, y, guests, seed, divided=divided)
+    def shaped(y, *operands):
+        y = y if beside is None else beside.add(y, *operands, divided=divided)
         return y.reshape(shape)
 
-    y = call_with_auto_axes(shaped, y, guests, seed, out_specs=P("data"))
+    operands = () if beside is None else beside.operands
+    y = call_with_auto_axes(shaped, y, *operands, out_specs=P("data"))
     return y, rows.crowded() if isinstance(rows, DividedRows) else None
 
 
@@ -207,7 +222,7 @@ class Sender:
         self, stack: Stack, nse: int, x: CSR, keys: TableKeys
     ) -> tuple[SentKeys, Bool[Array, ""]] | None:
         """The ids of each device at their owners; see `exchange.keys_sent`."""
-        parts = _on_parts(functools.partial(_made, stack, 0), x)
+        parts = _on_parts(functools.partial(made, stack, 0), x)
         model = axis_sizes()[1]
         examples = parts.num_rows // stack.bags
         columns = jnp.asarray(parts.indices)
@@ -267,17 +282,10 @@ def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:
     return dataclasses.replace(x, transposed=by_column)
 
 
-def _made(stack: Stack, blank: int, x: CSR) -> CSR:
+def made(stack: Stack, blank: int, x: CSR) -> CSR:
     """The matrix with its combiners and blank bags."""
     x = combined(stack, x)
     return _with_blank(x, stack.bags, blank) if blank else x
-
-
-def _without_guests(
-    stack: Stack, blank: int, x: CSR, keys: TableKeys, order: jax.Array | None
-) -> tuple[CSR, vectors.Guests, jax.Array | None]:
-    order = None if order is None else jnp.asarray(order)
-    return vectors.apart(_made(stack, blank, x), keys, order)
 
 
 def _rows(
@@ -290,16 +298,16 @@ def _rows(
     is_made: bool,
 ) -> CSR | DividedRows:
     """The matrix with its combiners, as the kernel is divided."""
-    bags, made = stack.bags + blank, functools.partial(_made, stack, blank)
+    bags, make = stack.bags + blank, functools.partial(made, stack, blank)
     if x.indptr.ndim == 1:
         if not is_made:
-            x = call_with_auto_axes(made, x, out_specs=P())
+            x = call_with_auto_axes(make, x, out_specs=P())
         if x.nse == 0 or not divides_batch(x.num_rows // bags):
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:
         check_mesh(x)
-        nse, parts = x.indices.size, _on_parts(made, x)
+        nse, parts = x.indices.size, _on_parts(make, x)
     model = axis_sizes()[1]
     owned, examples = stack.ids_of_owners(model), parts.num_rows // bags
     return exchange.divided(

@@ -11,13 +11,9 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.embeddings.collection import (
-    EmbeddingCollection,
-    collections_of,
-    kernel_of,
-    spec_of,
-)
-from sparsejax.embeddings.placement import Stack, stack_tables
+from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
+from sparsejax.embeddings.placement import Stack, spec_of, stack_tables
+from sparsejax.embeddings.stores.kinds import STORES
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.gradients import Path
@@ -84,7 +80,10 @@ def add_ids(
             start = jnp.zeros((stack.num_rows, stack.dim), stack.dtype)
             arrays = [kernels[source.name][...] for source in sources]
             make = _compiled(functools.partial(move, like), spec_of(stack))
-            found[stack.name] = kernel_of(stack, make(start, *arrays))
+            store = STORES[stack.store]
+            found[stack.name] = store.new_kernel(
+                collection, stack, make(start, *arrays)
+            )
             moved[(*path, "kernels", stack.name)] = Moved(
                 tuple((*path, "kernels", source.name) for source in sources),
                 # The state of a row may be one number.

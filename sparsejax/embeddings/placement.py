@@ -18,6 +18,7 @@ cut by its columns is several tables here.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 import types
@@ -31,7 +32,6 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.config import (
-    DynamicTableConfig,
     FeatureConfig,
     Placement,
     TableConfig,
@@ -150,10 +150,10 @@ class StackedTable:
     first_column: int
     place: Place
 
-    @property
+    @functools.cached_property
     def dynamic(self) -> bool:
         """Whether ids are 64-bit keys, see `sparsejax.embeddings.dynamic`."""
-        return isinstance(self.config, DynamicTableConfig)
+        return self.config.wide_ids
 
     def owners(self, model: int) -> slice:
         """Which of the devices have its rows."""
@@ -180,7 +180,7 @@ class StackedFeature:
     config: FeatureConfig
     hotness: float
 
-    @property
+    @functools.cached_property
     def bag_range(self) -> slice:
         """Its bags among those of an example."""
         return slice(self.first_bag, self.first_bag + self.config.bags)
@@ -201,6 +201,7 @@ class Stack:
       features: those that read these tables, in the order of the collection.
       device_rows: if rows lie in host memory, how many of them the parameter has in truth;
         see `sparsejax.embeddings.host_rows`. None if it has all.
+      store: the kind of store that has its rows, see `sparsejax.embeddings.stores`.
     """
 
     name: str
@@ -212,18 +213,19 @@ class Stack:
     tables: tuple[StackedTable, ...]
     features: tuple[StackedFeature, ...]
     device_rows: int | None = None
+    store: str = "static"
 
     @property
     def kernel_rows(self) -> int:
         """Rows of the array of the parameter."""
         return self.num_rows if self.device_rows is None else self.device_rows
 
-    @property
+    @functools.cached_property
     def bags(self) -> int:
         """Rows of the result for each example."""
         return sum(feature.config.bags for feature in self.features)
 
-    @property
+    @functools.cached_property
     def dynamic(self) -> bool:
         """Whether its tables are dynamic: all of them are, or none."""
         return self.tables[0].dynamic
@@ -295,6 +297,11 @@ class Stack:
         return int(owned.max(initial=0))
 
 
+def spec_of(stack: Stack) -> P:
+    """How the parameter of a stack is divided over a mesh."""
+    return BY_ROWS if stack.divided else P()
+
+
 def column(values: Iterable[int]) -> jax.Array:
     """`[values, 1]` int32."""
     return jnp.asarray(list(values), jnp.int32)[:, None]
@@ -324,17 +331,13 @@ def stack_tables(
         kind, ranges = placements[name].kind, placements[name].ranges
         pieces = ranges or (None,) * (table.pieces if kind == "columns" else 1)
         divided = kind != "replicated"
-        dynamic = isinstance(table, DynamicTableConfig)
-        where = "dynamic" if dynamic else "host" if table.host else None
-        if dynamic and table.host:
-            where = "dynamic_host"
-        kept = where, table.host_path
+        kept = table.store, table.host_path
         key = (table.dim // len(pieces), table.dtype, divided, table.rule, kept)
         whole = (ALL_HANDS,) if kind == "rows" else pieces
         groups.setdefault(key, []).extend((name, hands) for hands in whole)
     stacks, names = [], set()
     numbers = {name: number for number, name in enumerate(tables)}
-    for (dim, dtype, divided, rule, (where, _)), members in groups.items():
+    for (dim, dtype, divided, rule, (store, _)), members in groups.items():
         sizes = [tables[name].num_rows for name, _ in members]
         if divided:
             ranges = _ranges(sizes, [hands for _, hands in members])
@@ -360,7 +363,9 @@ def stack_tables(
                 hot = hotness.get(name, config.bags)
                 reading.append(StackedFeature(name, bags, piece, config, hot))
                 bags += config.bags
-        how = where or ("rows" if divided else "replicated")
+        how = store
+        if store == "static":
+            how = "rows" if divided else "replicated"
         name = f"{dim}_{dtype}_{how}"
         name += f"_{rule.name}" if rule else ""
         while name in names:  # two rules of one name
@@ -368,11 +373,9 @@ def stack_tables(
         names.add(name)
         members = tuple(itertools.chain.from_iterable(stacked.values()))
         kind = (name, dim, dtype, divided, rule, num_rows)
-        device_rows = None
-        if where in ("host", "dynamic_host"):
-            wanted = sum(table.config.device_rows or 0 for table in members)
-            device_rows = min(padded_rows(wanted), num_rows)
-        stacks.append(Stack(*kind, members, tuple(reading), device_rows))
+        wanted = sum(table.config.device_rows or 0 for table in members)
+        device_rows = min(padded_rows(wanted), num_rows) if wanted else None
+        stacks.append(Stack(*kind, members, tuple(reading), device_rows, store))
     return tuple(stacks)
 
 
@@ -475,9 +478,6 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
             return rows(starts[0])
         return lax.map(rows, starts).reshape(count, stack.dim)
 
-    # There a row is made when an id gets it, here when a batch first has its id.
-    if stack.dynamic or stack.device_rows is not None:
-        return jnp.zeros((stack.kernel_rows, stack.dim), stack.dtype)
     if not (stack.divided and mesh_is_set()):
         return made(key, jnp.int32(0), stack.num_rows)
     count = rows_per_device(stack.num_rows)

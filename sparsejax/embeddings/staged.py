@@ -1,88 +1,101 @@
-"""Steps of a model, and its answers, whose tables are in host memory."""
+"""Brings the rows of tables in host memory to the devices before a step."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
-from sparsejax.embeddings.collection import (
-    EmbeddingCollection,
-    begin_on_host,
-    bring_rows,
-    collections_of,
-    look_up_rows,
-    with_numbers,
-)
+from sparsejax.embeddings import feature_batch
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
-from sparsejax.optimizers.gradients import Path
+from sparsejax.embeddings.host_rows import Coming, HostRows, set_number
+from sparsejax.embeddings.stores.host import HostedStore
+from sparsejax.embeddings.stores.kinds import stores_of
+from sparsejax.embeddings.stores.store import Owner, Store
+from sparsejax.mesh import interrupts
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
+class LookedUp(NamedTuple):
+    """A batch whose rows were looked up, and which are now in use.
+
+    Attributes:
+      batch: of some collections, with any axes before those of its arrays.
+      rows: the rows of each stack in host memory that it has.
+    """
+
+    batch: FeatureBatch
+    rows: dict[str, Coming]
+
+
 class Staged:
     """Brings rows for all collections of a model, which are given the same ids.
 
-    Attributes:
-      collections: by their paths in the model.
+    Args:
+      stores: of all stacks of these collections; some have rows in host memory.
       optimizer: that trains the model; None if rows are only read.
     """
 
-    collections: Mapping[Path, EmbeddingCollection]
-    optimizer: Optimizer | None
+    def __init__(self, stores: Iterable[Store], optimizer: Optimizer | None):
+        self._all = list(stores)
+        self._stores = [store for store in self._all if isinstance(store, HostedStore)]
+        self.optimizer = optimizer
+        # New ids get rows when the steps before have begun.
+        self._waits = any(store.grows for store in self._stores)
 
     @classmethod
     def of(cls, model: Any, optimizer: Optimizer | None) -> Staged | None:
-        """None if the model has no tables in host memory.
+        """Of a whole model. None if the model has no tables in host memory.
 
         Raises:
           NotImplementedError: two collections have tables of one width.
         """
-        found = collections_of(model)
-        stacks = [stack for node in found.values() for stack in node.stacks]
-        if all(stack.device_rows is None for stack in stacks):
+        stores = [
+            store
+            for path, node in nnx.iter_graph(model)
+            if isinstance(node, Owner)
+            for store in stores_of(node, node.stacks, tuple(path))
+        ]
+        if not any(store.stages for store in stores):
             return None
-        names = [stack.name for stack in stacks]
+        names = [store.stack.name for store in stores]
         if len(set(names)) < len(names):
             raise NotImplementedError(
                 "a model with tables in host memory has several collections with tables of "
                 f"the same width and dtype ({', '.join(names)}): put them into one"
             )
-        return cls(found, optimizer)
+        return cls(stores, optimizer)
 
     def packed(self, ids: Mapping[str, Ids]) -> FeatureBatch:
         """The ids of a batch, NumPy arrays, for all collections."""
         stacks, keys = {}, {}
-        for collection in self.collections.values():
-            batch = collection.pack({name: ids[name] for name in collection.names})
+        for owner in {id(store.owner): store.owner for store in self._all}.values():
+            mine = {name: ids[name] for name in owner.names}
+            batch = feature_batch.pack(owner.stacks, mine)
             stacks |= batch.stacks
             keys |= batch.keys
         return FeatureBatch(stacks, keys)
 
     def brought(self, ids: Mapping[str, Ids]) -> FeatureBatch:
         """A batch, which is only read, whose rows are on the devices now."""
-        packed = self.packed(ids)
-        return self._brought(with_numbers(self.collections, packed, None))
-
-    def _brought(self, batch: FeatureBatch) -> FeatureBatch:
-        looked = look_up_rows(self.collections, batch, self.optimizer)
-        return bring_rows(self.collections, looked, self.optimizer)
+        return self._bring(self._look_up(self._numbered(self.packed(ids))))
 
     def numbered(self, batches: Sequence[FeatureBatch]) -> list[FeatureBatch]:
         """Batches of the next steps, which were packed, whose new ids have rows."""
-        return [
-            with_numbers(self.collections, batch, self.optimizer, ahead=step)
-            for step, batch in enumerate(batches)
-        ]
+        return [self._numbered(batch, step) for step, batch in enumerate(batches)]
 
     def begin_on_host(self, batches: Sequence[FeatureBatch]) -> None:
         """Begins the new rows of batches of the next steps, which will not come."""
-        for step, batch in enumerate(batches):
-            begin_on_host(self.collections, batch, self.optimizer, ahead=step)
+        if self.optimizer is not None:
+            for step, batch in enumerate(batches):
+                for store in self._stores:
+                    store.begun_on_host(batch, self.optimizer, step)
 
     def steps(self, batches: Sequence[FeatureBatch], room: int) -> FeatureBatch:
         """Batches with numbers as one, with an axis of `room` steps before the others.
@@ -93,13 +106,146 @@ class Staged:
           NoRoomError: their rows do not fit together.
         """
         whole = jax.tree.map(_stacked, *batches)
-        found = self._brought(whole)
+        found = self._bring(self._look_up(whole))
         count = len(batches)
         number = np.minimum(np.arange(room), count - 1)
         stage = np.full(count, found.stage)
         return jax.tree.map(
             lambda leaf: leaf[number], dataclasses.replace(found, stage=stage)
         )
+
+    def each[Batch](
+        self,
+        batches: Iterable[Batch],
+        packed: Callable[[Any], FeatureBatch],
+        is_ids: Callable[[Any], bool],
+    ) -> Iterator[Batch]:
+        """Batches whose rows have come; see `EmbeddingCollection.staged`.
+
+        Args:
+          batches: trees, each with ids somewhere.
+          packed: packs ids.
+          is_ids: whether a node of a tree is ids.
+        """
+
+        def look_up(batch: Batch) -> Any:
+            def look(node):
+                if not is_ids(node):
+                    return node
+                found = packed(node)
+                if found.stage is not None:
+                    raise ValueError(
+                        "the rows of this batch are on the devices already"
+                    )
+                return LookedUp(found, {}) if self._waits else self._look_up(found)
+
+            return jax.tree.map(look, batch, is_leaf=is_ids)
+
+        def bring(node: Any) -> Any:
+            if not isinstance(node, LookedUp):
+                return node
+            return self._begun(node.batch) if self._waits else self._bring(node)
+
+        coming = map(look_up, batches)
+        looked = next(coming, None)
+        while looked is not None:
+            staged = jax.tree.map(
+                bring, looked, is_leaf=lambda node: isinstance(node, LookedUp)
+            )
+            looked, error = None, None
+            try:  # before the step of this batch, so that the devices need not wait for it
+                looked = next(coming, None)
+            except Exception as raised:  # noqa: BLE001 - this batch comes first
+                error = raised
+            yield staged
+            if error is not None:
+                raise error
+
+    def _begun(self, batch: FeatureBatch) -> FeatureBatch:
+        """A batch whose rows have come, and whose new ones have begun."""
+        with interrupts.uninterrupted():  # no row is given that does not begin
+            batch = self._numbered(batch)
+            try:
+                found = self._bring(self._look_up(batch))
+                if self.optimizer is None:
+                    return found
+                for store in self._stores:
+                    store.begun(found, self.optimizer)
+                return dataclasses.replace(found, new={})
+            except Exception:
+                self.begin_on_host([batch])
+                raise
+
+    def _numbered(self, batch: FeatureBatch, step: int = 0) -> FeatureBatch:
+        for store in self._stores:
+            batch = store.numbered(batch, self.optimizer, step)
+        return batch
+
+    def _look_up(self, batch: FeatureBatch) -> LookedUp:
+        """Begins `_bring`, and does not wait for the devices."""
+        training = self.optimizer is not None
+        rows = {
+            name: host.look(_columns_of(batch.stacks[name]), training=training)
+            for name, host in self._hosts().items()
+            if name in batch.stacks  # else no feature reads it
+        }
+        return LookedUp(batch, rows)
+
+    def _bring(self, looked: LookedUp) -> FeatureBatch:
+        """A batch whose rows have come from host memory.
+
+        Raises:
+          NoRoomError: there are too many rows. Some may have come.
+        """
+        hosts = self._hosts()
+        stacks, rows, moved = dict(looked.batch.stacks), {}, False
+        try:
+            for name, mine in looked.rows.items():
+                x, host = stacks[name], hosts[name]
+                slots, columns, left = host.bring(mine)
+                moved |= left
+                shape = np.shape(x.indices)
+                leaves = (x.data, slots.reshape(shape), x.indptr, None)
+                stacks[name] = CSR.tree_unflatten(host.stack.kernel_rows, leaves)
+                rows[name] = columns.reshape(shape)
+        finally:  # rows of one stack may have left, and those of another not fit
+            number = _numbered_anew(hosts, moved=moved)
+        return dataclasses.replace(
+            looked.batch, stacks=stacks, stage=np.asarray(number, np.int32), rows=rows
+        )
+
+    def _hosts(self) -> dict[str, HostRows]:
+        """The rows of each stack, which move with the optimizer's state."""
+        found = {}
+        for store in self._stores:
+            host = found[store.stack.name] = store.attached(self.optimizer)
+            if host.number is None:  # it may come from a checkpoint
+                host.number = store.owner.stage
+                host.last_number = int(store.owner.stage[...])
+        return found
+
+
+def _numbered_anew(hosts: Mapping[str, HostRows], *, moved: bool) -> int:
+    """The number of the state of the devices' tables; another one if rows have left."""
+    variables = {id(host.number): host.number for host in hosts.values()}
+    numbers = {
+        max(h.last_number for h in hosts.values() if id(h.number) == each)
+        for each in variables
+    }
+    number = max(numbers)
+    if moved or len(numbers) > 1:
+        number += 1
+        for variable in variables.values():
+            assert variable is not None
+            set_number(variable, number)
+    for host in hosts.values():
+        host.last_number = number
+    return number
+
+
+def _columns_of(x: CSR) -> jax.Array | np.ndarray:
+    """The columns of a matrix; those of dynamic tables are on the devices."""
+    return x.indices if isinstance(x.indices, jax.Array) else np.asarray(x.indices)
 
 
 def _stacked(*leaves: Any) -> Any:

@@ -831,15 +831,34 @@ def test_ahead_says_which_batches_have_places():
         for refused in collection.pack, lambda ids: next(collection.ahead([ids])):
             with pytest.raises((TypeError, ValueError), match=r"int64|3000 is outside"):
                 refused({"a": wrong})
-    tables = {"new": sj.embeddings.TableConfig(1024, 4, host=True, device_rows=256)}
-    hosted = collection_of(tables, {"new": "new"})
-    with pytest.raises(NotImplementedError, match="ahead is not for tables in host"):
-        next(hosted.ahead([{"new": np.zeros(3, np.int32)}]))
     short = {"new": sj.embeddings.FeatureConfig("new", combiner=None, length=2)}
     dynamic = {"new": sj.embeddings.DynamicTableConfig(256, 4)}
     three = sj.embeddings.WideIds.ragged(np.arange(3), np.array([0, 3]))
     with pytest.raises(ValueError, match="3 ids, but length=2"):
         next(collection_of(dynamic, short).ahead([{"new": three}]))
+
+
+def test_ahead_of_tables_in_host_memory():
+    """Ids of other tables are sent, and the rows in host memory come behind that."""
+    hosted = {"host": True, "device_rows": 256}
+    tables = {
+        "here": sj.embeddings.TableConfig(3000, 4, placement="rows"),
+        "there": sj.embeddings.TableConfig(1024, 2, **hosted),
+    }
+    rng = np.random.default_rng(0)
+    batches = [
+        {name: rng.integers(0, 1024, 16).astype(np.int32) for name in tables}
+        for _ in range(3)
+    ]
+    found = []
+    with jax.set_mesh(sj.make_mesh(model=2)):
+        for ahead in False, True:
+            collection = collection_of(tables, {name: name for name in tables})
+            given = collection.ahead(batches) if ahead else batches
+            for rows in collection.staged(given):
+                assert bool(rows.routes) == ahead
+                found.append(jax.tree.map(np.asarray, collection(rows)))
+    jax.tree.map(np.testing.assert_array_equal, found[:3], found[3:])
 
 
 def test_what_is_wrong_on_a_mesh():

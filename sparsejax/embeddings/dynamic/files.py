@@ -53,31 +53,28 @@ class Rows(NamedTuple):
 
 def save(
     path: str | os.PathLike[str],
-    ids: np.ndarray,
-    rows: np.ndarray,
-    arrays: Mapping[str, jax.Array | np.ndarray],
+    columns: Mapping[str, jax.ShapeDtypeStruct],
+    pieces: Iterator[tuple[np.ndarray, list[np.ndarray]]],
     steps: int | None,
 ) -> None:
-    """Writes rows of arrays, one for each id; see `EmbeddingCollection.save_table`.
+    """Writes ids with their columns; see `EmbeddingCollection.save_table`.
 
     Args:
       path: of the file.
-      ids: ascending.
-      rows: where the numbers of each id are in the arrays.
-      arrays: by the name of the column; on the devices or the host.
+      columns: their types by name.
+      pieces: ids, ascending, and their columns, some rows at a time.
       steps: see `Rows`.
     """
     path = pathlib.Path(path)
     if path.suffix != ".parquet":
-        raise ValueError(f"{path}: dynamic tables are written to .parquet files")
+        raise ValueError(f"{path}: ids with their state are written to .parquet files")
     check_writable(path)
-    columns = {name: row_files.type_of(array) for name, array in arrays.items()}
+    types = {name: row_files.type_of(array) for name, array in columns.items()}
     metadata = {} if steps is None else {_STEPS: str(steps).encode()}
-    pieces = _pieces(ids, rows, arrays)
 
     def write() -> None:
         with whole_file(path) as file:
-            row_files.write(file, columns, pieces, metadata)
+            row_files.write(file, types, pieces, metadata)
 
     table_files.write_in_first(write, pieces)
 
@@ -89,17 +86,6 @@ def flat(array: jax.Array) -> jax.Array:
 
 def _flat(array: jax.Array) -> jax.Array:
     return call_with_auto_axes(lambda a: a.reshape(-1), array, out_specs=P("model"))
-
-
-def _pieces(
-    ids: np.ndarray, rows: np.ndarray, arrays: Mapping[str, jax.Array | np.ndarray]
-) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
-    there = {n: a for n, a in arrays.items() if isinstance(a, jax.Array)}
-    for part, found in gathered(rows, list(there.values())):
-        count = part.stop - part.start
-        of = {n: np.asarray(a)[:count] for n, a in zip(there, found, strict=True)}
-        of |= {n: np.asarray(arrays[n][rows[part]]) for n in arrays if n not in there}
-        yield ids[part], [of[name] for name in arrays]
 
 
 def gathered(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import operator
+from collections.abc import Mapping
 from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jaxtyping import Array, Int, UInt8, UInt32
 
 from sparsejax.embeddings.config import DynamicTableConfig
@@ -40,6 +42,23 @@ class State(NamedTuple):
     count: Int[Array, "parts rows"]
     sketch: UInt8[Array, "parts depth width"]
     totals: UInt32[Array, "parts tables numbers 2"]
+
+    def arrays(self) -> dict[str, jax.Array]:
+        """All arrays by name, those of the index among them."""
+        found = {**self.index._asdict(), **self._asdict()}
+        del found["index"]
+        return found
+
+    @classmethod
+    def of(cls, arrays: Mapping[str, jax.Array]) -> State:
+        """The state of `arrays`."""
+        given = dict(arrays)
+        index = Index(*(given.pop(name) for name in Index._fields))
+        return cls(index=index, **given)
+
+
+class IndexState(nnx.Variable):
+    """Knowledge about the ids of dynamic tables."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -136,21 +136,19 @@ class IdsAhead:
     def of(cls, model: Any, deterministic: bool) -> IdsAhead | None:
         """None if nothing crosses, or the steps have to know the ids.
 
-        They do where rows are in host memory, or a model of one's own may change ids.
+        They do where a model of one's own may change ids.
         """
         if not mesh_is_set() or axis_sizes()[1] == 1:
             return None
         senders = [sender_of(found) for found in collections_of(model).values()]
-        known = tuple(sender for sender in senders if sender is not None)
-        names = [stack.name for sender in known for stack in sender.stacks]
+        names = [stack.name for sender in senders for stack in sender.stacks]
         if (
             not gives_ids_as_they_are(model)
-            or not any(any(sender.by_rows) for sender in known)
-            or len(known) < len(senders)
+            or not any(any(sender.by_rows) for sender in senders)
             or len(set(names)) < len(names)  # a batch has them by their names
         ):
             return None
-        return cls(known, deterministic)
+        return cls(tuple(senders), deterministic)
 
     def parts(
         self, data: Resident, rows: jax.Array, first: int, count: int, sizes: Sizes

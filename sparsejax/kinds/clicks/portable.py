@@ -14,15 +14,9 @@ from flax import nnx
 from jax import lax
 
 from sparsejax.embeddings import row_codes
-from sparsejax.embeddings.collection import (
-    EmbeddingCollection,
-    IndexState,
-    adopt_rows,
-    collections_of,
-    every_row,
-    rows_in_order,
-)
+from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.config import Unknown
+from sparsejax.embeddings.dynamic.state import IndexState
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
@@ -233,13 +227,12 @@ def _portable(
     features = {
         n: feature for n, feature in features.items() if feature.table in tables
     }
-    adopt_rows(collection)
-    before = dict(collection.kernels)
+    stores = {store.stack.name: store for store in collection.stores()}
 
     def rows(stack: Stack) -> Iterator[np.ndarray]:
         for table in stack.tables:
             lies, pieces = places[table.name]
-            yield from rows_in_order(lies, tuple(pieces), before[lies.name])
+            yield from stores[lies.name].table_rows(tuple(pieces))
         unused = stack.num_rows - sum(t.config.num_rows for t in stack.tables)
         yield np.zeros((unused, stack.dim), stack.dtype)
 
@@ -254,8 +247,8 @@ def _portable(
             known = collection.indexes[stack.name]
             arrays = {each: known[each][...] for each in Index._fields}
             indexes[name] = {n: IndexState(array) for n, array in arrays.items()}
-            pieces = functools.partial(_rows_of_dynamic, stack, before[stack.name])
-            stack = dataclasses.replace(stack, device_rows=None)
+            pieces = stores[stack.name].every_row
+            stack = dataclasses.replace(stack, device_rows=None, store="dynamic")
         else:
             pieces = functools.partial(rows, stack)
         stack = dataclasses.replace(stack, name=name)
@@ -265,18 +258,12 @@ def _portable(
         kernel, *numbers = _arrays(stack, pieces, kind)
         kernels[stack.name] = RowParam(kernel)
         found.append(_Tables(stack, numbers))
-    if any(stack.device_rows is not None for stack in collection.stacks):
+    if any(store.stages for store in stores.values()):
         del collection.first, collection.stage  # the file has all rows
     collection.stacks = tuple(tables.stack for tables in found)
     collection.kernels, collection.indexes = nnx.data(kernels), nnx.data(indexes)
     collection.unknown = unknown
     return found
-
-
-def _rows_of_dynamic(stack: Stack, kernel: RowParam) -> Iterator[np.ndarray]:
-    if stack.device_rows is None:
-        return to_host_in_pieces(kernel[...])
-    return every_row(kernel)
 
 
 def _arrays(

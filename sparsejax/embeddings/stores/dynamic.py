@@ -1,0 +1,250 @@
+"""Dynamic tables on the devices: 64-bit ids get a row when they are first seen."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+import warnings
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+
+from sparsejax.embeddings.dynamic import admission, files, vectors
+from sparsejax.embeddings.dynamic import state as states
+from sparsejax.embeddings.dynamic.assignment import (
+    Assign,
+    Moment,
+    Trained,
+    assign,
+    assign_at_owners,
+    find,
+    find_at_owners,
+)
+from sparsejax.embeddings.dynamic.state import IndexState, State, TableStats
+from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.embeddings.lookup import Beside, Call, check_mesh, look_up, made
+from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.embeddings.stores.store import Found, Owner, Store, with_columns
+from sparsejax.mesh.exchange import DividedRows, SentKeys
+from sparsejax.mesh.layout import (
+    call_with_auto_axes,
+    jit_sharded,
+    out_sharding,
+    to_host,
+)
+from sparsejax.ops import index_edits
+from sparsejax.ops.hash_index import Index
+from sparsejax.optimizers import gradients
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sparse import CSR
+
+
+class DynamicStore(Store):
+    """Tables of `DynamicTableConfig`, whose rows are on the devices."""
+
+    grows: ClassVar[bool] = True
+
+    @classmethod
+    def prepare(cls, owner: Owner, key: jax.Array) -> None:
+        owner.seed = IndexState(jax.random.bits(key, (2,), jnp.uint32))
+
+    @classmethod
+    def new_known(cls, stack: Stack) -> dict[str, nnx.Variable]:
+        by_parts = P("model")
+        state = jit_sharded(states.empty, by_parts, static=(0,))(stack)
+        metadata: dict[str, Any] = out_sharding(by_parts)
+        return {n: IndexState(a, **metadata) for n, a in state.arrays().items()}
+
+    @property
+    def state(self) -> State:
+        """Everything that is known of the ids."""
+        return State.of({name: v[...] for name, v in self.known.items()})
+
+    def set_state(self, state: State) -> None:
+        """Replaces all that is known of the ids."""
+        for name, array in state.arrays().items():
+            self.known[name].set_value(array)
+
+    @property
+    def index(self) -> Index:
+        """Which ids have which rows. A predictor knows nothing else."""
+        return Index(*(self.known[name][...] for name in Index._fields))
+
+    # --- the rows of a batch ---
+
+    def matrix(self, batch: FeatureBatch) -> CSR | DividedRows | SentKeys:
+        """The matrix of a batch, whose columns are rows of the kernel."""
+        x = batch.routes.get(self.stack.name)
+        x = batch.stacks[self.stack.name] if x is None else x
+        if batch.assigned or isinstance(x, DividedRows):
+            return x
+        if gradients.is_differentiating():
+            warnings.warn(
+                "a loss reads dynamic tables without assign_rows: new ids will not be "
+                "learned. Call model.embeddings.assign_rows(ids, optimizer) before the "
+                "loss, and give the model what it returns",
+                stacklevel=2,
+            )
+        how = {"implementation": self.owner.implementation}
+        if isinstance(x, SentKeys):
+            check_mesh(x.rows.parts)
+            return find_at_owners(self.stack, self.index, x, **how)
+        x, keys = jax.tree.map(jnp.asarray, (x, batch.keys[self.stack.name]))
+        columns = find(self.stack, self.index, x, keys, **how)
+        return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
+
+    def rows(self, batch: FeatureBatch, call: Call) -> Found:
+        x, name = self.matrix(batch), self.stack.name
+        seed = self.owner.seed[...] if self.owner.unknown == "init" else None
+        if isinstance(x, SentKeys):
+            x = vectors.beside_owned(self.stack, x, seed)
+            return Found(*look_up(self.stack, self.kernel, x, call))
+
+        def apart(x, keys, order):
+            order = None if order is None else jnp.asarray(order)
+            # A bag's factor is the same for all of its ids.
+            return vectors.apart(made(self.stack, call.blank, x), keys, order)
+
+        x, keys = jax.tree.map(jnp.asarray, (x, batch.keys[name]))
+        order = batch.rows.get(name)
+        x, guests, order = call_with_auto_axes(apart, x, keys, order, out_specs=P())
+        beside = None
+        if seed is not None:
+            add = functools.partial(vectors.with_guests, self.stack)
+            beside = Beside(add, (guests, seed))
+        return Found(
+            *look_up(
+                self.stack, self.kernel, x, call, made=True, order=order, beside=beside
+            )
+        )
+
+    def assigned(
+        self, batch: FeatureBatch, optimizer: Optimizer, clock: Any
+    ) -> FeatureBatch:
+        how, moment = self.assigning(optimizer, clock=clock)
+        before = self.state, self.trained(optimizer)
+        name = self.stack.name
+        route = batch.routes.get(name)
+        if isinstance(route, SentKeys):
+            check_mesh(route.rows.parts)
+            state, trained, route = assign_at_owners(how, *before, route, moment)
+            routes = {**batch.routes, name: route}
+            batch = dataclasses.replace(batch, routes=routes)
+        elif name in batch.stacks:
+            given = batch.stacks[name], batch.keys[name]
+            x, keys = jax.tree.map(jnp.asarray, given)
+            state, trained, columns = assign(how, *before, x, keys, moment)
+            batch = with_columns(batch, name, columns)
+        else:
+            return batch
+        self.set_state(state)
+        self.set_trained(trained, optimizer)
+        return batch
+
+    def assigning(
+        self, optimizer: Optimizer, *, ahead: int = 0, clock: Any = None
+    ) -> tuple[Assign, Moment]:
+        """How ids get rows, some steps ahead, and when."""
+        step = optimizer.step[...]
+        if ahead:
+            step = step + jnp.int32(ahead)
+        now = step if clock is None else states.clock_of(clock)
+        how = Assign(self.stack, optimizer.rule_of(self.kernel), clock is None)
+        return how, Moment(self.owner.seed[...], now, step)
+
+    def trained(self, optimizer: Optimizer) -> Trained:
+        """The kernel with the state of the optimizer."""
+        arrays = optimizer.rows_within(self.path, self.kernel)
+        return Trained(self.kernel[...], {n: v[...] for n, v in arrays.items()})
+
+    def set_trained(self, trained: Trained, optimizer: Optimizer) -> None:
+        """Replaces the kernel and the state of the optimizer."""
+        self.kernel.set_value(trained.w)
+        arrays = optimizer.rows_within(self.path, self.kernel)
+        for name, variable in arrays.items():
+            variable.set_value(trained.arrays[name])
+
+    def halve_counts(self) -> None:
+        """Halves the counts of ids that have no row."""
+        sketch = self.known["sketch"]
+        sketch.set_value(admission.halved(sketch[...]))
+
+    # --- whole tables ---
+
+    def stats(self) -> dict[str, TableStats]:
+        totals, num_free = (to_host(self.known[n][...]) for n in ("totals", "num_free"))
+        return states.stats(self.stack, totals, num_free)
+
+    def ids(self, table: StackedTable) -> np.ndarray:
+        return self._ids_and_rows(table)[0]
+
+    def rows_of(self, table: StackedTable, ids: np.ndarray) -> np.ndarray:
+        here, rows = self._ids_and_rows(table)
+        if not len(here):
+            return np.full(len(ids), -1, np.int32)
+        place = np.minimum(np.searchsorted(here, ids), len(here) - 1)
+        return np.where(here[place] == ids, rows[place], -1)
+
+    def _ids_and_rows(self, table: StackedTable) -> tuple[np.ndarray, np.ndarray]:
+        used, keys = (to_host(self.known[name][...]) for name in ("used", "keys"))
+        return states.rows_of(self.stack, table, used, keys)
+
+    def placed(
+        self,
+        path: str | os.PathLike[str],
+        pieces: tuple[StackedTable, ...],
+        ids: np.ndarray,
+        removed: np.ndarray | None,
+    ) -> list[np.ndarray]:
+        (table,) = pieces
+        index, rows = index_edits.changed(
+            path,
+            states.layout_of(self.stack),
+            self.stack.tables.index(table),
+            table.name,
+            self.index,
+            self._ids_and_rows(table),
+            ids=ids,
+            removed=removed,
+        )
+        for name, array in index._asdict().items():
+            self.known[name].set_value(array)
+        return [rows]
+
+    def _completed(
+        self, table: StackedTable, read: files.Rows, *, replace: bool
+    ) -> dict[str, np.ndarray]:
+        columns = dict(read.columns)
+        count = len(read.ids)
+        columns.setdefault("count", np.ones(count, np.int32))
+        columns.setdefault("last", np.zeros(count, np.int32))
+        missing = columns.keys() - read.columns.keys()
+        if replace or not missing:
+            return columns
+        before = self.rows_of(table, read.ids)
+        here = np.flatnonzero(before >= 0)
+        for name in missing:  # ids that have a row are as old as they were
+            known = to_host(self.known[name][...]).reshape(-1)
+            columns[name][here] = known[before[here]]
+        return columns
+
+    def table(self, pieces: tuple[StackedTable, ...]) -> jax.Array:
+        raise self._without_order(pieces, "ask `ids`, and call the collection")
+
+    def table_rows(self, pieces: tuple[StackedTable, ...]) -> Any:
+        raise self._without_order(pieces, "call `save_table`")
+
+    def set_table(self, pieces: tuple[StackedTable, ...], array: Any) -> None:
+        raise self._without_order(pieces, "call `load_table`")
+
+    def _without_order(
+        self, pieces: tuple[StackedTable, ...], instead: str
+    ) -> ValueError:
+        return ValueError(
+            f"table {pieces[0].name!r} is dynamic, its rows have no order of ids: {instead}"
+        )

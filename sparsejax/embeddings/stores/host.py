@@ -1,0 +1,303 @@
+"""Tables in host memory, static and dynamic, of which the devices have some rows at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax.embeddings import table_files
+from sparsejax.embeddings.dynamic import vectors
+from sparsejax.embeddings.dynamic.assignment import Trained, begin, find, numbers
+from sparsejax.embeddings.dynamic.changes import Part
+from sparsejax.embeddings.dynamic.files import BY_PARTS, STATE
+from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch
+from sparsejax.embeddings.host_rows import ROW, HostRows
+from sparsejax.embeddings.lookup import Call, look_up
+from sparsejax.embeddings.placement import Stack
+from sparsejax.embeddings.stores.dynamic import DynamicStore
+from sparsejax.embeddings.stores.static import Pieces, StaticStore
+from sparsejax.embeddings.stores.store import Found, Owner, Store, with_columns
+from sparsejax.mesh.layout import to_host
+from sparsejax.ops.hash_index import TableKeys
+from sparsejax.optimizers import inplace
+from sparsejax.optimizers.gradients import RowParam
+from sparsejax.optimizers.optimizer import Optimizer, first_state
+from sparsejax.sparse import CSR
+
+
+class HostedStore(Store):
+    """Rows in host memory: the kernel has slots, which rows take in turn."""
+
+    stages: ClassVar[bool] = True
+
+    @classmethod
+    def prepare(cls, owner: Owner, key: jax.Array) -> None:
+        super().prepare(owner, key)
+        # Rows are made by it later; and the number of the state of the devices' tables.
+        owner.first = nnx.Variable(key)
+        owner.stage = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    @classmethod
+    def new_kernel(
+        cls, owner: Owner, stack: Stack, value: jax.Array | None = None
+    ) -> RowParam:
+        kernel = super().new_kernel(owner, stack, value)
+        kernel.set_metadata(host=HostRows(stack, owner.first))
+        return kernel
+
+    @classmethod
+    def first_kernel(cls, owner: Owner, stack: Stack, key: jax.Array) -> RowParam:
+        return cls.new_kernel(owner, stack)
+
+    @property
+    def host(self) -> HostRows:
+        """The rows in host memory. Call it outside of programs."""
+        host = self.kernel.get_metadata()["host"]
+        # If a program has made the collection, they had the random numbers of its trace.
+        host.key = self.owner.first
+        return host
+
+    def attached(
+        self, optimizer: Optimizer | None, *, reading: bool = False
+    ) -> HostRows:
+        """The rows, with the state that an optimizer keeps of them."""
+        host = self.host
+        host.attach_within(self.path, self.kernel, optimizer, reading=reading)
+        return host
+
+    def _current(self, batch: FeatureBatch) -> CSR:
+        """The matrix of a batch, with NaN in place of rows that may have left the devices."""
+        if batch.stage is None:
+            raise self.not_staged()
+        x = batch.stacks[self.stack.name]
+        columns = jnp.asarray(x.indices)
+        columns = jnp.where(self.owner.stage[...] == batch.stage, columns, WRONG)
+        return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
+
+    def not_staged(self) -> ValueError:
+        """The error for a batch whose rows are not on the devices."""
+        return ValueError(
+            f"{self.named()} in host memory, and a batch needs its rows on the "
+            "devices: take batches of `embeddings.staged(batches, optimizer)`"
+        )
+
+    def named(self) -> str:
+        """The names of the tables, as a sentence begins."""
+        names = ", ".join(dict.fromkeys(table.name for table in self.stack.tables))
+        return f"the tables {names} are"
+
+    def numbered(
+        self, batch: FeatureBatch, optimizer: Optimizer | None, ahead: int
+    ) -> FeatureBatch:
+        """A batch whose ids have the numbers of their rows; new ids get a row.
+
+        Args:
+          batch: as `pack` made it.
+          optimizer: trains the model on it; without one, rows are only found.
+          ahead: how many steps come before that of the batch.
+        """
+        del optimizer, ahead
+        return batch
+
+    def begun(self, batch: FeatureBatch, optimizer: Optimizer) -> None:
+        """Begins the new rows of a batch, which are on the devices."""
+
+    def begun_on_host(
+        self, batch: FeatureBatch, optimizer: Optimizer, ahead: int
+    ) -> None:
+        """Begins the new rows of a batch that did not come to the devices."""
+
+    def part(self, prefix: str) -> Part:
+        return super().part(prefix)._replace(host=self.host)
+
+    # --- whole tables ---
+
+    def columns(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        found = super().columns(optimizer)
+        host = self.attached(optimizer, reading=True)
+        arrays = host.arrays()
+        names = {n: n if n == ROW else n.removeprefix(STATE) for n in found}
+        return {
+            name: found[name] if name in BY_PARTS else arrays[names[name]]
+            for name in found
+        }
+
+    def read(
+        self, rows: np.ndarray, optimizer: Optimizer | None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        columns = self.columns(optimizer)
+        known = {
+            n: to_host(columns[n][...]).reshape(-1) for n in columns if n in BY_PARTS
+        }
+        for start in range(0, len(rows), _BLOCK):
+            some = rows[start : start + _BLOCK]
+            found = self.host.current(some, None)
+            yield {
+                name: known[name][some]
+                if name in known
+                else _narrowest(found[name.removeprefix(STATE)])
+                for name in columns
+            }
+
+    def write(
+        self,
+        rows: np.ndarray,
+        values: Mapping[str, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> None:
+        here = {name: values[name] for name in values if name in BY_PARTS}
+        there = {n.removeprefix(STATE): a for n, a in values.items() if n not in here}
+        self.attached(optimizer).put(rows, there)
+        super().write(rows, here, optimizer)
+
+    def every_row(self) -> Iterator[np.ndarray]:
+        rows, dim = self.stack.num_rows, self.stack.dim
+        array = self.host.arrays().get(ROW, np.zeros((rows, dim), self.stack.dtype))
+        count = max(1, table_files.BLOCK_NUMBERS // dim)
+        return (array[start : start + count] for start in range(0, rows, count))
+
+
+# Rows that are copied at a time.
+_BLOCK = 65_536
+
+
+class HostStore(HostedStore, StaticStore):
+    """Tables of `TableConfig(..., host=True)`."""
+
+    def rows(self, batch: FeatureBatch, call: Call) -> Found:
+        order = batch.rows.get(self.stack.name)
+        return Found(
+            *look_up(self.stack, self.kernel, self._current(batch), call, order=order)
+        )
+
+    def part(self, prefix: str) -> Part:
+        raise NotImplementedError(
+            "changes of static tables in host memory are not exported: save_table "
+            "writes them"
+        )
+
+    def table(self, pieces: Pieces) -> jax.Array:
+        raise ValueError(
+            f"table {pieces[0].name!r} is in host memory: read it by `table_rows` or "
+            "`save_table`"
+        )
+
+    def table_rows(self, pieces: Pieces) -> Iterator[np.ndarray]:
+        (table,) = pieces
+        count = max(1, table_files.BLOCK_NUMBERS // self.stack.dim)
+        rows, host = table.config.num_rows, self.host
+        for start in range(0, rows, count):
+            ids = np.arange(start, min(start + count, rows), dtype=np.int32)
+            yield host.read(self.stack.row_of(ids, table.place))
+
+    def set_table(self, pieces: Pieces, array: Any) -> None:
+        (table,) = pieces
+        ids = np.arange(table.config.num_rows, dtype=np.int32)
+        rows = self.stack.row_of(ids, table.place)
+        self.attached(None).put(rows, {ROW: np.asarray(array)})
+
+
+class DynamicHostStore(HostedStore, DynamicStore):
+    """Tables of `DynamicTableConfig(..., host_rows=...)`."""
+
+    def matrix(self, batch: FeatureBatch) -> CSR:
+        return self._current(batch)
+
+    def assigned(
+        self, batch: FeatureBatch, optimizer: Optimizer, clock: Any
+    ) -> FeatureBatch:
+        name = self.stack.name
+        if name not in batch.stacks:
+            return batch
+        if clock is not None:
+            raise ValueError(
+                f"{self.named()} in host memory, whose rows come before the step: "
+                "their clock is the number of steps, leave clock out"
+            )
+        if batch.stage is None:
+            raise self.not_staged()
+        if name in batch.new:
+            how, moment = self.assigning(optimizer)
+            slots, new = (
+                jnp.asarray(batch.stacks[name].indices),
+                jnp.asarray(batch.new[name]),
+            )
+            trained = self.trained(optimizer)
+            after = how.begin(trained, slots, batch.keys[name], new, moment)
+            self.set_trained(after, optimizer)
+        return batch
+
+    def numbered(
+        self, batch: FeatureBatch, optimizer: Optimizer | None, ahead: int
+    ) -> FeatureBatch:
+        name, known = self.stack.name, self.known
+        if name not in batch.stacks:
+            return batch
+        x, keys = batch.stacks[name], batch.keys[name]
+        if optimizer is None:
+            return with_columns(batch, name, _find(self.stack, self.index, x, keys))
+        how, moment = self.assigning(optimizer, ahead=ahead)
+
+        def program():
+            state, *found = numbers(how, self.state, x, keys, moment)
+            arrays = state.arrays()
+            return [arrays[name] for name in known], found
+
+        columns, new = inplace.overwrite(list(known.values()), program)
+        batch = dataclasses.replace(batch, new={**batch.new, name: new})
+        return with_columns(batch, name, columns)
+
+    def begun(self, batch: FeatureBatch, optimizer: Optimizer) -> None:
+        name = self.stack.name
+        if name not in batch.stacks:
+            return
+        state = optimizer.rows_within(self.path, self.kernel)
+        how, moment = self.assigning(optimizer)
+
+        def program():
+            before = {n: v.get_raw_value() for n, v in state.items()}
+            after = begin(
+                how,
+                Trained(self.kernel.get_raw_value(), before),
+                batch.stacks[name].indices,
+                batch.keys[name],
+                batch.new[name],
+                moment,
+            )
+            return [after.w, *(after.arrays[each] for each in state)], None
+
+        inplace.overwrite([self.kernel, *state.values()], program)
+
+    def begun_on_host(
+        self, batch: FeatureBatch, optimizer: Optimizer, ahead: int
+    ) -> None:
+        name = self.stack.name
+        if name not in batch.new:
+            return
+        new = np.flatnonzero(np.asarray(batch.new[name]))
+        rows = np.asarray(batch.stacks[name].indices)[new]
+        keys = [np.asarray(word)[new] for word in batch.keys[name]]
+        how, moment = self.assigning(optimizer, ahead=ahead)
+        for start in range(0, len(rows), vectors.BLOCK):
+            some = slice(start, start + vectors.BLOCK)
+            here = TableKeys(*(np.resize(word[some], vectors.BLOCK) for word in keys))
+            w = vectors.drawn(self.stack, moment.seed, here)
+            values = {ROW: w, **first_state(how.rule, w, moment.step)}
+            count = len(rows[some])
+            self.host.put(
+                rows[some], {n: to_host(array)[:count] for n, array in values.items()}
+            )
+
+
+_find = jax.jit(find, static_argnums=0)
+
+
+def _narrowest(array: np.ndarray) -> np.ndarray:
+    """In a dtype that files have."""
+    return array.astype(np.float32) if array.dtype.itemsize == 2 else array

@@ -1,0 +1,376 @@
+"""The interface between an `EmbeddingCollection` and the stores of its stacks.
+
+A store keeps the rows of one stack of tables. The collection packs the ids of a batch, asks each
+store for its rows, and joins them. A new kind of store is a subclass of `Store` that `register`
+names, and a table configuration whose `store` is that name.
+"""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import math
+import os
+import pathlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, ClassVar, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from sparsejax.embeddings.config import Unknown
+from sparsejax.embeddings.dynamic import files
+from sparsejax.embeddings.dynamic.changes import Part
+from sparsejax.embeddings.dynamic.files import BY_PARTS, STATE
+from sparsejax.embeddings.dynamic.state import TableStats
+from sparsejax.embeddings.feature_batch import FeatureBatch
+from sparsejax.embeddings.host_rows import ROW
+from sparsejax.embeddings.lookup import Call
+from sparsejax.embeddings.placement import Stack, StackedTable, spec_of
+from sparsejax.mesh.layout import jit_sharded, out_sharding, to_host_in_pieces
+from sparsejax.ops.implementations import Implementation
+from sparsejax.optimizers import gradients, inplace
+from sparsejax.optimizers.gradients import Path, RowParam
+from sparsejax.optimizers.optimizer import Optimizer, first_state
+from sparsejax.sparse import CSR
+
+
+class Found(NamedTuple):
+    """Rows of a batch.
+
+    Attributes:
+      rows: `[batch, bags, dim]`.
+      crowded: whether the exchange over the mesh had too few places; None without an exchange.
+    """
+
+    rows: jax.Array
+    crowded: jax.Array | None
+
+
+class Owner(nnx.Module):
+    """The variables of a collection that its stores read.
+
+    Attributes:
+      stacks: groups of tables.
+      names: of the features.
+      kernels: for each stack.
+      indexes: for each stack with dynamic tables, what is known of their ids.
+      unknown: what ids without a row read.
+      implementation: see `sparsejax.gather_matmul`.
+      seed: of the rows of dynamic tables.
+      first: the random key of rows in host memory.
+      stage: number of the state of the devices' tables, if rows are in host memory.
+    """
+
+    stacks: tuple[Stack, ...]
+    names: tuple[str, ...]
+    kernels: dict[str, RowParam]
+    indexes: dict[str, dict[str, nnx.Variable]]
+    unknown: Unknown
+    implementation: Implementation
+    seed: nnx.Variable
+    first: nnx.Variable
+    stage: nnx.Variable
+
+
+class Store(abc.ABC):
+    """The rows of a stack of tables, with everything that is known about them.
+
+    It is a view: the arrays are variables of the collection, where checkpoints find them.
+
+    Args:
+      owner: the collection.
+      stack: one of its stacks.
+      within: path of the collection in the model.
+    """
+
+    # Whether a batch gives new ids a row, by `assigned`.
+    grows: ClassVar[bool] = False
+    # Whether rows come to the devices before a step, by a `Staged`.
+    stages: ClassVar[bool] = False
+
+    def __init__(self, owner: Owner, stack: Stack, within: Sequence[Any] = ()):
+        self.owner, self.stack = owner, stack
+        self.kernel: RowParam = owner.kernels[stack.name]
+        self.known: Mapping[str, nnx.Variable] = owner.indexes.get(stack.name, {})
+        self.path: Path = (*within, "kernels", stack.name)
+
+    # --- how it is made ---
+
+    @classmethod
+    def prepare(cls, owner: Owner, key: jax.Array) -> None:
+        """Gives a new collection the variables that all stores of this kind share."""
+        del owner, key
+
+    @classmethod
+    def new_known(cls, stack: Stack) -> dict[str, nnx.Variable]:
+        """The variables of a new store, apart from its kernel."""
+        del stack
+        return {}
+
+    @classmethod
+    def new_kernel(
+        cls, owner: Owner, stack: Stack, value: jax.Array | None = None
+    ) -> RowParam:
+        """The parameter of a stack.
+
+        Args:
+          owner: the collection.
+          stack: its tables.
+          value: the rows; by default zeros.
+        """
+        del owner
+        if value is None:
+            value = jit_sharded(_zeros, spec_of(stack), static=(0,))(stack)
+        rule = {} if stack.rule is None else {"rule": stack.rule}
+        metadata: dict[str, Any] = {**out_sharding(spec_of(stack)), **rule}
+        return RowParam(value, **metadata)
+
+    @classmethod
+    def first_kernel(cls, owner: Owner, stack: Stack, key: jax.Array) -> RowParam:
+        """The parameter of a new collection."""
+        del key
+        return cls.new_kernel(owner, stack)
+
+    # --- the rows of a batch ---
+
+    @abc.abstractmethod
+    def rows(self, batch: FeatureBatch, call: Call) -> Found:
+        """The sums of rows of a batch, for each bag."""
+
+    def assigned(
+        self, batch: FeatureBatch, optimizer: Optimizer, clock: Any
+    ) -> FeatureBatch:
+        """A batch whose new ids have rows; see `EmbeddingCollection.assign_rows`."""
+        del optimizer, clock
+        return batch
+
+    def halve_counts(self) -> None:
+        """Halves the counts of ids that have no row."""
+        return
+
+    def part(self, prefix: str) -> Part:
+        """The stack as exports of changes take it."""
+        return Part(prefix, self.stack, self.kernel, self.known, self.path)
+
+    @property
+    def divided(self) -> bool:
+        """Whether ids cross a mesh to the owners of their rows."""
+        return gradients.is_divided(self.kernel)
+
+    # --- whole tables ---
+
+    def stats(self) -> dict[str, TableStats]:
+        """Counts what became of the ids of tables that can grow."""
+        return {}
+
+    @abc.abstractmethod
+    def ids(self, table: StackedTable) -> np.ndarray:
+        """The ids of a table that have a row, ascending."""
+
+    def id_blocks(self, table: StackedTable) -> Iterator[np.ndarray]:
+        """The ids of a table, ascending, as many at a time as the host has room for."""
+        yield self.ids(table)
+
+    @abc.abstractmethod
+    def rows_of(self, table: StackedTable, ids: np.ndarray) -> np.ndarray:
+        """The row of each id; -1 if it has none."""
+
+    @abc.abstractmethod
+    def placed(
+        self,
+        path: str | os.PathLike[str],
+        pieces: tuple[StackedTable, ...],
+        ids: np.ndarray,
+        removed: np.ndarray | None,
+    ) -> list[np.ndarray]:
+        """Gives ids a row that they do not have, and takes those of removed ones.
+
+        Args:
+          path: of the file with the ids.
+          pieces: of the table.
+          ids: ascending.
+          removed: ids that lose their row; None stands for all others.
+
+        Returns:
+          The rows of the ids in each piece.
+
+        Raises:
+          ValueError: there is no room for them. Nothing has changed.
+        """
+
+    @abc.abstractmethod
+    def table(self, pieces: tuple[StackedTable, ...]) -> jax.Array:
+        """The rows of a table in the order of ids, as one array on the devices."""
+
+    @abc.abstractmethod
+    def table_rows(self, pieces: tuple[StackedTable, ...]) -> Iterator[np.ndarray]:
+        """The rows of a table in the order of ids, some rows at a time."""
+
+    @abc.abstractmethod
+    def set_table(self, pieces: tuple[StackedTable, ...], array: Any) -> None:
+        """Replaces the rows of a table by an array, whose shape has been checked."""
+
+    def columns(self, optimizer: Optimizer | None) -> dict[str, Any]:
+        """Everything that is known of each row: arrays or variables by the names of columns."""
+        found: dict[str, Any] = {ROW: self.kernel}
+        found |= {name: self.known[name] for name in BY_PARTS if self.known}
+        if optimizer is not None:
+            arrays = optimizer.rows_within(self.path, self.kernel)
+            found |= {STATE + name: array for name, array in arrays.items()}
+        return found
+
+    def read(
+        self, rows: np.ndarray, optimizer: Optimizer | None
+    ) -> Iterator[dict[str, np.ndarray]]:
+        """The columns of some rows, a block of rows at a time."""
+        columns = self.columns(optimizer)
+        arrays = [
+            files.flat(v[...]) if name in BY_PARTS else v[...]
+            for name, v in columns.items()
+        ]
+        for part, found in files.gathered(rows, arrays):
+            count = part.stop - part.start
+            some = (np.asarray(array)[:count] for array in found)
+            yield dict(zip(columns, some, strict=True))
+
+    def write(
+        self,
+        rows: np.ndarray,
+        values: Mapping[str, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Replaces columns of some rows."""
+        columns = self.columns(optimizer)
+        for name in values:
+            write = functools.partial(
+                files.overwritten,
+                rows=rows,
+                values=values[name],
+                by_parts=name in BY_PARTS,
+                divided=self.stack.divided,
+            )
+            _overwrite(columns[name], write)
+
+    def _completed(
+        self, table: StackedTable, read: files.Rows, *, replace: bool
+    ) -> dict[str, np.ndarray]:
+        """The columns of a file, with those that it lacks."""
+        del table, replace
+        return dict(read.columns)
+
+    def save(
+        self,
+        pieces: tuple[StackedTable, ...],
+        path: pathlib.Path,
+        names: Sequence[object] | None,
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Writes a table; see `EmbeddingCollection.save_table`."""
+        if names is not None:
+            raise ValueError(
+                "names are for a static table that is written without an optimizer: leave "
+                "names out"
+            )
+        columns = self.columns(optimizer)
+        types = {
+            name: _type_of(name, array[...], len(pieces))
+            for name, array in columns.items()
+        }
+        steps = None if optimizer is None else int(optimizer.step[...])
+        files.save(path, types, self._blocks(pieces, optimizer), steps)
+
+    def _blocks(
+        self, pieces: tuple[StackedTable, ...], optimizer: Optimizer | None
+    ) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:
+        """The ids and columns of a table, some rows at a time."""
+        for ids in self.id_blocks(pieces[0]):
+            readers = (self.read(self.rows_of(p, ids), optimizer) for p in pieces)
+            start = 0
+            for found in zip(*readers, strict=True):
+                some = ids[start : start + len(found[0][ROW])]
+                start += len(some)
+                yield some, [_joined([each[n] for each in found]) for n in found[0]]
+
+    def load(
+        self,
+        pieces: tuple[StackedTable, ...],
+        path: pathlib.Path,
+        optimizer: Optimizer | None,
+        *,
+        replace: bool,
+    ) -> None:
+        """Reads a table; see `EmbeddingCollection.load_table`."""
+        like = {
+            name: _type_of(name, array[...], len(pieces))
+            for name, array in self.columns(optimizer).items()
+        }
+        read = files.read(path, like, with_state=optimizer is not None)
+        columns = self._completed(pieces[0], read, replace=replace)
+        if optimizer is not None:
+            step = optimizer.step[...]
+            if read.steps is None:
+                begin = functools.partial(first_state, optimizer.rule_of(self.kernel))
+            elif read.steps != int(step):
+                raise ValueError(
+                    f"{path} has the state after {read.steps:,} steps, but the optimizer has "
+                    f"done {int(step):,}: set `optimizer.step[...]`, or load a file without "
+                    "state"
+                )
+        rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
+        for number, mine in enumerate(rows):
+            given = {n: _piece(a, number, len(pieces)) for n, a in columns.items()}
+            if optimizer is not None and read.steps is None:
+                fresh = files.in_blocks(
+                    lambda w: begin(jnp.asarray(w), step), given[ROW]
+                )
+                given |= {STATE + name: array for name, array in fresh.items()}
+            self.write(mine, given, optimizer)
+
+    def every_row(self) -> Iterator[np.ndarray]:
+        """The rows of the kernel as they lie, some at a time."""
+        return to_host_in_pieces(self.kernel[...])
+
+
+_NO_IDS = np.zeros(0, np.uint64)
+
+
+def with_columns(batch: FeatureBatch, name: str, columns: jax.Array) -> FeatureBatch:
+    """A batch whose matrix of one stack has other columns."""
+    x = batch.stacks[name]
+    leaves = (x.data, columns, x.indptr, None)
+    found = CSR.tree_unflatten(x.num_cols, leaves)
+    return dataclasses.replace(batch, stacks={**batch.stacks, name: found})
+
+
+def _overwrite(variable: nnx.Variable, write: Callable[[jax.Array], jax.Array]) -> None:
+    inplace.overwrite([variable], lambda: ([write(variable[...])], None))
+
+
+def _zeros(stack: Stack) -> jax.Array:
+    return jnp.zeros((stack.kernel_rows, stack.dim), stack.dtype)
+
+
+def _type_of(name: str, array: Any, pieces: int) -> jax.ShapeDtypeStruct:
+    """The type of a column of a table that is cut into pieces."""
+    if name in BY_PARTS:
+        return jax.ShapeDtypeStruct((1,), array.dtype)
+    shape = (1, *array.shape[1:])
+    if pieces > 1:
+        shape = (1, pieces * math.prod(shape))
+    return jax.ShapeDtypeStruct(shape, array.dtype)
+
+
+def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
+    """The columns of all pieces of a table side by side."""
+    if len(arrays) == 1:
+        return arrays[0]
+    return np.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1)
+
+
+def _piece(values: np.ndarray, number: int, pieces: int) -> np.ndarray:
+    """The columns of one piece of a table, of arrays that `_joined` made."""
+    return values if pieces == 1 else np.split(values, pieces, axis=1)[number]
