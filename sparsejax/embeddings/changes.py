@@ -67,8 +67,7 @@ def export_changes(
       export.
 
     Raises:
-      NotImplementedError: there are several processes; static tables are in host memory; or the
-        model has another `RowParam`.
+      NotImplementedError: there are several processes, or the model has another `RowParam`.
       OSError: the folder cannot be made or read.
       ValueError: the model has no tables; the folder has changes that were cut off or altered; or
         `state` without an optimizer.

@@ -374,6 +374,26 @@ class HostRows:
         self._changed(rows, _NUMBERS | (_STATE if whole else 0))
         self.forget_slots()
 
+    def take(self, other: HostRows, rows: np.ndarray, there: np.ndarray) -> None:
+        """Takes rows of others, as far as they are known.
+
+        Args:
+          other: has them.
+          rows: where they come to lie.
+          there: where they are.
+        """
+        arrays = other.arrays()
+        if not arrays:
+            return
+        self.write_back()
+        flags = other._known[there]
+        for name in self._arrays.keys() & arrays.keys():
+            mine = flags & (_NUMBERS if name == ROW else _STATE) > 0
+            self._arrays[name][rows[mine]] = arrays[name][there[mine]]
+        for known in {*flags.tolist()} - {0}:
+            mine = rows[flags == known]
+            self._changed(mine, known if len(self._arrays) > 1 else _NUMBERS)
+
     def arrays(self) -> Arrays:
         """All rows as they are now, by name: do not change them. Zeros where there is no row."""
         self.write_back()
@@ -398,15 +418,16 @@ class HostRows:
           rows: each has its numbers here: of a dynamic table, an id.
           settled: None if rows are up to date.
         """
+        found = {name: array[rows] for name, array in self._arrays.items()}
+        at = np.arange(len(rows))
         if settled is None or self._rule is None:
-            return {name: array[rows] for name, array in self._arrays.items()}
-        found = {
-            name: np.empty((len(rows), *array.shape[1:]), array.dtype)
-            for name, array in self._arrays.items()
-        }
-        for start in range(0, len(rows), _BLOCK):
-            some = rows[start : start + _BLOCK]
-            padded = np.resize(some, _BLOCK)  # one shape, one program
+            if self.stack.dynamic:
+                return found
+            whole = _NUMBERS | (_STATE if len(found) > 1 else 0)
+            at = np.flatnonzero(self._known[rows] & whole != whole)
+        for start in range(0, len(at), _BLOCK):
+            some = at[start : start + _BLOCK]
+            padded = np.resize(rows[some], _BLOCK)  # one shape, one program
             given = _with_new(
                 self.stack,
                 self._rule,
@@ -415,8 +436,8 @@ class HostRows:
                 self._known[padded],
                 {name: array[padded] for name, array in self._arrays.items()},
             )
-            for name, array in settled(given).items():
-                found[name][start : start + len(some)] = np.asarray(array)[: len(some)]
+            for name, array in (settled(given) if settled else given).items():
+                found[name][some] = np.asarray(array)[: len(some)]
         return found
 
     def settle(self, settled: HostSettler, *, everywhere: bool) -> None:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.placement import Stack, spec_of, stack_tables
-from sparsejax.embeddings.stores.kinds import STORES
+from sparsejax.embeddings.stores.host import HostStore
+from sparsejax.embeddings.stores.kinds import STORES, stores_of
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.gradients import Path
@@ -49,7 +50,7 @@ def add_ids(
     `data.append_features(known)` and `read_clicks(..., append=True)` give data the ids of
     such a model. Tables have new shapes, for which programs are compiled anew, and may lie
     elsewhere on a mesh: as those of a new model. Meanwhile there must be room for the tables
-    twice.
+    twice. All rows of a larger table in host memory take memory from then on.
 
     Args:
       model: has one `EmbeddingCollection` or more.
@@ -67,25 +68,38 @@ def add_ids(
     if optimizer is not None:
         optimizer.flush(model)
     moved: dict[Path, Moved] = {}
+    hosted: list[tuple[EmbeddingCollection, Path, Stack, HostStore]] = []
     for path, collection in collections.items():
         before, kernels = collection.stacks, collection.kernels
         after = _with_more(collection, added)
         found = {}
         for stack in after:
+            if stack in before:
+                found[stack.name] = kernels[stack.name]
+                continue
+            store = STORES[stack.store]
             held = {table.name for table in stack.tables}
             sources = tuple(
                 s for s in before if not held.isdisjoint(t.name for t in s.tables)
             )
+            paths = tuple((*path, "kernels", source.name) for source in sources)
+            if store.stages:
+                (source,) = stores_of(collection, sources, path)
+                assert isinstance(source, HostStore)
+                found[stack.name] = store.new_kernel(collection, stack)
+                hosted.append((collection, path, stack, source))
+                # The state of rows comes with them.
+                moved[(*path, "kernels", stack.name)] = Moved(paths, _fresh)
+                continue
             move = functools.partial(_moved, sources, stack)
             start = jnp.zeros((stack.num_rows, stack.dim), stack.dtype)
             arrays = [kernels[source.name][...] for source in sources]
             make = _compiled(functools.partial(move, like), spec_of(stack))
-            store = STORES[stack.store]
             found[stack.name] = store.new_kernel(
                 collection, stack, make(start, *arrays)
             )
             moved[(*path, "kernels", stack.name)] = Moved(
-                tuple((*path, "kernels", source.name) for source in sources),
+                paths,
                 # The state of a row may be one number.
                 _compiled(
                     functools.partial(move, None), P("model") if stack.divided else P()
@@ -94,6 +108,15 @@ def add_ids(
         collection.stacks, collection.kernels = after, nnx.data(found)
     if optimizer is not None:
         optimizer.move_rows(model, moved)
+    for collection, path, stack, source in hosted:
+        (store,) = stores_of(collection, (stack,), path)
+        assert isinstance(store, HostStore)
+        store.take(source, like, optimizer)
+
+
+def _fresh(fresh: jax.Array, *before: jax.Array) -> jax.Array:
+    del before
+    return fresh
 
 
 def _check(
@@ -113,18 +136,6 @@ def _check(
         for table in stack.tables
         if stack.dynamic
     }
-    hosted = {
-        table.name
-        for collection in collections
-        for stack in collection.stacks
-        for table in stack.tables
-        if table.config.host
-    }
-    if hosted and added:
-        raise ValueError(
-            f"cannot add ids to a model whose tables {sorted(hosted)} are in host memory; "
-            "there a row takes memory when it is first used: make tables larger from the start"
-        )
     for name, count in added.items():
         if name not in tables:
             raise ValueError(

@@ -856,6 +856,7 @@ def test_ahead_of_tables_in_host_memory():
             collection = collection_of(tables, {name: name for name in tables})
             given = collection.ahead(batches) if ahead else batches
             for rows in collection.staged(given):
+                assert isinstance(rows, sj.embeddings.FeatureBatch)
                 assert bool(rows.routes) == ahead
                 found.append(jax.tree.map(np.asarray, collection(rows)))
     jax.tree.map(np.testing.assert_array_equal, found[:3], found[3:])

@@ -341,8 +341,6 @@ def test_errors():
         ValueError, match="user, item are in host memory, and a batch nee"
     ):
         model(ids)
-    with pytest.raises(NotImplementedError, match="save_table writes them"):
-        model.embeddings.export_changes("changes", optimizer)
     many = np.arange(300, dtype=np.int32)
     large = {**dict.fromkeys(FEATURES, np.full(300, -1, np.int32)), "user": many}
     with pytest.raises(
@@ -368,8 +366,6 @@ def test_errors():
         next(nnx.clone(model).embeddings.staged([ids]))
     with pytest.raises(ValueError, match="of which this collection has none"):
         next(Model().embeddings.staged([ids]))
-    with pytest.raises(ValueError, match="in host memory; there a row takes memory"):
-        sj.embeddings.add_ids(model, {"hour": 3})
     drifting = sj.Optimizer(model, RULES["adam"])
     with pytest.raises(ValueError, match="call flush outside of it"):
         sj.jit(lambda model, optimizer: optimizer.flush(model))(model, drifting)

@@ -72,6 +72,11 @@ class Part(NamedTuple):
     within: tuple[Any, ...]
     host: HostRows | None = None
 
+    @property
+    def rows_on_devices(self) -> int:
+        """For how many rows a column is on the devices; 0 for a static table on the host."""
+        return self.stack.num_rows if self.known or self.host is None else 0
+
 
 class Hosted(NamedTuple):
     """Columns that are in host memory.
@@ -398,16 +403,19 @@ def _hosted_now(
     like = {
         name if name == ROW else files.STATE + name: array
         for name, array in host.arrays().items()
-        if name == ROW or state
+        if name == ROW or (state and part.known)
     }
 
     def read(rows: np.ndarray) -> dict[str, np.ndarray]:
         found = host.current(rows, settled)
         return {name: found[name.removeprefix(files.STATE)] for name in like}
 
+    hosted = Hosted(like, read, host.drifts)
+    if not part.known:
+        return Rows({}, None, None, hosted)
     columns = {name: part.known[name][...] for name in files.BY_PARTS}
     keys, used = (part.known[name][...] for name in ("keys", "used"))
-    return Rows(columns, keys, used, Hosted(like, read, host.drifts))
+    return Rows(columns, keys, used, hosted)
 
 
 def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Piece]]:
@@ -443,18 +451,22 @@ def _differing(
     """The rows of each stack as the folder shall have them, and which of them differ."""
     told, on_host, differences = [], [], []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
-        before = _nothing(part.stack) if memory is None else memory.told[number]
-        spec = _spec(part.stack)
-        compare = jit_sharded(_compared, spec, static=(0,))
-        after, changed, gone = compare(spec, rows._replace(hosted=None), before)
+        before = _nothing(part) if memory is None else memory.told[number]
+        after, gone = before, np.zeros(part.stack.num_rows, bool)
+        changed = gone
+        if rows.columns:
+            spec = _spec(part.stack)
+            compare = jit_sharded(_compared, spec, static=(0,))
+            after, *found = compare(spec, rows._replace(hosted=None), before)
+            changed, gone = map(to_host, found)
         told.append(after)
-        changed, there = to_host(changed), None
+        there = None
         if rows.hosted is not None:
             there = None if memory is None else memory.on_host[number]
             there = there or _nothing_on_host(part)
             changed = changed | _compared_on_host(rows, there)
         on_host.append(there)
-        differences.append(_Difference(changed, to_host(gone), before.keys))
+        differences.append(_Difference(changed, gone, before.keys))
     return told, on_host, differences
 
 
@@ -478,8 +490,10 @@ def _compared(spec: P, rows: Rows, told: _Told):
 
 def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
     """The rows that differ in what is in host memory; what is told becomes what they are."""
-    assert rows.hosted is not None and rows.used is not None
-    used = to_host(rows.used).reshape(-1)
+    assert rows.hosted is not None
+    used = np.ones(len(told.hashes), bool)
+    if rows.used is not None:
+        used = to_host(rows.used).reshape(-1)
     looked = used if rows.hosted.drifts else used & told.touched.rows
     told.touched.rows[:] = False
     differs, at = np.zeros(len(used), bool), np.flatnonzero(looked)
@@ -610,9 +624,16 @@ def _static_changes(
             mine = (which == stack.tables.index(table)) & (ids >= 0)
             found.append(ids[mine].astype(np.uint64))
     ids = np.unique(np.concatenate(found))
+    part, table = pieces[0]
+    rows, number = now[part], ids.astype(np.int64)
+    if rows.hosted is not None:
+        at = parts[part].stack.row_of(number, table.place)
+        for start in range(0, len(ids), _COMPARED):
+            some = slice(start, start + _COMPARED)
+            yield ids[some], _read_later(rows, rows.hosted, at[some], {})
+        return
     places = [
-        (now[n].columns[ROW], parts[n].stack.row_of(ids.astype(np.int64), t.place))
-        for n, t in pieces
+        (now[n].columns[ROW], parts[n].stack.row_of(number, t.place)) for n, t in pieces
     ]
     gathered = [files.gathered(rows, [kernel]) for kernel, rows in places]
     for blocks in zip(*gathered, strict=True):
@@ -671,7 +692,7 @@ def _fits(memory: _Memory, last: Link, parts: Sequence[Part]) -> bool:
     """Whether nobody else has written into the folder, and the rows lie as they did."""
     pairs = zip(memory.told, parts, strict=False)
     return memory.last.checksum == last.checksum and all(
-        len(told.hashes) == part.stack.num_rows
+        len(told.hashes) == part.rows_on_devices
         and told.hashes.sharding.is_equivalent_to(sharding_of(_spec(part.stack)), 2)
         for told, part in pairs
     )
@@ -684,7 +705,7 @@ def _read(
 ) -> _Memory:
     """Reads a folder: as after a restart."""
     links = change_folders.chain(folder)
-    told: list[Any] = [_Told(*map(_writable, _nothing(p.stack))) for p in parts]
+    told: list[Any] = [_Told(*map(_writable, _nothing(p))) for p in parts]
     on_host = [None if p.host is None else _nothing_on_host(p) for p in parts]
     lost = []
     for number, (table, pieces) in enumerate(tables.items()):
@@ -713,9 +734,10 @@ def _read(
                 ]
                 there.hashes[rows[here]] = _hashed(moved, np)
                 columns = [content.columns[n] for n in names if n in files.BY_PARTS]
-            told[at].used[rows[here]] = True
-            hashes = _hashed([column[here] for column in columns], np)
-            told[at].hashes[rows[here]] = hashes
+            if columns:
+                told[at].used[rows[here]] = True
+                hashes = _hashed([column[here] for column in columns], np)
+                told[at].hashes[rows[here]] = hashes
         lost.append(gone)
     put = [
         jax.device_put(each, sharding_of(_spec(part.stack)))
@@ -740,16 +762,16 @@ def _places(
     return np.where(here[place] == ids, rows[place], -1)
 
 
-def _nothing(stack: Stack) -> _Told:
+def _nothing(part: Part) -> _Told:
     """A folder has no row of the stack."""
-    spec = _spec(stack)
-    return jit_sharded(_no_rows, spec, static=(0,))(stack)
+    make = jit_sharded(_no_rows, _spec(part.stack), static=(0, 1))
+    return make(part.rows_on_devices, bool(part.known))
 
 
-def _no_rows(stack: Stack) -> _Told:
-    words = jnp.zeros((stack.num_rows, 2), jnp.uint32)
-    used = jnp.zeros(stack.num_rows, bool)
-    return _Told(words, used, words if stack.dynamic else None)
+def _no_rows(count: int, has_keys: bool) -> _Told:
+    words = jnp.zeros((count, 2), jnp.uint32)
+    used = jnp.zeros(count, bool)
+    return _Told(words, used, words if has_keys else None)
 
 
 def _writable(array: jax.Array | None) -> Any:

@@ -33,6 +33,7 @@ _STEPS = b"sparsejax.steps"
 STATE = "state."
 # Columns that the index has.
 BY_PARTS = "count", "last"
+_ID_TYPES = pa.uint64(), pa.int64(), pa.int32()
 # Rows that are read or written at a time.
 _BLOCK = 65_536
 
@@ -140,11 +141,11 @@ def read(
         if name not in data.column_names:
             raise ValueError(
                 f"{path} has the columns {data.column_names}, expected one {name!r}, as "
-                "save_table writes it for a dynamic table"
+                "save_table writes it"
             )
-    if data.schema.field("id").type not in (pa.uint64(), pa.int64()):
+    if data.schema.field("id").type not in _ID_TYPES:
         raise ValueError(
-            f"{path}: ids must be uint64 or int64, got {data.schema.field('id').type}"
+            f"{path}: ids must be uint64, int64 or int32, got {data.schema.field('id').type}"
         )
     if any(column.null_count for column in data.columns):
         raise ValueError(f"{path} has missing values; every id needs its numbers")

@@ -197,7 +197,7 @@ def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
             if name not in files.BY_PARTS
         }
         part.host.put(plan.rows, on_host)
-        columns = {name: columns[name] for name in files.BY_PARTS}
+        columns = {n: columns[n] for n in files.BY_PARTS if n in columns}
     for name, values in columns.items():
         variable = variables[name]
         write = functools.partial(

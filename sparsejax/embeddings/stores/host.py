@@ -176,12 +176,6 @@ class HostStore(HostedStore, StaticStore):
             *look_up(self.stack, self.kernel, self._current(batch), call, order=order)
         )
 
-    def part(self, prefix: str) -> Part:
-        raise NotImplementedError(
-            "changes of static tables in host memory are not exported: save_table "
-            "writes them"
-        )
-
     def table(self, pieces: Pieces) -> jax.Array:
         raise ValueError(
             f"table {pieces[0].name!r} is in host memory: read it by `table_rows` or "
@@ -201,6 +195,38 @@ class HostStore(HostedStore, StaticStore):
         ids = np.arange(table.config.num_rows, dtype=np.int32)
         rows = self.stack.row_of(ids, table.place)
         self.attached(None).put(rows, {ROW: np.asarray(array)})
+
+    def take(self, other: HostStore, like: int, optimizer: Optimizer | None) -> None:
+        """Takes all rows of a store whose tables have fewer ids.
+
+        Args:
+          other: its tables have the same names.
+          like: the id whose row new ids get.
+          optimizer: trains the rows.
+        """
+        host = self.attached(optimizer)
+        before = {table.name: table for table in other.stack.tables}
+        for table in self.stack.tables:
+            known = before[table.name]
+            count, size = known.config.num_rows, table.config.num_rows
+            for start in range(0, size, _BLOCK):
+                ids = np.arange(start, min(start + _BLOCK, size), dtype=np.int32)
+                old = ids[ids < count]
+                rows, there = self.rows_of(table, old), other.rows_of(known, old)
+                host.take(other.host, rows, there)
+                if size == count:
+                    continue
+                # What a row begins with may depend on the size of its table.
+                host.put(rows, {ROW: other.host.read(there)})
+                new = self.rows_of(table, ids[ids >= count])
+                w = other.host.read(other.rows_of(known, np.full(len(new), like)))
+                values = {ROW: w}
+                if optimizer is not None:
+                    rule, step = optimizer.rule_of(self.kernel), optimizer.step[...]
+                    state = first_state(rule, jnp.asarray(w), step)
+                    values |= {name: to_host(array) for name, array in state.items()}
+                host.put(new, values)
+        other.host.forget_slots()  # batches that were staged read NaN
 
 
 class DynamicHostStore(HostedStore, DynamicStore):

@@ -304,10 +304,8 @@ class Store(abc.ABC):
         replace: bool,
     ) -> None:
         """Reads a table; see `EmbeddingCollection.load_table`."""
-        like = {
-            name: _type_of(name, array[...], len(pieces))
-            for name, array in self.columns(optimizer).items()
-        }
+        here = self.columns(optimizer)
+        like = {n: _type_of(n, array[...], len(pieces)) for n, array in here.items()}
         read = files.read(path, like, with_state=optimizer is not None)
         columns = self._completed(pieces[0], read, replace=replace)
         if optimizer is not None:
@@ -322,7 +320,14 @@ class Store(abc.ABC):
                 )
         rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
         for number, mine in enumerate(rows):
-            given = {n: _piece(a, number, len(pieces)) for n, a in columns.items()}
+            given = {
+                name: array
+                if len(pieces) == 1
+                else np.split(array, len(pieces), axis=1)[number].reshape(
+                    len(array), *here[name].shape[1:]
+                )
+                for name, array in columns.items()
+            }
             if optimizer is not None and read.steps is None:
                 fresh = files.in_blocks(
                     lambda w: begin(jnp.asarray(w), step), given[ROW]
@@ -369,8 +374,3 @@ def _joined(arrays: Sequence[np.ndarray]) -> np.ndarray:
     if len(arrays) == 1:
         return arrays[0]
     return np.concatenate([a.reshape(len(a), -1) for a in arrays], axis=1)
-
-
-def _piece(values: np.ndarray, number: int, pieces: int) -> np.ndarray:
-    """The columns of one piece of a table, of arrays that `_joined` made."""
-    return values if pieces == 1 else np.split(values, pieces, axis=1)[number]
