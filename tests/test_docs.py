@@ -28,7 +28,8 @@ from sparsejax import losses
 from sparsejax.cli import flags
 from sparsejax.cli import main as cli
 from sparsejax.data.files import columns
-from sparsejax.kinds.clicks import ClickDefaults, Clicks
+from sparsejax.kinds.clicks.defaults import ClickDefaults
+from sparsejax.kinds.clicks.kind import Clicks
 from sparsejax.optimizers import rules
 
 DOCS = pathlib.Path(__file__).parent.parent / "docs"

@@ -19,10 +19,10 @@ from sparsejax.data.events import sniff
 from sparsejax.embeddings import config, row_codes
 from sparsejax.engine.rank import nearest
 from sparsejax.kinds.clicks import calibrate
+from sparsejax.kinds.models import MODELS
 from sparsejax.nn.activations import ACTIVATIONS
 from sparsejax.ops import gather_matmul, history_attention, implementations, precision
 from sparsejax.optimizers import rules
-from sparsejax.runs.models import MODELS
 
 TESTS = pathlib.Path(__file__).parent
 NUMBERS = np.array([-30.0, -6.5, -1.0, -0.25, 0.0, 0.25, 1.0, 2.5, 6.5, 30.0])

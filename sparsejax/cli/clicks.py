@@ -67,7 +67,7 @@ class Clicks(Commands):
 
     def start(self, command: flags.Tune) -> dict[str, Any]:
         return {
-            "dim": self.runs.read_config({"version": 1, "model": command.model}).dim
+            "dim": self.kind.read_config({"version": 1, "model": command.model}).dim
         }
 
     def measuring(self, command: Evaluate) -> Evaluate:
@@ -87,7 +87,7 @@ class Clicks(Commands):
         return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
-        _, found = self.runs.recommend(command, command, run)
+        found = self.kind.probabilities(command.inputs, command, run)
         processes.in_first(
             lambda: writers.save_numbers(command.out, "probability", found)
         )

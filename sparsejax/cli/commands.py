@@ -32,16 +32,17 @@ from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import used
-from sparsejax.metrics import comparison
-from sparsejax.options.measuring import Evaluate
-from sparsejax.options.reading import BY_NAME, Reading
-from sparsejax.runs.folders import Folder
-from sparsejax.runs.reading import (
+from sparsejax.kinds.reading import (
     kind_of_saved,
     read_file,
     read_histories,
     with_times,
 )
+from sparsejax.metrics import comparison
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.reading import BY_NAME, Reading
+from sparsejax.runs import uses
+from sparsejax.runs.folders import Folder
 from sparsejax.verbs import vectors as vector_files
 
 _MOST_SERVED = 100  # items that a service of a run recommends to a row
@@ -69,7 +70,7 @@ def _measured(run: pathlib.Path, asked: Evaluate, reading: Reading) -> Any:
     commands = commands_of(opened.settings.network)
     asked = commands.measuring(asked)
     asked.check_kind(commands.name)
-    return commands.runs.evaluate(asked, reading, opened)
+    return uses.measured(asked, reading, opened)
 
 
 def predict(command: flags.Predict) -> None:
@@ -90,7 +91,7 @@ def _commands(command: Any, opened: Folder) -> Commands:
     command.check_kind(commands.name)
     if (
         isinstance(command, flags.Vectors | flags.Similar)
-        and not commands.runs.ranks_items
+        and not commands.kind.ranks_items
     ):
         raise ValueError("a model of clicks has no items, and no vectors of them")
     return commands
@@ -103,9 +104,9 @@ def export(command: flags.Export) -> None:
     if command.compile and not command.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
     opened = Folder.of(command.run)
-    commands = _commands(command, opened)
+    _commands(command, opened)
     whole_files.check_writable(command.path)
-    commands.runs.export(command, Reading().noting(told=command.say), opened)
+    uses.export(command, Reading().noting(told=command.say), opened)
     print(f"the predictor is in {command.path}", file=sys.stderr)
     if command.compile:
         load_predictor(command.path).warm_up(rows=command.batch_size)
@@ -229,7 +230,7 @@ def report(command: flags.Report) -> None:
 
     out = command.run / "report.html" if command.out is None else command.out
     opened = Folder.of(command.run)
-    commands, settings = _commands(command, opened), opened.settings
+    _commands(command, opened)
     whole_files.check_writable(out)
     titles = command.titles
     titles = None if titles is None else read_titles(titles, command.say)
@@ -237,9 +238,9 @@ def report(command: flags.Report) -> None:
         out,
         history=opened.history(),
         title=command.run.resolve().name,
-        settings=settings.described(),
+        settings=opened.settings.described(),
         titles=titles,
-        **commands.runs.report(command, command, opened),
+        **uses.page(command, command, opened),
     )
     print(f"the report is in {out}", file=sys.stderr)
 
@@ -249,11 +250,11 @@ def vectors(command: flags.Vectors) -> None:
     vector_files.check_ending(command.out)
     whole_files.check_writable(command.out)
     opened = Folder.of(command.run)
-    commands = _commands(command, opened)
+    _commands(command, opened)
     if command.data is None:
         found, names = vector_files.item_vectors(opened.model()), opened.known
     else:
-        found, names = commands.runs.user_vectors(command.data, command, opened)
+        found, names = uses.vectors_of(command.data, command, opened)
     vector_files.save_vectors(command.out, found, names)
 
 

@@ -14,10 +14,10 @@ from sparsejax.cli import printing
 from sparsejax.cli.flags import Demo
 from sparsejax.data import SparseDataset, datasets
 from sparsejax.data.files.names import as_names
+from sparsejax.kinds.items.kind import KIND
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.runs import report
-from sparsejax.runs.items import RUNS
 from sparsejax.verbs.build import build
 from sparsejax.verbs.evaluate import evaluate
 from sparsejax.verbs.fit import fit
@@ -71,7 +71,7 @@ def _trained(visits: SparseDataset) -> tuple[FeedForward, list[dict[str, float]]
     train, validation = visits.split(TRAINED, seed=SEED)
     rule = optimizers.get(OPTIMIZER, learning_rate=LEARNING_RATE)
     model, optimizer = build(NETWORK, train, rule, seed=SEED)
-    printing.print_summary(RUNS.account(train), model)
+    printing.print_summary(KIND.account(train), model)
     history = fit(
         model,
         optimizer,

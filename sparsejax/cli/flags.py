@@ -9,6 +9,7 @@ import dataclasses
 import pathlib
 from typing import Any, Literal
 
+from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.options import measuring, predicting, training
 from sparsejax.options.option import RANKING, Flag, Options, flags_of, option
 from sparsejax.options.reading import (
@@ -19,7 +20,6 @@ from sparsejax.options.reading import (
     Reading,
     TimeColumn,
 )
-from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 
 # As sparsejax.data has them, to write, and as sparsejax.ops has it.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]

@@ -28,7 +28,7 @@ class Histories(interactions.Interactions):
         self, command: flags.Train | flags.Plan | flags.Tune
     ) -> tuple[SequenceConfig, Collection[str]]:
         assert command.model is not None  # else it is an autoencoder
-        config, suited = self.runs.described(command.model)
+        config, suited = self.kind.described(command.model)
         options = vars(command.as_type(flags.Histories)).items()
         given = {n: v for n, v in options if n[0] != "_" and v is not None}
         for name in given:

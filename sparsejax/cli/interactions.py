@@ -17,6 +17,7 @@ from sparsejax.kinds.content import sizes_among
 from sparsejax.kinds.histories.job import left_out_of_validation
 from sparsejax.mesh import processes
 from sparsejax.metrics.comparison import Measured
+from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
 
 
@@ -76,7 +77,7 @@ class Interactions(Commands):
                 hint = f"; there is no file called {users} either"
             users = names_of(users)
         out = command.out
-        rows, found = self.runs.recommend(
+        rows, found = uses.recommended(
             command.replaced(users=users),
             command,
             run,

@@ -10,12 +10,10 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, NamedTuple
 
 from sparsejax.cli import flags
-from sparsejax.kinds.kind import Kind, kind_of
+from sparsejax.kinds.kind import Kind, kind_called, kind_of
+from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.metrics.comparison import Measured
 from sparsejax.options.measuring import Evaluate
-from sparsejax.runs import kind as runs_of_kinds
-from sparsejax.runs.kind import Runs
-from sparsejax.runs.models import DEFAULT_MODEL, MODELS
 
 
 class Range(NamedTuple):
@@ -50,20 +48,15 @@ class Commands(abc.ABC):
     tuned: ClassVar[Mapping[str, Range | tuple[int, ...]]] = {}
 
     @property
-    def runs(self) -> Runs:
-        """The runs of the same kind."""
-        return runs_of_kinds.called(self.name)
-
-    @property
     def kind(self) -> Kind:
         """The kind of the same name."""
-        return self.runs.kind
+        return kind_called(self.name)
 
     def described(
         self, command: flags.Train | flags.Plan
     ) -> tuple[Any, Collection[str]]:
         """The configuration that flags describe, and what of it the data decides."""
-        return self.runs.described(command.model or DEFAULT_MODEL)
+        return self.kind.described(command.model or DEFAULT_MODEL)
 
     def schema(self, command: Any) -> Any:
         """The columns of clicks, if the flags say what they hold."""

@@ -169,11 +169,11 @@ def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
 
 def _model_with(option: str, argv: Sequence[str]) -> str | None:
     """The model that the words name, or else the first one, whose --config has an option."""
-    from sparsejax.runs.kind import called
+    from sparsejax.kinds.kind import kind_called
 
     named = [m for m in flags.MODELS if m in argv or f"--model={m}" in argv]
     for model in named or flags.MODELS:
-        config = called(flags.MODELS[model]).described(model)[0]
+        config = kind_called(flags.MODELS[model]).described(model)[0]
         if hasattr(config, "model") and option in vars(config):
             return model
     return None

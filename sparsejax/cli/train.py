@@ -14,9 +14,10 @@ from sparsejax import codec, optimizers
 from sparsejax.cli import flags, printing
 from sparsejax.cli.kind import commands_for, commands_of
 from sparsejax.cli.reading import content_of
+from sparsejax.kinds.kind import config_of as read_config
+from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.runs import folders, publishing, training
-from sparsejax.runs.kind import config_of as read_config
 from sparsejax.runs.training import named_rule
 from sparsejax.verbs import plan as planning
 
@@ -32,8 +33,8 @@ def train(command: flags.Train) -> None:
     new_writer = None if command.tensorboard is None else _summary_writer()
     asked = training_of(command)
     if command.export_to is not None:
-        runs = commands_of(asked.config).runs
-        publishing.check(command.export_to, gate, runs, validation=asked.validation)
+        kind = kind_of(asked.config)
+        publishing.check(command.export_to, gate, kind, validation=asked.validation)
     with _logging(command, new_writer) as log:
         source = training.train(
             command.directory, asked, log=log, summary=printing.print_summary
@@ -111,9 +112,9 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
             )
     else:
         config, suited = commands_for(model).described(command)
-    runs, continued = commands_of(config).runs, origin is not None
-    config = runs.with_dynamic(config, command.dynamic)
-    return runs.with_negatives(config, command.negatives, continued), suited
+    kind, continued = kind_of(config), origin is not None
+    config = kind.with_dynamic(config, command.dynamic)
+    return kind.with_negatives(config, command.negatives, continued), suited
 
 
 def _load_config(path: pathlib.Path) -> Any:

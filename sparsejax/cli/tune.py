@@ -33,12 +33,12 @@ from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files.opening import shown
 from sparsejax.kinds.content import set_content
 from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.source import Source
 from sparsejax.mesh import processes
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Content, Stepping
 from sparsejax.runs import training
 from sparsejax.runs.folders import Folder, Settings
-from sparsejax.runs.kind import Source
 from sparsejax.verbs.fit import fit
 from sparsejax.whole_files import whole_text_file
 
@@ -204,7 +204,7 @@ def _num_done(study: Any) -> int:
 
 
 def _metric(command: flags.Tune) -> str:
-    return commands_for(command.model).runs.metric(command.k)
+    return commands_for(command.model).kind.metric(command.k)
 
 
 def _start(command: flags.Tune) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _network(
 ) -> tuple[Any, str]:
     """The network with the chosen settings, and what to say about it."""
     first, commands = _training(command, chosen), commands_for(command.model)
-    network, said = commands.runs.suited(first.config, first, source)
+    network, said = commands.kind.suited(first.config, first, source)
     tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
     return commands.with_chosen(network, tuned), said
 
@@ -311,7 +311,7 @@ def _trained(
             seed=command.seed,
             validation=source.heldout,
             log=log,
-            k=command.k if commands_for(tuning.model).runs.ranks_items else None,
+            k=command.k if commands_for(tuning.model).kind.ranks_items else None,
         )
     except _Enough:
         pass

@@ -1,4 +1,8 @@
-"""The differences between items, histories and clicks: nothing else differs."""
+"""The differences between items, histories and clicks: nothing else differs.
+
+A kind is one class. Its methods stand in the order of a model's life: its configuration, its data,
+its training, its uses.
+"""
 
 from __future__ import annotations
 
@@ -8,20 +12,29 @@ import functools
 import importlib
 import inspect
 import math
+import pathlib
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
 from jax.typing import ArrayLike
 
-from sparsejax import optimizers
+from sparsejax import codec, optimizers
+from sparsejax.data import SparseDataset
 from sparsejax.data.reading.sources import Inputs
+from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
+from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
+from sparsejax.options.measuring import Correcting, Evaluate, Paged
 from sparsejax.options.option import KindName, Options
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 
 
 @runtime_checkable
@@ -92,23 +105,74 @@ class Maker(Protocol):
     def __call__(self, *, rule: Rule, seed: int) -> tuple[Any, Optimizer]: ...
 
 
-class Kind(abc.ABC):
-    """A kind of model and of its data, as verbs see it.
+class Measurement(NamedTuple):
+    """The metrics of a run.
 
-    Arguments of the methods are those of the verbs.
+    Attributes:
+      metrics: the metrics.
+      beside: gives what baselines are measured on and made of, if the model ranks items.
+    """
+
+    metrics: Mapping[str, float]
+    beside: Callable[[], tuple[Evaluation, SparseDataset]] | None = None
+
+
+class Kind(abc.ABC):
+    """A kind of model and of its data.
+
+    Verbs ask it for what they do with a model and with data in memory. Runs ask it for what
+    they do with names: of files, of a run folder, of options. Arguments of methods that are
+    called as a verb are those of the verb.
 
     Attributes:
       name: what the rows are: "items", "histories" or "clicks".
+      numbered: what the columns of the data are, in messages.
+      ranks_items: whether the models have items to rank, and vectors of them.
       defaults: of training.
     """
 
-    name: ClassVar[str]
+    name: ClassVar[KindName]
+    numbered: ClassVar[str] = "items"
+    ranks_items: ClassVar[bool] = True
     defaults: ClassVar[Defaults]
+
+    # The configuration.
 
     def defaults_of(self, config: Any) -> Defaults:
         """The defaults of a configuration."""
         del config
         return self.defaults
+
+    @abc.abstractmethod
+    def read_config(self, document: object) -> Any:
+        """The configuration of a JSON object."""
+
+    def described(self, model: str) -> tuple[Any, Collection[str]]:
+        """The configuration of a model without options, and what of it data decides."""
+        return self.read_config({"version": 1, "model": model}), ()
+
+    def with_negatives(self, config: Any, negatives: int | None, origin: bool) -> Any:
+        """The configuration with a loss over so many items.
+
+        Args:
+          config: the configuration.
+          negatives: how many; None for all of them.
+          origin: whether it is that of a run that is trained on.
+        """
+        del negatives, origin
+        return config
+
+    def with_dynamic(self, config: Any, num_rows: int | None) -> Any:
+        """The configuration with dynamic tables of so many rows; None leaves it as it is."""
+        del num_rows
+        return config
+
+    def suited(
+        self, config: Any, training: Training, source: Source
+    ) -> tuple[Any, str]:
+        """The configuration as it suits the data, and what to say about it."""
+        del training, source
+        return config, ""
 
     @abc.abstractmethod
     def maker(
@@ -122,6 +186,64 @@ class Kind(abc.ABC):
     def prepare(self, model: Any, data: Any) -> None:
         """Computes the parts of a model that are not trained, before it is. For `build`."""
         del model, data
+
+    # The data of a run.
+
+    @abc.abstractmethod
+    def source(self, training: Training, before: Earlier | None) -> Source:
+        """All of the data, and what is held out.
+
+        Args:
+          training: names the files.
+          before: the run that is trained on, if there is one.
+        """
+
+    @abc.abstractmethod
+    def scanned(self, training: Training) -> Source:
+        """Data that is read in chunks while training."""
+
+    def followed(self, training: Training, before: Earlier | None) -> Source:
+        """The data of a run that follows: it has no rows yet, only columns.
+
+        Args:
+          training: names the folder.
+          before: the run that is trained on, if there is one.
+        """
+        raise NotImplementedError(f"a run of {self.name} cannot follow")
+
+    def read_followed(self, path: str, known: Any, reading: Reading) -> Any:
+        """The rows of a file of a run that follows; None if it has none."""
+        raise NotImplementedError(f"a run of {self.name} cannot follow")
+
+    @abc.abstractmethod
+    def account(self, data: Any) -> str:
+        """How large the data is."""
+
+    @abc.abstractmethod
+    def known_of(self, data: Any) -> Any:
+        """The part of the data that a run folder keeps, see `Source.known`."""
+
+    @abc.abstractmethod
+    def save_known(self, path: pathlib.Path, known: Any) -> None:
+        """Writes what a run folder keeps to read other data by."""
+
+    @abc.abstractmethod
+    def load_known(self, path: pathlib.Path) -> Any:
+        """Reads what `save_known` wrote."""
+
+    @abc.abstractmethod
+    def num_known(self, known: Any) -> int:
+        """The number of known features, see `Source.num_features`."""
+
+    @abc.abstractmethod
+    def fingerprint_of(self, known: Any) -> str:
+        """The fingerprint of `Source.known` in a run's settings."""
+
+    def like(self, known: Any) -> Any:
+        """Data without rows, to which `maker` makes models fit."""
+        return known
+
+    # Training.
 
     @abc.abstractmethod
     def examples(
@@ -140,6 +262,40 @@ class Kind(abc.ABC):
         del model, optimizer, data, batch_size
 
     @abc.abstractmethod
+    def workload(self, network: Any, **sizes: Any) -> Workload:
+        """The sizes on which the memory of training depends. For `plan`."""
+
+    def metric(self, k: int) -> str:
+        """The validation metric that decides."""
+        return f"ndcg@{k}"
+
+    @abc.abstractmethod
+    def add_new(
+        self, model: Any, known: Any, data: Any, optimizer: Optimizer | None
+    ) -> None:
+        """Makes a model of what is known fit data that begins with it, in place.
+
+        Args:
+          model: the model.
+          known: what it knows, see `Source.known`.
+          data: to train on.
+          optimizer: the model's, if it is kept.
+        """
+
+    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+        """A warning after training if something simpler is better than the model, or None.
+
+        Args:
+          model: the trained model.
+          source: what it was trained on, and what was held out.
+          k: the cut-off of metrics of rankings.
+        """
+        del model, source, k
+        return None
+
+    # Uses of a model.
+
+    @abc.abstractmethod
     def shown(
         self, model: Any, inputs: Any, exclude: Any
     ) -> tuple[Recommender, Inputs, Any]:
@@ -154,12 +310,37 @@ class Kind(abc.ABC):
         """The model as a function of arrays, a `Portable`. For `export_predictor`."""
 
     @abc.abstractmethod
-    def workload(self, network: Any, **sizes: Any) -> Workload:
-        """The sizes on which the memory of training depends. For `plan`."""
+    def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
+        """The metrics of a run."""
+
+    def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
+        """The model of a run, which may be corrected."""
+        del correcting, reading
+        return run.model()
+
+    def read_shown(self, source: Any, reading: Reading, run: Opened) -> Any:
+        """The rows of a file or of data that the model of a run is shown, to rank items."""
+        raise ValueError(
+            f"data=...: a model of {self.name} has vectors of items only; leave it out"
+        )
+
+    def excluded(
+        self, asked: Recommend, reading: Reading, run: Opened, shown: Any
+    ) -> Any:
+        """The items that a run is not to recommend to the rows that it is shown."""
+        raise ValueError(f"a model of {self.name} has no items to rank: use predict")
+
+    def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:
+        """The probability of a click of each example."""
+        raise ValueError(f"a model of {self.name} ranks items: use recommend")
+
+    @abc.abstractmethod
+    def findings(self, asked: Paged, reading: Reading, run: Opened) -> Findings:
+        """What a report says about a run and its data."""
 
 
 # A kind is imported when it is first used.
-_KINDS = ("items", "histories", "clicks")
+_KINDS: tuple[KindName, ...] = ("items", "histories", "clicks")
 
 
 def kind_of(described: object) -> Kind:
@@ -191,7 +372,23 @@ def kind_of_model(model: object) -> Kind:
 @functools.cache
 def kind_called(name: str) -> Kind:
     """The kind of this name."""
-    return importlib.import_module(f"sparsejax.kinds.{name}").KIND
+    return importlib.import_module(f"sparsejax.kinds.{name}.kind").KIND
+
+
+def config_of(document: object) -> Any:
+    """The configuration of a JSON object: of a network if it names no "model".
+
+    Raises:
+      ValueError: the document is something else.
+      TypeError: a value is of a wrong type.
+    """
+    if not isinstance(document, Mapping) or "model" not in document:
+        return kind_called(MODELS[DEFAULT_MODEL]).read_config(document)
+    model = codec.value(str, document["model"], "the model", "model")
+    if model not in MODELS:
+        known = ", ".join(name for name in MODELS if name != DEFAULT_MODEL)
+        raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
+    return kind_called(MODELS[model]).read_config(document)
 
 
 def used(

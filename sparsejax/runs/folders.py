@@ -27,14 +27,14 @@ from jax.sharding import PartitionSpec as P
 from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
-from sparsejax.kinds.kind import Maker, kind_of, used
+from sparsejax.kinds.kind import Kind, Maker, config_of, kind_of, used
+from sparsejax.kinds.source import Ahead, Earlier
+from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.item_content import ContentSizes
 from sparsejax.optimizers.optimizer import Optimizer, compile_flush
-from sparsejax.runs.kind import Ahead, Runs, config_of, runs_of
-from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
@@ -93,9 +93,9 @@ class Settings:
     item_features: str | None = None
 
     @property
-    def runs(self) -> Runs:
-        """The runs of the kind of the model."""
-        return runs_of(self.network)
+    def kind(self) -> Kind:
+        """The kind of the model."""
+        return kind_of(self.network)
 
     def build(self, known: Any) -> tuple[Any, Optimizer]:
         """A new model and its optimizer, placed on the mesh if one is set.
@@ -137,9 +137,9 @@ class Settings:
         return modules
 
     def _maker(self, known: Any) -> Maker:
-        like = self.runs.like(known)
+        like = self.kind.like(known)
         options = {} if self.content is None else {"content": self.content}
-        return kind_of(self.network).maker(self.network, like, **options)
+        return self.kind.maker(self.network, like, **options)
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that `from_json` reads."""
@@ -284,13 +284,13 @@ def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
     """
     directory = pathlib.Path(directory)
     run = load_settings(directory)
-    known = run.runs.load_known(directory / _VOCABULARY)
-    if (count := run.runs.num_known(known)) != run.num_features:
+    known = run.kind.load_known(directory / _VOCABULARY)
+    if (count := run.kind.num_known(known)) != run.num_features:
         raise ValueError(
             f"{directory / _SETTINGS}: states {run.num_features:,} features, but "
             f"{_VOCABULARY} has {count:,}"
         )
-    if run.runs.fingerprint_of(known) != run.vocabulary_fingerprint:
+    if run.kind.fingerprint_of(known) != run.vocabulary_fingerprint:
         raise ValueError(
             f"{directory / _VOCABULARY}: is not the vocabulary of this run"
         )
@@ -405,12 +405,12 @@ def continued(
         negatives = settings.network.negatives
         kept &= negatives == model.config.negatives
         model.set_negatives(negatives)
-    settings.runs.add_new(model, known, data, before if kept else None)
+    settings.kind.add_new(model, known, data, before if kept else None)
     if kept:
         before.rule = rule
     optimizer = before if kept else Optimizer(model, rule, seed=settings.seed)
     set_linear_part(model, data)
-    settings.runs.kind.prepare(model, data)
+    settings.kind.prepare(model, data)
     _put_where_restored((model, optimizer))
     return model, optimizer, kept
 
@@ -440,6 +440,12 @@ def item_features_of(directory: str | pathlib.Path) -> ItemFeatures | None:
     if features.fingerprint() != settings.item_features:
         raise ValueError(f"{directory / _FEATURES}: is not the content of this run")
     return features
+
+
+def earlier(directory: str | pathlib.Path) -> Earlier:
+    """The parts of a run that the data of a run after it depends on."""
+    known = load_run(directory)[1]
+    return Earlier(str(directory), known, item_features_of(directory))
 
 
 def restored_modules(
@@ -546,7 +552,7 @@ def begun(
                 file.write(codec.text(settings.to_json(), indent=2) + "\n")
 
         def make():
-            run.runs.save_known(directory / _VOCABULARY, known)
+            run.kind.save_known(directory / _VOCABULARY, known)
             if features is not None:
                 features.save(directory / _FEATURES)
             write(run)

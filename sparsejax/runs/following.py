@@ -20,11 +20,11 @@ from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.following import Feed, follow
 from sparsejax.engine.train.job import Job
 from sparsejax.kinds.kind import used
+from sparsejax.kinds.reading import is_file, name_of
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Training
 from sparsejax.runs.folders import Settings
-from sparsejax.runs.reading import is_file, name_of
 from sparsejax.verbs.fit import fit
 
 # Between two looks into a folder, and into a store, where each costs a request.
@@ -114,13 +114,13 @@ def run(
     log: Callable[[int, Mapping[str, float]], None] | None,
 ) -> None:
     """Trains until a signal comes; see `sparsejax.engine.train.following.follow`."""
-    runs = settings.runs
+    kind = settings.kind
     folder = os.fspath(training.data)
     options = {
         **dict.fromkeys(("targets", "weights", "validation", "stopping")),
         **dict.fromkeys(("k", "wire_dtype", "exchange_room")),
     }
-    options = used(runs.kind, fit, options)
+    options = used(kind, fit, options)
 
     def names() -> list[str] | None:
         try:
@@ -130,8 +130,8 @@ def run(
             return None
 
     def read(name: str) -> Job | None:
-        data = runs.read_followed(path_in(folder, name), known, training)
-        return None if data is None else runs.kind.job(model, data, **options)
+        data = kind.read_followed(path_in(folder, name), known, training)
+        return None if data is None else kind.job(model, data, **options)
 
     changes = None
     if training.changes is not None:

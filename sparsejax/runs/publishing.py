@@ -17,12 +17,13 @@ import numpy as np
 from sparsejax import metrics
 from sparsejax.data import SequenceDataset, UnknownFeaturesWarning
 from sparsejax.data.files.names import find_names
+from sparsejax.kinds.kind import Kind, kind_called
+from sparsejax.kinds.reading import validation_share
+from sparsejax.kinds.source import Source
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.versions import FILE, following, numbered
 from sparsejax.runs.folders import Folder
-from sparsejax.runs.kind import Runs, Source
-from sparsejax.runs.reading import validation_share
 from sparsejax.verbs.export import export_with_answer
 from sparsejax.whole_files import temporary_folder, whole_folder
 
@@ -66,14 +67,14 @@ class Gate(NamedTuple):
 
 
 def check(
-    folder: pathlib.Path, gate: Gate | None, runs: Runs, *, validation: Any
+    folder: pathlib.Path, gate: Gate | None, kind: Kind, *, validation: Any
 ) -> None:
     """Raises ValueError before a training after which `publish` would not work.
 
     Args:
       folder: of versions.
       gate: a metric, or None.
-      runs: the kind of the run.
+      kind: the kind of the run.
       validation: what is held out, or None.
     """
     if folder.exists() and not folder.is_dir():
@@ -82,8 +83,10 @@ def check(
         raise ValueError(
             "several processes cannot write a version: train, then export the run"
         )
-    if gate is not None and runs.name == "clicks":
-        raise ValueError(f"{gate} is measured of models that rank items, not of clicks")
+    if gate is not None and not kind.ranks_items:
+        raise ValueError(
+            f"{gate} is measured of models that rank items, not of {kind.name}"
+        )
     if gate is not None and validation is None:
         raise ValueError(
             f"{gate} is measured on held-out events: give validation, such as last"
@@ -95,7 +98,7 @@ def check(
         )
     number, before = _newest(folder)
     if before is not None:
-        _check_before(folder, number, before, gate, runs)
+        _check_before(folder, number, before, gate, kind)
 
 
 def numbers(folder: pathlib.Path) -> list[int]:
@@ -117,14 +120,16 @@ def _check_before(
     number: int,
     before: Predictor,
     gate: Gate | None,
-    runs: Runs,
+    kind: Kind,
 ) -> None:
     """Raises ValueError if a run cannot follow a version, or be compared with it."""
-    kind = before.signature.kind
-    differs = kind != runs.name and (gate is not None or "clicks" in (kind, runs.name))
+    found = kind_called(before.signature.kind)
+    differs = found is not kind and (
+        gate is not None or not (found.ranks_items and kind.ranks_items)
+    )
     if differs:
         raise ValueError(
-            f"{folder}: version {number} is of {kind}, but the run of {runs.name}; name "
+            f"{folder}: version {number} is of {found.name}, but the run of {kind.name}; name "
             "another folder"
         )
     if gate is not None:
@@ -164,11 +169,11 @@ def publish(
     """
     folder.mkdir(parents=True, exist_ok=True)
     (number, before), opened = _newest(folder), Folder.of(run)
-    runs = opened.settings.runs
+    kind = opened.settings.kind
     if before is not None:
-        _check_before(folder, number, before, gate, runs)
+        _check_before(folder, number, before, gate, kind)
     options: dict[str, Any] = {}
-    if runs.name != "clicks":
+    if kind.ranks_items:
         least = 1 if gate is None else gate.k
         options["k"] = max(k, least, 1 if before is None else before.k)
     with temporary_folder(folder) as place:

@@ -25,7 +25,10 @@ from sparsejax.data import (
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.engine.rank.recommendations import Recommendations
-from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.kind import Kind, kind_called, kind_of
+from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
+from sparsejax.kinds.reading import is_file
+from sparsejax.kinds.source import Ahead, Source
 from sparsejax.mesh import processes
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
@@ -34,11 +37,8 @@ from sparsejax.options.option import takes
 from sparsejax.options.predicting import Export, Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Load, Train, Training, TrainMore
-from sparsejax.runs import folders, kind
+from sparsejax.runs import folders, uses
 from sparsejax.runs.folders import Folder, Settings
-from sparsejax.runs.kind import Ahead, Runs, Source
-from sparsejax.runs.models import DEFAULT_MODEL, MODELS
-from sparsejax.runs.reading import is_file
 from sparsejax.runs.training import train
 from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder
@@ -92,7 +92,7 @@ class Run:
         """
         if asked.config is None:
             name = _model_of(asked.data, asked.model, asked.schema)
-            config, suited = kind.called(MODELS[name]).described(name)
+            config, suited = kind_called(MODELS[name]).described(name)
         else:
             config, suited = asked.config, ()
             _check_config(config, asked.model)
@@ -101,13 +101,13 @@ class Run:
     @classmethod
     def _trained(cls, training: Training) -> Run:
         """A new run."""
-        runs = kind.runs_of(training.config)
-        training.check_kind(runs.name)
+        kind = kind_of(training.config)
+        training.check_kind(kind.name)
         _check_columns(training)
-        config = runs.with_negatives(
+        config = kind.with_negatives(
             training.config, training.negatives, training.origin is not None
         )
-        config = runs.with_dynamic(config, training.dynamic)
+        config = kind.with_dynamic(config, training.dynamic)
         directory, log = training.directory, training.log
         owned = directory is None
         if owned:
@@ -118,13 +118,13 @@ class Run:
             source = train(
                 pathlib.Path(directory), training.replaced(config=config), log=report
             )
-            opened = Folder.of(os.fspath(directory))
+            folder = Folder.of(os.fspath(directory))
         except BaseException:
             if owned:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
         reading = training.as_type(Reading)
-        return cls(_Kept(opened, _shown(source), owned=owned), reading)
+        return cls(_Kept(folder, _shown(source), owned=owned), reading)
 
     @classmethod
     @takes(Load)
@@ -215,8 +215,8 @@ class Run:
         return self._kept.known
 
     @property
-    def _runs(self) -> Runs:
-        return self.settings.runs
+    def _kind(self) -> Kind:
+        return self.settings.kind
 
     @takes(Evaluate)
     def evaluate(self, asked: Evaluate) -> Mapping[str, float]:
@@ -225,9 +225,9 @@ class Run:
         Raises:
           ValueError: see `evaluate`; or `inputs` are needed.
         """
-        asked.check_kind(self._runs.name)
+        asked.check_kind(self._kind.name)
         asked = asked.replaced(inputs=self._inputs("evaluate", asked.inputs))
-        return self._runs.evaluate(asked, self._reading, self._kept)
+        return uses.measured(asked, self._reading, self._kept)
 
     @takes(Recommend)
     def recommend(self, asked: Recommend) -> Recommendations:
@@ -242,13 +242,11 @@ class Run:
           ValueError: there is no such row, or `inputs` are needed; the model is of clicks,
             for which there is `predict`.
         """
-        if not self._runs.ranks_items:
-            raise ValueError("a model of clicks has no items to rank: use predict")
         users = [asked.users] if isinstance(asked.users, str) else asked.users
         asked = asked.replaced(
             inputs=self._inputs("recommend", asked.inputs), users=users
         )
-        rows, found = self._runs.recommend(asked, self._reading, self._kept)
+        rows, found = uses.recommended(asked, self._reading, self._kept)
         return found.named(rows, self.known)
 
     def predict(self, examples: Any) -> np.ndarray:
@@ -260,10 +258,7 @@ class Run:
         Raises:
           ValueError: the model is not of clicks.
         """
-        if self._runs.ranks_items:
-            raise ValueError(f"a model of {self._runs.name} ranks items: use recommend")
-        asked = Recommend(inputs=examples)
-        return self._runs.recommend(asked, self._reading, self._kept)[1]
+        return self._kind.probabilities(examples, self._reading, self._kept)
 
     def similar(self, items: Sequence[str], k: int = 10) -> Recommendations:
         """The most similar items of each item, with their names and cosines.
@@ -275,7 +270,7 @@ class Run:
         Raises:
           ValueError: there is no such item, or the model is of clicks.
         """
-        if not self._runs.ranks_items:
+        if not self._kind.ranks_items:
             raise ValueError("a model of clicks has no items")
         items = [items] if isinstance(items, str) else items
         found = similar_items(self.model, items, k, names=self.known)
@@ -286,8 +281,8 @@ class Run:
         """Writes an HTML page about the run, see `write_report`."""
         from sparsejax.runs.report import write_report
 
-        asked.check_kind(self._runs.name)
-        if asked.inputs is None and self._runs.ranks_items:
+        asked.check_kind(self._kind.name)
+        if asked.inputs is None and self._kind.ranks_items:
             asked = asked.replaced(inputs=self._kept.data)
         titles = asked.titles
         write_report(
@@ -296,7 +291,7 @@ class Run:
             title=self.settings.data,
             settings=self.settings.described(),
             titles=None if titles is None else read_titles(titles),
-            **self._runs.report(asked, self._reading, self._kept),
+            **uses.page(asked, self._reading, self._kept),
         )
 
     @takes(Export)
@@ -305,12 +300,12 @@ class Run:
 
         The file also has an example with its answer, which a service compares with its own.
         """
-        asked.check_kind(self._runs.name)
-        self._runs.export(asked, self._reading, self._kept)
+        asked.check_kind(self._kind.name)
+        uses.export(asked, self._reading, self._kept)
 
     def _inputs(self, method: str, inputs: Any) -> Any:
         """The data that the model is shown, if that is not the examples to measure on."""
-        if inputs is not None or not self._runs.ranks_items:
+        if inputs is not None or not self._kind.ranks_items:
             return inputs
         if self._kept.data is None:
             raise ValueError(

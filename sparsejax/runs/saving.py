@@ -22,7 +22,6 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders
 from sparsejax.runs.folders import Settings
-from sparsejax.runs.kind import runs_of
 
 # In place of the fingerprint of the data. So a resume by `train` is refused: only the loop knows
 # which rows come next.
@@ -75,12 +74,12 @@ def save_model(
             f"a {type(model).__name__} has no configuration that says how to build it again: "
             "keep it by fit(..., checkpoint_dir=...), and serve it by export_predictor"
         )
-    runs = runs_of(config)
+    kind = kind_of(config)
     if not isinstance(data, SparseDataset | SequenceDataset | ClickDataset) or (
-        kind_of(data) is not runs.kind
+        kind_of(data) is not kind
     ):
         raise TypeError(
-            f"a {type(model).__name__} was trained on a data set of {runs.name}, got "
+            f"a {type(model).__name__} was trained on a data set of {kind.name}, got "
             f"{type(data).__name__}"
         )
     if optimizer.transformation is not None or optimizer.wrt is not nnx.Param:
@@ -88,20 +87,20 @@ def save_model(
             "a run keeps the rule of an optimizer alone: make it without dense= and wrt="
         )
     features = _checked(item_features, model, data)
-    known = runs.known_of(data)
+    known = kind.known_of(data)
     valued = isinstance(data, SparseDataset) and data.matrix.data is not None
     settings = Settings(
         network=config,
         optimizer=optimizer.rule,
-        num_features=runs.num_known(known),
+        num_features=kind.num_known(known),
         num_epochs=max(1, len(history)),
-        batch_size=runs.kind.defaults.batch_size,
+        batch_size=kind.defaults.batch_size,
         seed=0,
         deterministic=False,
-        indicator=runs.name != "clicks" and not valued,
+        indicator=kind.name != "clicks" and not valued,
         data=f"{data!r}",
         data_fingerprint=_UNKNOWN,
-        vocabulary_fingerprint=runs.fingerprint_of(known),
+        vocabulary_fingerprint=kind.fingerprint_of(known),
         validation=None,
         validation_split=None,
         k=20,

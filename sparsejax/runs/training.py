@@ -14,15 +14,15 @@ from sparsejax.callers import warn_caller
 from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program, check_seed
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
-from sparsejax.kinds.kind import Defaults, kind_of
+from sparsejax.kinds.kind import Defaults, Kind, kind_of
+from sparsejax.kinds.reading import name_of
+from sparsejax.kinds.source import Source
+from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Training
 from sparsejax.runs import folders, following, linear_parts
 from sparsejax.runs.folders import Settings
-from sparsejax.runs.kind import Runs, Source, runs_of
-from sparsejax.runs.reading import name_of
-from sparsejax.runs.threads import meanwhile
 from sparsejax.verbs.fit import fit
 from sparsejax.verbs.place import place
 from sparsejax.verbs.recipe import learning_rate, steps_of_epoch
@@ -51,13 +51,13 @@ def train(
     """
     check = functools.partial(folders.check_folder, directory, resume=training.resume)
     processes.in_first(check)
-    runs = runs_of(training.config)
+    kind = kind_of(training.config)
     following.check(training, directory)
-    stopping = _early_stopping(training, runs)
+    stopping = _early_stopping(training, kind)
     if training.follow:  # each file is an epoch, and the rate has no end to fall to
         training = training.replaced(num_epochs=1, decay="none")
     source = source_of(training)
-    config, chosen = runs.suited(training.config, training, source)
+    config, chosen = kind.suited(training.config, training, source)
     restored = training.resume and folders.has_checkpoints(directory)
     if restored and training.suited:
         begun = folders.load_settings(directory).network
@@ -89,7 +89,7 @@ def train(
         dispatch = None if computed is None else _first_dispatch(settings, source)
         model, optimizer = settings.build(source.known)
         if not restored:
-            runs.kind.prepare(model, source.data)
+            kind.prepare(model, source.data)
         if source.features is not None:
             set_content(model, source.features, new=True)
         if dispatch is not None:
@@ -105,7 +105,7 @@ def train(
             set_content(model, source.features, new=False)
             content = model.output.content.sizes
             settings = dataclasses.replace(settings, content=content)
-    measures = source.heldout is not None and runs.ranks_items
+    measures = source.heldout is not None and kind.ranks_items
     with folders.begun(
         directory,
         settings,
@@ -114,7 +114,7 @@ def train(
         features=source.features,
     ) as checkpoints:
         if summary is not None:
-            account = runs.account(source.data)
+            account = kind.account(source.data)
             if training.follow:
                 account = (
                     f"{name_of(training.data)}: files are trained on as they appear"
@@ -143,7 +143,7 @@ def train(
             resume=training.resume,
             log=told,
         )
-    doubts = runs.doubts(model, source, training.k)
+    doubts = kind.doubts(model, source, training.k)
     if doubts is not None and processes.is_first():
         warn_caller(doubts)
     return source
@@ -162,18 +162,18 @@ def _with_dtype_of(begun: Any, config: Any) -> Any:
 
 def source_of(training: Training) -> Source:
     """Reads or scans the data, and what is held out."""
-    runs = runs_of(training.config)
+    kind = kind_of(training.config)
     if training.chunk_rows is not None:
         if training.origin is not None:
             raise ValueError(
                 "a run that goes on from another one needs all of the data; leave out "
                 "chunk_rows"
             )
-        return runs.scanned(training)
-    before = None if training.origin is None else folders.load_run(training.origin)[1]
+        return kind.scanned(training)
+    before = None if training.origin is None else folders.earlier(training.origin)
     if training.follow:
-        return runs.followed(training, before)
-    return runs.source(training, before)
+        return kind.followed(training, before)
+    return kind.source(training, before)
 
 
 def rule_of(
@@ -238,7 +238,7 @@ def settings_of(training: Training, config: Any, source: Source) -> Settings:
         indicator=source.indicator,
         data=name_of(training.data),
         data_fingerprint=source.fingerprint,
-        vocabulary_fingerprint=runs_of(config).fingerprint_of(source.known),
+        vocabulary_fingerprint=kind_of(config).fingerprint_of(source.known),
         validation=source.validation,
         validation_split=source.split,
         k=training.k,
@@ -318,15 +318,15 @@ def _continued(
     added = settings.num_features - before.num_features
     what = "goes on with its state" if kept else "begins anew"
     training.say(
-        f"{training.origin}: {before.num_features:,} {before.runs.numbered} are known, "
+        f"{training.origin}: {before.num_features:,} {before.kind.numbered} are known, "
         f"{added:,} are new; the optimizer {what}"
     )
     return model, optimizer
 
 
-def _early_stopping(training: Training, runs: Runs) -> EarlyStopping | None:
+def _early_stopping(training: Training, kind: Kind) -> EarlyStopping | None:
     if training.patience is None:
         return None
     if training.validation is None:
         raise ValueError("patience=... needs validation=..., the data to stop on")
-    return EarlyStopping(metric=runs.metric(training.k), patience=training.patience)
+    return EarlyStopping(metric=kind.metric(training.k), patience=training.patience)

@@ -11,7 +11,7 @@ from run_folders import kill_in_training, parameters
 
 import sparsejax as sj
 from sparsejax.cli.main import main
-from sparsejax.runs.clicks import calibration_curve
+from sparsejax.kinds.clicks.calibrate import calibration_curve
 
 USERS, ITEMS = 12, 9
 COLUMNS = ["--label", "click", "--dense", "x", "y", "--categories", "user", "item"]

@@ -9,8 +9,8 @@ from contents import contents
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.kinds.clicks.kind import KIND
 from sparsejax.options.reading import Reading
-from sparsejax.runs.clicks import RUNS
 
 LINES = 1500
 
@@ -184,4 +184,4 @@ def test_clicks(tmp_path):
 def followed(path, known):
     """The examples of a file that a run follows."""
     with pytest.warns(match="3 bad lines are left out of 600"):
-        return RUNS.read_followed(str(path), known, Reading(skip_bad_lines=True))
+        return KIND.read_followed(str(path), known, Reading(skip_bad_lines=True))

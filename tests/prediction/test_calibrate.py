@@ -15,10 +15,10 @@ from run_folders import parameters
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.kinds.clicks.calibrate import isotonic, platt
+from sparsejax.kinds.clicks.kind import KIND
 from sparsejax.options.measuring import Correcting
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
-from sparsejax.runs.clicks import RUNS
 
 SCHEMA = sj.ClickSchema(
     "click",
@@ -146,7 +146,7 @@ def test_examples_that_were_trained_on_are_named(share):
     clicks = sj.read_clicks(drawn(400), SCHEMA)
     config = sj.WideDeepConfig(dim=2, hidden=(2,))
     asked = Training(data=clicks, config=config, validation=share)
-    source = RUNS.source(asked, None)
+    source = KIND.source(asked, None)
     # Of a run folder it needs no more.
     settings = SimpleNamespace(
         data_fingerprint=source.fingerprint, validation_split=source.split
@@ -156,7 +156,7 @@ def test_examples_that_were_trained_on_are_named(share):
     )
 
     def correct(by: sj.ClickDataset) -> None:
-        RUNS.corrected(run, Correcting(calibrate=by), Reading())
+        KIND.corrected(run, Correcting(calibrate=by), Reading())
 
     for data in (clicks, source.data):
         with pytest.warns(UserWarning, match=r"the data: .*calibrate=\.\.\.") as found:

@@ -12,8 +12,8 @@ import sparsejax as sj
 from sparsejax.cli import commands, flags
 from sparsejax.cli.main import main
 from sparsejax.engine.train import checkpoint
+from sparsejax.kinds.kind import kind_called
 from sparsejax.options.training import Training
-from sparsejax.runs.kind import called
 
 USERS, ITEMS, NEW = 60, 30, 3
 
@@ -262,7 +262,7 @@ def test_content_that_makes_a_model_worse_is_named(files):
         config, split.train, sj.optimizers.adagrad(0.1), item_features=features
     )
     sj.fit(model, optimizer, split.train, batch_size=60, num_epochs=60)
-    runs = called("items")
+    runs = kind_called("items")
     source = runs.source(Training(data=data, config=config, validation=0.2), None)
     assert runs.doubts(model, source, 5) is None
     output: Any = model.output

@@ -10,9 +10,9 @@ from run_folders import NETWORK
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.kinds.source import Source
 from sparsejax.metrics.comparison import Measured, Rows
 from sparsejax.runs import publishing
-from sparsejax.runs.kind import Source
 from sparsejax.runs.publishing import FILE, Gate, following, numbers
 
 USERS, KNOWN, ITEMS = 48, 18, 20

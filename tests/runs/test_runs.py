@@ -13,7 +13,7 @@ from run_folders import checkerboard, items_of, parameters, write_lines
 
 import sparsejax as sj
 from sparsejax.cli.main import main
-from sparsejax.runs import clicks as of_clicks
+from sparsejax.kinds.clicks import kind as of_clicks
 from sparsejax.runs.folders import continued, load_run
 
 COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}

@@ -23,7 +23,6 @@ from sparsejax.kinds.kind import kind_called
 from sparsejax.options.measuring import Evaluate
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
-from sparsejax.runs.kind import called
 from sparsejax.runs.training import settings_of
 from sparsejax.sparse import CSR
 
@@ -91,7 +90,7 @@ def test_batch_epochs_and_decay_follow_from_the_rows(rows, batch_size, epochs, d
 
 def test_everything_that_trains_takes_the_same_defaults():
     """`recipe`, runs, `fit` and `build`; a trained model and a stream have no decay."""
-    clicks, runs = drawn(1100), called("clicks")
+    clicks, runs = drawn(1100), kind_called("clicks")
     how = sj.training.recipe(CONFIG, clicks)
     assert (how.batch_size, how.num_epochs) == (64, 10)
     source = runs.source(Training(data=clicks, config=CONFIG), None)
@@ -251,7 +250,7 @@ def test_categories_that_share_an_id_are_told(tmp_path):
         run: Any = SimpleNamespace(known=clicks.rows(slice(0)), model=lambda: model)
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "predicting the share")
-            exact = called("clicks").evaluate(measuring, Reading(), run)
+            exact = kind_called("clicks").measured(measuring, Reading(), run).metrics
         assert exact["groups"] == 40
         assert exact["group_auc"] == pytest.approx(wanted.auc, abs=1e-6)
     schema = sj.ClickSchema("click", dense, {"user": sj.data.VocabularyColumn()})

@@ -22,8 +22,8 @@ from sparsejax.kinds.clicks.regression import (
     set_to,
 )
 from sparsejax.kinds.clicks.scores import logits_of
+from sparsejax.kinds.kind import kind_called
 from sparsejax.options.training import Training
-from sparsejax.runs.kind import called
 
 SCHEMA = sj.ClickSchema(
     "click",
@@ -168,7 +168,7 @@ def test_training_leaves_it_as_it_is(model, shape):
 
 def test_a_run_has_it_by_default():
     """It holds out a tenth, and goes on with new categories."""
-    clicks, runs = drawn(1200), called("clicks")
+    clicks, runs = drawn(1200), kind_called("clicks")
     suited = ("dtype", "regression")
 
     def begun(data, config, **options):

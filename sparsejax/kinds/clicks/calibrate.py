@@ -13,6 +13,9 @@ from sparsejax.kinds.clicks.scores import Clicks, logits_of
 
 Method = Literal["platt", "isotonic"]
 
+# Parts of a calibration curve.
+_BINS = 20
+
 
 def calibrate(
     model: ClickModel,
@@ -152,3 +155,22 @@ def isotonic(logits: np.ndarray, labels: np.ndarray) -> list[tuple[float, float]
     least = 0.5 / len(labels)
     share = np.clip(np.bincount(parts, counts * fitted) / sizes, least, 1 - least)
     return list(zip(middle.tolist(), scipy.special.logit(share).tolist(), strict=True))
+
+
+def calibration_curve(
+    probabilities: np.ndarray, labels: np.ndarray
+) -> list[tuple[float, float]]:
+    """Predicted and true shares of clicks, of parts with as many examples each.
+
+    Equal predictions are in one part, so there may be fewer.
+
+    Args:
+      probabilities: `[n]` of a click.
+      labels: `[n]` 0 or 1.
+    """
+    p, labels = np.asarray(probabilities, np.float64), np.asarray(labels, np.float64)
+    order = np.argsort(p, kind="stable")
+    p, labels = p[order], labels[order]
+    ends = np.searchsorted(p, p[(np.arange(1, _BINS) * len(p)) // _BINS])
+    parts = np.split(np.arange(len(p)), np.unique(ends[ends > 0]))
+    return [(float(p[at].mean()), float(labels[at].mean())) for at in parts]

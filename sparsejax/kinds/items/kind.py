@@ -1,30 +1,29 @@
-"""Runs of networks of items."""
+"""Items: rows of what was bought or seen, and networks that say what else would be."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
 from sparsejax.data import SparseDataset, scan_parquet
-from sparsejax.data.files.names import Names
+from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Stream
-from sparsejax.kinds.items.evaluation import prepared_for
-from sparsejax.kinds.items.job import ScannedItems
-from sparsejax.mesh import kept_programs
-from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
-from sparsejax.options.measuring import Evaluate
-from sparsejax.options.predicting import Recommend
-from sparsejax.options.reading import BY_NAME, Reading
-from sparsejax.options.training import Training
-from sparsejax.runs import interactions
-from sparsejax.runs.kind import Opened, Source
-from sparsejax.runs.reading import (
+from sparsejax.kinds import interactions
+from sparsejax.kinds.content import finished
+from sparsejax.kinds.heldout import prepared_for
+from sparsejax.kinds.items.job import ScannedItems, item_examples, item_job
+from sparsejax.kinds.kind import Defaults, Maker, Measurement, kind_of
+from sparsejax.kinds.reading import (
     fingerprint_of_heldout,
     is_last,
     name_of,
@@ -33,13 +32,66 @@ from sparsejax.runs.reading import (
     validation_split,
     with_times,
 )
-from sparsejax.runs.threads import meanwhile
+from sparsejax.kinds.source import Earlier, Opened, Source
+from sparsejax.kinds.threads import meanwhile
+from sparsejax.mesh import kept_programs
+from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import BY_NAME, Reading
+from sparsejax.options.training import Training
 
 
 class Items(interactions.Interactions):
-    """The runs of a `NetworkConfig`."""
+    """The kind of a `NetworkConfig`, of a `SparseDataset`, and of matrices."""
 
     name = "items"
+    defaults = Defaults(
+        batch_size=512, least_epochs=30, least_steps=200, optimizer="adam"
+    )
+
+    def maker(self, config, data, targets=None, *, content=None) -> Maker:
+        from sparsejax.kinds.items.modules import new_network
+
+        if (kind := kind_of(data)) is not self:
+            raise ValueError(
+                f"a network does not read {kind.name}: pass a SparseDataset, as "
+                "data.to_sparse() makes it of histories, or the configuration of a model of "
+                f"{kind.name}"
+            )
+        inputs = num_columns("data", data)
+        outputs = inputs if targets is None else num_columns("targets", targets)
+        sizes = {"inputs": inputs, "outputs": outputs, "content": content}
+        return functools.partial(new_network, config, **sizes)
+
+    def examples(self, model, inputs, targets, weights) -> Examples:
+        return item_examples(model, Inputs.of(inputs), targets, weights)
+
+    def job(self, model, inputs, **options) -> Job:
+        return item_job(model, inputs, **options)
+
+    def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
+        return finished(model), Inputs.of(inputs), exclude
+
+    def evaluate(self, model, inputs, *, optimizer=None, keep_rows=False, **options):
+        if not isinstance(model, Recommender):
+            raise TypeError(
+                "items are ranked by a FeedForward, or a module with num_features, "
+                f"num_items and top_k; got {type(model).__name__}. A click model takes a "
+                "ClickDataset, a model of histories a SequenceDataset"
+            )
+        prepared = prepared_for(inputs, **options)
+        return prepared.run(finished(model), optimizer=optimizer, keep_rows=keep_rows)
+
+    def portable(self, model, names, **options):
+        from sparsejax.kinds.portable import portable_ranker
+
+        return portable_ranker(model, names, **options)
+
+    def workload(self, network, **sizes) -> Workload:
+        from sparsejax.kinds.items.footprint import network_workload
+
+        return network_workload(network, **sizes)
 
     def read_config(self, document: object) -> NetworkConfig:
         return NetworkConfig.from_json(document)
@@ -47,11 +99,11 @@ class Items(interactions.Interactions):
     def described(self, model: str) -> tuple[NetworkConfig, Collection[str]]:
         return NetworkConfig.autoencoder(), ("temperature", "linear")
 
-    def source(self, training: Training, before: Names | None) -> Source:
+    def source(self, training: Training, before: Earlier | None) -> Source:
         data = everything = read_file(training.data, training)
         if before is not None:
-            data = everything = data.append_features(before)
-        data, features = interactions.with_content(training, data, self.counts)
+            data = everything = data.append_features(before.known)
+        data, features = interactions.with_content(training, before, data, self.counts)
         everything = data
         heldout = validation = split = None
         indicator = data.matrix.data is None
@@ -123,22 +175,16 @@ class Items(interactions.Interactions):
             said.append(why)
         return config, "\n".join(said)
 
-    def evaluate(
-        self, measuring: Evaluate, reading: Reading, run: Opened
-    ) -> Mapping[str, float]:
-        if (measuring.heldout is None) == (measuring.fold_in is None):
+    def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
+        if (asked.heldout is None) == (asked.fold_in is None):
             raise ValueError(
                 "give heldout=..., or fold_in=... to hold out a part of inputs=..."
             )
-        if measuring.heldout is None and measuring.history:
+        if asked.heldout is None and asked.history:
             raise ValueError(
                 "history=... goes with heldout=...; leave it out with fold_in"
             )
-        if (
-            measuring.baselines
-            and measuring.heldout is None
-            and measuring.popularity is None
-        ):
+        if asked.baselines and asked.heldout is None and asked.popularity is None:
             raise ValueError(
                 "baselines=True with fold_in needs popularity=..., the interactions that "
                 "the model was trained on"
@@ -147,16 +193,16 @@ class Items(interactions.Interactions):
         def prepare(given: dict[str, Any]) -> Evaluation:
             return prepared_for(
                 **given,
-                fold_in=measuring.fold_in,
-                features=None if measuring.fold_in is None else run.known,
-                seed=measuring.seed,
-                **measuring.counted(),
+                fold_in=asked.fold_in,
+                features=None if asked.fold_in is None else run.known,
+                seed=asked.seed,
+                **asked.counted(),
             )
 
         if kept_programs.may_compile_beside():
 
             def read() -> tuple[dict[str, Any], Evaluation]:
-                given = _data_to_evaluate(measuring, reading, run)
+                given = _data_to_evaluate(asked, reading, run)
                 return given, prepare(given)
 
             beside = meanwhile(read)
@@ -171,15 +217,11 @@ class Items(interactions.Interactions):
             given, prepared = beside()
             baseline()()
         else:
-            data = meanwhile(lambda: _data_to_evaluate(measuring, reading, run))
+            data = meanwhile(lambda: _data_to_evaluate(asked, reading, run))
             model, given = run.model(), data()
             prepared = prepare(given)
-        measured = prepared.run(model, keep_rows=measuring.keep_rows)
-        if measuring.baselines:
-            measured = interactions.with_baselines(
-                measured, prepared, given["popularity"], reading.say
-            )
-        return interactions.warn_of_popularity(measured)
+        found = prepared.run(model, keep_rows=asked.keep_rows)
+        return Measurement(found, lambda: (prepared, given["popularity"]))
 
     def read_shown(self, source, reading: Reading, run: Opened) -> SparseDataset:
         indicator = run.settings.indicator
@@ -187,22 +229,22 @@ class Items(interactions.Interactions):
 
     def excluded(
         self,
-        recommending: Recommend,
+        asked: Recommend,
         reading: Reading,
         run: Opened,
-        data: SparseDataset,
+        shown: SparseDataset,
     ) -> SparseDataset | None:
-        if recommending.exclude is None:
-            return None if not recommending.exclude_seen else data
+        if asked.exclude is None:
+            return None if not asked.exclude_seen else shown
         unwanted = read_file(
-            recommending.exclude,
+            asked.exclude,
             reading,
             features=run.known,
             indicator=True,
         )
-        if not recommending.exclude_seen:
+        if not asked.exclude_seen:
             return unwanted
-        return data.without_values().merge(unwanted)
+        return shown.without_values().merge(unwanted)
 
     def read_heldout(
         self, source, reading: Reading, data: SparseDataset
@@ -213,33 +255,31 @@ class Items(interactions.Interactions):
         return np.bincount(data.matrix.indices, minlength=data.num_features)
 
 
-def _data_to_evaluate(
-    measuring: Evaluate, reading: Reading, run: Opened
-) -> dict[str, Any]:
+def _data_to_evaluate(asked: Evaluate, reading: Reading, run: Opened) -> dict[str, Any]:
     """The data that is read from files, as arguments of `evaluate`."""
     names = run.known
     valued = run.settings.indicator
     given: dict[str, Any] = {}
-    if measuring.heldout is None:
+    if asked.heldout is None:
         # With its own features until it is split.
-        given["inputs"] = read_file(measuring.inputs, reading, indicator=valued)
+        given["inputs"] = read_file(asked.inputs, reading, indicator=valued)
     else:
 
         def read_shown(source: Any) -> SparseDataset:
             return read_file(source, reading, features=names, indicator=valued)
 
-        train = read_shown(measuring.inputs)
-        given["inputs"] = shown = train.merge(*map(read_shown, measuring.history))
-        files = " or ".join(map(name_of, [measuring.inputs, *measuring.history]))
-        given["heldout"] = RUNS.heldout(measuring.heldout, reading, shown, files)
+        train = read_shown(asked.inputs)
+        given["inputs"] = shown = train.merge(*map(read_shown, asked.history))
+        files = " or ".join(map(name_of, [asked.inputs, *asked.history]))
+        given["heldout"] = KIND.heldout(asked.heldout, reading, shown, files)
         given["popularity"] = train
     for name, source in (
-        ("candidates", measuring.candidates),
-        ("popularity", measuring.popularity),
+        ("candidates", asked.candidates),
+        ("popularity", asked.popularity),
     ):
         if source is not None:
             given[name] = read_file(source, reading, features=names, indicator=True)
     return given
 
 
-RUNS = Items()
+KIND = Items()

@@ -1,0 +1,432 @@
+"""The kind of click models and of their data."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import pathlib
+from collections.abc import Collection, Mapping
+from typing import Any, cast
+
+import numpy as np
+
+from sparsejax import codec
+from sparsejax.callers import warn_caller
+from sparsejax.data.files.names import as_names
+from sparsejax.data.reading.sources import Inputs
+from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.data.sets.click_schema import VocabularyColumn, num_ids
+from sparsejax.data.sets.clicks import ClickDataset, without_bad_lines
+from sparsejax.embeddings.model_config import ClickModelConfig, DynamicTables
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
+from sparsejax.engine.train.streaming import Stream
+from sparsejax.kinds.clicks.calibrate import calibrate, calibration_curve
+from sparsejax.kinds.clicks.defaults import ClickDefaults
+from sparsejax.kinds.clicks.job import ScanOfClicks
+from sparsejax.kinds.clicks.reading import (
+    fingerprint_of,
+    groups_of,
+    held_out,
+    known_of,
+    num_known,
+    read_examples,
+    read_like,
+    source_of,
+    were_trained_on,
+    without_rows,
+)
+from sparsejax.kinds.clicks.scores import check_click_model, evaluate_clicks, predict
+from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared
+from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, kind_of
+from sparsejax.kinds.reading import (
+    is_last,
+    kind_of_saved,
+    name_of,
+    skips_bad_lines,
+    split_name,
+    validation_share,
+)
+from sparsejax.kinds.source import Earlier, Findings, Opened, Source
+from sparsejax.kinds.threads import meanwhile
+from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
+from sparsejax.sparse import CSR
+
+# A model with this AUC orders examples, even if its probabilities are wrong.
+_ORDERS = 0.55
+
+
+_COLUMNS_OF_RUN = (
+    "schema=...: the columns are those of the run that is trained on; leave it out"
+)
+# In place of the fingerprint of data, where files come and go.
+_FOLLOWED = "followed"
+# Rows of a chunk that has the whole of a file.
+_ALL = 2**62
+# A model has a regression by default from so many examples on, if each label has so many of
+# them, and up to so many numbers of all examples together, which are fitted in a minute.
+_LEAST_REGRESSED, _LEAST_OF_LABEL, _MOST_REGRESSED = 1_000, 100, 20_000_000
+# The share of the examples that is then held out.
+_HELD_OUT = 0.1
+_SILENT = Reading()
+
+
+class Clicks(Kind):
+    """The kind of a `ClickModelConfig` and of a `ClickDataset`."""
+
+    name = "clicks"
+    numbered = "ids"
+    ranks_items = False
+    defaults = ClickDefaults(
+        batch_size=4096,
+        least_epochs=1,
+        least_steps=1,
+        optimizer="adamw",
+        options={"weight_decay": 0.0},
+        learning_rate=5e-3,
+        most_epochs=10,
+        scored=8192,
+    )
+
+    def defaults_of(self, config: Any) -> Defaults:
+        defaults = cast(ClickDefaults, self.defaults)
+        return dataclasses.replace(defaults, beside_regression=config.regression)
+
+    def maker(self, config, data, targets=None, *, content=None) -> Maker:
+        from sparsejax.kinds.clicks.modules import new_click_model
+
+        _check_targets(targets)
+        if kind_of(data) is not self:
+            raise TypeError(
+                "a click model reads a ClickDataset or ScannedClicks, got "
+                f"{type(data).__name__}"
+            )
+        sizes = {"num_dense": len(data.schema.dense), "features": data.features}
+        return functools.partial(new_click_model, config, **sizes)
+
+    def prepare(self, model: Any, data: Any) -> None:
+        from sparsejax.kinds.clicks.regression import set_regression
+
+        set_regression(model, data)
+
+    def examples(self, model, inputs, targets, weights) -> Examples:
+        from sparsejax.kinds.clicks.job import click_examples
+
+        _check_targets(targets)
+        return click_examples(inputs, weights)
+
+    def job(self, model, inputs, *, targets, **options) -> Job:
+        from sparsejax.kinds.clicks.job import click_job
+
+        check_click_model(model)
+        _check_targets(targets)
+        return click_job(model, inputs, **options)
+
+    def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
+        raise TypeError(
+            f"a {type(inputs).__name__} has no items to rank: predict says how "
+            "probable its clicks are"
+        )
+
+    def evaluate(self, model, inputs, **options):
+        return evaluate_clicks(model, inputs, **options)
+
+    def portable(self, model, names, **options):
+        from sparsejax.kinds.clicks.portable import portable_clicks
+
+        return portable_clicks(model, names, **options)
+
+    def workload(self, network, **sizes) -> Workload:
+        raise TypeError("the memory of a click model is planned by plan_embeddings")
+
+    def metric(self, k: int) -> str:
+        return "auc"
+
+    def read_config(self, document: object) -> ClickModelConfig:
+        return ClickModelConfig.from_json(document)
+
+    def described(self, model: str) -> tuple[ClickModelConfig, Collection[str]]:
+        return super().described(model)[0], ("dtype", "regression")
+
+    def with_dynamic(
+        self, config: ClickModelConfig, num_rows: int | None
+    ) -> ClickModelConfig:
+        if num_rows is None:
+            return config
+        before = config.dynamic or DynamicTables(num_rows=num_rows)
+        tables = dataclasses.replace(before, num_rows=num_rows)
+        return dataclasses.replace(config, dynamic=tables)
+
+    def suited(
+        self, config: ClickModelConfig, training: Training, source: Source
+    ) -> tuple[ClickModelConfig, str]:
+        chosen: dict[str, Any] = {}
+        said = []
+        if "regression" in training.suited and _is_regressed(
+            training, source.everything
+        ):
+            chosen["regression"] = True
+            said.append("a logistic regression is fitted first")
+        # As good there by AUC, and faster: benchmarks/click_dtypes.py.
+        if "dtype" in training.suited and custom_call_can_run(
+            HOPPER_OR_NEWER, divided=True
+        ):
+            chosen["dtype"] = "bfloat16"
+            said.append("dtype bfloat16")
+        return dataclasses.replace(config, **chosen), ", ".join(said)
+
+    def source(self, training: Training, before: Earlier | None) -> Source:
+        if before is None:
+            data = read_examples(training.data, training.schema, training)
+        else:
+            if training.schema is not None:
+                raise ValueError(_COLUMNS_OF_RUN)
+            data = read_like(training.data, before.known, training, append=True)
+        everything = data
+        heldout = validation = split = None
+        asked = training.validation
+        if asked is None and _is_regressed(training, data):
+            asked = _HELD_OUT
+        if asked is not None:
+            if is_last(asked):
+                raise ValueError(
+                    "validation=last is of no use for clicks, whose order is not known: "
+                    "name a file or a share; a file called last is written ./last"
+                )
+            share = validation_share(asked)
+            if share is None:
+                heldout = read_like(asked, data, training)
+            else:
+                data, heldout = held_out(data, share)
+                split = split_name(asked)
+                training.say(f"validation: {heldout}")
+            validation = fingerprint_of(heldout)
+        return source_of(
+            data,
+            everything=everything,
+            chunks=[data.num_rows],
+            fingerprint=fingerprint_of(data),
+            heldout=heldout,
+            validation=validation,
+            split=split,
+        )
+
+    def scanned(self, training: Training) -> Source:
+        assert training.chunk_rows is not None
+        schema, rows = training.schema, training.chunk_rows
+        if training.skip_bad_lines:
+            raise ValueError(
+                "skip_bad_lines=True needs all of the data; leave out chunk_rows"
+            )
+        data = scan_clicks(training.data, schema, chunk_rows=rows)
+        heldout = validation = None
+        if (asked := training.validation) is not None:
+            if is_last(asked) or validation_share(asked) is not None:
+                raise ValueError(
+                    f"validation={asked} needs all of the data: name a file, or leave out "
+                    "chunk_rows"
+                )
+            heldout = read_like(asked, data, training)
+            validation = fingerprint_of(heldout)
+        return source_of(
+            data,
+            everything=data,
+            chunks=Stream(ScanOfClicks(data), None).chunks,
+            fingerprint=data.fingerprint(),
+            heldout=heldout,
+            validation=validation,
+        )
+
+    def followed(self, training: Training, before: Earlier | None) -> Source:
+        schema = training.schema
+        if before is not None:
+            if schema is not None:
+                raise ValueError(_COLUMNS_OF_RUN)
+            data = self.known_of(before.known)
+        else:
+            if schema is None:
+                raise ValueError(
+                    "follow=True needs schema=..., what the columns of the files are"
+                )
+            learned = [
+                name
+                for name, column in schema.ids.items()
+                if isinstance(column, VocabularyColumn)
+            ]
+            if learned:
+                raise ValueError(
+                    f"follow=True: the categories of {', '.join(learned[:3])} are not known "
+                    "before the files are: make each a KeyColumn or a HashedColumn, or go on "
+                    "from a run that knows them"
+                )
+            data = without_rows(num_ids(schema, {}), schema, {})
+        return source_of(data, everything=data, chunks=[1], fingerprint=_FOLLOWED)
+
+    def read_followed(
+        self, path: str, known: ClickDataset, reading: Reading
+    ) -> ClickDataset | None:
+        if kind_of_saved(path) == "clicks":
+            data = read_like(path, known, _SILENT)
+            return data if data.num_rows else None
+        file: Any = path
+        if skips_bad_lines(path, reading):
+            file = without_bad_lines(path, known.schema)
+        # Unlike `read_clicks`, it takes a file without examples.
+        scanned = scan_clicks(
+            file, known.schema, features=known.vocabularies, chunk_rows=_ALL
+        )
+        return next(scanned.chunks(), None)
+
+    def add_new(
+        self,
+        model: Any,
+        known: ClickDataset,
+        data: ClickDataset,
+        optimizer: Optimizer | None,
+    ) -> None:
+        added = {
+            name: len(names) - len(known.vocabularies[name])
+            for name, names in data.vocabularies.items()
+        }
+        model.add_ids(added, optimizer=optimizer)
+
+    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+        found = compared(model, source.data, source.heldout)
+        what = "training" if source.heldout is None else "validation"
+        return None if found is None else found.warning(what)
+
+    def account(self, data: ClickDataset | ScannedClicks) -> str:
+        return (
+            f"{data.num_rows:,} examples, {len(data.schema.dense):,} dense columns, "
+            f"{num_known(data):,} ids of {len(data.num_ids):,} features"
+        )
+
+    def known_of(self, data: ClickDataset | ScannedClicks) -> ClickDataset:
+        return known_of(data)
+
+    def save_known(self, path: pathlib.Path, known: ClickDataset) -> None:
+        known.save(path)
+
+    def load_known(self, path: pathlib.Path) -> ClickDataset:
+        return ClickDataset.load(path)
+
+    def num_known(self, known: ClickDataset) -> int:
+        return num_known(known)
+
+    def fingerprint_of(self, known: ClickDataset) -> str:
+        schema = as_names([codec.text(known.schema.to_json())])
+        return fingerprint(schema, *known.vocabularies.values())
+
+    def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
+        if (examples := asked.heldout) is None:
+            raise ValueError("give heldout=..., the examples to measure on")
+        read = meanwhile(lambda: read_like(examples, run.known, reading))
+        model = self.corrected(run, asked, reading)
+        clicks = read()
+        groups = groups_of(asked, reading, run, clicks)
+        measured = evaluate_clicks(
+            model, clicks, groups=groups, keep_rows=asked.keep_rows
+        )
+        if clicks.num_rows >= LEAST_ROWS:
+            _warn_of_base_rate(measured)
+        return Measurement(measured)
+
+    def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
+        model, source = run.model(), correcting.calibrate
+        if source is None and correcting.method is not None:
+            raise ValueError(
+                "method=... needs calibrate=..., the examples to correct by"
+            )
+        if source is None and correcting.negatives_kept is None:
+            return model
+        examples = None
+        if source is not None:
+            examples = read_like(source, run.known, reading)
+            if were_trained_on(examples, run.settings):
+                warn_caller(
+                    f"{name_of(source)}: has the examples that the run was trained on, of "
+                    "which a model is too sure: name others by calibrate=..."
+                )
+        method, kept = correcting.method or "platt", correcting.negatives_kept
+        try:
+            return calibrate(model, examples, method=method, negatives_kept=kept)
+        except ValueError as error:
+            if source is None:
+                raise
+            raise ValueError(f"{name_of(source)}: {error}") from error
+
+    def probabilities(self, examples: Any, reading: Reading, run: Opened) -> np.ndarray:
+        read = meanwhile(
+            lambda: read_like(examples, run.known, reading, labelled=False)
+        )
+        return predict(run.model(), read())
+
+    def findings(self, asked: Paged, reading: Reading, run: Opened) -> Findings:
+        model = run.model()
+        if asked.heldout is None:
+            if asked.groups is not None:
+                raise ValueError(
+                    "groups=... needs heldout=..., the examples to measure on"
+                )
+            return Findings(model=model)
+        clicks = read_like(asked.heldout, run.known, reading)
+        groups = groups_of(asked, reading, run, clicks)
+        return Findings(
+            model=model,
+            measured=evaluate_clicks(model, clicks, groups=groups, keep_rows=True),
+            facts=[
+                name_of(asked.heldout),
+                f"{clicks.num_rows:,} examples",
+                f"{clicks.labels.mean():.1%} clicks".replace("%", " %"),
+            ],
+            calibration=calibration_curve(predict(model, clicks), clicks.labels),
+        )
+
+
+def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> bool:
+    """Whether the model has a regression, and there are examples enough to hold some out."""
+    if not isinstance(data, ClickDataset) or data.num_rows < _LEAST_REGRESSED:
+        return False
+    clicked = int(data.labels.sum())
+    if min(clicked, data.num_rows - clicked) < _LEAST_OF_LABEL:
+        return False
+    config: Any = training.config
+    if config.regression:
+        return True
+    if "regression" not in training.suited or config.dynamic is not None:
+        return False
+    sizes = [ids.nse if isinstance(ids, CSR) else len(ids) for ids in data.ids.values()]
+    return data.dense.size + sum(sizes) <= _MOST_REGRESSED
+
+
+def _warn_of_base_rate(measured: Mapping[str, float]) -> None:
+    """Warns if predicting the share of clicks for all examples is as good as the model."""
+    entropy = measured.get("normalized_entropy", 0.0)
+    if entropy < 1:
+        return
+    constant = measured["log_loss"] / entropy
+    advice = (
+        "train longer, or with the settings that suit the data"
+        if measured["auc"] < _ORDERS
+        else "its order is right (AUC {auc:.3f}), so correct its probabilities by "
+        "calibrate=...".format(**measured)
+    )
+    warn_caller(
+        "predicting the share of clicks for all examples is as good as this model: log loss "
+        f"{constant:.4f}, of the model {measured['log_loss']:.4f}; {advice}"
+    )
+
+
+def _check_targets(targets: Any) -> None:
+    if targets is not None:
+        raise ValueError("clicks have their labels; leave out targets")
+
+
+KIND: Kind = Clicks()

@@ -1,0 +1,198 @@
+"""Examples of clicks from files and tables, as runs read them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.files.names import Names
+from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    HashedColumn,
+    KeyColumn,
+    VocabularyColumn,
+    without_time,
+)
+from sparsejax.data.sets.clicks import (
+    ClickDataset,
+    check_same_schema,
+    read_clicks,
+    read_unlabelled,
+)
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.kinds.clicks.scores import check_same_columns
+from sparsejax.kinds.reading import is_file, kind_of_saved, name_of, skips_bad_lines
+from sparsejax.kinds.source import Opened, Source
+from sparsejax.options.measuring import Evaluate, Paged
+from sparsejax.options.reading import Reading
+from sparsejax.sparse import CSR
+from sparsejax.wide_ids import NUM_IDS
+
+
+def read_examples(
+    source: Any, schema: ClickSchema | None, reading: Reading
+) -> ClickDataset:
+    """Reads examples, and says what was read."""
+    if isinstance(source, ClickDataset):
+        if schema is not None:
+            raise ValueError(
+                "schema is of no use for a data set, which has one: leave it out"
+            )
+        return source
+    _check_source(source)
+    if schema is not None:
+        skip = skips_bad_lines(source, reading)
+        data = read_clicks(source, without_time(schema), skip_bad_lines=skip)
+    elif is_file(source) and is_parquet(source):
+        data = ClickDataset.load(source)
+    else:
+        raise ValueError(
+            f"{name_of(source)}: name the columns of this file: schema=..."
+        )
+    reading.say(f"{name_of(source)}: {data!r}")
+    return data
+
+
+def read_like(
+    source: Any,
+    known: ClickDataset | ScannedClicks,
+    reading: Reading,
+    *,
+    labelled: bool = True,
+    append: bool = False,
+) -> ClickDataset:
+    """Reads examples of the same columns, with the same ids, and says what was read.
+
+    Args:
+      source: the file, or a data set.
+      known: whose columns and ids they are.
+      reading: is told what was read.
+      labelled: whether labels are read.
+      append: whether new categories get ids behind the known ones.
+
+    Raises:
+      ValueError: a saved data set has other columns or other ids.
+    """
+    is_data = isinstance(source, ClickDataset)
+    skip = skips_bad_lines(source, reading)
+    if not is_data:
+        _check_source(source)
+    if is_data or (is_file(source) and kind_of_saved(source) == "clicks"):
+        data = source if is_data else ClickDataset.load(source)
+        try:
+            if append:
+                check_same_schema(known.schema, data.schema, "this data set")
+                data = data.append_features(known.vocabularies)
+            else:
+                check_same_columns(known, data)
+        except ValueError as error:
+            text = "has other columns or categories than the data of the model"
+            raise ValueError(f"{name_of(source)}: {text}") from error
+        if is_data:
+            return data
+    elif labelled:
+        vocabulary = dict(known.vocabularies)
+        schema = without_time(known.schema)
+        data = read_clicks(
+            source, schema, features=vocabulary, append=append, skip_bad_lines=skip
+        )
+    else:
+        vocabulary = dict(known.vocabularies)
+        data = read_unlabelled(source, known.schema, vocabulary, skip_bad_lines=skip)
+    said = repr(data) if labelled else f"{data.num_rows:,} examples"
+    reading.say(f"{name_of(source)}: {said}")
+    return data
+
+
+def _check_source(source: Any) -> None:
+    """Raises TypeError for what is neither a file, nor a table, nor records."""
+    is_table = hasattr(source, "__arrow_c_stream__")
+    if not (is_file(source) or is_table or isinstance(source, list | tuple | Mapping)):
+        raise TypeError(
+            "examples of clicks are a file, a table, a dict of columns, a list of dicts, or a "
+            f"ClickDataset, got {type(source).__name__}"
+        )
+
+
+def source_of(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
+    known = known_of(data)
+    return Source(
+        data=data, num_features=num_known(data), known=known, indicator=False, **facts
+    )
+
+
+def were_trained_on(clicks: ClickDataset, settings: Any) -> bool:
+    """Whether a run was trained on these examples, or on what it did not hold out of them."""
+    trained = settings.data_fingerprint
+    if fingerprint_of(clicks) == trained:
+        return True
+    if (share := settings.validation_split) is None:
+        return False
+    kept, _ = held_out(clicks, float(share))
+    return fingerprint_of(kept) == trained
+
+
+def held_out(clicks: ClickDataset, share: float) -> tuple[ClickDataset, ClickDataset]:
+    """The examples that a run is trained on, and the share of them that it holds out."""
+    # Not --seed, so that models of several seeds are compared alike.
+    return clicks.split_rows(1 - share, seed=0)
+
+
+def known_of(data: ClickDataset | ScannedClicks) -> ClickDataset:
+    """The columns and the ids of some data, without its examples."""
+    return without_rows(data.num_ids, data.schema, data.vocabularies)
+
+
+def without_rows(
+    sizes: Mapping[str, int], schema: ClickSchema, vocabularies: Mapping[str, Names]
+) -> ClickDataset:
+    """Clicks without examples."""
+    ids = {
+        name: np.zeros(0, np.uint64 if size == NUM_IDS else np.int32)
+        for name, size in sizes.items()
+    }
+    return ClickDataset(
+        np.zeros(0, np.float32),
+        np.zeros((0, len(schema.dense)), np.float32),
+        ids,
+        without_time(schema),
+        vocabularies,
+    )
+
+
+def num_known(data: ClickDataset | ScannedClicks) -> int:
+    """How many ids the data number; a column of 64-bit ids, whose ids it does not, counts 1."""
+    sizes = [size for size in data.features.values() if not isinstance(size, str)]
+    return sum(1 if size == NUM_IDS else size for size in sizes)
+
+
+def fingerprint_of(clicks: ClickDataset) -> str:
+    return fingerprint(clicks.labels, clicks.dense, *clicks.ids.values())
+
+
+def groups_of(
+    measuring: Evaluate | Paged, reading: Reading, run: Opened, clicks: ClickDataset
+) -> Any:
+    """The groups of the examples: the categories of the file themselves, where it has them.
+
+    The ids of a model may be one for several categories: by a hash, or as they are rare.
+    """
+    name, source, schema = measuring.groups, measuring.heldout, run.known.schema
+    if name is None:
+        return None
+    column = schema.ids.get(name)
+    if (
+        not isinstance(column, HashedColumn | VocabularyColumn)
+        or isinstance(source, ClickDataset)
+        or (is_file(source) and kind_of_saved(source) == "clicks")
+        or reading.skip_bad_lines  # lines that are bad elsewhere are not left out
+        or isinstance(clicks.ids[name], CSR)  # an error, which names the column
+    ):
+        return name
+    only = dataclasses.replace(without_time(schema), dense={}, ids={name: KeyColumn()})
+    return read_clicks(source, only).ids[name]

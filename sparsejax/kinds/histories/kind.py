@@ -1,0 +1,253 @@
+"""Histories: what users did in its order, and models that say what comes next."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Collection
+from typing import Any
+
+import numpy as np
+
+from sparsejax.data import SequenceDataset, SparseDataset, scan_sequences
+from sparsejax.data.reading.histories import unordered
+from sparsejax.data.reading.sources import Inputs, num_columns
+from sparsejax.data.scan import chunk_ends
+from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.engine.rank.recommender import Recommender
+from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.engine.train.footprint import Workload
+from sparsejax.engine.train.job import Job
+from sparsejax.engine.train.resident import Examples
+from sparsejax.kinds import interactions
+from sparsejax.kinds.content import finished
+from sparsejax.kinds.heldout import prepared_for
+from sparsejax.kinds.histories.next_items import (
+    NextItems,
+    check_history_model,
+    has_times,
+    shown_of,
+)
+from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, kind_of
+from sparsejax.kinds.reading import (
+    fingerprint_of_heldout,
+    read_file,
+    read_histories,
+    split_name,
+    validation_split,
+)
+from sparsejax.kinds.source import Earlier, Opened, Source
+from sparsejax.kinds.threads import meanwhile
+from sparsejax.options.measuring import Evaluate
+from sparsejax.options.predicting import Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
+from sparsejax.sequence.config import SequenceConfig, entries_cut_off
+
+
+class Histories(interactions.Interactions):
+    """The kind of a `SequenceConfig` and of a `SequenceDataset`."""
+
+    name = "histories"
+    # On the validation of Amazon Beauty, steps also on that of MovieLens.
+    defaults = Defaults(
+        batch_size=256,
+        least_epochs=40,
+        least_steps=3500,
+        optimizer="adamw",
+        options={"b2": 0.98, "weight_decay": 0.1},
+    )
+
+    def maker(self, config, data, targets=None, *, content=None) -> Maker:
+        from sparsejax.kinds.histories.modules import new_sequence_model
+
+        _check_targets(targets)
+        inputs = num_columns("data", data)
+        sizes = {"inputs": inputs, "content": content}
+        return functools.partial(new_sequence_model, config, **sizes)
+
+    def examples(self, model, inputs, targets, weights) -> Examples:
+        from sparsejax.kinds.histories.job import sequence_examples
+
+        _check_targets(targets)
+        return sequence_examples(model, inputs, weights)
+
+    def job(self, model, inputs, *, targets, **options) -> Job:
+        from sparsejax.kinds.histories.job import sequence_job
+
+        _check_targets(targets)
+        return sequence_job(model, inputs, **options)
+
+    def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
+        shown = shown_of(model, inputs)
+        exclude = unordered("exclude", exclude, inputs)
+        return _ranker(model, inputs), shown, exclude
+
+    def evaluate(
+        self, model, inputs, *, heldout, optimizer=None, keep_rows=False, **options
+    ):
+        from sparsejax.kinds.histories.evaluation import prepared_sequences
+
+        if heldout is None:
+            raise ValueError("give heldout, as split_last makes it")
+        prepared = prepared_sequences(model, inputs, heldout, **options)
+        ranker = _ranker(model, inputs)
+        return prepared.run(ranker, optimizer=optimizer, keep_rows=keep_rows)
+
+    def portable(self, model, names, **options):
+        from sparsejax.kinds.portable import portable_ranker
+
+        check_history_model(model)
+        timed = kind_of(names) is self and has_times(model, names)
+        return portable_ranker(NextItems(model, times=timed), names, **options)
+
+    def suit_to_memory(self, model, optimizer, data, batch_size) -> None:
+        from sparsejax.kinds.histories.footprint import suit_to_memory
+
+        suit_to_memory(model, optimizer, data, batch_size)
+
+    def workload(self, network, **sizes) -> Workload:
+        from sparsejax.kinds.histories.footprint import history_workload
+
+        return history_workload(network, **sizes)
+
+    def read_config(self, document: object) -> SequenceConfig:
+        return SequenceConfig.from_json(document)
+
+    def described(self, model: str) -> tuple[SequenceConfig, Collection[str]]:
+        return super().described(model)[0], ("max_length",)
+
+    def with_negatives(
+        self, config: SequenceConfig, negatives: int | None, origin: bool
+    ) -> SequenceConfig:
+        # If a run is continued, the loss is what is asked for now.
+        if negatives is None and not origin:
+            return config
+        sampler = "uniform" if negatives is None else config.sampler
+        return dataclasses.replace(config, negatives=negatives, sampler=sampler)
+
+    def source(self, training: Training, before: Earlier | None) -> Source:
+        data = everything = read_histories(training.data, training)
+        if before is not None:
+            data = everything = data.append_features(before.known)
+        data, features = interactions.with_content(training, before, data, self.counts)
+        everything = data
+        heldout = validation = split = None
+        if (asked := training.validation) is not None:
+            parts = validation_split(asked, data)
+            if parts is None:
+                heldout = self.heldout(asked, training, data, training.data)
+            else:
+                data, heldout = parts
+                split = split_name(asked)
+                training.say(f"validation: {parts}")
+            validation = fingerprint_of_heldout(heldout.to_sparse(), data.row_names)
+        times = [] if data.times is None else [data.times.view(np.int64)]
+        return Source(
+            data=data,
+            everything=everything,
+            chunks=[int(np.sum(np.diff(data.indptr) > 1))],  # as `fit` has them
+            fingerprint=fingerprint(data.indptr, data.indices, *times),
+            num_features=data.num_features,
+            known=data.feature_names,
+            indicator=True,
+            heldout=heldout,
+            validation=validation,
+            split=split,
+            features=features,
+        )
+
+    def scanned(self, training: Training) -> Source:
+        interactions.check_scanned(training)
+        rows = training.chunk_rows or 1
+        histories = scan_sequences(
+            training.data,
+            user=training.user,
+            item=training.item,
+            time=training.time,
+            chunk_rows=rows,
+        )
+        ends = chunk_ends(histories.groups, rows)
+        return Source(
+            data=histories,
+            everything=histories,
+            chunks=np.diff([0, *ends]).tolist(),
+            fingerprint=histories.fingerprint(),
+            num_features=histories.num_features,
+            known=histories.feature_names,
+            indicator=True,
+        )
+
+    def suited(
+        self, config: SequenceConfig, training: Training, source: Source
+    ) -> tuple[SequenceConfig, str]:
+        if "max_length" not in training.suited or training.chunk_rows is not None:
+            return config, ""
+        config = config.suited_to(source.data)
+        lengths = np.diff(source.data.indptr)
+        older = entries_cut_off(lengths, config.max_length)
+        said = f"max_length {config.max_length}"
+        if older:
+            said += (
+                f", from which {older / lengths.sum():.1%} of the entries are cut off"
+            )
+        return config, said
+
+    def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
+        if asked.heldout is None:
+            raise ValueError("give heldout=..., what the model should find")
+        inputs = asked.inputs
+        shown = meanwhile(lambda: self.read_shown(inputs, reading, run))
+        model = run.model()
+        train, candidates = shown(), None
+        if (source := asked.candidates) is not None:
+            candidates = read_file(source, reading, features=run.known, indicator=True)
+        heldout = self.heldout(asked.heldout, reading, train, inputs)
+        how: dict[str, Any] = {"candidates": candidates, **asked.counted()}
+        found = self.evaluate(
+            model, train, heldout=heldout, keep_rows=asked.keep_rows, **how
+        )
+
+        def beside() -> tuple[Evaluation, SparseDataset]:
+            rows = train.to_sparse()
+            return prepared_for(rows, heldout.to_sparse(), **how), rows
+
+        return Measurement(found, beside)
+
+    def read_shown(self, source, reading: Reading, run: Opened) -> SequenceDataset:
+        return read_histories(source, reading, features=run.known)
+
+    def read_heldout(
+        self, source, reading: Reading, data: SequenceDataset
+    ) -> SequenceDataset:
+        return read_histories(source, reading, features=data)
+
+    def excluded(
+        self,
+        asked: Recommend,
+        reading: Reading,
+        run: Opened,
+        shown: SequenceDataset,
+    ) -> SequenceDataset | SparseDataset | None:
+        if asked.exclude is None:
+            return shown if asked.exclude_seen else None
+        unwanted = self.read_shown(asked.exclude, reading, run).to_sparse()
+        return shown.to_sparse().merge(unwanted) if asked.exclude_seen else unwanted
+
+    def counts(self, data: SequenceDataset) -> np.ndarray:
+        return np.bincount(data.indices, minlength=data.num_features)
+
+
+def _ranker(model: Any, inputs: Any) -> NextItems:
+    """The model as one that ranks items."""
+    return NextItems(finished(model), times=has_times(model, inputs))
+
+
+def _check_targets(targets: Any) -> None:
+    if targets is not None:
+        raise ValueError(
+            "the targets of histories are their own items; leave out targets"
+        )
+
+
+KIND: Kind = Histories()

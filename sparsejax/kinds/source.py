@@ -1,0 +1,98 @@
+"""What a kind reads from files and from a run folder, and what it says about them."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+
+from sparsejax.data import ItemFeatures
+
+# Lowers what a model will run, which has shapes in place of arrays. Returns what compiles it.
+Ahead = Callable[[Any], Callable[[], object]]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Source:
+    """The data to train on.
+
+    Attributes:
+      data: the rows to train on, in memory or on disk.
+      everything: all rows, also what is held out of them.
+      chunks: number of rows in each chunk of the data.
+      fingerprint: of the data.
+      num_features: columns of the data; of clicks all ids.
+      known: what the run folder keeps to read other data by: the names of the features; of
+        clicks a data set without examples.
+      indicator: whether the data has no values, or its values are ignored.
+      heldout: what to measure on after each epoch, if there is anything.
+      validation: `fingerprint` of what is held out.
+      split: how it was chosen from the data, unless a file has it.
+      features: content of the items, in the order of `known`, if it is given.
+    """
+
+    data: Any
+    everything: Any
+    chunks: Sequence[int]
+    fingerprint: str
+    num_features: int
+    known: Any
+    indicator: bool
+    heldout: Any = None
+    validation: str | None = None
+    split: str | None = None
+    features: ItemFeatures | None = None
+
+
+class Earlier(NamedTuple):
+    """The parts of a run that the data of a run after it depends on.
+
+    Attributes:
+      name: of its folder, in messages.
+      known: see `Source.known`.
+      item_features: content of its items, if they have some.
+    """
+
+    name: str
+    known: Any
+    item_features: ItemFeatures | None
+
+
+@runtime_checkable
+class Opened(Protocol):
+    """A run folder that is read."""
+
+    @property
+    def settings(self) -> Any: ...
+
+    @property
+    def known(self) -> Any: ...
+
+    def model(self, ahead: Ahead | None = None) -> Any: ...
+
+    def item_features(self) -> ItemFeatures | None: ...
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Findings:
+    """What a report says about a model and its data.
+
+    Attributes:
+      model: the model.
+      facts: texts about the data.
+      measured: metrics, if something was held out.
+      calibration: predicted and true shares of clicks, see `write_report`.
+      counts: `[items]` how often each occurs; None if the model ranks no items.
+      shown: the rows that the model is shown, if there are some.
+      heldout: what was held out of them.
+    """
+
+    model: Any
+    facts: Sequence[str] = ()
+    measured: Mapping[str, float] | None = None
+    calibration: Sequence[tuple[float, float]] = ()
+    counts: np.ndarray | None = None
+    shown: Any = None
+    heldout: Any = None

@@ -1,0 +1,170 @@
+"""The uses of a run: it is measured, recommends, is reported and is exported."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsejax import metrics
+from sparsejax.baselines.models import BASELINES
+from sparsejax.data import SparseDataset
+from sparsejax.data.files.names import Names
+from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.kinds.reading import some_rows
+from sparsejax.kinds.source import Opened
+from sparsejax.kinds.threads import meanwhile
+from sparsejax.options.measuring import Evaluate, Paged
+from sparsejax.options.predicting import Export, Exported, Recommend
+from sparsejax.options.reading import Reading
+from sparsejax.runs.report import examples_of, similar_to_popular
+from sparsejax.verbs.export import export_with_answer
+from sparsejax.verbs.recommend import lower_recommend, recommend
+from sparsejax.verbs.vectors import user_vectors
+
+
+def measured(asked: Evaluate, reading: Reading, run: Opened) -> Mapping[str, float]:
+    """The metrics of a run.
+
+    Args:
+      asked: what is measured.
+      reading: how files are read.
+      run: the run.
+    """
+    found = run.settings.kind.measured(asked, reading, run)
+    figures = found.metrics
+    if asked.baselines:
+        prepared, train = found.beside()
+        figures = _with_baselines(figures, prepared, train, reading.say)
+    return _warn_of_popularity(figures)
+
+
+def recommended(
+    asked: Recommend,
+    reading: Reading,
+    run: Opened,
+    check: Callable[[Names], None] | None = None,
+    hint: str = "",
+) -> tuple[Names, Recommendations]:
+    """The names of rows, and their recommendations.
+
+    Args:
+      asked: what is recommended.
+      reading: how files are read.
+      run: by which run.
+      check: called with the names of rows before the model is.
+      hint: what to say after an error about these names.
+    """
+    kind = run.settings.kind
+
+    def read() -> tuple[Any, dict[str, Any]]:
+        data = kind.read_shown(asked.inputs, reading, run)
+        if asked.users is not None:
+            data = some_rows(data, asked.users, hint)
+        if check is not None:
+            check(data.row_names)
+        return data, {
+            "k": asked.k,
+            "exclude": kind.excluded(asked, reading, run, data),
+            "exclude_items": asked.exclude_items,
+            "only_items": asked.only_items,
+        }
+
+    shown = meanwhile(read)
+
+    def ahead(shapes: Any) -> Callable[[], object]:
+        data, how = shown()
+        return lower_recommend(shapes, data, **how)
+
+    model = run.model(ahead)
+    data, how = shown()
+    return data.row_names, recommend(model, data, **how)
+
+
+def vectors_of(inputs: Any, reading: Reading, run: Opened) -> tuple[np.ndarray, Names]:
+    """The vectors of the rows of some data, and their names."""
+    data = run.settings.kind.read_shown(inputs, reading, run)
+    return user_vectors(run.model(), data), data.row_names
+
+
+def page(asked: Paged, reading: Reading, run: Opened) -> dict[str, Any]:
+    """Arguments of `write_report` that depend on the model and the data."""
+    found = run.settings.kind.findings(asked, reading, run)
+    contents: dict[str, Any] = {
+        "model": found.model,
+        "measured": found.measured,
+        "calibration": found.calibration,
+        "data": found.facts,
+    }
+    if found.shown is not None:
+        contents["examples"] = examples_of(
+            found.model, found.shown, found.heldout, keep_seen=not asked.exclude_seen
+        )
+    if found.counts is not None:
+        contents["similar"] = similar_to_popular(found.model, run.known, found.counts)
+    return contents
+
+
+def export(asked: Export, reading: Reading, run: Opened) -> None:
+    """Writes the predictor of a run."""
+    kind = run.settings.kind
+    model = kind.corrected(run, asked, reading)
+    if getattr(model, "uses_times", False):
+        reading.say(
+            "note: the predictor recommends without times; export_predictor in Python, "
+            "with the data as names, makes one that reads them"
+        )
+    export_with_answer(
+        model,
+        asked.path,
+        names=run.known,
+        item_features=run.item_features(),
+        **asked.useful(kind.name, Exported),
+    )
+
+
+def _with_baselines(
+    measured: Mapping[str, float],
+    prepared: Evaluation,
+    train: SparseDataset,
+    say: Callable[[str], None],
+) -> Mapping[str, float]:
+    """The metrics, behind those of each baseline, with its name before that of the metric.
+
+    Args:
+      measured: the metrics of the model.
+      prepared: on which the baselines are measured.
+      train: of which they are made.
+      say: is told which of them need too much memory.
+    """
+    found: dict[str, float] = {}
+    for name, baseline in BASELINES.items():
+        try:
+            model = baseline(train)
+        except MemoryError as error:
+            say(f"left out: {error}")
+            continue
+        its = prepared.run(model)
+        found |= {f"{name}_{n}": its[n] for n in its if f"popularity_{n}" in its}
+    found |= measured
+    rows = getattr(measured, "rows", None)
+    return found if rows is None else metrics.Measured(found, rows)
+
+
+def _warn_of_popularity(measured: Mapping[str, float]) -> Mapping[str, float]:
+    """The metrics, with a warning if the most popular items are better for everyone."""
+    for name, value in measured.items():
+        popular = measured.get(f"popularity_{name}")
+        of_all = name.startswith("ndcg@") and not name.endswith("]")
+        if of_all and popular is not None and popular > value:
+            warnings.warn(
+                f"recommending the most popular items to everyone is better than this model: "
+                f"{name} {popular:.4f}, of the model {value:.4f}. Train longer, or with the "
+                "settings that suit the data",
+                stacklevel=2,
+            )
+            break
+    return measured
