@@ -163,7 +163,7 @@ def test_a_batch_need_not_be_half_full_where_rows_cost_nothing():
 
 def test_a_full_batch_is_packed_while_the_device_works(engine):
     service = Batcher(engine)
-    service.submit(given(1))
+    first = service.submit(given(1))
     begun(engine)
     service.submit(given(2, 2, 2))
     assert engine.packed_batches == 1  # the next batch may still grow
@@ -172,6 +172,7 @@ def test_a_full_batch_is_packed_while_the_device_works(engine):
     assert len(engine.batches) == 1
     engine.gate.set()
     service.close()
+    assert numbers(first) == [2]  # the device did not fail meanwhile
     assert engine.batches == [[1], [2, 2, 2, 3]]
 
 
@@ -189,7 +190,7 @@ class ByEntries(Doubling):
 def test_a_batch_with_all_entries_is_packed_while_the_device_works():
     engine = ByEntries()
     service = Batcher(engine)
-    service.submit(given(1))
+    first = service.submit(given(1))
     begun(engine)
     service.submit(given(4))
     assert engine.packed_batches == 1  # the next batch may still grow
@@ -197,6 +198,7 @@ def test_a_batch_with_all_entries_is_packed_while_the_device_works():
     until(lambda: engine.packed_batches == 2)
     engine.gate.set()
     service.close()
+    assert numbers(first) == [2]  # the device did not fail meanwhile
     assert engine.batches == [[1], [4, 6]]
 
 
