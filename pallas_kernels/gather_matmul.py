@@ -37,7 +37,7 @@ _FILL_ROWS = 64  # rows that a program looks through for empty ones
 
 
 def default_config(hidden: int, itemsize: int, nse: int, period: int = 0) -> Config:
-    """The fastest of some 40 tried on an H200, jax 0.11.2 (benchmarks/README.md).
+    """The fastest of some 40 tried on an H200, jax 0.11.2 (benchmarks/notes/gather_matmul.md).
 
     Long weight rows are fastest with small programs, which leave less work at the end.
     Short weight rows are fastest with few programs, which cost less to start; there,

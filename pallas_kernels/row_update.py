@@ -45,7 +45,7 @@ _PROGRAMS = 4_096
 
 
 def default_config(hidden: int, nse: int, by_row: bool = False) -> Config:
-    """None that was tried is faster, on an H200 with jax 0.11.2 (benchmarks/README.md)."""
+    """None that was tried is faster, on an H200 with jax 0.11.2."""
     chunk = 256 if hidden <= 256 else 512
     entries = entries_for(nse, _PROGRAMS)
     if (by_row or takes_narrow(hidden)) and (team := team_for(hidden, 4)):

@@ -26,7 +26,7 @@ from sparsejax.sparse import MAX_ENTRIES
 
 # How long an id takes on the device that has its row, and a byte of this row, as bytes that NVLink
 # of an H200 sends meanwhile, 450 GB/s. A lookup, sort and update of 1.7 million ids takes 504 us
-# with rows of 64 bytes, 780 us with rows of 256: "narrow" in benchmarks/embedding_times.py.
+# with rows of 64 bytes, 780 us with rows of 256: "narrow" in benchmarks/results/embedding_times.json.
 _ID, _BYTE = 109, 0.38
 
 # Whole and replicated tables may take so much more memory than rows would: a part of it, bytes.

@@ -81,7 +81,7 @@ def is_timed(modules: Iterable[object]) -> bool:
     """Whether XLA shall time fusions of a training step of these modules: of click models.
 
     A step of theirs is many short fusions. With 4,096 examples they are 4 % faster then, and
-    steps of other models are not (benchmarks/README.md).
+    steps of other models are not (benchmarks/notes/first_result.md).
     """
     return any(getattr(type(module), "kind", None) == "clicks" for module in modules)
 

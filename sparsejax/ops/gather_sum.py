@@ -154,7 +154,7 @@ def _sum_on_device(
 def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     """Whether the GPU program can run here and is faster than XLA's form.
 
-    The figures are in benchmarks/README.md.
+    The figures are in benchmarks/notes/gather_matmul.md.
 
     Args:
       w: the matrix whose rows are gathered.

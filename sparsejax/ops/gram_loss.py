@@ -42,7 +42,7 @@ _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
 # Rows with labels that are changed together, where a chunk has some of them.
 _CHANGED_ROWS = 8192
 # Cost of an entry of the labels, in scores that the other form computes. Measured with
-# bfloat16 operands on an H200, and float32 operands on a CPU: see benchmarks/README.md.
+# bfloat16 operands on an H200, and float32 operands on a CPU: see benchmarks/notes/output_loss.md.
 _CPU_LABEL, _GPU_LABEL = 32, 512
 
 

@@ -174,7 +174,7 @@ class Clicks(Kind):
         ):
             chosen["regression"] = True
             said.append("a logistic regression is fitted first")
-        # As good there by AUC, and faster: benchmarks/click_dtypes.py.
+        # As good there by AUC, and faster: benchmarks/notes/dlrm.md.
         if "dtype" in training.suited and custom_call_can_run(
             HOPPER_OR_NEWER, divided=True
         ):
