@@ -95,11 +95,10 @@ def jit(
       timing programs that `fit` does not use either.
     - Under `jax.set_mesh(make_mesh(...))` whatever is not divided is copied to every device
       at the first call, and every array stays on its devices.
-    - Attributes of modules other than arrays must be hashable: a tuple in place of a
-    list. A change within a list would not be noticed.
-    - The step changes values of variables. It cannot change which variables and modules
-    a module has, and it
-      returns arrays, not modules.
+    - Attributes of modules other than arrays must be hashable: a tuple in place of a list. A
+      change within a list would not be noticed.
+    - The step changes values of variables. It cannot change which variables and modules a
+      module has, and it returns arrays, not modules.
 
     A module in another mode (`model.eval()`), with other settings, or with arrays of other
     shapes is noticed, and the step is compiled for it. Within another program, such as
