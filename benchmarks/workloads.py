@@ -170,44 +170,6 @@ OUTPUTS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Embeddings:
-    """Tables of one width below each other, and a batch with a bag of ids for each table.
-
-    Attributes:
-      name: how tables and results call it.
-      tables: rows of each table.
-      hidden: their width.
-      batch: examples.
-      ids: ids of a bag.
-    """
-
-    name: str
-    tables: tuple[int, ...]
-    hidden: int
-    batch: int
-    ids: int = 1
-
-    @property
-    def num_rows(self) -> int:
-        """Rows of all tables."""
-        return sum(self.tables)
-
-    @property
-    def bags(self) -> int:
-        """Bags of a batch; those of an example follow each other."""
-        return self.batch * len(self.tables)
-
-    def columns(self, seed: int, skew: float) -> np.ndarray:
-        """`[bags, ids]` int32: rows of the tables below each other, skewed as `zipf_ids`."""
-        rng = np.random.default_rng(seed)
-        shape, first, parts = (self.batch, self.ids), 0, []
-        for rows in self.tables:
-            parts.append(first + zipf_ids(rng, shape, rows, skew))
-            first += rows
-        return np.stack(parts, 1).reshape(self.bags, self.ids).astype(np.int32)
-
-
 # The rows of MLPerf's DLRM-DCNv2, Criteo's days with at most 40 M rows a table:
 # https://github.com/mlcommons/training/tree/master/recommendation_v2/torchrec_dlrm
 CRITEO_ROWS = (
@@ -219,15 +181,6 @@ CRITEO_ROWS = (
 CRITEO_IDS = (
     *(3, 2, 1, 2, 6, 1, 1, 1, 1, 7, 3, 8, 1, 6, 9, 5, 1, 1, 1, 12),
     *(100, 27, 10, 3, 1, 1),
-)
-EMBEDDINGS = (
-    *(
-        Embeddings(f"narrow {hidden}", (1_000_000,) * 26, hidden, 65_536)
-        for hidden in (16, 32, 64)
-    ),
-    # FBGEMM's benchmark of its table-batched embedding.
-    Embeddings("tbe", (4_000_000,) * 32, 128, 8_192, 20),
-    Embeddings("criteo", CRITEO_ROWS, 128, 65_536),
 )
 
 
