@@ -90,7 +90,7 @@ def read(embeddings, ids):
 
 @sj.jit
 def rows_of(embeddings, ids):
-    return [x.indices for x in embeddings._found(ids).stacks.values()]
+    return [store.matrix(ids).indices for store in embeddings.stores()]
 
 
 def ids_of(rng, names, size, width=None):
@@ -532,11 +532,11 @@ def evict(rows):
         words = jax.random.bits(key, index.keys.shape, jnp.uint32)
         used = index.used.at[:, : layout.sizes[0]].set(True)
         slots = jax.random.randint(key, index.slots.shape, 0, layout.sizes[0])
-        last = jax.random.randint(key, state.last.shape, 0, 2**30)
+        last = jax.random.randint(key, state.index.used.shape, 0, 2**30)
         index = index._replace(
             keys=words, used=used, slots=slots, num_free=0 * index.num_free
         )
-        return state._replace(index=index, last=last)
+        return state._replace(index=index, numbers=state.numbers | {"last": last})
 
     def freed(state):
         needed = jnp.ones_like(state.index.num_free)

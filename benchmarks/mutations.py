@@ -356,13 +356,13 @@ FAULTS = [
     ),
     (
         "sparsejax/embeddings/dynamic/eviction.py",
-        "halved = jnp.where((lacking > 0)[:, None], mine // 2, mine)",
-        "halved = mine",
+        "faded = jnp.where((lacking > 0)[:, None], number.faded(mine), mine)",
+        "faded = mine",
     ),
     (
-        "sparsejax/embeddings/dynamic/eviction.py",
-        'if config.evict == "lru":',
-        'if config.evict == "lfu":',
+        "sparsejax/embeddings/dynamic/numbers.py",
+        'return values.at[at].add(jnp.where(counts, times, 0), mode="drop")',
+        'return values.at[at].add(jnp.where(counts, 1, 0), mode="drop")',
     ),
     (
         "sparsejax/embeddings/dynamic/assignment.py",

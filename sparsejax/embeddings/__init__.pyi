@@ -6,6 +6,7 @@ from .config import FeatureConfig as FeatureConfig
 from .config import TableConfig as TableConfig
 from .dynamic.changes import Changes as Changes
 from .dynamic.changes import Export as Export
+from .dynamic.numbers import RowNumber as RowNumber
 from .dynamic.state import TableStats as TableStats
 from .feature_batch import FeatureBatch as FeatureBatch
 from .feature_batch import WideIds as WideIds

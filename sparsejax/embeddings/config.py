@@ -12,6 +12,7 @@ from typing import ClassVar, Literal, get_args
 import jax
 import jax.numpy as jnp
 
+from sparsejax.embeddings.dynamic.numbers import RowNumber
 from sparsejax.mesh.layout import ROW_MULTIPLE
 from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.optimizers.rules import Rule
@@ -186,7 +187,8 @@ class DynamicTableConfig(TableConfig):
         id alone.
       evict: which ids lose their row when a part has none left for new ones: "lru" those
         that were not seen for longest, "lfu" those seen least often. With None no id loses
-        its row, unless `time_to_live` has passed; new ids then have none.
+        its row, unless `time_to_live` has passed; new ids then have none. A `RowNumber` is a
+        policy of your own.
       time_to_live: ids that were not seen for longer lose their row first. In units of the
         clock of `assign_rows`: steps, if it has none.
       admit: which new ids get a row; by default all.
@@ -197,7 +199,7 @@ class DynamicTableConfig(TableConfig):
     """
 
     _: dataclasses.KW_ONLY
-    evict: Evict | None = "lru"
+    evict: Evict | RowNumber | None = "lru"
     time_to_live: int | None = None
     admit: Admit | None = None
     host_rows: int | None = None
@@ -211,8 +213,13 @@ class DynamicTableConfig(TableConfig):
                 "rows of a dynamic table are always divided: leave out placement and "
                 f"pieces, got placement={self.placement!r}, pieces={self.pieces}"
             )
-        if self.evict not in (None, *get_args(Evict)):
-            raise ValueError(f'evict is "lru", "lfu" or None, got {self.evict!r}')
+        if not isinstance(self.evict, RowNumber) and self.evict not in (
+            None,
+            *get_args(Evict),
+        ):
+            raise ValueError(
+                f'evict is "lru", "lfu" or None, or a RowNumber, got {self.evict!r}'
+            )
         if self.time_to_live is not None:
             _check_positive("time_to_live", self.time_to_live)
         if self.admit is not None and not isinstance(self.admit, Admit):
@@ -263,6 +270,7 @@ class DynamicTableConfig(TableConfig):
         """Bytes for each row, beside its numbers and state."""
         # A key, a flag, a place in the free list, two slots with tags, `last` and `count`.
         index = 8 + 1 + 4 + 2 * (4 + 1) + 4 + 4
+        index += 4 if isinstance(self.evict, RowNumber) else 0
         return index + (16 if self.admit and self.admit.count else 0)
 
 

@@ -15,7 +15,13 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.embeddings import Admit, DynamicTableConfig, FeatureConfig, WideIds
+from sparsejax.embeddings import (
+    Admit,
+    DynamicTableConfig,
+    FeatureConfig,
+    RowNumber,
+    WideIds,
+)
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.ops import hash_index, index_edits
@@ -208,6 +214,20 @@ def test_equals_static_tables_after_a_move_to_another_mesh(rule, tmp_path):
 # --- who has a row ---
 
 
+@dataclasses.dataclass(frozen=True)
+class Fading(RowNumber):
+    """Counts, of which old ones count less: a policy of one's own."""
+
+    name = "faded"
+    dtype = jnp.float32
+
+    def initial(self, times, now):
+        return times
+
+    def update(self, value, times, now):
+        return value * 0.75 + times
+
+
 class Dictionary:
     """The ids of one table with their rows, as documented."""
 
@@ -216,6 +236,7 @@ class Dictionary:
         self.rows: dict[int, int] = {}
         self.last: dict[int, int] = {}
         self.count: dict[int, int] = {}
+        self.faded: dict[int, np.float32] = {}
         self.evicted = 0
         self.free = {part: list(range(self.size - 1, -1, -1)) for part in range(256)}
 
@@ -225,6 +246,8 @@ class Dictionary:
             if key in self.rows:
                 self.last[key] = now
                 self.count[key] += keys.count(key)
+                often = np.float32(keys.count(key))
+                self.faded[key] = self.faded[key] * np.float32(0.75) + often
             else:
                 new.setdefault(part_of(0, key), []).append(key)
         for part, wanted in new.items():
@@ -234,6 +257,7 @@ class Dictionary:
                 if self.free[part]:
                     self.rows[key] = part * self.size + self.free[part].pop()
                     self.last[key], self.count[key] = now, keys.count(key)
+                    self.faded[key] = np.float32(keys.count(key))
 
     def evict(self, part, needed, kept, now):
         of_part = [key for key, row in self.rows.items() if row // self.size == part]
@@ -243,7 +267,8 @@ class Dictionary:
             gone = [key for key in can if now - self.last[key] > live]
         wanted = max(needed - len(self.free[part]), math.ceil(self.size / 32))
         if self.config.evict:
-            score = self.last if self.config.evict == "lru" else self.count
+            scores = {"lru": self.last, "lfu": self.count, Fading(): self.faded}
+            score = scores[self.config.evict]
             rest = sorted(set(can) - set(gone), key=lambda key: (score[key], key))
             gone += rest[: max(wanted - len(gone), 0)]
         if self.config.evict == "lfu":
@@ -279,6 +304,29 @@ def compare_with_a_dictionary(batches, *, begin=0, **options):
 
 def test_lru_equals_a_dictionary():
     compare_with_a_dictionary(50)
+
+
+def test_a_policy_of_ones_own_equals_a_dictionary(tmp_path):
+    compare_with_a_dictionary(50, evict=Fading())
+    pairs = [one_table(evict=Fading(), rule=sj.optimizers.sgd(0.1)) for _ in range(2)]
+    (model, optimizer), (other, of_other) = pairs
+    given(model, optimizer, [7, 8, 7])
+    given(model, optimizer, [7])
+    path = tmp_path / "id.parquet"
+    model.embeddings.save_table("id", path)
+    table = pq.read_table(path)
+    assert table.column_names == ["id", "row", "count", "last", "faded"]
+    assert table.column("faded").to_pylist() == [2.5, 1.0]
+    other.embeddings.load_table("id", path, of_other)
+    for a, b in zip(
+        *(arrays_of(each.embeddings.indexes) for each, _ in pairs), strict=True
+    ):
+        if a.dtype == np.float32:
+            np.testing.assert_array_equal(np.sort(a, axis=None), np.sort(b, axis=None))
+    pq.write_table(table.drop_columns(["count", "last", "faded"]), path)
+    other.embeddings.load_table("id", path, of_other)
+    other.embeddings.save_table("id", path)
+    assert pq.read_table(path).column("faded").to_pylist() == [1.0, 1.0]
 
 
 @pytest.mark.parametrize("begin", [0, -(2**31)])

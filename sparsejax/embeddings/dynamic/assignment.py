@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -18,16 +19,18 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.embeddings.dynamic import admission, eviction, vectors
+from sparsejax.embeddings.dynamic.numbers import RowNumber
 from sparsejax.embeddings.dynamic.state import (
     FOUND,
     INSERTED,
-    MOST_SEEN,
     REFUSED,
     WAITING,
     State,
     configs_of,
     counted,
     layout_of,
+    numbers_of,
+    policies_of,
 )
 from sparsejax.embeddings.feature_batch import WITHOUT_ROW, WRONG
 from sparsejax.embeddings.placement import Stack
@@ -252,18 +255,19 @@ class Assign:
           rows are in host memory, `trained` is None, and `[ids]` bool in its place: which ids
           got their row now, one for each row.
         """
-        layout, parts = layout_of(self.stack), len(state.last)
+        layout, parts = layout_of(self.stack), len(state.index.used)
         wanted = times > 0
         found = hash_index.find(layout, state.index, keys, wanted, first_part)
         part = hash_index.part_of(keys) - first_part
         wanted &= (part >= 0) & (part < parts)
         missing = wanted & (found < 0)
         # Rows that are found stay, so nothing else waits for what is counted of them: it can be
-        # done while rows cross. But counts of "lfu" halve with what this batch has added.
-        halves = any(config.evict == "lfu" for config in configs_of(self.stack))
+        # done while rows cross. But a number that fades does so with what this batch has added.
+        kept = numbers_of(self.stack)
+        fades = any(number.fades for number in policies_of(self.stack))
         known = found
-        if halves:
-            state = _seen(state, known, times, moment.now)
+        if fades:
+            state = _seen(kept, state, known, times, moment.now)
         size, count = len(found), jnp.sum(missing, dtype=jnp.int32)
 
         def insert(few, *operands):
@@ -287,8 +291,8 @@ class Assign:
             tier = sum((count > few).astype(jnp.int32) for few in limits)
             branches = [nothing_new, *programs]
             state, new, found = lax.switch(tier, branches, *operands)
-        if not halves:
-            state = _seen(state, known, times, moment.now)
+        if not fades:
+            state = _seen(kept, state, known, times, moment.now)
         known = _per_table(state, part, keys.table, wanted & ~missing, times)
         return counted(state, FOUND, known), new, found
 
@@ -328,13 +332,14 @@ class Assign:
             lacking = needed > state.index.num_free
 
             def evicted(state):
-                kept = jnp.zeros(state.last.size, bool)
+                last = state.numbers["last"]
+                kept = jnp.zeros(last.size, bool)
                 kept = kept.at[jnp.where(found >= 0, found, kept.size)].set(
                     True, mode="drop"
                 )
-                kept = kept.reshape(state.last.shape)
+                kept = kept.reshape(last.shape)
                 if self.keeps_seen:
-                    kept |= state.last == moment.now
+                    kept |= last == moment.now
                 return eviction.evict(configs, layout, state, needed, kept, moment.now)
 
             state = lax.cond(jnp.any(lacking), evicted, lambda state: state, state)
@@ -343,12 +348,13 @@ class Assign:
         nowhere = MAX_ENTRIES - jnp.arange(size, dtype=jnp.int32)
         to = jnp.where(got, rows, nowhere)
         options = {"mode": "drop", "unique_indices": True}
-        last = state.last.reshape(-1).at[to].set(moment.now, **options)
-        count = state.count.reshape(-1).at[to].set(counts, **options)
-        shape = state.last.shape
-        state = state._replace(
-            index=index, last=last.reshape(shape), count=count.reshape(shape)
-        )
+        after = {}
+        for number in numbers_of(stack):
+            values = state.numbers[number.name]
+            first = number.initial(counts, moment.now).astype(values.dtype)
+            flat = values.reshape(-1).at[to].set(first, **options)
+            after[number.name] = flat.reshape(values.shape)
+        state = state._replace(index=index, numbers=after)
         refused = _per_table(state, part, table, new & ~got, counts)
         state = counted(state, REFUSED, refused)
         inserted = _per_table(state, part, table, got)
@@ -521,20 +527,21 @@ def _over_devices(
 
 
 def _seen(
-    state: State, found: Int[Array, "ids"], times: Int[Array, "ids"], now: jax.Array
+    kept: Sequence[RowNumber],
+    state: State,
+    found: Int[Array, "ids"],
+    times: Int[Array, "ids"],
+    now: jax.Array,
 ) -> State:
-    # Otherwise XLA moves the reshapes into branches before and behind, and copies both arrays.
+    # Otherwise XLA moves the reshapes into branches before and behind, and copies the arrays.
     state = lax.optimization_barrier(state)
-    last, count = state.last.reshape(-1), state.count.reshape(-1)
-    at = jnp.where(found >= 0, found, last.size)
-    last = last.at[at].set(now, mode="drop")
-    # A batch has fewer ids than fit above `MOST_SEEN`, so no count wraps. To bound the sums
-    # themselves takes another scatter, half as long again on a GPU.
-    counts = count.at[at].get(mode="fill", fill_value=0) < MOST_SEEN
-    count = count.at[at].add(jnp.where(counts, times, 0), mode="drop")
-    shape = state.last.shape
-    state = state._replace(last=last.reshape(shape), count=count.reshape(shape))
-    return lax.optimization_barrier(state)
+    after = {}
+    for number in kept:
+        values = state.numbers[number.name]
+        at = jnp.where(found >= 0, found, values.size)
+        flat = number.seen(values.reshape(-1), at, times, now)
+        after[number.name] = flat.reshape(values.shape)
+    return lax.optimization_barrier(state._replace(numbers=after))
 
 
 def _per_table(

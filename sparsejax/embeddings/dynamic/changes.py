@@ -61,6 +61,7 @@ class Part(NamedTuple):
       stack: it.
       kernel: its rows.
       known: of dynamic tables, the arrays of their `State`.
+      numbers: the names of those that are kept for each row.
       within: the path of the kernel.
       host: its rows, if they are in host memory.
     """
@@ -69,6 +70,7 @@ class Part(NamedTuple):
     stack: Stack
     kernel: RowParam
     known: Mapping[str, nnx.Variable]
+    numbers: Sequence[str]
     within: tuple[Any, ...]
     host: HostRows | None = None
 
@@ -387,7 +389,7 @@ def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
         w, arrays = optimizer.settled_within(part.within, part.kernel)
     if not part.stack.dynamic:
         return Rows({ROW: w}, None, None)
-    columns = {ROW: w} | {name: part.known[name][...] for name in files.BY_PARTS}
+    columns = {ROW: w} | {name: part.known[name][...] for name in part.numbers}
     if state:
         columns |= {files.STATE + name: array for name, array in arrays.items()}
     return Rows(columns, part.known["keys"][...], part.known["used"][...])
@@ -413,7 +415,7 @@ def _hosted_now(
     hosted = Hosted(like, read, host.drifts)
     if not part.known:
         return Rows({}, None, None, hosted)
-    columns = {name: part.known[name][...] for name in files.BY_PARTS}
+    columns = {name: part.known[name][...] for name in part.numbers}
     keys, used = (part.known[name][...] for name in ("keys", "used"))
     return Rows(columns, keys, used, hosted)
 
@@ -438,7 +440,7 @@ def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Co
     dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
     if name == ROW:
         return Column(name, dtype.name, table.config.dim)
-    alone = name in files.BY_PARTS or array.ndim == 1
+    alone = files.is_number(name) or array.ndim == 1
     return Column(name, dtype.name, 0 if alone else array.shape[1])
 
 
@@ -514,7 +516,7 @@ def _nothing_on_host(part: Part) -> _OnHost:
 
 def _flat(rows: Rows) -> list[jax.Array]:
     return [
-        array.reshape(-1) if name in files.BY_PARTS else array
+        array.reshape(-1) if files.is_number(name) else array
         for name, array in rows.columns.items()
     ]
 
@@ -565,7 +567,7 @@ def _dynamic_changes(
     order = np.argsort(ids)
     ids, at = ids[order], at[order]
     arrays = [
-        files.flat(array) if name in files.BY_PARTS else array
+        files.flat(array) if files.is_number(name) else array
         for name, array in rows.columns.items()
     ]
     for some, found in files.gathered(at, arrays):
@@ -730,10 +732,10 @@ def _read(
             if there is not None:
                 names = [column.name for column in table.columns]
                 moved = [
-                    content.columns[n][here] for n in names if n not in files.BY_PARTS
+                    content.columns[n][here] for n in names if not files.is_number(n)
                 ]
                 there.hashes[rows[here]] = _hashed(moved, np)
-                columns = [content.columns[n] for n in names if n in files.BY_PARTS]
+                columns = [content.columns[n] for n in names if files.is_number(n)]
             if columns:
                 told[at].used[rows[here]] = True
                 hashes = _hashed([column[here] for column in columns], np)

@@ -12,6 +12,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from sparsejax.embeddings.config import DynamicTableConfig
+from sparsejax.embeddings.dynamic.numbers import ordered, policy
 from sparsejax.embeddings.dynamic.state import EVICTED, State, counted
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Layout
@@ -44,7 +45,7 @@ def evict(
       kept: rows that stay.
       now: the clock.
     """
-    index, count = state.index, state.count
+    index, numbers = state.index, dict(state.numbers)
     # Not `at[:, rows].set`: within a branch on several GPUs it ends XLA's compiler (0.12).
     gone = jnp.zeros_like(index.used)
     parts = len(gone)
@@ -59,7 +60,7 @@ def evict(
         which = slice(first, first + tables)
         lacking = (needed[:, which] - index.num_free[:, which]).reshape(-1)
         can = of_tables(index.used) & ~of_tables(kept) & (lacking > 0)[:, None]
-        last = of_tables(state.last)
+        last = of_tables(state.numbers["last"])
         expired = jnp.zeros_like(can)
         if config.time_to_live is not None:
             # An age that does not fit into int32 fits into uint32.
@@ -67,12 +68,10 @@ def evict(
             most = np.uint32(min(config.time_to_live, 2**32 - 1))
             expired = can & (last < now) & (age > most)
         lowest = jnp.zeros_like(can)
-        if config.evict is not None:
-            # As unsigned numbers in the same order. No count is negative.
-            if config.evict == "lru":
-                score = lax.bitcast_convert_type(last, jnp.uint32) ^ np.uint32(1 << 31)
-            else:
-                score = lax.bitcast_convert_type(of_tables(count), jnp.uint32)
+        number = policy(config.evict)
+        if number is not None:
+            values = of_tables(numbers[number.name])
+            score = ordered(number.score(values, now))
             keys = of_tables(index.keys)
             words = score, keys[..., 1], keys[..., 0]
             wanted = jnp.maximum(lacking, -(-size // _SHARE))
@@ -80,14 +79,15 @@ def evict(
             lowest = _lowest(words, can & ~expired, jnp.maximum(wanted, 0))
         mine = (expired | lowest).reshape(parts, -1)
         gone = lax.dynamic_update_slice_in_dim(gone, mine, rows.start, 1)
-        if config.evict == "lfu":
-            mine = of_tables(count)
-            halved = jnp.where((lacking > 0)[:, None], mine // 2, mine)
-            halved = halved.reshape(parts, -1)
-            count = lax.dynamic_update_slice_in_dim(count, halved, rows.start, 1)
+        if number is not None and number.fades:
+            mine = of_tables(numbers[number.name])
+            faded = jnp.where((lacking > 0)[:, None], number.faded(mine), mine)
+            numbers[number.name] = lax.dynamic_update_slice_in_dim(
+                numbers[number.name], faded.reshape(parts, -1), rows.start, 1
+            )
     freed = layout.per_table(gone.astype(jnp.int32))
     index = hash_index.remove(layout, index, gone)
-    return counted(state._replace(index=index, count=count), EVICTED, freed)
+    return counted(state._replace(index=index, numbers=numbers), EVICTED, freed)
 
 
 def _alike(configs: Sequence[DynamicTableConfig]) -> list[tuple[int, int]]:

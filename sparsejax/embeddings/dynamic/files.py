@@ -17,7 +17,6 @@ from jax.typing import ArrayLike
 
 from sparsejax import row_files
 from sparsejax.embeddings import table_files
-from sparsejax.embeddings.dynamic.state import MOST_SEEN
 from sparsejax.mesh.layout import (
     BY_ROWS,
     call_with_auto_axes,
@@ -31,11 +30,14 @@ from sparsejax.whole_files import check_writable, whole_file
 _STEPS = b"sparsejax.steps"
 # Before the names of arrays of an optimizer.
 STATE = "state."
-# Columns that the index has.
-BY_PARTS = "count", "last"
 _ID_TYPES = pa.uint64(), pa.int64(), pa.int32()
 # Rows that are read or written at a time.
 _BLOCK = 65_536
+
+
+def is_number(column: str) -> bool:
+    """Whether a column has the numbers of a `RowNumber`, which lie in parts."""
+    return column != "row" and not column.startswith(STATE)
 
 
 class Rows(NamedTuple):
@@ -156,10 +158,6 @@ def read(
     for name, array in like.items():
         if name in data.column_names:
             columns[name] = _numbers(path, data.column(name), name, array)
-    if "count" in columns:  # earlier releases let it wrap, then it is the largest
-        columns["count"] = np.where(
-            columns["count"] < 0, np.int32(MOST_SEEN), columns["count"]
-        )
     steps = _steps(path, data.schema, like) if with_state else None
     order = np.argsort(ids, kind="stable")
     ids = ids.astype(np.uint64)[order]

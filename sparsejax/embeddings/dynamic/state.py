@@ -15,6 +15,7 @@ from jaxtyping import Array, Int, UInt8, UInt32
 
 from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import admission
+from sparsejax.embeddings.dynamic.numbers import BUILT_IN, RowNumber, policy
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
@@ -22,8 +23,6 @@ from sparsejax.ops.hash_index import PARTS, Index, Layout
 # The numbers of each table. An id counts as often as batches have it, a row once.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
 _TOTALS = 5
-# Nothing is added to the count of an id that has reached this number.
-MOST_SEEN = 2**30
 
 
 class State(NamedTuple):
@@ -31,30 +30,28 @@ class State(NamedTuple):
 
     Attributes:
       index: which key has which row.
-      last: when the key of each row was last seen, by the clock of `assign_rows`.
-      count: how often it was seen, until it reaches `MOST_SEEN`; halved at evictions under "lfu".
+      numbers: those that are kept for each row, by name: `RowNumber`s.
       sketch: how often keys without a row were seen; of width 1 if nobody asks.
       totals: of each table, two words of 32 bits for each number.
     """
 
     index: Index
-    last: Int[Array, "parts rows"]
-    count: Int[Array, "parts rows"]
+    numbers: dict[str, Array]
     sketch: UInt8[Array, "parts depth width"]
     totals: UInt32[Array, "parts tables numbers 2"]
 
     def arrays(self) -> dict[str, jax.Array]:
         """All arrays by name, those of the index among them."""
-        found = {**self.index._asdict(), **self._asdict()}
-        del found["index"]
-        return found
+        others = {"sketch": self.sketch, "totals": self.totals}
+        return {**self.index._asdict(), **self.numbers, **others}
 
     @classmethod
     def of(cls, arrays: Mapping[str, jax.Array]) -> State:
         """The state of `arrays`."""
         given = dict(arrays)
         index = Index(*(given.pop(name) for name in Index._fields))
-        return cls(index=index, **given)
+        sketch, totals = given.pop("sketch"), given.pop("totals")
+        return cls(index, given, sketch, totals)
 
 
 class IndexState(nnx.Variable):
@@ -103,14 +100,33 @@ def configs_of(stack: Stack) -> list[DynamicTableConfig]:
     return [cast(DynamicTableConfig, table.config) for table in stack.tables]
 
 
+def policies_of(stack: Stack) -> list[RowNumber]:
+    """The numbers by which rows of its tables lose their ids."""
+    found = (policy(config.evict) for config in configs_of(stack))
+    return [number for number in found if number is not None]
+
+
+def numbers_of(stack: Stack) -> list[RowNumber]:
+    """The numbers that are kept for each row, in the order of files."""
+    found = {number.name: number for number in BUILT_IN}
+    for number in policies_of(stack):
+        if found.setdefault(number.name, number) != number:
+            raise ValueError(
+                f"tables of one width have two numbers {number.name!r}: {number} and "
+                f"{found[number.name]}; give one of them another name"
+            )
+    return [*found.values()]
+
+
 def empty(stack: Stack) -> State:
     """No key has a row."""
     layout, configs = layout_of(stack), configs_of(stack)
-    rows = jnp.zeros((PARTS, layout.rows), jnp.int32)
     return State(
         index=hash_index.empty(layout),
-        last=rows,
-        count=rows,
+        numbers={
+            number.name: jnp.zeros((PARTS, layout.rows), number.dtype)
+            for number in numbers_of(stack)
+        },
         sketch=admission.empty(configs),
         totals=jnp.zeros((PARTS, len(configs), _TOTALS, 2), jnp.uint32),
     )

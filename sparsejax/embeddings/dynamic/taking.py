@@ -184,7 +184,7 @@ def _with_state(
 
 def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
     variables: dict[str, nnx.Variable] = {ROW: part.kernel}
-    variables |= {name: part.known[name] for name in files.BY_PARTS if part.known}
+    variables |= {name: part.known[name] for name in part.numbers}
     if optimizer is not None:
         arrays = optimizer.rows_within(part.within, part.kernel)
         variables |= {files.STATE + name: array for name, array in arrays.items()}
@@ -194,17 +194,17 @@ def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
         on_host = {
             name.removeprefix(files.STATE): values
             for name, values in columns.items()
-            if name not in files.BY_PARTS
+            if not files.is_number(name)
         }
         part.host.put(plan.rows, on_host)
-        columns = {n: columns[n] for n in files.BY_PARTS if n in columns}
+        columns = {name: columns[name] for name in part.numbers}
     for name, values in columns.items():
         variable = variables[name]
         write = functools.partial(
             files.overwritten,
             rows=plan.rows,
             values=values,
-            by_parts=name in files.BY_PARTS,
+            by_parts=files.is_number(name),
             divided=part.stack.divided,
         )
         inplace.overwrite([variable], _once(write, variable))

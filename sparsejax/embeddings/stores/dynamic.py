@@ -176,6 +176,10 @@ class DynamicStore(Store):
 
     # --- whole tables ---
 
+    @property
+    def numbers(self) -> list[str]:
+        return [number.name for number in states.numbers_of(self.stack)]
+
     def stats(self) -> dict[str, TableStats]:
         totals, num_free = (to_host(self.known[n][...]) for n in ("totals", "num_free"))
         return states.stats(self.stack, totals, num_free)
@@ -219,10 +223,10 @@ class DynamicStore(Store):
     def _completed(
         self, table: StackedTable, read: files.Rows, *, replace: bool
     ) -> dict[str, np.ndarray]:
-        columns = dict(read.columns)
-        count = len(read.ids)
-        columns.setdefault("count", np.ones(count, np.int32))
-        columns.setdefault("last", np.zeros(count, np.int32))
+        columns, count = dict(read.columns), len(read.ids)
+        for number in states.numbers_of(self.stack):
+            given = columns.get(number.name)
+            columns[number.name] = number.loaded(given, count)
         missing = columns.keys() - read.columns.keys()
         if replace or not missing:
             return columns

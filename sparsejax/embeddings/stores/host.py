@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import jax
@@ -12,10 +12,10 @@ import numpy as np
 from flax import nnx
 
 from sparsejax.embeddings import table_files
-from sparsejax.embeddings.dynamic import vectors
+from sparsejax.embeddings.dynamic import files, vectors
 from sparsejax.embeddings.dynamic.assignment import Trained, begin, find, numbers
 from sparsejax.embeddings.dynamic.changes import Part
-from sparsejax.embeddings.dynamic.files import BY_PARTS, STATE
+from sparsejax.embeddings.dynamic.files import STATE
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch
 from sparsejax.embeddings.host_rows import ROW, HostRows
 from sparsejax.embeddings.lookup import Call, look_up
@@ -35,6 +35,10 @@ class HostedStore(Store):
     """Rows in host memory: the kernel has slots, which rows take in turn."""
 
     stages: ClassVar[bool] = True
+
+    def __init__(self, owner: Owner, stack: Stack, within: Sequence[Any] = ()):
+        super().__init__(owner, stack, within)
+        self._first = owner.first
 
     @classmethod
     def prepare(cls, owner: Owner, key: jax.Array) -> None:
@@ -60,7 +64,7 @@ class HostedStore(Store):
         """The rows in host memory. Call it outside of programs."""
         host = self.kernel.get_metadata()["host"]
         # If a program has made the collection, they had the random numbers of its trace.
-        host.key = self.owner.first
+        host.key = self._first
         return host
 
     def attached(
@@ -124,7 +128,7 @@ class HostedStore(Store):
         arrays = host.arrays()
         names = {n: n if n == ROW else n.removeprefix(STATE) for n in found}
         return {
-            name: found[name] if name in BY_PARTS else arrays[names[name]]
+            name: found[name] if files.is_number(name) else arrays[names[name]]
             for name in found
         }
 
@@ -133,7 +137,9 @@ class HostedStore(Store):
     ) -> Iterator[dict[str, np.ndarray]]:
         columns = self.columns(optimizer)
         known = {
-            n: to_host(columns[n][...]).reshape(-1) for n in columns if n in BY_PARTS
+            n: to_host(columns[n][...]).reshape(-1)
+            for n in columns
+            if files.is_number(n)
         }
         for start in range(0, len(rows), _BLOCK):
             some = rows[start : start + _BLOCK]
@@ -151,7 +157,7 @@ class HostedStore(Store):
         values: Mapping[str, np.ndarray],
         optimizer: Optimizer | None,
     ) -> None:
-        here = {name: values[name] for name in values if name in BY_PARTS}
+        here = {name: values[name] for name in values if files.is_number(name)}
         there = {n.removeprefix(STATE): a for n, a in values.items() if n not in here}
         self.attached(optimizer).put(rows, there)
         super().write(rows, here, optimizer)

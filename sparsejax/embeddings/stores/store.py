@@ -24,7 +24,7 @@ from flax import nnx
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.changes import Part
-from sparsejax.embeddings.dynamic.files import BY_PARTS, STATE
+from sparsejax.embeddings.dynamic.files import STATE
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.host_rows import ROW
@@ -148,13 +148,20 @@ class Store(abc.ABC):
         del optimizer, clock
         return batch
 
+    @property
+    def numbers(self) -> list[str]:
+        """The names of the numbers that are kept for each row."""
+        return []
+
     def halve_counts(self) -> None:
         """Halves the counts of ids that have no row."""
         return
 
     def part(self, prefix: str) -> Part:
         """The stack as exports of changes take it."""
-        return Part(prefix, self.stack, self.kernel, self.known, self.path)
+        return Part(
+            prefix, self.stack, self.kernel, self.known, self.numbers, self.path
+        )
 
     @property
     def divided(self) -> bool:
@@ -217,7 +224,7 @@ class Store(abc.ABC):
     def columns(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Everything that is known of each row: arrays or variables by the names of columns."""
         found: dict[str, Any] = {ROW: self.kernel}
-        found |= {name: self.known[name] for name in BY_PARTS if self.known}
+        found |= {name: self.known[name] for name in self.numbers}
         if optimizer is not None:
             arrays = optimizer.rows_within(self.path, self.kernel)
             found |= {STATE + name: array for name, array in arrays.items()}
@@ -229,7 +236,7 @@ class Store(abc.ABC):
         """The columns of some rows, a block of rows at a time."""
         columns = self.columns(optimizer)
         arrays = [
-            files.flat(v[...]) if name in BY_PARTS else v[...]
+            files.flat(v[...]) if files.is_number(name) else v[...]
             for name, v in columns.items()
         ]
         for part, found in files.gathered(rows, arrays):
@@ -250,7 +257,7 @@ class Store(abc.ABC):
                 files.overwritten,
                 rows=rows,
                 values=values[name],
-                by_parts=name in BY_PARTS,
+                by_parts=files.is_number(name),
                 divided=self.stack.divided,
             )
             _overwrite(columns[name], write)
@@ -361,7 +368,7 @@ def _zeros(stack: Stack) -> jax.Array:
 
 def _type_of(name: str, array: Any, pieces: int) -> jax.ShapeDtypeStruct:
     """The type of a column of a table that is cut into pieces."""
-    if name in BY_PARTS:
+    if files.is_number(name):
         return jax.ShapeDtypeStruct((1,), array.dtype)
     shape = (1, *array.shape[1:])
     if pieces > 1:
