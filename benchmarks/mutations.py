@@ -360,7 +360,7 @@ FAULTS = [
         "faded = mine",
     ),
     (
-        "sparsejax/embeddings/dynamic/numbers.py",
+        "sparsejax/embeddings/row_numbers.py",
         'return values.at[at].add(jnp.where(counts, times, 0), mode="drop")',
         'return values.at[at].add(jnp.where(counts, 1, 0), mode="drop")',
     ),

@@ -6,7 +6,6 @@ from .config import FeatureConfig as FeatureConfig
 from .config import TableConfig as TableConfig
 from .dynamic.changes import Changes as Changes
 from .dynamic.changes import Export as Export
-from .dynamic.numbers import RowNumber as RowNumber
 from .dynamic.state import TableStats as TableStats
 from .feature_batch import FeatureBatch as FeatureBatch
 from .feature_batch import WideIds as WideIds
@@ -24,3 +23,4 @@ from .models import build_click_model as build_click_model
 from .new_ids import add_ids as add_ids
 from .plan import EmbeddingPlan as EmbeddingPlan
 from .planner import plan_embeddings as plan_embeddings
+from .row_numbers import RowNumber as RowNumber

@@ -12,7 +12,7 @@ from typing import ClassVar, Literal, get_args
 import jax
 import jax.numpy as jnp
 
-from sparsejax.embeddings.dynamic.numbers import RowNumber
+from sparsejax.embeddings.row_numbers import RowNumber
 from sparsejax.mesh.layout import ROW_MULTIPLE
 from sparsejax.ops.gather_matmul import Combiner
 from sparsejax.optimizers.rules import Rule

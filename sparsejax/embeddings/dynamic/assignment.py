@@ -19,7 +19,6 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
 from sparsejax.embeddings.dynamic import admission, eviction, vectors
-from sparsejax.embeddings.dynamic.numbers import RowNumber
 from sparsejax.embeddings.dynamic.state import (
     FOUND,
     INSERTED,
@@ -34,6 +33,7 @@ from sparsejax.embeddings.dynamic.state import (
 )
 from sparsejax.embeddings.feature_batch import WITHOUT_ROW, WRONG
 from sparsejax.embeddings.placement import Stack
+from sparsejax.embeddings.row_numbers import RowNumber
 from sparsejax.mesh.exchange import SentKeys
 from sparsejax.mesh.layout import call_on_each_device, mesh_is_set
 from sparsejax.mesh.per_device import gather_over_data, own_block

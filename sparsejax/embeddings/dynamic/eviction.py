@@ -12,8 +12,8 @@ from jax import lax
 from jaxtyping import Array, Bool, Int, UInt32
 
 from sparsejax.embeddings.config import DynamicTableConfig
-from sparsejax.embeddings.dynamic.numbers import ordered, policy
 from sparsejax.embeddings.dynamic.state import EVICTED, State, counted
+from sparsejax.embeddings.row_numbers import ordered, policy
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Layout
 

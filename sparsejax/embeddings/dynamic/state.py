@@ -15,8 +15,8 @@ from jaxtyping import Array, Int, UInt8, UInt32
 
 from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import admission
-from sparsejax.embeddings.dynamic.numbers import BUILT_IN, RowNumber, policy
 from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.embeddings.row_numbers import BUILT_IN, RowNumber, policy
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 
