@@ -163,7 +163,7 @@ class LayerDefinition:
       denoising: whether the network's denoising applies to an input.
       sources: connections to the layers that it reads; the products are added.
       skips: layers that are added to these sums, unit by unit.
-      activation: None where there is none: in inputs and pooling layers.
+      activation: function of the layer's sums; None in inputs and pooling layers.
       dropout: probability of dropping a unit in training.
       weight_init: how weights and biases start.
       delta_norm: the largest L2 norm of the gradient of an example's units; 0: no limit.

@@ -122,7 +122,7 @@ def of_units(rule: LossRule) -> LossRule:
     """Rewrites a loss on scores as a loss on activations.
 
     Raises:
-      NotImplementedError: it has only a form of scores.
+      NotImplementedError: the loss is defined on scores only.
     """
     if isinstance(rule, Boosted):
         inner = of_units(rule.loss)

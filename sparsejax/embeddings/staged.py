@@ -51,7 +51,7 @@ class Staged:
 
     @classmethod
     def of(cls, model: Any, optimizer: Optimizer | None) -> Staged | None:
-        """Of a whole model. None if the model has no tables in host memory.
+        """The tables of a whole model; None if the model has no tables in host memory.
 
         Raises:
           NotImplementedError: two collections have tables of one width.

@@ -336,7 +336,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def findings(self, asked: Paged, reading: Reading, run: Opened) -> Findings:
-        """What a report says about a run and its data."""
+        """The facts of a report about a run and its data."""
 
 
 # A kind is imported when it is first used.

@@ -1,4 +1,4 @@
-"""What a kind reads from files and from a run folder, and what it says about them."""
+"""The data that a kind reads from files and from a run folder, and lines about them."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Opened(Protocol):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Findings:
-    """What a report says about a model and its data.
+    """The facts of a report about a model and its data.
 
     Attributes:
       model: the model.

@@ -83,7 +83,7 @@ def kept_in(folder: pathlib.Path, *, since: float) -> Generator[None]:
 
 
 def are_kept() -> bool:
-    """Whether this is within `kept_in`."""
+    """Whether a context of `kept_in` is open."""
     return _folder is not None
 
 
@@ -100,7 +100,7 @@ class Keepable:
     """A function under `jax.jit`, whose programs are kept within `kept_in`.
 
     Args:
-      f: the function, which its module and its name tell from others.
+      f: the function, which is identified by its module and its name.
       static_argnames: names of the static arguments, as for `jax.jit`.
       inside_others: whether it may be called inside other programs, even with options
         for the compiler. The options of the outermost program hold.

@@ -32,10 +32,10 @@ def signature_4(document: dict[str, Any]) -> Signature:
 
 
 def signature_3(document: dict[str, Any]) -> Signature:
-    """Reads version 3, whose programs rank themselves.
+    """Reads the signature of version 3, whose programs contain the ranking.
 
     Raises:
-      ValueError: it is something else.
+      ValueError: the document is no such signature.
     """
     signature = Signature.from_json(document, version=3)
     if signature.layer is not None:

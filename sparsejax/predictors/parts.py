@@ -178,7 +178,7 @@ class Parts:
         return metadata.get(_KEY) == self.identity.encode() and rows == wanted
 
     def write(self, part: int, load: Callable[[], Predictor]) -> bool:
-        """Writes a part, unless it is complete; whether it did.
+        """Writes a part, unless it is complete; returns whether it was written.
 
         Args:
           part: its number, from 0.

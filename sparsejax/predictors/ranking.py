@@ -569,7 +569,7 @@ def _lengths(indptr: np.ndarray) -> np.ndarray:
 
 
 def some_of(count: int) -> np.ndarray:
-    """At most three numbers below another one, and most are left."""
+    """At most three numbers in `[0, count)`, and at most a third of them, but at least one."""
     return np.linspace(0, count - 1, max(1, min(3, count // 3))).astype(np.int32)
 
 

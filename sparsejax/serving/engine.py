@@ -97,7 +97,7 @@ class Size:
 
 
 def shapes_of(predictor: Predictor, shapes: Iterable[Shape] = ()) -> tuple[Shape, ...]:
-    """The shapes that `Engine` compiles of these, small ones first."""
+    """The given shapes, or the default ones if none are given; small ones first."""
     return tuple(sorted({*shapes} or _default_shapes(predictor)))
 
 

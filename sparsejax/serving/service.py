@@ -575,7 +575,7 @@ class Service:
         """Counts a request that came, until its `end`.
 
         Raises:
-          RefusedError: too many are in hand.
+          RefusedError: too many requests are worked on.
         """
         self.last_request = time.monotonic()
         if self._in_hand >= self.settings.at_once:

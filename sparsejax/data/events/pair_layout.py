@@ -36,8 +36,8 @@ class Layout(TextLayout):
     """How to read a file of pairs.
 
     Attributes:
-      columns: the columns that are read, and the role of each. Those that all records have
-        alike stand behind the columns of the file.
+      columns: the columns that are read, and the role of each. Constant columns stand behind
+        the columns of the file.
     """
 
     columns: Columns

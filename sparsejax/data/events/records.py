@@ -186,7 +186,7 @@ def read_records(lines: Lines, delimiter: str) -> Iterator[tuple[int, int, list[
 def parse_columns(
     lines: Lines, delimiter: str, num_columns: int, types: Mapping[int, pa.DataType]
 ) -> dict[int, pa.Array]:
-    """The columns at some positions, as text: each of its type, from 0.
+    """The columns at some positions, counted from 0. `types` has the type of each.
 
     Records of white space are skipped.
 

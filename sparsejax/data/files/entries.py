@@ -41,7 +41,7 @@ def _taken(leaf: Any, at: np.ndarray | slice) -> Any:
 def joined(parts: Sequence[Leaves]) -> dict[str, Any]:
     """The leaves of all parts, one part after the other.
 
-    A part may lack a leaf, if it has no places.
+    A part without entries may lack a leaf.
     """
     names = dict.fromkeys(name for part in parts for name in part)
     return {name: _joined([p[name] for p in parts if name in p]) for name in names}

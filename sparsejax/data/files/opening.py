@@ -109,7 +109,7 @@ class WithoutLines(os.PathLike[str]):
 
     @property
     def are_many(self) -> bool:
-        """Whether there are so many bad lines that their share is looked at early."""
+        """Whether so many lines are bad that their share is checked before the end of the file."""
         return len(self.problems) > _MANY_BAD
 
     def check(self, total: int, *, so_far: bool = False) -> None:

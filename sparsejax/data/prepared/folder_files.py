@@ -58,9 +58,9 @@ def leaves_of(batch: pa.RecordBatch) -> Leaves:
 
 
 def whole_users(batches: Iterable[Leaves]) -> Iterator[Entries]:
-    """The entries of `leaves_of` by user, in batches that end where a user ends.
+    """Entries with a row for each user, from `leaves_of`, in batches that end where a user ends.
 
-    Their rows have the number of the user, `users`.
+    The leaf `users` has the number of each row's user.
     """
     waiting: list[Leaves] = []
     for batch in batches:

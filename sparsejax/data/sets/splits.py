@@ -29,8 +29,8 @@ class Split[T](_Parts[T]):
     once, and their features are the ids of all columns.
 
     Attributes:
-      train: to train on.
-      heldout: all others, over the same features.
+      train: the rows or entries to train on.
+      heldout: the held-out rows or entries, over the same features.
       repeats: number of later entries that are in neither part, because their rows have
         the features in `train`; see `split_at`.
     """

@@ -222,7 +222,7 @@ class HostStore(HostedStore, StaticStore):
                 host.take(other.host, rows, there)
                 if size == count:
                     continue
-                # What a row begins with may depend on the size of its table.
+                # The first values of a row may depend on the size of its table.
                 host.put(rows, {ROW: other.host.read(there)})
                 new = self.rows_of(table, ids[ids >= count])
                 w = other.host.read(other.rows_of(known, np.full(len(new), like)))

@@ -52,9 +52,9 @@ class Recommender(Protocol):
         """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them.
 
         `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs. A
-        method that also takes `denied=None`, `[items]` bool, is asked by it to leave items out
-        of all rows. Another one is given them in each row of `exclude`, which costs much where
-        they are many.
+        method that also takes `denied=None`, `[items]` bool, gets a mask of items that are
+        excluded in all rows. Other methods get these items in each row of `exclude`, which
+        costs much where they are many.
         """
         ...
 

@@ -440,7 +440,7 @@ def run_steps(
 ) -> tuple[Any, jax.Array]:
     """The compiled program: steps `first .. first + count - 1` of `rows`.
 
-    `run_steps[deterministic]` is it, in one of the two forms of `Programs`.
+    `run_steps[deterministic]` is the program, in one of the two forms of `Programs`.
 
     `count` is at most `sizes.steps` and not static: one program serves every dispatch of
     an epoch. If dispatches are full, it is not read. If they are padded, steps from `count`
@@ -539,10 +539,10 @@ def fills_dispatches() -> bool:
 
 
 def even_steps(total: int, most: int) -> int:
-    """Steps of a dispatch, at most `most`, so that `total` steps make full ones.
+    """Number of steps of a dispatch, at most `most`, so that it divides `total`.
 
-    If that would take more than eight times as many dispatches, the last one is not full,
-    and lacks as few steps as it can.
+    If no number above an eighth of `most` divides `total`, the last dispatch has fewer steps.
+    The number is then chosen so that it has as few fewer as possible.
     """
     fewest = min(total, max(1, most // 8))
     for steps in range(min(most, total), fewest - 1, -1):

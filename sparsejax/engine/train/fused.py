@@ -102,7 +102,7 @@ class _Arrays(NamedTuple):
 
 
 def check(model: Any, optimizer: Optimizer) -> None:
-    """Raises NotImplementedError if the two cannot be trained so, and says why."""
+    """Raises NotImplementedError, with the reason, if a fused step cannot train the model."""
     if not isinstance(model, Fusable):
         raise NotImplementedError(
             "a fused update needs a model with encode, output (a SparseOutput) and "
