@@ -129,7 +129,7 @@ def _measure(part: str) -> Iterator[dict]:
 
 
 def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
+    """Prints the results."""
     lines, results = [], report["results"]
     cases = dict.fromkeys((r["world"], r["rows"], r["model"]) for r in results)
     for world, rows, model in cases:

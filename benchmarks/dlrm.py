@@ -44,7 +44,7 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from timing import time_kernels, time_torch
 from workloads import CRITEO_IDS, CRITEO_ROWS, click_step, zipf_ids
 
@@ -66,7 +66,7 @@ _PARTS = {
 
 
 def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
+    command(__doc__, __file__, _PARTS, _measure)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -441,28 +441,6 @@ def _measure_torch(name: str) -> Iterator[dict]:
                 yield _result(
                     workload, skew, "lookup", label, times, drawn[0], versions
                 )
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    rows, results = [], report["results"]
-    for case in dict.fromkeys((r["workload"], r["task"], r["zipf"]) for r in results):
-        those = [r for r in results if (r["workload"], r["task"], r["zipf"]) == case]
-        ours = those[0]["microseconds"]
-        for r in those:
-            share, rate, used = "-", "-", r["microseconds"]
-            if r["bytes"]:
-                floor = 1e6 * r["bytes"] / report["ceiling_bytes_per_second"]
-                share = f"{100 * floor / used:.0f} %"
-            else:
-                rate = f"{r['examples_per_second'] / 1e6:.1f}"
-            times = f"{used:.0f}", f"{used / ours:.1f}x"
-            # A result that was measured again has a commit of its own.
-            commit = r.get("commit", report["commit"])
-            rows.append([*case, r["implementation"], *times, share, rate, commit])
-    columns = ["workload", "task", "zipf", "implementation", "us", "to ours"]
-    columns += ["of ceiling", "M examples/s", "commit"]
-    write_section("dlrm", [origin(report), "", *table(columns, rows)])
 
 
 if __name__ == "__main__":

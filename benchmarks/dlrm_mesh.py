@@ -69,7 +69,7 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from timing import time_kernels
 from workloads import DLRM_IDS, DLRM_LAYERS, click_step, click_update, zipf_ids
 
@@ -127,7 +127,7 @@ _PARTS = {
 
 
 def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
+    command(__doc__, __file__, _PARTS, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -329,43 +329,6 @@ def _many_steps():
             modules_and_batches[:2], modules_and_batches[2:]
         )[1][-1]
     )
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    rows, results = [], report["results"]
-    for r in results:  # a result that was measured again has a commit of its own
-        r.setdefault("commit", report["commit"])
-        r.setdefault("device", report["versions"]["device"])
-    one = {
-        (r["device"], r["dtype"], r["zipf"], r["commit"]): r
-        for r in results
-        if r["way"] == "one" and r["batch"] == _BATCH
-    }
-    for r in results:
-        base = one.get((r["device"], r["dtype"], r["zipf"], r["commit"]))
-        times = "-"
-        if base:
-            rate = r["examples_per_second"] / base["examples_per_second"]
-            times = f"{rate:.2f}x"
-        rows.append(
-            [
-                r["device"].removeprefix("NVIDIA ").partition(" ")[0],
-                r["way"],
-                f"{r['batch']:,}",
-                r["dtype"],
-                r["zipf"],
-                f"{r['milliseconds']:.2f}",
-                f"{r['examples_per_second'] / 1e6:.1f}",
-                times,
-                r["first_step_seconds"] or "-",
-                r["steps_with_too_few_places"],
-                r["commit"],
-            ]
-        )
-    columns = ["GPU", "tables", "batch", "layers", "zipf", "ms a step", "M examples/s"]
-    columns += ["of one GPU", "first step, s", "steps with too few places", "commit"]
-    write_section("dlrm_mesh", [origin(report), "", *table(columns, rows)])
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ import scipy.sparse
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, table, write_section
+from report import command
 from timing import kernels_of_trace
 from workloads import autoencoder
 
@@ -52,7 +52,7 @@ def main() -> None:
     flags = {"XLA_FLAGS": _GRAPH}
     parts = {"sparsejax": {}, "meshes": {}, "jax": {}, "torch": {}, "dense": {}}
     parts |= {"sparsejax, graph": flags, "jax, graph": flags}
-    command(__doc__, __file__, parts, _measure, _write_table)
+    command(__doc__, __file__, parts, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -406,57 +406,6 @@ def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
     yield _result(
         "torch, dense rows from the host", seconds, float(loss.detach()), versions
     )
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    results = sorted(report["results"], key=lambda r: r["epoch_seconds"])
-    meshes = [r for r in report["results"] if r.get("mesh")]
-    results = [r for r in results if not r.get("mesh")]
-    ours = results[0]["epoch_seconds"]
-    rows = [
-        [
-            r["implementation"] + (", loop as a graph" if r["flags"] else ""),
-            f"{r['epoch_seconds']:.3f}",
-            f"{r['step_microseconds']:.0f}",
-            f"{r['epoch_seconds'] / ours:.1f}x",
-            r.get("commit", report.get("commit")),
-        ]
-        for r in results
-    ]
-    lines = [origin(report), ""]
-    columns = ["implementation", "s an epoch", "us a step", "to ours", "commit"]
-    lines += table(columns, rows)
-    lines += [
-        "",
-        "Where a step of the fused form goes, GPU programs summed by name:",
-        "",
-    ]
-    # Of a loop in a graph the profiler may show one step only.
-    fused = next(
-        r for r in results if "fused" in r["implementation"] and not r["flags"]
-    )
-    programs = [
-        [f"`{re.split('[<(]', name)[0].split('::')[-1]}`", f"{t:.1f}"]
-        for name, t in fused["kernels"].items()
-    ]
-    lines += table(["program", "us a step"], programs)
-    if meshes:
-        alone = next(r for r in meshes if r["mesh"] == [1, 1])["epoch_seconds"]
-        measured = [
-            [
-                f"{r['mesh'][0]} x {r['mesh'][1]}",
-                f"{r['epoch_seconds']:.3f}",
-                f"{r['step_microseconds']:.0f}",
-                f"{alone / r['epoch_seconds']:.2f}x",
-                f"{r['loss']:.6f}",
-            ]
-            for r in meshes
-        ]
-        columns = ["data x model", "s an epoch", "us a step", "to one GPU", "loss"]
-        lines += ["", f"On meshes, batches of {_MESH_BATCH:,}:", ""]
-        lines += table(columns, measured)
-    write_section("epoch", lines)
 
 
 if __name__ == "__main__":

@@ -266,7 +266,7 @@ def exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
 
 
 def _write_table(report: dict, before: dict) -> None:
-    """Puts the results between the marks in README.md, beside those of a commit before."""
+    """Prints the results beside those of a commit before."""
     earlier = {(r["command"], r["cache"]): r["seconds"] for r in before["results"]}
     rows = [
         [

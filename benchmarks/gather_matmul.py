@@ -6,7 +6,6 @@
 JAX and torch (with CuPy) each run in a process of their own, since they do not share a GPU's
 memory well. Another process measures over shapes; the default choice of an implementation
 is based on these measurements. Every result is checked against float64 before it is timed.
-`table` also draws the plots.
 """
 
 from __future__ import annotations
@@ -15,18 +14,16 @@ import dataclasses
 import functools
 import pathlib
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 
 import numpy as np
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from timing import Time, time_jax, time_torch
 from workloads import (
-    HIDDEN_SHAPES,
-    LENGTH_SHAPES,
     SHAPES,
     WORKLOADS,
     Workload,
@@ -35,12 +32,11 @@ from workloads import (
 
 _BATCHES = 3
 _PARTS = {"jax": {}, "torch": {}, "shapes": {}}
-Cases = dict[tuple[str, str], dict[str, dict]]
 _DENSE_LIMIT = 4e9  # bytes of a densified batch that are still tried
 
 
 def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
+    command(__doc__, __file__, _PARTS, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -240,109 +236,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                 time = time_torch(multiply, pairs)
                 yield _result(workload, dtype, "CuPy", time, error, versions)
         del inputs, w
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md, and draws the plots."""
-    cases = _by_case(report["results"])
-    compared = {workload.name for workload in WORKLOADS}
-    names = list(dict.fromkeys(r["implementation"] for r in report["results"]))
-    rows = []
-    for (workload, dtype), cells in cases.items():
-        if workload not in compared:
-            continue
-        some = next(iter(cells.values()))
-        floor = 1e6 * some["bytes"] / report["ceiling_bytes_per_second"]
-        ours = cells.get("mosaic_gpu", {}).get("kernel")
-        texts = []
-        for name in names:
-            time = cells.get(name, {}).get("kernel")
-            if time is None:
-                texts.append("-")
-            elif ours is None or name == "mosaic_gpu":
-                texts.append(f"**{time:.0f}**")
-            else:
-                texts.append(f"{time:.0f} ({time / ours:.1f}x)")
-        share = "-" if ours is None else f"{100 * floor / ours:.0f} %"
-        rows.append([workload, dtype, f"{floor:.0f}", *texts, share])
-    columns = ["workload", "dtype", "ceiling", *names, "share of ceiling"]
-    lines = [origin(report), "", *table(columns, rows)]
-    write_section("gather_matmul", lines)
-    _write_choice(cases)
-    ceiling = report["ceiling_bytes_per_second"]
-    _plot("hidden", {w.hidden: w for w in HIDDEN_SHAPES}, cases, ceiling)
-    lengths = {w.entries // w.batch: w for w in LENGTH_SHAPES}
-    _plot("entries a row", lengths, cases, ceiling)
-
-
-def _by_case(results: Sequence[dict]) -> Cases:
-    """Results of the implementations for each workload and dtype."""
-    cases: Cases = {}
-    for r in results:
-        cases.setdefault((r["workload"], r["dtype"]), {})[r["implementation"]] = r
-    return cases
-
-
-def _write_choice(cases: Cases) -> None:
-    """What `implementation=None` picks, and how much slower than the best that is."""
-    from sparsejax.ops.gather_sum import mosaic_fits
-
-    about = {w.name: w for w in (*WORKLOADS, *SHAPES)}
-    rows = []
-    for (name, dtype), cells in cases.items():
-        if not {"mosaic_gpu", "xla"} <= cells.keys():
-            continue
-        w, ours = about[name], {n: cells[n]["kernel"] for n in ("mosaic_gpu", "xla")}
-        fits = mosaic_fits(w.num_cols, w.hidden, w.entries)
-        choice = "mosaic_gpu" if fits else "xla"
-        rows.append(
-            [
-                f"{w.num_cols:,} x {w.hidden:,}",
-                f"{w.num_rows:,}",
-                f"{w.entries:,}",
-                dtype,
-                *(f"{time:.0f}" for time in ours.values()),
-                choice,
-                f"{100 * (ours[choice] / min(ours.values()) - 1):.0f} %",
-            ]
-        )
-    columns = ["w", "rows", "entries", "dtype", "mosaic_gpu", "xla", "choice", "off"]
-    write_section("choice", table(columns, rows))
-
-
-def _plot(
-    label: str, workloads: Mapping[int, Workload], cases: Cases, ceiling: float
-) -> None:
-    """Bandwidth of both implementations over one number of a shape."""
-    workloads = {n: w for n, w in workloads.items() if (w.name, "float32") in cases}
-    if not workloads:  # not measured
-        return
-    import matplotlib  # pyrefly: ignore[missing-import]
-    from matplotlib import pyplot  # pyrefly: ignore[missing-import]
-
-    # The same file from the same results, with text as text.
-    matplotlib.rcParams.update({"svg.hashsalt": "", "svg.fonttype": "none"})
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    for dtype, line in (("float32", "-"), ("bfloat16", "--")):
-        for name, colour in (("mosaic_gpu", "C0"), ("xla", "C1")):
-            points = {
-                place: cases[w.name, dtype][name]
-                for place, w in workloads.items()
-                if name in cases.get((w.name, dtype), {})
-            }
-            rates = [r["bytes"] / r["kernel"] / 1e6 for r in points.values()]
-            text = f"{name}, {dtype}"
-            axes.plot([*points], rates, line, marker=".", color=colour, label=text)
-    axes.axhline(ceiling / 1e12, color="0.5", linestyle=":", label="device copy")
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:.0f}")
-    axes.set_ylim(0)
-    axes.set_xlabel(label)
-    axes.set_ylabel("TB/s")
-    axes.legend(fontsize="small")
-    name = "gather_matmul_" + label.replace(" ", "_")
-    figure.savefig(_HERE / f"{name}.svg", metadata={"Date": None})
-    pyplot.close(figure)
 
 
 if __name__ == "__main__":

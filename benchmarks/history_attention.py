@@ -23,14 +23,13 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, table, wait_for_turn, write_section
+from report import command, wait_for_turn
 from timing import time_jax, time_kernels, time_torch
 
 _TOKENS, _HEADS, _DIM = 65_536, 4, 64
 _BATCHES = 2  # draws of lengths
 # Where XLA's form and torch, which take long to compile, are measured too.
 _PEERS = "128 filled", "512 filled", "512 as in logs"
-_NAME = "history_attention"  # of programs, in a profile
 # NVIDIA's kernel of CUTLASS, forward and backward, batch 256, without biases (TFLOP/s).
 _NVIDIA = {
     128: (42, 41),
@@ -95,7 +94,7 @@ PARTS: dict[str, tuple[str, bool, Workload]] = {
 
 def main() -> None:
     parts = {part: {} for part in PARTS}
-    command(__doc__, __file__, parts, _measure, _write_table, together=True)
+    command(__doc__, __file__, parts, _measure, together=True)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -336,45 +335,6 @@ def _result(
         "error": error,
         "versions": versions,
     }
-
-
-def _write_table(report: dict) -> None:
-    names = "mosaic_gpu", "xla", "torch", "cudnn, softmax"
-    found = {}
-    for r in report["results"]:
-        key = r["workload"], r["biased"], r["implementation"], r["pass"]
-        found[key] = r
-    rows = []
-    for workload, biased in itertools.product(WORKLOADS, (False, True)):
-        row = [workload.name, "both" if biased else "none"]
-        for name in names:
-            both = [
-                found.get((workload.name, biased, name, x))
-                for x in ("forward", "backward")
-            ]
-            if name == names[0]:
-                row.append(
-                    " / ".join("-" if r is None else f"{r['us']:,.0f}" for r in both)
-                )
-                row.append(" / ".join(map(_alone, both)))
-            row.append(
-                " / ".join("-" if r is None else f"{r['tflops']:.0f}" for r in both)
-            )
-        if not any(key[:2] == (workload.name, biased) for key in found):
-            continue
-        filled = workload.kind == "filled" and not biased
-        row.append(" / ".join(map(str, _NVIDIA[workload.length])) if filled else "-")
-        rows.append(row)
-    columns = ["histories", "biases", "us", "programs alone", *names]
-    columns.append("NVIDIA's, published")
-    write_section("history_attention", [origin(report), "", *table(columns, rows)])
-
-
-def _alone(row: dict | None) -> str:
-    """TFLOP/s without the small programs that find out which tiles meet."""
-    programs = row.get("programs", {}) if row else {}
-    time = sum(us for name, us in programs.items() if name.startswith(_NAME))
-    return f"{row['tflops'] * row['us'] / time:.0f}" if row and time else "-"
 
 
 if __name__ == "__main__":

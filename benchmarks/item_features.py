@@ -411,7 +411,7 @@ def _timed(model: Any, optimizer: Any, histories: jax.Array, steps: int) -> dict
 
 
 def _write_table(reports: dict) -> None:
-    """Puts the results between the marks in README.md."""
+    """Prints the results."""
     groups = ("0", "1-4", "5-9", "10-19", "20+")
     names = [f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups)]
     names.append(f"share@{K}[0]")

@@ -19,13 +19,13 @@ import pathlib
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from outputs import kernel_times
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from timing import Time, time_jax, time_torch
 
 # A bfloat16 matrix product on random data does this many operations a second.
@@ -72,7 +72,7 @@ def main() -> None:
     # The profiler does not see the kernels of a conditional in a command buffer.
     no_buffers = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
     parts = {"ours": no_buffers, "libraries": {}, "jax": no_buffers, "torch": {}}
-    command(__doc__, __file__, parts, _measure, _write_table)
+    command(__doc__, __file__, parts, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -361,41 +361,6 @@ def _exact_rows_in_torch(h, kernel, targets):
     slopes = torch.exp(h @ kernel[chosen].T - lse[:, None])
     slopes = slopes - (targets[:, None] == chosen[None]).float()
     return dh, slopes.T @ h / len(h)
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    rows = report["results"]
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    columns = ["tokens x hidden x items", "operands", "four products", *names]
-    body = []
-    for shape in SHAPES:
-        for dtype in ("bfloat16", "float32"):
-            cells = {
-                row["implementation"]: row
-                for row in rows
-                if (row["shape"], row["dtype"]) == (shape.name, dtype)
-            }
-            if _OURS not in cells:
-                continue
-            ours, texts = cells[_OURS]["kernel"], []
-            for name in names:
-                texts.append(_cell(cells.get(name), ours, shape))
-            body.append([shape.name, dtype, f"{shape.floor / 1e3:.1f}", *texts])
-    write_section("linear_cross_entropy", [origin(report), "", *table(columns, body)])
-
-
-def _cell(row: dict[str, Any] | None, ours: float, shape: Shape) -> str:
-    if row is None:
-        return "-"
-    time, size = row["kernel"], row["temporary_bytes"] / 2**30
-    if time == ours:
-        ratio = f"{shape.floor / time:.0%}"
-    else:
-        ratio = f"{time / ours:.1f}x"
-    error = max(row["errors"], default=0)
-    off = f", gradient off by {error:.0%}" if error > 0.01 else ""
-    return f"{time / 1e3:.1f} ({ratio}), {size:.2f} GiB{off}"
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ from outputs import (
     rows_of,
     temporary_bytes,
 )
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
@@ -45,13 +45,11 @@ RULES = {
 _BIASED = "mosaic_gpu, with a bias"
 # The squared loss is chosen to be made of scores or of Gram matrices. Here it is of scores.
 _SCORES = "mosaic_gpu, by scores"
-# A bfloat16 matrix product on random data does this many operations a second.
-_CEILING = 7.9e14
 
 
 def main() -> None:
     parts = {"jax": {}, "again": {}, "torch": {}}
-    command(__doc__, __file__, parts, _measure, _write_table)
+    command(__doc__, __file__, parts, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -253,77 +251,6 @@ def measure_torch(workload: Workload, dtype: str) -> Iterator[dict]:
                 # The gradient is no temporary.
                 temporary -= kernel.element_size() * kernel.numel()
                 yield _result(workload, loss, name, time, temporary, error, versions)
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    rows = [row for row in report["results"] if "kernel" in row]
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    columns = ["workload", "loss", "matrix floor", *names, "share of the matrix rate"]
-    body = []
-    for key in dict.fromkeys((row["workload"], row["loss"]) for row in rows):
-        cells = {
-            row["implementation"]: row
-            for row in rows
-            if (row["workload"], row["loss"]) == key
-        }
-        workload = next(w for w in OUTPUTS if w.name == key[0])
-        products = 4 if key[1] == "softmax" else 3
-        work = 2 * products * workload.batch * workload.hidden * workload.features
-        if key[1] == "l2":  # two products by Gram matrices
-            work = min(work, 4 * workload.hidden**2 * workload.features)
-        floor, ours = 1e6 * work / _CEILING, cells["mosaic_gpu"]["kernel"]
-        texts = []
-        for name in names:
-            if name not in cells:
-                texts.append("-")
-                continue
-            time = cells[name]["kernel"]
-            ratio = "" if name == "mosaic_gpu" else f" ({time / ours:.1f}x)"
-            size = cells[name]["temporary_bytes"] / 2**20
-            texts.append(f"{time:,.0f}{ratio}, {size:,.0f} MiB")
-        body.append([*key, f"{floor:,.0f}", *texts, f"{100 * floor / ours:.0f} %"])
-    bits: dict[tuple, set] = {}
-    for row in report["results"]:
-        if "bits" in row:
-            bits.setdefault((row["workload"], row["loss"]), set()).add(row["bits"])
-    twice = [key for key in bits if key[0] == "out1024" and key[1] != "l2"]
-    same = all(len(bits[key]) == 1 for key in twice)
-    lines = [origin(report), "", *table(columns, body), ""]
-    lines.append(f"A second process computes {'the same' if same else 'other'} bits.")
-    lines += ["", "Where the time of ours goes:", ""]
-    lines += table(["workload", "loss", *_GROUPS, "all else"], _spent(rows))
-    write_section("output_loss", lines)
-
-
-_GROUPS = {
-    "our programs": ("slopes_", "normalise_mosaic"),
-    "other products": ("nvjet", "gemm", "weight_gradient_mosaic"),
-    "copies of chunks": ("loop_dynamic_slice", "loop_dynamic_update"),
-    "labels to bits, row ids": (
-        "input_scatter",
-        "loop_reduce_window",
-        "loop_broadcast",
-    ),
-}
-
-
-def _spent(rows: list[dict]) -> list[list]:
-    """Microseconds of each group of kernels in a call of ours."""
-    body = []
-    for row in rows:
-        if "kernels" not in row:
-            continue
-        groups = [
-            sum(
-                time for name, time in row["kernels"].items() if name.startswith(starts)
-            )
-            for starts in _GROUPS.values()
-        ]
-        rest = sum(row["kernels"].values()) - sum(groups)
-        times = [f"{time:,.0f}" for time in (*groups, rest)]
-        body.append([row["workload"], row["loss"], *times])
-    return body
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def command(
     script: str,
     parts: Mapping[str, Mapping[str, str]],
     measure: Callable[..., Iterable[dict]],
-    write_table: Callable[[dict], None],
+    write_table: Callable[[dict], None] | None = None,
     *,
     together: bool = False,
 ) -> None:
@@ -44,7 +44,7 @@ def command(
       script: the file; its results have the same name.
       parts: see `run_parts`.
       measure: the results of a part, one after the other.
-      write_table: called with the committed report.
+      write_table: called with the committed report; by default `print_results`.
       together: see `run_parts`.
     """
     results = RESULTS / f"{pathlib.Path(script).stem}.json"
@@ -64,7 +64,7 @@ def command(
         }
         run_parts(script, wanted, arguments.output, arguments.commit, together=together)
     elif arguments.action == "table":
-        write_table(json.loads(results.read_text()))
+        (write_table or print_results)(json.loads(results.read_text()))
     else:
         for result in measure(arguments.action):
             emit(result)
@@ -248,6 +248,22 @@ def table(columns: Sequence[str], rows: Sequence[Sequence[object]]) -> list[str]
     """Lines of a Markdown table."""
     lines = [columns, ["---"] * len(columns), *rows]
     return ["| " + " | ".join(map(str, line)) + " |" for line in lines]
+
+
+def print_results(report: Mapping) -> None:
+    """Prints a table with a row for each result, and a column for each plain value."""
+    results = report["results"]
+    plain = str, int, float, type(None)
+    names = {n: 0 for r in results for n, v in r.items() if isinstance(v, plain)}
+    rows = [[_text(r.get(name)) for name in names] for r in results]
+    write_section("results", [origin(report), "", *table(list(names), rows)])
+
+
+def _text(value: object) -> object:
+    """A value as a cell: floats have five digits."""
+    if value is None:
+        return "-"
+    return f"{value:.5g}" if isinstance(value, float) else value
 
 
 def write_section(name: str, lines: Sequence[str]) -> None:

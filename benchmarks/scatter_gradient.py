@@ -21,7 +21,7 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from workloads import BIG, ML20M, ML20M_256, Workload, make_rows
 
 _WORKLOADS = ML20M, ML20M_256, BIG
@@ -31,7 +31,7 @@ _RATE, _EPS = 0.05, 1e-7
 
 
 def main() -> None:
-    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure, _write_table)
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -322,29 +322,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
 
             time = time_torch(step, batches).kernel
             yield _result(case, "step", name, time, None, versions)
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    rows = []
-    results = report["results"]
-    for workload, task in dict.fromkeys((r["workload"], r["task"]) for r in results):
-        those = [r for r in results if (r["workload"], r["task"]) == (workload, task)]
-        ours = those[0]["microseconds"]
-        for r in those:
-            floor = 1e6 * r["bytes"] / report["ceiling_bytes_per_second"]
-            rows.append(
-                [
-                    workload,
-                    task,
-                    r["implementation"],
-                    f"{r['microseconds']:.0f}",
-                    f"{r['microseconds'] / ours:.1f}x",
-                    f"{100 * floor / r['microseconds']:.0f} %",
-                ]
-            )
-    columns = ["workload", "task", "implementation", "us", "to ours", "of ceiling"]
-    write_section("scatter_gradient", [origin(report), "", *table(columns, rows)])
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import numpy as np
-from report import command, origin, table, wait_for_turn, write_section
+from report import command, wait_for_turn
 from timing import time_kernels, time_torch
 
 # Places of a history, and histories of a batch.
@@ -51,7 +51,7 @@ def main() -> None:
     }
     parts |= {f"hstu-fit-{length}-full": {} for length in (50, 512, 4096)}
     parts |= {f"wide-{biases}": {} for biases in ("both", "none")}
-    command(__doc__, __file__, parts, _measure, _write_table, together=True)
+    command(__doc__, __file__, parts, _measure, together=True)
 
 
 def histories(length: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
@@ -411,46 +411,6 @@ def _torch(model: str, _form: str, items, times, targets: int) -> dict:
         "peak_bytes": torch.cuda.max_memory_allocated(),
         "versions": {"torch": torch.__version__},
     }
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    wide = [row for row in report["results"] if "tflops" in row]
-    found, asked = {}, {}
-    for row in report["results"]:
-        model, length, form = row["model"], row["length"], row["implementation"]
-        if form == "recommend":
-            asked[model, length] = row
-        elif "tflops" not in row:
-            batch = row.get("histories", SHAPES[length])
-            found.setdefault((model, length, batch), {})[form] = row
-    body = []
-    for (model, length, batch), rows in sorted(found.items()):
-        filled = next(iter(rows.values()))["targets"] / (length * batch)
-        cells = [model, f"{length:,} x {batch:,}", f"{filled:.0%}"]
-        for form in _FORMS[:-1]:
-            cells += _cells(rows[form]) if form in rows else ["-"] * 3
-        one = asked.get((model, length)) if batch == SHAPES[length] else None
-        cells.append(f"{one['call'] / 1e3:.1f}" if one else "-")
-        body.append(cells)
-    columns = ["model", "places x histories", "filled"]
-    for form in _FORMS[:-1]:
-        columns += [f"{form}: ms", "M tokens/s", "GiB"]
-    columns.append("recommend, ms")
-    lines = [origin(report), "", *table(columns, body)]
-    if wide:
-        columns = ["3 layers, width 512, 8 heads", "ms", "M tokens/s", "GiB", "TFLOP/s"]
-        body = [[row["model"], *_cells(row), f"{row['tflops']:.0f}"] for row in wide]
-        lines += ["", *table(columns, body)]
-    write_section("sequence_lengths", lines)
-
-
-def _cells(row: dict) -> list[str]:
-    return [
-        f"{row['call'] / 1e3:.1f}",
-        f"{row['tokens_per_second'] / 1e6:.2f}",
-        f"{(row['peak_bytes'] or 0) / 2**30:.1f}",
-    ]
 
 
 if __name__ == "__main__":

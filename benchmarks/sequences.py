@@ -193,7 +193,7 @@ def _run_places(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
 
 
 def _write_table(reports: dict) -> None:
-    """Puts the results between the marks in README.md."""
+    """Prints the results."""
     report = reports["run"]
     body = []
     for name, negatives, on_all, dtype, sampler in VARIANTS:

@@ -48,7 +48,7 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import RESULTS, command, origin, table, write_section
+from report import command
 
 _HIDDEN, _LENGTH, _MOST, K, _CONNECTIONS = 256, 30, 100, 20, 64
 _CALLS, _ROWS_OF_CALL = 16, 256  # of gRPC
@@ -86,7 +86,7 @@ def main() -> None:
         _run(_client(**json.loads(sys.argv[2])))
         return
     parts = "usual", "large", "huge"
-    command(__doc__, __file__, {part: {} for part in parts}, _measure, _write_table)
+    command(__doc__, __file__, {part: {} for part in parts}, _measure)
 
 
 def _run(asking: Coroutine[Any, Any, Any]) -> Any:
@@ -615,61 +615,6 @@ async def at_once(
 
     await asyncio.gather(*(ask_on() for _ in range(connections)))
     return times, failed
-
-
-def _write_table(report: dict) -> None:
-    lines = _tables(report)
-    on_gpu = RESULTS / "serving_gpu.json"
-    if on_gpu.exists():
-        lines += ["", *_tables(json.loads(on_gpu.read_text()))]
-    write_section("serving", lines)
-
-
-def _tables(report: dict) -> list[str]:
-    """The lines of one device."""
-    results = report["results"]
-    rows = [
-        [
-            f"{r['items']:,}",
-            str(r["rows"]),
-            str(r["batches"]),
-            f"{r['p50']:.2f}",
-            f"{r['p99']:.2f}",
-            f"{r['device']:.2f}" if "device" in r else "",
-            f"{r['read']:.2f}" if "read" in r else "",
-            f"{r['ready']:.1f}",
-        ]
-        for r in ({"items": CPU.items} | each for each in results)
-        if r["part"] in ("engine", "large", "huge")
-    ]
-    names = {"most": " (as many as go)", "grpc": " (gRPC, as many as go)"}
-    rates = [
-        [
-            f"{r['rate']:,.0f}{names.get(r['part'], '')}",
-            f"{r.get('rows', r['rate']):,.0f}",
-            f"{r['p50']:.1f}",
-            f"{r['p99']:.1f}",
-            str(r["failed"]),
-            f"{r['ready']:.1f}",
-        ]
-        for r in results
-        if r["part"] in ("rest", "most", "grpc")
-    ]
-    heads = "items", "rows", "batches", "p50 ms", "p99 ms", "device ms", "read ms"
-    both = "requests/s", "rows/s", "p50 ms", "p99 ms", "failed"
-    cold = [
-        f"Without compiled programs on disk the service is ready after {r['ready']:.1f} s."
-        for r in results
-        if r["part"] == "cold"
-    ]
-    return [
-        origin(report),
-        "",
-        *table([*heads, "ready s"], rows),
-        "",
-        *table([*both, "ready s"], rates),
-        *(["", *cold] if cold else []),
-    ]
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from outputs import (
     rows_of,
     temporary_bytes,
 )
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
@@ -38,7 +38,7 @@ _K = 100
 
 
 def main() -> None:
-    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure, _write_table)
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -137,24 +137,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         temporary = torch.cuda.max_memory_allocated() - before
         versions = {"torch": torch.__version__}
         yield _result(workload, "torch.topk", time, temporary, versions)
-
-
-def _write_table(report: dict) -> None:
-    """Puts the results between the marks in README.md."""
-    rows = report["results"]
-    names = list(dict.fromkeys(row["implementation"] for row in rows))
-    body = []
-    for key in dict.fromkeys(row["workload"] for row in rows):
-        cells = {row["implementation"]: row for row in rows if row["workload"] == key}
-        ours = cells["sparsejax"]["kernel"]
-        texts = []
-        for name in names:
-            time, size = cells[name]["kernel"], cells[name]["temporary_bytes"] / 2**20
-            ratio = "" if name == "sparsejax" else f" ({time / ours:.1f}x)"
-            texts.append(f"{time:,.0f}{ratio}, {size:,.0f} MiB")
-        body.append([key, *texts])
-    lines = [origin(report), "", *table(["workload", *names], body)]
-    write_section("top_k", lines)
 
 
 if __name__ == "__main__":

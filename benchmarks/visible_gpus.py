@@ -24,7 +24,7 @@ import numpy as np
 _HERE = pathlib.Path(__file__).resolve().parent
 sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
-from report import command, origin, reported, table, write_section
+from report import command, reported
 from workloads import DLRM_IDS, DLRM_LAYERS
 
 _PARTS = {
@@ -146,18 +146,5 @@ def measure(part: str) -> Iterator[dict]:
     yield result("items, predictor, 16 rows", 1e3 * statistics.median(calls))
 
 
-def write_table(report: dict) -> None:
-    """The section of README.md."""
-    found = {(each["case"], each["part"]): each["ms"] for each in report["results"]}
-    rows = []
-    for case in dict.fromkeys(case for case, _ in found):
-        one, two = found.get((case, "one")), found.get((case, "two"))
-        ratio = f"{two / one:.2f}" if one and two else "-"
-        rows.append((case, one or "-", two or "-", ratio))
-    lines = [origin(report), ""]
-    lines += table(("ms", "one visible", "two visible", "ratio"), rows)
-    write_section("visible gpus", lines)
-
-
 if __name__ == "__main__":
-    command(__doc__, __file__, _PARTS, measure, write_table)
+    command(__doc__, __file__, _PARTS, measure)
