@@ -3,6 +3,7 @@
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
@@ -10,6 +11,9 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.embeddings import FeatureConfig, TableConfig
+from sparsejax.embeddings.stores.kinds import STORES
+from sparsejax.embeddings.stores.static import StaticStore
+from sparsejax.embeddings.stores.store import Found
 
 ROWS, BATCH = 600, 8
 HOST: dict[str, Any] = {"host": True, "device_rows": 70}
@@ -67,6 +71,41 @@ def check_rows(*models):
     first, *others = map(rows_of, models)
     for other in others:
         jax.tree.map(np.testing.assert_array_equal, first, other)
+
+
+class Remote(TableConfig):
+    """A table whose rows a server has."""
+
+    store = "remote"
+
+
+SERVER = {id: np.full(4, id * id, np.float32) for id in range(9)}
+
+
+class RemoteStore(StaticStore):
+    """Asks a server, which is faked, for each id."""
+
+    def rows(self, batch, call):
+        x, dim = batch.stacks[self.stack.name], self.stack.dim
+
+        def asked(ids):
+            return np.stack([SERVER.get(int(id), np.zeros(dim)) for id in ids])
+
+        like = jax.ShapeDtypeStruct((x.nse, dim), np.float32)
+        found = jax.pure_callback(asked, like, x.indices, vmap_method="sequential")
+        sums = jax.ops.segment_sum(found, x.row_ids(), x.num_rows)
+        return Found(sums.reshape(-1, self.stack.bags, dim), None)
+
+
+def test_a_store_of_ones_own(monkeypatch):
+    monkeypatch.setitem(STORES, "remote", RemoteStore)
+    tables = {"far": Remote(9, 4), "near": TableConfig(5, 4)}
+    features = {"far": "far", "near": "near"}
+    x = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
+    ids = np.array([[3, 2], [8, -1]], np.int32)
+    found = sj.jit(lambda x, ids: x(ids))(x, {"far": ids, "near": ids[:, 0] // 2})
+    np.testing.assert_array_equal(found["far"][:, 0], [13, 64])
+    np.testing.assert_array_equal(found["near"], x.table("near")[jnp.array([1, 4])])
 
 
 RULE = sj.optimizers.adagrad(0.1)

@@ -1,8 +1,8 @@
 """The interface between an `EmbeddingCollection` and the stores of its stacks.
 
 A store keeps the rows of one stack of tables. The collection packs the ids of a batch, asks each
-store for its rows, and joins them. A new kind of store is a subclass of `Store` that `register`
-names, and a table configuration whose `store` is that name.
+store for its rows, and joins them. A new kind of store is a subclass of `Store` in `kinds.STORES`,
+and a table configuration whose `store` is its name there.
 """
 
 from __future__ import annotations
