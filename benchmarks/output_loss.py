@@ -37,7 +37,7 @@ from report import command, reported
 from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
-RULES = {
+_RULES = {
     "sigmoid": "sigmoid_binary_cross_entropy",
     "l2": "l2_loss",
     "softmax": "softmax_cross_entropy",
@@ -58,11 +58,9 @@ def _measure(part: str) -> Iterator[dict]:
         yield from measure(workload)
 
 
-def error_of(
-    dh, loss: str, workload: Workload, bias=0.0, dtype: str = "bfloat16"
-) -> float:
+def _error(dh, loss: str, workload: Workload, bias=0.0) -> float:
     """Relative error of some rows of the gradient of `h` in the first batch."""
-    scores, listed, kernel = exact(workload, dtype)
+    scores, listed, kernel = exact(workload)
     scores = scores + bias
     labels = listed.astype(np.float64)
     if loss == "softmax":
@@ -145,9 +143,9 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
     import jax.numpy as jnp
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    inputs = jax_inputs(workload, "bfloat16")
+    inputs = jax_inputs(workload)
     bias = _bias(workload)
-    for loss, rule in RULES.items():
+    for loss, rule in _RULES.items():
         candidates = {
             "mosaic_gpu": _ours(rule, "mosaic_gpu"),
             _BIASED: _ours(rule, "mosaic_gpu", jnp.asarray(bias)),
@@ -165,7 +163,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
                 temporary = temporary_bytes(compiled)
                 value, gradients = compiled(*inputs[0])
                 added = bias[: workload.features] if name == _BIASED else 0.0
-                error = error_of(gradients[0], loss, workload, added)
+                error = _error(gradients[0], loss, workload, added)
                 more: dict[str, Any] = {}
                 if name == "mosaic_gpu":
                     more["bits"] = _bits(value, *gradients)
@@ -187,9 +185,9 @@ def _again(workload: Workload) -> Iterator[dict]:
     """The bits that a second process computes."""
     if workload.name != "out1024":
         return
-    inputs = jax_inputs(workload, "bfloat16")
+    inputs = jax_inputs(workload)
     for loss in ("sigmoid", "softmax"):
-        value, gradients = _ours(RULES[loss], None)(*inputs[0])
+        value, gradients = _ours(_RULES[loss], None)(*inputs[0])
         yield {
             "workload": workload.name,
             "loss": loss,
@@ -200,24 +198,18 @@ def _again(workload: Workload) -> Iterator[dict]:
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
-    """Of bfloat16 operands."""
-    yield from measure_torch(workload, "bfloat16")
-
-
-def measure_torch(workload: Workload, dtype: str) -> Iterator[dict]:
     import torch  # pyrefly: ignore[missing-import]
 
-    wanted = getattr(torch, dtype)
     functional = torch.nn.functional
     h, kernel = host_operands(workload)
     items = workload.features
-    kernel = torch.from_numpy(kernel[:items]).cuda().to(wanted).requires_grad_()
+    kernel = torch.from_numpy(kernel[:items]).cuda().bfloat16().requires_grad_()
     inputs = []
     for seed in range(BATCHES):
         indices, indptr = rows_of(workload, seed)
         rows = np.repeat(np.arange(workload.batch), np.diff(indptr))
         place = [torch.from_numpy(x.astype(np.int64)).cuda() for x in (rows, indices)]
-        mine = torch.from_numpy(h[seed]).cuda().to(wanted).requires_grad_()
+        mine = torch.from_numpy(h[seed]).cuda().bfloat16().requires_grad_()
         inputs.append((mine, kernel, *place))
 
     def loss_of(h, kernel, rows, columns, loss):
@@ -243,7 +235,7 @@ def measure_torch(workload: Workload, dtype: str) -> Iterator[dict]:
 
             with reported(workload.name, loss, name):
                 dh = step(*inputs[0])[0].float().cpu().numpy()
-                error = error_of(dh, loss, workload, dtype=dtype)
+                error = _error(dh, loss, workload)
                 before = torch.cuda.memory_allocated()
                 torch.cuda.reset_peak_memory_stats()
                 time = time_torch(step, inputs)

@@ -31,20 +31,20 @@ def host_operands(workload: Workload) -> tuple[np.ndarray, np.ndarray]:
     return h * size, kernel
 
 
-def jax_inputs(workload: Workload, dtype: str) -> list[tuple]:
-    """For each batch: h, kernel, CSR."""
+def jax_inputs(workload: Workload) -> list[tuple]:
+    """For each batch: h, kernel, CSR; h and the kernel are bfloat16."""
     import jax
     import jax.numpy as jnp
 
     from sparsejax.sparse import CSR
 
     h, kernel = host_operands(workload)
-    kernel = jnp.asarray(kernel, dtype)
+    kernel = jnp.asarray(kernel, jnp.bfloat16)
     inputs = []
     for seed in range(BATCHES):
         indices, indptr = map(jnp.asarray, rows_of(workload, seed))
         matrix = CSR(None, indices, indptr, num_cols=workload.features)
-        inputs.append((jnp.asarray(h[seed], dtype), kernel, matrix))
+        inputs.append((jnp.asarray(h[seed], jnp.bfloat16), kernel, matrix))
     return jax.block_until_ready(inputs)
 
 
@@ -68,21 +68,17 @@ def kernel_times(function, arguments: tuple) -> dict[str, float]:
 
 
 @functools.cache
-def exact(
-    workload: Workload, dtype: str = "bfloat16"
-) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of the first rows of the first batch: scores in float64 and whether listed.
+def exact(workload: Workload) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scores of the first rows in float64, whether each item is listed, and the kernel.
 
-    And the kernel, like the scores of operands of this dtype.
+    The operands are rounded to bfloat16 first.
     """
-    import ml_dtypes
-
-    rounded = ml_dtypes.bfloat16 if dtype == "bfloat16" else np.dtype(dtype)
+    from ml_dtypes import bfloat16
 
     h, kernel = host_operands(workload)
     items = workload.features
-    h = h[0, :CHECKED].astype(rounded).astype(np.float64)
-    kernel = kernel[:items].astype(rounded).astype(np.float32)
+    h = h[0, :CHECKED].astype(bfloat16).astype(np.float64)
+    kernel = kernel[:items].astype(bfloat16).astype(np.float32)
     parts = np.array_split(kernel, 1 + items // 2**17)
     scores = np.concatenate([h @ part.T.astype(np.float64) for part in parts], axis=1)
     indices, indptr = rows_of(workload, 0)

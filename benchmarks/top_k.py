@@ -91,7 +91,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         return jax.lax.top_k(scores, _K)[::-1]
 
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    inputs = jax_inputs(workload, "bfloat16")
+    inputs = jax_inputs(workload)
     candidates = {
         "sparsejax": ours,
         "xla": functools.partial(ours, implementation="xla"),
