@@ -471,8 +471,8 @@ FAULTS = [
     ),
     (
         "sparsejax/engine/train/following.py",
-        "rows = np.where(rows < examples.num_rows, rows, -1)",
-        "rows = np.minimum(rows, examples.num_rows - 1)",
+        "count = min(examples.num_rows - start, steps * size)",
+        "count = steps * size",
     ),
     (
         "sparsejax/engine/train/following.py",

@@ -928,6 +928,16 @@ def test_vectors_of_elsewhere_are_loaded(tmp_path, monkeypatch):
         np.testing.assert_array_equal(state[name][...][columns], array)
 
 
+def test_a_file_of_bfloat16_has_float32(tmp_path):
+    path = tmp_path / "table.parquet"
+    model, optimizer = one_table(sj.optimizers.sgd(0.1), dtype=jnp.bfloat16)
+    given(model, optimizer, np.arange(5))
+    model.embeddings.save_table("id", path)
+    ids = model.embeddings.ids("id")
+    rows = np.float32(model.embeddings({"id": ids})["id"])
+    assert pq.read_table(path)["row"].to_pylist() == rows.tolist()
+
+
 def test_wrong_files(tmp_path):
     model, optimizer = one_table()
     given(model, optimizer, np.arange(50))
