@@ -15,6 +15,7 @@ from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.dynamic import changes, taking
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import IndexState
+from sparsejax.embeddings.stores.store import Store
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 
@@ -125,7 +126,7 @@ def apply_changes(
     taking.check_tables(links[-1], tables.parts)
     values = links[-1].values()
     _check_values(links[-1], tables.values)
-    taking.apply(links, tables.parts, optimizer)
+    taking.apply(links, tables.parts, tables.stores, optimizer)
     for name, variable in tables.values.items():
         array = variable[...]
         variable.set_value(jax.device_put(values[name], array.sharding))
@@ -137,10 +138,12 @@ class _Tables(NamedTuple):
 
     Attributes:
       parts: the stacks of its collections.
+      stores: of these stacks.
       values: other variables by name.
     """
 
     parts: list[Part]
+    stores: list[Store]
     values: dict[str, nnx.Variable]
 
 
@@ -155,6 +158,7 @@ def _tables_of(model: nnx.Module) -> _Tables:
         for path, node in collections.items()
         for part in node.parts(prefix="".join(f"{p}." for p in path), within=path)
     ]
+    stores = [s for path, node in collections.items() for s in node.stores(path)]
     tables = {id(part.kernel) for part in parts}
     values = {}
     for path, node in nnx.iter_graph(model):
@@ -172,7 +176,7 @@ def _tables_of(model: nnx.Module) -> _Tables:
                 "not exported. Export the collection alone"
             )
         values[name] = node
-    return _Tables(parts, values)
+    return _Tables(parts, stores, values)
 
 
 def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+import pathlib
+from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from sparsejax.change_folders import Content, Link, Table, merged
+from sparsejax.change_folders import Link, Table, merged
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.changes import (
     Part,
@@ -19,32 +20,45 @@ from sparsejax.embeddings.dynamic.changes import (
     rows_now,
     tables_of,
 )
-from sparsejax.embeddings.dynamic.state import layout_of, rows_of
 from sparsejax.embeddings.host_rows import ROW
-from sparsejax.embeddings.placement import StackedTable
-from sparsejax.mesh.layout import to_host
-from sparsejax.ops import index_edits
-from sparsejax.ops.hash_index import Index
-from sparsejax.optimizers import inplace
+from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import Optimizer, first_state
 
 
-class _Plan(NamedTuple):
-    """The changes that a table takes.
+class Taker(Protocol):
+    """A store of some tables, which takes changes; see `sparsejax.embeddings.stores`."""
 
-    Attributes:
-      number: of its stack.
-      rows: of the kernel.
-      columns: what each of the rows has, by column.
-    """
+    stack: Stack
+    kernel: RowParam
+    known: Mapping[str, nnx.Variable]
+    path: Path
 
-    number: int
-    rows: np.ndarray
-    columns: dict[str, np.ndarray]
+    def placed(
+        self,
+        path: pathlib.Path,
+        pieces: tuple[StackedTable, ...],
+        ids: np.ndarray,
+        removed: np.ndarray | None,
+    ) -> list[np.ndarray]:
+        """Gives ids their rows."""
+        ...
+
+    def write(
+        self,
+        rows: np.ndarray,
+        values: Mapping[str, np.ndarray],
+        optimizer: Optimizer | None,
+    ) -> None:
+        """Replaces columns of rows."""
+        ...
 
 
 def apply(
-    links: Sequence[Link], parts: Sequence[Part], optimizer: Optimizer | None
+    links: Sequence[Link],
+    parts: Sequence[Part],
+    stores: Sequence[Taker],
+    optimizer: Optimizer | None,
 ) -> None:
     """Gives tables the changes of `change_folders.chain`; see `sparsejax.apply_changes`.
 
@@ -61,33 +75,33 @@ def apply(
     step = None if optimizer is None else optimizer.step[...]
     if with_state:  # rows are as they were at this step, those of static tables, too
         step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
-    plans: list[_Plan] = []
-    indexes: dict[int, Index] = {}
+    plans: list[tuple[Taker, np.ndarray, dict[str, np.ndarray]]] = []
     is_base = links[0].manifest.base is None
-    for table, pieces in tables.items():
-        number = number_of[table.name]
-        content = merged(link.content(number) for link in links)
-        for at, piece in pieces:
-            part = parts[at]
-            columns = content.columns
-            if table.num_rows:
-                rows = part.stack.row_of(content.ids.astype(np.int64), piece.place)
-                first = piece.first_column
-                columns = {ROW: columns[ROW][:, first : first + part.stack.dim]}
-            else:
-                index = indexes.get(at) or _index(part)
-                indexes[at], rows = _indexed(
-                    links[-1], part, piece, index, content, is_base=is_base
+    known = [variable for store in stores for variable in store.known.values()]
+    before = [variable[...] for variable in known]
+    try:
+        for table, pieces in tables.items():
+            number = number_of[table.name]
+            content = merged(link.content(number) for link in links)
+            store = stores[pieces[0].part]
+            removed = None if is_base else content.removed
+            mine = tuple(piece.table for piece in pieces)
+            places = store.placed(links[-1].path, mine, content.ids, removed)
+            for piece, rows in zip(mine, places, strict=True):
+                columns = content.columns
+                if table.num_rows:
+                    first = piece.first_column
+                    columns = {ROW: columns[ROW][:, first : first + store.stack.dim]}
+                columns = _with_state(
+                    links[-1], store, columns, optimizer, step, with_state=with_state
                 )
-            columns = _with_state(
-                links[-1], part, columns, optimizer, step, with_state=with_state
-            )
-            plans.append(_Plan(at, rows, columns))
-    for at, index in indexes.items():
-        for name, array in index._asdict().items():
-            parts[at].known[name].set_value(array)
-    for plan in plans:
-        _write(parts[plan.number], plan, optimizer)
+                plans.append((store, rows, columns))
+    except BaseException:
+        for variable, array in zip(known, before, strict=True):
+            variable.set_value(array)
+        raise
+    for store, rows, columns in plans:
+        store.write(rows, columns, optimizer)
     if with_state and optimizer is not None:
         optimizer.step.set_value(step)
 
@@ -122,40 +136,9 @@ def check_tables(link: Link, parts: Sequence[Part]) -> None:
         )
 
 
-def _index(part: Part) -> Index:
-    return Index(**{name: part.known[name][...] for name in Index._fields})
-
-
-def _indexed(
-    link: Link,
-    part: Part,
-    table: StackedTable,
-    index: Index,
-    content: Content,
-    *,
-    is_base: bool,
-) -> tuple[Index, np.ndarray]:
-    """An index with the changed ids, and their rows."""
-    stack = part.stack
-    return index_edits.changed(
-        link.path,
-        layout_of(stack),
-        stack.tables.index(table),
-        table.name,
-        index,
-        rows_of(stack, table, *_used_and_keys(part)),
-        ids=content.ids,
-        removed=None if is_base else content.removed,
-    )
-
-
-def _used_and_keys(part: Part) -> tuple[np.ndarray, np.ndarray]:
-    return to_host(part.known["used"][...]), to_host(part.known["keys"][...])
-
-
 def _with_state(
     link: Link,
-    part: Part,
+    store: Taker,
     columns: dict[str, np.ndarray],
     optimizer: Optimizer | None,
     step: jax.Array | None,
@@ -166,9 +149,9 @@ def _with_state(
     given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
     if optimizer is None or step is None or not len(columns[ROW]):
         return given
-    arrays = optimizer.rows_within(part.within, part.kernel)
-    if not (with_state and part.stack.dynamic):
-        begin = functools.partial(first_state, optimizer.rule_of(part.kernel))
+    arrays = optimizer.rows_within(store.path, store.kernel)
+    if not (with_state and store.known):
+        begin = functools.partial(first_state, optimizer.rule_of(store.kernel))
         fresh = files.in_blocks(
             lambda rows: begin(jnp.asarray(rows), step), columns[ROW]
         )
@@ -180,35 +163,3 @@ def _with_state(
             f"{sorted(wanted)}: it is of another rule; leave the optimizer out"
         )
     return columns
-
-
-def _write(part: Part, plan: _Plan, optimizer: Optimizer | None) -> None:
-    variables: dict[str, nnx.Variable] = {ROW: part.kernel}
-    variables |= {name: part.known[name] for name in part.numbers}
-    if optimizer is not None:
-        arrays = optimizer.rows_within(part.within, part.kernel)
-        variables |= {files.STATE + name: array for name, array in arrays.items()}
-    columns = plan.columns
-    if part.host is not None:
-        part.host.attach_within(part.within, part.kernel, optimizer)
-        on_host = {
-            name.removeprefix(files.STATE): values
-            for name, values in columns.items()
-            if not files.is_number(name)
-        }
-        part.host.put(plan.rows, on_host)
-        columns = {name: columns[name] for name in part.numbers}
-    for name, values in columns.items():
-        variable = variables[name]
-        write = functools.partial(
-            files.overwritten,
-            rows=plan.rows,
-            values=values,
-            by_parts=files.is_number(name),
-            divided=part.stack.divided,
-        )
-        inplace.overwrite([variable], _once(write, variable))
-
-
-def _once(write: Callable[[jax.Array], jax.Array], variable: nnx.Variable):
-    return lambda: ([write(variable[...])], None)
