@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any, ClassVar
 
@@ -38,7 +37,7 @@ class Clicks(Commands):
         if getattr(command, "origin", None) is None:
             return schema_of(command)
         assert isinstance(command, flags.Train)
-        names = {field.name for field in dataclasses.fields(flags.Clicks)}
+        names = flags.Clicks.option_names()
         if command.given & {*names, "delimiter"}:
             raise ValueError(
                 "--from takes the columns of its run: leave out --schema, --label, --dense, "

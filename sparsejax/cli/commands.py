@@ -275,7 +275,7 @@ def similar(command: flags.Similar) -> None:
 
 def _are_clicks(command: flags.Split) -> bool:
     """Whether the data is examples of clicks: a saved data set, or the flags say so."""
-    given = command.given & {field.name for field in dataclasses.fields(flags.Clicks)}
+    given = command.given & flags.Clicks.option_names()
     return bool(given) or kind_of_saved(command.data) == "clicks"
 
 
@@ -284,10 +284,8 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
     from sparsejax.cli.clicks import schema_of
 
     time = None if command.time is BY_NAME else command.time
-    columns = {field.name for field in dataclasses.fields(Reading)}
-    columns -= {"delimiter", "skip_bad_lines"} | (
-        {"time"} if time is not None else set()
-    )
+    columns = Reading.option_names() - {"delimiter", "skip_bad_lines"}
+    columns -= set() if time is None else {"time"}
     if command.by not in ("time", "rows"):
         raise ValueError(f"--by {command.by} is of no use for clicks: time or rows")
     if command.given & {"histories", "repeats", *columns}:

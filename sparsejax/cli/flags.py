@@ -34,6 +34,8 @@ _FOLDER = Flag(value="DIR")
 _RUN = Flag(value="DIR", positional=True)
 _Mesh = "data=INT,model=INT"
 _COLUMNS = Flag(value="COLUMN", default="")
+_TRAIN = Flag(type=str, value="TRAIN", positional=True)
+_TEST = Flag(type=str | None, value="[TEST]", default="", positional=True)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -312,14 +314,8 @@ class Evaluate(measuring.Evaluate, Reading, Devices, Compilation):
     """
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
-    inputs: Any = option(
-        dataclasses.MISSING,
-        Flag(type=str, value="TRAIN", positional=True),
-        kinds=RANKING,
-    )
-    heldout: Any = option(
-        None, Flag(type=str | None, value="[TEST]", default="", positional=True)
-    )
+    inputs: Any = option(dataclasses.MISSING, _TRAIN, kinds=RANKING)
+    heldout: Any = option(None, _TEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -340,14 +336,8 @@ class Compare(measuring.Ranked, Reading, Devices, Compilation):
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     other: pathlib.Path = option(dataclasses.MISSING, _RUN)
-    inputs: Any = option(
-        dataclasses.MISSING,
-        Flag(type=str, value="TRAIN", positional=True),
-        kinds=RANKING,
-    )
-    heldout: Any = option(
-        None, Flag(type=str | None, value="[TEST]", default="", positional=True)
-    )
+    inputs: Any = option(dataclasses.MISSING, _TRAIN, kinds=RANKING)
+    heldout: Any = option(None, _TEST)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

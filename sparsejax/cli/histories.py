@@ -29,8 +29,8 @@ class Histories(interactions.Interactions):
     ) -> tuple[SequenceConfig, Collection[str]]:
         assert command.model is not None  # else it is an autoencoder
         config, suited = self.kind.described(command.model)
-        options = vars(command.as_type(flags.Histories)).items()
-        given = {n: v for n, v in options if n[0] != "_" and v is not None}
+        options = command.values_of(flags.Histories).items()
+        given = {n: v for n, v in options if v is not None}
         for name in given:
             if not hasattr(config, name):
                 raise ValueError(

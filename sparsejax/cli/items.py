@@ -24,8 +24,7 @@ class Items(interactions.Interactions):
     def described(
         self, command: flags.Train | flags.Plan
     ) -> tuple[NetworkConfig, Collection[str]]:
-        options, rank = vars(command.as_type(flags.Network)), command.linear
-        options = {n: v for n, v in options.items() if n[0] != "_"}
+        options, rank = command.values_of(flags.Network), command.linear
         options["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
         suited = [n for n in ("temperature", "linear") if _is_auto(command, n)]
         if "temperature" in suited:

@@ -18,7 +18,7 @@ import time
 import traceback
 import typing
 import warnings
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TextIO
 
 import tyro
@@ -80,9 +80,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parse(argv: Sequence[str]) -> flags.Command:
     """The command. For help or wrong usage, prints it and raises SystemExit."""
-    commands = {
-        _function_of(c).replace("_", "-"): c for c in typing.get_args(flags.Command)
-    }
+    commands = _commands()
     # To make all flags of all commands takes as long as to import NumPy.
     named = commands.get(argv[0]) if argv else None
     parsers = {
@@ -133,13 +131,16 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         sys.stdout.flush()
 
 
+@functools.cache
+def _commands() -> Mapping[str, type[flags.Command]]:
+    """The class of each command, by its name on the command line."""
+    commands = typing.get_args(flags.Command)
+    return {_function_of(command).replace("_", "-"): command for command in commands}
+
+
 def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
     """Says what to do in place of words that a command does not know."""
-    called = {
-        _function_of(kind).replace("_", "-"): kind
-        for kind in typing.get_args(flags.Command)
-    }
-    if (command := called.get(argv[0])) is None:
+    if (command := _commands().get(argv[0])) is None:
         return
     known = shell.flag_names(command)
     fields = {

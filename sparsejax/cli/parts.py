@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 
 from sparsejax.cli import flags
@@ -20,7 +19,7 @@ def predict(command: flags.Predict) -> None:
         raise ValueError(
             "--users, --exclude, --exclude-items and --only-items do not go with --parts"
         )
-    columns = {field.name for field in dataclasses.fields(Reading)} - {"indicator"}
+    columns = Reading.option_names() - {"indicator"}
     if command.given & columns:
         raise ValueError(
             "--parts takes a folder that prepare wrote: leave out --format and the flags "

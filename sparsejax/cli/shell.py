@@ -75,7 +75,7 @@ def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
     >>> sorted(given(Export, ["run", "out", "--k", "10"]))
     ['k']
     """
-    words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    words = _flags_among(argv)
     return frozenset(
         option.name
         for option, flag in all_flags(command)
@@ -85,6 +85,11 @@ def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
             word.replace("--", "--no-", 1),
         }
     )
+
+
+def _flags_among(argv: Sequence[str]) -> set[str]:
+    """The words of a command line without their values, with dashes in place of underscores."""
+    return {word.partition("=")[0].replace("_", "-") for word in argv}
 
 
 def check_lists(command: type[Options], argv: Sequence[str]) -> None:
@@ -127,7 +132,7 @@ def command_of[C: Options](command: type[C], parsed: Any, argv: Sequence[str]) -
     for name, value in vars(parsed).items():
         values |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
     names = set(given(command, argv))
-    words = {word.partition("=")[0].replace("_", "-") for word in argv}
+    words = _flags_among(argv)
     found: dict[str, Any] = {}
     for option in dataclasses.fields(command):
         flags = flags_of(option)

@@ -11,7 +11,6 @@ Only the validation part of the data decides. No other held-out data is read.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import math
 import pathlib
@@ -50,9 +49,9 @@ _FIRST_TRIALS = 5
 _FIRST_EPOCHS = 3
 # Flags of the command that trains with the best settings. A file has the network.
 _REPEATED = {
-    field.name
+    name
     for options in (Stepping, Content, Reading, flags.Clicks)
-    for field in dataclasses.fields(options)
+    for name in options.option_names()
 }
 _REPEATED |= {"learning_rate", "num_epochs", "seed", "content_columns", "words"}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}

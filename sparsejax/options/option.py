@@ -100,6 +100,15 @@ class Options:
         """The options that were given, also those that have their default."""
         return vars(self).get("_given", frozenset())
 
+    @classmethod
+    def option_names(cls) -> frozenset[str]:
+        """The names of all options."""
+        return frozenset(field.name for field in dataclasses.fields(cls))
+
+    def values_of(self, of: type[Options]) -> dict[str, Any]:
+        """The values of the options that a class above this one states."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(of)}
+
     def say(self, text: str) -> None:
         """Tells who asks, for instance what was read and what was chosen."""
         if (told := vars(self).get("_told")) is not None:
@@ -112,20 +121,12 @@ class Options:
         told: Callable[[str], None] | None = None,
     ) -> Self:
         """The options, with the names of those that were given, and with who is told."""
-        new = dataclasses.replace(self)
-        notes: dict[str, Any] = {
-            "_given": self.given if given is None else frozenset(given)
-        }
-        notes["_told"] = told or vars(self).get("_told")
-        for name, note in notes.items():
-            object.__setattr__(new, name, note)
-        return new
+        given = self.given if given is None else given
+        return self._noted(dataclasses.replace(self), given, told)
 
     def replaced(self, **changes: Any) -> Self:
         """The options with some that are others. They do not count as given."""
-        new = dataclasses.replace(self, **changes)
-        told = vars(self).get("_told")
-        return new.noting(given=self.given, told=told)
+        return self._noted(dataclasses.replace(self, **changes), self.given)
 
     def as_type[T: Options](self, type_: type[T], **more: Any) -> T:
         """The options of a verb with which it shares some.
@@ -134,11 +135,20 @@ class Options:
           type_: the options of that verb.
           more: options that it has beside.
         """
-        names = {f.name for f in dataclasses.fields(self)} - more.keys()
-        shared = {f.name for f in dataclasses.fields(type_)} & names
+        shared = (self.option_names() & type_.option_names()) - more.keys()
         new = type_(**{name: getattr(self, name) for name in shared}, **more)
-        told = vars(self).get("_told")
-        return new.noting(given=(self.given & shared) | more.keys(), told=told)
+        return self._noted(new, (self.given & shared) | more.keys())
+
+    def _noted[T: Options](
+        self,
+        new: T,
+        given: Collection[str],
+        told: Callable[[str], None] | None = None,
+    ) -> T:
+        """Notes on new options which were given. `say` reaches the listener of these options."""
+        object.__setattr__(new, "_given", frozenset(given))
+        object.__setattr__(new, "_told", told or vars(self).get("_told"))
+        return new
 
     def useful(self, kind: str, of: type[Options]) -> dict[str, Any]:
         """The options of a class that a kind of models has a use for, as arguments."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Any, Literal
+from typing import Literal
 
 from sparsejax.options.option import RANKING, Flag, Options, option
 
@@ -87,13 +87,3 @@ class Reading(Columns):
     """
 
     format: Format | None = option(None, FORMATS, kinds=RANKING)
-
-    def arguments(self) -> dict[str, Any]:
-        """The options that were given, as arguments of `sparsejax.read`."""
-        found = {f.name: getattr(self, f.name) for f in dataclasses.fields(Reading)}
-        return {
-            name: value
-            for name, value in found.items()
-            if (name == "time" and value is not BY_NAME)
-            or (name != "time" and value not in (None, False))
-        }

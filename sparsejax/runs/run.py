@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import os
 import pathlib
@@ -377,7 +376,7 @@ def _check_columns(training: Training) -> None:
         return
     is_table = hasattr(training.data, "__arrow_c_stream__")
     of_files = {"format", "delimiter", "skip_bad_lines"}
-    names = {f.name for f in dataclasses.fields(Reading)}
+    names = Reading.option_names()
     for name in sorted(
         training.given & (of_files if is_table else names - {"indicator"})
     ):

@@ -204,14 +204,9 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
             lambda s, t, name=name: sj.losses.get(name)(s, t, t > 0),  # pyrefly: ignore
             (SCORES, CLICKED),
         )
-        for name in (
-            "sigmoid_binary_cross_entropy",
-            "l1_loss",
-            "l2_loss",
-            "hinge_loss",
-            "l2_hinge_loss",
-            "scaled_marginal_cross_entropy",
-        )
+        for name in sj.losses.NAMES
+        # The softmax is over the items of a row, not a rule of each score.
+        if name != "softmax_cross_entropy"
     },
 }
 
