@@ -205,7 +205,15 @@ def without_version(document: object, version: int, label: str) -> dict[str, Any
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class ModelConfig:
+class Config:
+    """A configuration, which says how to build a model."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a JSON object."""
+        raise NotImplementedError
+
+
+class ModelConfig(Config):
     """The JSON of a family of models, each of which is a subclass of the family's class.
 
     Attributes:

@@ -20,9 +20,7 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.planner import plan_embeddings
-from sparsejax.kinds.clicks.scores import evaluate_clicks
 from sparsejax.mesh import processes
-from sparsejax.metrics.comparison import Measured
 from sparsejax.options.measuring import Evaluate
 from sparsejax.runs.folders import Folder
 
@@ -79,11 +77,6 @@ class Clicks(Commands):
         given = command.given - {"inputs"}
         command = command.replaced(inputs=None, heldout=command.inputs)
         return command.noting(given=given)
-
-    def validated(self, model: Any, source: Any, k: int) -> Measured:
-        found = evaluate_clicks(model, source.heldout, keep_rows=True)
-        assert isinstance(found, Measured)
-        return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         found = self.kind.probabilities(command.inputs, command, run)

@@ -11,12 +11,10 @@ from sparsejax.cli import flags
 from sparsejax.cli.kind import Commands
 from sparsejax.cli.reading import content_of
 from sparsejax.cli.values import names_of
-from sparsejax.data import ItemFeatures, SequenceDataset, read_item_features
+from sparsejax.data import ItemFeatures, read_item_features
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.content import sizes_among
-from sparsejax.kinds.histories.job import left_out_of_validation
 from sparsejax.mesh import processes
-from sparsejax.metrics.comparison import Measured
 from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
 
@@ -58,17 +56,6 @@ class Interactions(Commands):
             **how,
         )
         return planned.table(), planned.fits
-
-    def validated(self, model: Any, source: Any, k: int) -> Measured:
-        from sparsejax.verbs.evaluate import evaluate
-
-        data, exclude = source.data, "inputs"
-        if isinstance(data, SequenceDataset):  # as `fit` measures
-            exclude = left_out_of_validation(data)
-        how: dict[str, Any] = {"k": k, "exclude": exclude, "popularity": None}
-        found = evaluate(model, data, source.heldout, keep_rows=True, **how)
-        assert isinstance(found, Measured)
-        return found
 
     def predict(self, command: flags.Predict, run: Folder) -> None:
         users, hint = command.users, ""

@@ -12,7 +12,6 @@ from typing import Any, ClassVar, NamedTuple
 from sparsejax.cli import flags
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
-from sparsejax.metrics.comparison import Measured
 from sparsejax.options.measuring import Evaluate
 
 
@@ -97,16 +96,6 @@ class Commands(abc.ABC):
     def measuring(self, command: Evaluate) -> Evaluate:
         """The measurement that `sparsejax evaluate` or `compare` asks for."""
         return command
-
-    @abc.abstractmethod
-    def validated(self, model: Any, source: Any, k: int) -> Measured:
-        """The metrics of what `tune` holds out, with the figures of its rows.
-
-        Args:
-          model: what is measured.
-          source: has the data and what is held out of it.
-          k: the cut-off.
-        """
 
     @abc.abstractmethod
     def predict(self, command: flags.Predict, run: Any) -> None:

@@ -34,6 +34,7 @@ from sparsejax.kinds.content import set_content
 from sparsejax.kinds.kind import kind_of
 from sparsejax.kinds.source import Source
 from sparsejax.mesh import processes
+from sparsejax.metrics.comparison import Measured
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Content, Stepping
 from sparsejax.runs import training
@@ -362,7 +363,8 @@ def interval(
 ) -> str:
     """The line about the luck in the best trial: which rows were held out is chance."""
     commands, metric = commands_for(command.model), _metric(command)
-    measured = commands.validated(Folder.of(folder).model(), source, command.k)
+    measured = commands.kind.validated(Folder.of(folder).model(), source, command.k)
+    assert isinstance(measured, Measured)
     low, high = measured.intervals()[metric]
     close = sum(trial.value >= low for trial in trials) - 1
     within = "no other trial lies" if close < 1 else f"{close} other trials lie"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import pathlib
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -65,6 +65,19 @@ class Interactions(Kind):
 
     def fingerprint_of(self, known: Names) -> str:
         return fingerprint(known)
+
+    def validated(
+        self, model: Any, source: Source, k: int, *, exclude: str | None = "inputs"
+    ) -> Mapping[str, float]:
+        return self.evaluate(
+            model,
+            source.data,
+            heldout=source.heldout,
+            k=k,
+            exclude=exclude,
+            popularity=None,
+            keep_rows=True,
+        )
 
     def doubts(self, model: Any, source: Source, k: int) -> str | None:
         if source.heldout is None or content_of(model) is None:

@@ -215,6 +215,11 @@ class Kind(abc.ABC):
         """The rows of a file of a run that follows; None if it has none."""
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
+    def is_indicator(self, data: Any) -> bool:
+        """Whether data of items has no values, see `Source.indicator`."""
+        del data
+        return True
+
     @abc.abstractmethod
     def account(self, data: Any) -> str:
         """How large the data is."""
@@ -293,6 +298,16 @@ class Kind(abc.ABC):
         del model, source, k
         return None
 
+    @abc.abstractmethod
+    def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
+        """The metrics of what was held out, as `fit` validates, with the figures of its rows.
+
+        Args:
+          model: what is measured.
+          source: has the data and what is held out of it.
+          k: the cut-off.
+        """
+
     # Uses of a model.
 
     @abc.abstractmethod
@@ -300,6 +315,11 @@ class Kind(abc.ABC):
         self, model: Any, inputs: Any, exclude: Any
     ) -> tuple[Recommender, Inputs, Any]:
         """A model that ranks items, its inputs, and what to exclude. For `recommend`."""
+
+    def encoder(self, model: Any, inputs: Any) -> tuple[Any, Inputs]:
+        """A model that makes vectors of rows, and its inputs. For `user_vectors`."""
+        encoder, shown, _ = self.shown(model, inputs, None)
+        return encoder, shown
 
     @abc.abstractmethod
     def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:

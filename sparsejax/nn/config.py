@@ -224,7 +224,7 @@ _KINDS = {c.kind: c for c in (InputConfig, HiddenConfig, OutputConfig)}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class NetworkConfig:
+class NetworkConfig(codec.Config):
     """A feed-forward network: layers in order, and the loss it is trained with.
 
     Only a chain is supported so far: one input, any number of hidden layers, one

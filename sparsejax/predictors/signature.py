@@ -303,6 +303,16 @@ class Signature:
             raise ValueError(f"the platforms {self.platforms}")
 
     @property
+    def ranks_items(self) -> bool:
+        """Whether an answer is items, rather than the probability of a click."""
+        return self.kind != "clicks"
+
+    @property
+    def beside_items(self) -> Literal["values", "times"]:
+        """The numbers that a request may have beside its items: times if these have an order."""
+        return "times" if self.kind == "histories" else "values"
+
+    @property
     def program_inputs(self) -> tuple[Array, ...]:
         """The inputs that the programs take."""
         return self.inputs if self.layer is None else self.inputs[:-1]

@@ -32,7 +32,6 @@ from sparsejax.kinds.source import Ahead, Earlier
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
-from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.item_content import ContentSizes
 from sparsejax.optimizers.optimizer import Optimizer, compile_flush
 from sparsejax.verbs.build import new_modules, set_linear_part
@@ -73,7 +72,7 @@ class Settings:
       item_features: `fingerprint` of their content.
     """
 
-    network: NetworkConfig | codec.ModelConfig
+    network: codec.Config
     optimizer: optimizers.Rule
     num_features: int
     num_epochs: int

@@ -15,8 +15,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import metrics
-from sparsejax.data import SequenceDataset, UnknownFeaturesWarning
+from sparsejax.data import UnknownFeaturesWarning
 from sparsejax.data.files.names import find_names
+from sparsejax.data.reading.histories import unordered
 from sparsejax.kinds.kind import Kind, kind_called
 from sparsejax.kinds.reading import validation_share
 from sparsejax.kinds.source import Source
@@ -214,9 +215,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
         items than the gate ranks; or no row has held-out events.
     """
     _check_ranks(predictor, gate)
-    heldout = source.heldout
-    if isinstance(heldout, SequenceDataset):
-        heldout = heldout.to_sparse()
+    heldout: Any = unordered("heldout", source.heldout, source.data)
     names = heldout.row_names
     is_shown = find_names(names, source.data.row_names) >= 0
     names = names[is_shown & (np.diff(heldout.matrix.indptr) > 0)]

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from flax import nnx
 
-from sparsejax.codec import ModelConfig
+from sparsejax.codec import Config
 from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.files.names import Names, find_names
 from sparsejax.engine.rank.recommender import Recommender
@@ -25,7 +25,6 @@ from sparsejax.engine.rank.tasks import METRICS
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.mesh import processes
 from sparsejax.metrics import Measured
-from sparsejax.nn.config import NetworkConfig
 from sparsejax.verbs.recommend import recommend
 from sparsejax.verbs.vectors import HasItems, similar_items
 from sparsejax.whole_files import check_writable, whole_text_file
@@ -285,7 +284,7 @@ def _summary(model: Any, measured: Mapping[str, float], data: Sequence[str]) -> 
     if verdict := _verdict(measured):
         parts.append(f'<p class="verdict">{_text(verdict)}</p>')
     config = getattr(model, "config", None)
-    if isinstance(config, NetworkConfig | ModelConfig):
+    if isinstance(config, Config):
         parts.append(f"<p>{_text(_KINDS[getattr(config, 'model', '')])}</p>")
     facts = [*data, f"report of {datetime.date.today():%Y-%m-%d}"]
     parts.append(f'<p class="soft">{_text(" · ".join(facts))}</p>')

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from sparsejax.codec import ModelConfig
+from sparsejax.codec import Config
 from sparsejax.data import (
     ClickDataset,
     ItemFeatures,
@@ -29,7 +29,6 @@ from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.kinds.reading import is_file
 from sparsejax.kinds.source import Ahead, Source
 from sparsejax.mesh import processes
-from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Evaluate, Report
 from sparsejax.options.option import takes
@@ -360,7 +359,7 @@ def _model_of(data: Any, model: str | None, schema: ClickSchema | None) -> str:
 
 def _check_config(config: Any, model: str | None) -> None:
     """Raises an error for what is no configuration, or is that of another model."""
-    if not isinstance(config, NetworkConfig | ModelConfig):
+    if not isinstance(config, Config):
         raise TypeError(
             "config is a NetworkConfig, or the configuration of another model, got "
             f"{type(config).__name__}"

@@ -9,7 +9,7 @@ from typing import Any
 
 from flax import nnx
 
-from sparsejax.codec import ModelConfig
+from sparsejax.codec import Config
 from sparsejax.data import (
     ClickDataset,
     ItemFeatures,
@@ -18,7 +18,6 @@ from sparsejax.data import (
 )
 from sparsejax.kinds.content import check_same_sizes, content_of, fitting
 from sparsejax.kinds.kind import kind_of
-from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.runs import folders
 from sparsejax.runs.folders import Settings
@@ -69,7 +68,7 @@ def save_model(
         content and `item_features` is missing or other, or it has none.
     """
     config = getattr(model, "config", None)
-    if not isinstance(config, NetworkConfig | ModelConfig):
+    if not isinstance(config, Config):
         raise TypeError(
             f"a {type(model).__name__} has no configuration that says how to build it again: "
             "keep it by fit(..., checkpoint_dir=...), and serve it by export_predictor"
@@ -88,7 +87,6 @@ def save_model(
         )
     features = _checked(item_features, model, data)
     known = kind.known_of(data)
-    valued = isinstance(data, SparseDataset) and data.matrix.data is not None
     settings = Settings(
         network=config,
         optimizer=optimizer.rule,
@@ -97,7 +95,7 @@ def save_model(
         batch_size=kind.defaults.batch_size,
         seed=0,
         deterministic=False,
-        indicator=kind.name != "clicks" and not valued,
+        indicator=kind.is_indicator(data),
         data=f"{data!r}",
         data_fingerprint=_UNKNOWN,
         vocabulary_fingerprint=kind.fingerprint_of(known),

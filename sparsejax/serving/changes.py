@@ -28,7 +28,7 @@ class Changing:
 
     def check(self, predictor: Predictor) -> None:
         """Raises ValueError if a predictor cannot take changes, whatever they are."""
-        if predictor.signature.kind != "clicks":
+        if predictor.signature.ranks_items:
             raise ValueError(
                 f"{self.folder}: changes are for models of clicks, but this predictor is of "
                 f"{predictor.signature.kind}: serve it without"

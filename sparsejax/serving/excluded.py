@@ -51,7 +51,7 @@ class Excluded:
         Raises:
           ValueError: it has none such.
         """
-        if predictor.signature.kind == "clicks":
+        if not predictor.signature.ranks_items:
             raise ValueError(
                 f"{self.path}: a model of clicks recommends no items; leave the file out"
             )

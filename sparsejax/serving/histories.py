@@ -34,7 +34,8 @@ class Histories:
                 "SequenceDataset.save",
             )
         rows = stored.read_rows(path, kind)
-        self.path, self.kind, self.features = path, kind, rows.feature_names
+        self.path, self.features = path, rows.feature_names
+        self.ordered = kind == "histories"
         self._indptr, columns = rows.entries.indptr, rows.entries.columns
         self._indices, self._values = columns["indices"], columns.get("values")
         times = columns.get("times")

@@ -113,7 +113,7 @@ def form_of(
     Raises:
       ValueError: it cannot be asked by names, or has no use for these histories.
     """
-    if predictor.signature.kind != "clicks":
+    if predictor.signature.ranks_items:
         return Lists(predictor, histories, room)
     if histories is not None:
         raise ValueError(
@@ -208,9 +208,7 @@ class Lists(_Ranked):
         times = [[]] if predictor.model.reads_times else None
         predictor.model.rows_of_names([[]], times=times)
         super().__init__(predictor)
-        self._beside = {"items": "values", "histories": "times"}[
-            predictor.signature.kind
-        ]
+        self._beside: str = predictor.signature.beside_items
         if self._beside == "times" and not self._model.reads_times:
             self._beside = ""
         self._histories, self._room = histories, room
@@ -333,8 +331,8 @@ class Lists(_Ranked):
         return NameLists(names, indptr), kept
 
     def _check_histories(self, histories: Histories) -> None:
-        ordered = self._predictor.signature.kind == "histories"
-        if ordered and histories.kind != "histories":
+        ordered = self._predictor.signature.beside_items == "times"
+        if ordered and not histories.ordered:
             raise ValueError(
                 f"{histories.path}: its rows have no order, which the model reads; save them "
                 "with SequenceDataset.save"

@@ -102,12 +102,12 @@ def _fill(folder: pathlib.Path, path: str | os.PathLike[str]) -> None:
 
 def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
     """The text of `config.pbtxt`."""
-    form, is_clicks = form_of(predictor), predictor.signature.kind == "clicks"
+    form, ranks = form_of(predictor), predictor.signature.ranks_items
     inputs = [
-        _declared(each, wide=not is_clicks)
-        + ("optional: true " if not is_clicks and each.name != "items" else "")
-        + ("" if is_clicks else "allow_ragged_batch: true ")
-        for each in (form.inputs if is_clicks else _inputs(form))
+        _declared(each, wide=ranks)
+        + ("optional: true " if ranks and each.name != "items" else "")
+        + ("allow_ragged_batch: true " if ranks else "")
+        for each in (_inputs(form) if ranks else form.inputs)
     ]
     outputs = [
         _declared(each, wide=each.name in ("items", "scores"))

@@ -131,12 +131,7 @@ def user_vectors(
       ValueError: `inputs` does not fit the model.
     """
     check_positive(batch_size=batch_size)
-    encoder, x, _ = kind_of(inputs).shown(model, inputs, None)
-    if isinstance(inputs, SequenceDataset) and not hasattr(model, "last"):
-        raise TypeError(
-            "vectors of histories need a model with the method last(histories), as a "
-            f"SequenceModel has; {type(model).__name__} does not"
-        )
+    encoder, x = kind_of(inputs).encoder(model, inputs)
     check_inputs(x, features_of(encoder))
     batch_size = rows_in_a_batch(batch_size, x.num_rows)
     # Without rows, one empty row: its result has the width of the vectors.

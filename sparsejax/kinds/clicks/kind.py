@@ -302,6 +302,9 @@ class Clicks(Kind):
         what = "training" if source.heldout is None else "validation"
         return None if found is None else found.warning(what)
 
+    def is_indicator(self, data: Any) -> bool:
+        return False
+
     def account(self, data: ClickDataset | ScannedClicks) -> str:
         return (
             f"{data.num_rows:,} examples, {len(data.schema.dense):,} dense columns, "
@@ -361,6 +364,9 @@ class Clicks(Kind):
             if source is None:
                 raise
             raise ValueError(f"{name_of(source)}: {error}") from error
+
+    def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
+        return self.evaluate(model, source.heldout, keep_rows=True)
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> np.ndarray:
         read = meanwhile(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
@@ -82,6 +82,23 @@ class Histories(interactions.Interactions):
         shown = shown_of(model, inputs)
         exclude = unordered("exclude", exclude, inputs)
         return _ranker(model, inputs), shown, exclude
+
+    def validated(
+        self, model: Any, source: Source, k: int, **_: Any
+    ) -> Mapping[str, float]:
+        from sparsejax.kinds.histories.job import left_out_of_validation
+
+        exclude = left_out_of_validation(source.data)
+        return super().validated(model, source, k, exclude=exclude)
+
+    def encoder(self, model: Any, inputs: Any) -> tuple[Any, Inputs]:
+        encoder, shown = super().encoder(model, inputs)
+        if not hasattr(model, "last"):
+            raise TypeError(
+                "vectors of histories need a model with the method last(histories), as a "
+                f"SequenceModel has; {type(model).__name__} does not"
+            )
+        return encoder, shown
 
     def evaluate(
         self, model, inputs, *, heldout, optimizer=None, keep_rows=False, **options

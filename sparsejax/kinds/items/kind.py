@@ -106,7 +106,7 @@ class Items(interactions.Interactions):
         data, features = interactions.with_content(training, before, data, self.counts)
         everything = data
         heldout = validation = split = None
-        indicator = data.matrix.data is None
+        indicator = self.is_indicator(data)
         asked = training.validation
         if asked is not None:
             if is_last(asked):
@@ -132,6 +132,9 @@ class Items(interactions.Interactions):
             split=split,
             features=features,
         )
+
+    def is_indicator(self, data: SparseDataset) -> bool:
+        return data.matrix.data is None
 
     def scanned(self, training: Training) -> Source:
         interactions.check_scanned(training)
