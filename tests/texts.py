@@ -50,9 +50,9 @@ def texts(source: str) -> Iterator[Text]:
     """The docstrings of a module and their entries, its comments, errors and warnings."""
     lines = source.splitlines()
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef) and (
-            words := ast.get_docstring(node)
-        ):
+        if isinstance(
+            node, ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+        ) and (words := ast.get_docstring(node)):
             first, last = node.body[0].lineno, node.body[0].end_lineno or 0
             yield Text("docstring", first, words)
             for line, entry in entries(lines[first - 1 : last]):
