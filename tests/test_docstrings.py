@@ -3,6 +3,7 @@
 Docstrings and comments are read for words that hide the subject of a sentence.
 """
 
+import dataclasses
 import doctest
 import pathlib
 import types
@@ -70,6 +71,7 @@ def given(symbolic_sizes) -> dict[str, typing.Any]:
             for name in ("baselines", "losses", "metrics", "optimizers")
         },
         **libraries,
+        "dataclasses": dataclasses,
         "scipy": scipy,
         "pandas": pandas,
         "pathlib": pathlib,
