@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -66,15 +66,18 @@ class Interactions(Kind):
     def fingerprint_of(self, known: Names) -> str:
         return fingerprint(known)
 
-    def validated(
-        self, model: Any, source: Source, k: int, *, exclude: str | None = "inputs"
-    ) -> Mapping[str, float]:
+    def excluded_in_validation(self, data: Any) -> Literal["inputs"] | None:
+        """`exclude` of `evaluate` on held-out items, as `fit` validates."""
+        del data
+        return "inputs"
+
+    def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
         return self.evaluate(
             model,
             source.data,
             heldout=source.heldout,
             k=k,
-            exclude=exclude,
+            exclude=self.excluded_in_validation(source.data),
             popularity=None,
             keep_rows=True,
         )

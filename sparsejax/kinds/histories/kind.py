@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection, Mapping
-from typing import Any
+from collections.abc import Collection
+from typing import Any, Literal
 
 import numpy as np
 
@@ -83,13 +83,10 @@ class Histories(interactions.Interactions):
         exclude = unordered("exclude", exclude, inputs)
         return _ranker(model, inputs), shown, exclude
 
-    def validated(
-        self, model: Any, source: Source, k: int, **_: Any
-    ) -> Mapping[str, float]:
+    def excluded_in_validation(self, data: SequenceDataset) -> Literal["inputs"] | None:
         from sparsejax.kinds.histories.job import left_out_of_validation
 
-        exclude = left_out_of_validation(source.data)
-        return super().validated(model, source, k, exclude=exclude)
+        return left_out_of_validation(data)
 
     def encoder(self, model: Any, inputs: Any) -> tuple[Any, Inputs]:
         encoder, shown = super().encoder(model, inputs)
@@ -144,9 +141,9 @@ class Histories(interactions.Interactions):
         return dataclasses.replace(config, negatives=negatives, sampler=sampler)
 
     def source(self, training: Training, before: Earlier | None) -> Source:
-        data = everything = read_histories(training.data, training)
+        data = read_histories(training.data, training)
         if before is not None:
-            data = everything = data.append_features(before.known)
+            data = data.append_features(before.known)
         data, features = interactions.with_content(training, before, data, self.counts)
         everything = data
         heldout = validation = split = None

@@ -100,9 +100,9 @@ class Items(interactions.Interactions):
         return NetworkConfig.autoencoder(), ("temperature", "linear")
 
     def source(self, training: Training, before: Earlier | None) -> Source:
-        data = everything = read_file(training.data, training)
+        data = read_file(training.data, training)
         if before is not None:
-            data = everything = data.append_features(before.known)
+            data = data.append_features(before.known)
         data, features = interactions.with_content(training, before, data, self.counts)
         everything = data
         heldout = validation = split = None
