@@ -163,11 +163,11 @@ def _opened(optuna: Any, command: flags.Tune, settings: Settings) -> Any:
     )
     identity = codec.plain(settings.identity() | {"epochs": settings.num_epochs})
     before = study.user_attrs.setdefault("identity", identity)
-    for name, value in identity.items():
-        if before.get(name) != value:
+    for name in [*identity, *before]:
+        if before.get(name) != identity.get(name):
             raise ValueError(
                 f"{command.run}: was begun with {name} {before.get(name)}, and now it is "
-                f"{value}; name a new folder"
+                f"{identity.get(name)}; name a new folder"
             )
     trials = study.get_trials(deepcopy=False)
     if not trials:

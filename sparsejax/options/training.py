@@ -41,7 +41,34 @@ class Stepping(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Watching(Options):
+class Repeated(Options):
+    """The options of `train` and `tune` that a run folder records, see `Recorded`.
+
+    Attributes:
+      k: Cut-off of the validation metrics: the number of recommendations that count.
+      patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
+      seed: Seed of the initial weights, the order of rows, corruption and dropout.
+    """
+
+    k: int = option(20, kinds=RANKING)
+    patience: int | None = option(None, Flag(value="INT", default="train all epochs"))
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Recorded(Repeated):
+    """The options of `train` that a run folder records. A resume must keep them.
+
+    Attributes:
+      deterministic: Give the same bits in every process on the same kind of GPU. It can
+        make steps slower. A resume must keep it.
+    """
+
+    deterministic: bool = option(False, Flag(gives=True))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Watching(Repeated):
     """How training is measured and ended.
 
     Attributes:
@@ -50,20 +77,15 @@ class Watching(Options):
         out the last interaction of each row by time. Other commands then use the model
         of the best epoch. A file called last is written ./last. For clicks, a file or a
         share of the examples.
-      k: Cut-off of the validation metrics: the number of recommendations that count.
-      patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
       num_epochs: Number of passes over the data, including those before a resume. By default
         as many as 200 steps take, but at least 30; of histories as many as 3,500 steps
         take, but 40 to 300; of clicks as many as 1,000 steps take, but at most 10.
       learning_rate: Learning rate of the optimizer, at its highest.
-      seed: Seed of the initial weights, the order of rows, corruption and dropout.
     """
 
     validation: Any = option(
         None, Flag(type=str | None, value="{FILE,SHARE,last}", default="")
     )
-    k: int = option(20, kinds=RANKING)
-    patience: int | None = option(None, Flag(value="INT", default="train all epochs"))
     num_epochs: int | None = option(
         None,
         Flag(
@@ -75,7 +97,6 @@ class Watching(Options):
     learning_rate: float | None = option(
         None, Flag(value="FLOAT", default=".002, of clicks .005")
     )
-    seed: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,7 +114,7 @@ class Content(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainMore(Stepping, Watching, Content, Reading):
+class TrainMore(Stepping, Watching, Content, Recorded, Reading):
     """The training of a model that is there.
 
     Attributes:
@@ -125,8 +146,6 @@ class TrainMore(Stepping, Watching, Content, Reading):
       export_seconds: Seconds between two exports of changes.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with a tied kernel.
-      deterministic: Give the same bits in every process on the same kind of GPU. It can
-        make steps slower. A resume must keep it.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
         settings must be those the run was begun with; only num_epochs=... may be higher.
@@ -165,7 +184,6 @@ class TrainMore(Stepping, Watching, Content, Reading):
         None, Flag(value="FLOAT", default="60"), kinds=("clicks",)
     )
     fused: bool = option(False, Flag(gives=True), kinds=RANKING)
-    deterministic: bool = option(False, Flag(gives=True))
     checkpoint_seconds: float = 30.0
     resume: bool = option(False, Flag(gives=True))
     log: Callable[[int, Mapping[str, float]], None] | None = option(None, shell=False)

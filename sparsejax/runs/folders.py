@@ -27,24 +27,26 @@ from jax.sharding import PartitionSpec as P
 from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
-from sparsejax.kinds.kind import Kind, Maker, config_of, kind_of, used
+from sparsejax.kinds.kind import Kind, Maker, config_of, kind_of
 from sparsejax.kinds.source import Ahead, Earlier
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
 from sparsejax.nn.item_content import ContentSizes
 from sparsejax.optimizers.optimizer import Optimizer, compile_flush
+from sparsejax.options.training import Recorded
 from sparsejax.verbs.build import new_modules, set_linear_part
 from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
 _SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkpoints"
 _FEATURES = "item_features.parquet"
+_RECORDED = Recorded.option_names()
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
-    """The settings of a run: what `run.json` holds.
+class Settings(Recorded):
+    """The settings of a run: what `run.json` holds. The options that it records are `Recorded`.
 
     Attributes:
       network: the layers and the loss; or the configuration of a model of histories, or of
@@ -54,9 +56,6 @@ class Settings:
         of all ids.
       num_epochs: passes over the data.
       batch_size: rows per step.
-      seed: seed of the initial parameters and of the order of rows.
-      deterministic: whether training gives the same bits in every process on the same
-        kind of GPU.
       indicator: whether the data has no values, or its values are ignored.
       data: the file of the data, as it was named.
       data_fingerprint: `fingerprint` of the rows that were read from the file.
@@ -64,9 +63,6 @@ class Settings:
       validation: `fingerprint` of the held-out entries; None if no entries are held out.
       validation_split: how the held-out entries were chosen from the data: a share, or
         "last". None if a file holds them.
-      k: cut-off of the validation metrics.
-      patience: epochs without a higher `ndcg@k`, or AUC, after which training stops; None if
-        it does not stop early.
       origin: the folder of the run whose model was trained on, as it was named.
       content: the sizes of what is known of the items; None if they have no content.
       item_features: `fingerprint` of their content.
@@ -77,16 +73,12 @@ class Settings:
     num_features: int
     num_epochs: int
     batch_size: int
-    seed: int
-    deterministic: bool
     indicator: bool
     data: str
     data_fingerprint: str
     vocabulary_fingerprint: str
     validation: str | None
     validation_split: str | None
-    k: int
-    patience: int | None
     origin: str | None = None
     content: ContentSizes | None = None
     item_features: str | None = None
@@ -220,9 +212,8 @@ class Settings:
         """All settings as `{name: plain value}`, to be shown."""
         first = ("data", "validation_split", "num_features", "num_epochs")
         found = {name: getattr(self, name) for name in first} | self._settings()
-        from sparsejax.verbs.fit import fit  # a prediction does without it
-
-        return used(kind_of(self.network), fit, found)
+        useful = self.useful(self.kind.name, Recorded)
+        return {n: v for n, v in found.items() if n in useful or n not in _RECORDED}
 
     def identity(self) -> dict[str, Any]:
         """The settings that tie a checkpoint: all except the number of epochs and paths."""
@@ -232,11 +223,11 @@ class Settings:
 
     def _settings(self) -> dict[str, Any]:
         """The settings that a resume must keep, as `{name: plain value}`."""
-        plain = ("batch_size", "seed", "deterministic", "indicator", "k", "patience")
-        plain += () if self.origin is None else ("origin",)
-        plain += () if self.item_features is None else ("item_features",)
+        facts = ("batch_size", "indicator", "origin", "item_features")
+        plain = {name: getattr(self, name) for name in facts}
+        plain |= self.values_of(Recorded)
         settings = _settings_of(self.network)
-        settings |= {name: getattr(self, name) for name in plain}
+        settings |= {name: value for name, value in plain.items() if value is not None}
         rule = optimizers.to_json(self.optimizer)
         settings |= {"optimizer": rule.pop("name"), **rule, "decay": "none"}
         if isinstance(rate := rule["learning_rate"], dict):

@@ -20,7 +20,7 @@ from sparsejax.kinds.source import Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.options.training import Training
+from sparsejax.options.training import Recorded, Training
 from sparsejax.runs import folders, following, linear_parts
 from sparsejax.runs.folders import Settings
 from sparsejax.verbs.fit import fit
@@ -233,16 +233,13 @@ def settings_of(training: Training, config: Any, source: Source) -> Settings:
         num_features=source.num_features,
         num_epochs=epochs,
         batch_size=batch_size,
-        seed=training.seed,
-        deterministic=training.deterministic,
+        **training.values_of(Recorded),
         indicator=source.indicator,
         data=name_of(training.data),
         data_fingerprint=source.fingerprint,
         vocabulary_fingerprint=kind_of(config).fingerprint_of(source.known),
         validation=source.validation,
         validation_split=source.split,
-        k=training.k,
-        patience=training.patience,
         origin=None if training.origin is None else str(training.origin),
         content=None if source.features is None else sizes_of(source.features),
         item_features=None

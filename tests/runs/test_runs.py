@@ -14,7 +14,8 @@ from run_folders import checkerboard, items_of, parameters, write_lines
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.kinds.clicks import kind as of_clicks
-from sparsejax.runs.folders import continued, load_run
+from sparsejax.options.training import Recorded
+from sparsejax.runs.folders import Settings, continued, load_run
 
 COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}
 
@@ -359,3 +360,32 @@ def test_a_model_of_items_takes_saved_histories(tmp_path, capsys):
     assert main([*argv, "--keep-seen"]) == 0
     said = capsys.readouterr().err
     assert f"216 events, {histories.to_sparse().num_entries} entries" in said
+
+
+# Another value of each option that a run records.
+OTHERS = {"k": 7, "patience": 4, "seed": 5, "deterministic": True}
+
+
+@pytest.mark.parametrize("name", sorted(Recorded.option_names()))
+def test_an_option_that_is_recorded_is_kept_by_a_resume(name):
+    settings = Settings(
+        network=sj.NetworkConfig.autoencoder((4,)),
+        optimizer=sj.optimizers.sgd(0.1),
+        num_features=3,
+        num_epochs=2,
+        batch_size=4,
+        indicator=True,
+        data="a.csv",
+        data_fingerprint="x",
+        vocabulary_fingerprint="y",
+        validation=None,
+        validation_split=None,
+    )
+    changes: dict[str, Any] = {name: OTHERS[name]}
+    other = dataclasses.replace(settings, **changes)
+    written = json.loads(json.dumps(other.to_json()))
+    assert Settings.from_json(written) == other
+    assert other.identity() != settings.identity()
+    for ours, theirs in ((other, settings), (settings, other)):
+        with pytest.raises(ValueError, match=f"cannot resume with {name} "):
+            ours.check_resumes(theirs)
