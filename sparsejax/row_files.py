@@ -19,10 +19,14 @@ class NotRowsError(ValueError):
 
 
 def type_of(array: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> pa.DataType:
-    """The type in a file of the rows of an array: numbers of 16 bits become float32."""
-    dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
-    kind = pa.from_numpy_dtype(dtype)
+    """The type in a file of the rows of an array."""
+    kind = pa.from_numpy_dtype(dtype_of(array))
     return kind if array.ndim == 1 else pa.list_(kind, array.shape[1])
+
+
+def dtype_of(array: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> np.dtype:
+    """The dtype in a file of the numbers of an array: 16 bits become float32."""
+    return np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
 
 
 def numpy_type(kind: pa.DataType) -> np.dtype:

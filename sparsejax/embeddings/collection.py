@@ -551,12 +551,14 @@ class EmbeddingCollection(Owner):
         """Replaces the ids and rows of a table by those of a file of `save_table`.
 
         The mesh may be another, and a dynamic table may have more rows or fewer. An error
-        leaves the table as it is. The host needs room for the file.
+        leaves the table as it is. The file is read some rows at a time, twice: the host needs
+        room for the ids.
 
         Args:
           name: of the table.
           path: a Parquet file with the columns `id` and `row`. Without `count` and `last` ids
-            were seen once, at 0.
+            were seen once, at 0. Or a folder that `sok.dump` of SparseOperationKit wrote, or
+            such a folder and the name of a table that it has: "folder/user_0".
           optimizer: that trains the model, which must have done as many steps as that whose
             state is in the file. If the file has none, the rows have the state of a new
             optimizer. With None the state is not touched: for a model that is not trained.
@@ -568,7 +570,8 @@ class EmbeddingCollection(Owner):
           OSError: the file cannot be read.
           ValueError: there is no such table; the file has rows of another width or dtype, an
             id twice, numbers that are not finite, more ids than there is room for, too few
-            for a static table, or the state of another rule or after other steps.
+            for a static table, or the state of another rule or after other steps; or it is
+            damaged.
         """
         store, pieces = self._table(name, within)
         store.load(pieces, pathlib.Path(path), optimizer, replace=replace)

@@ -909,8 +909,8 @@ def test_a_file_is_loaded_into_a_larger_table_on_another_mesh(
 
 
 def test_vectors_of_elsewhere_are_loaded(tmp_path, monkeypatch):
-    for module in files, index_edits:
-        monkeypatch.setattr(module, "_BLOCK", 2)
+    for module, name in ((files, "BLOCK"), (index_edits, "_BLOCK")):
+        monkeypatch.setattr(module, name, 2)
     path = tmp_path / "vectors.parquet"
     rows = np.arange(6, dtype=np.float32).reshape(3, 2)
     flat = pa.FixedSizeListArray.from_arrays(rows.reshape(-1), 2)

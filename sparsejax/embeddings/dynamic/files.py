@@ -32,7 +32,7 @@ _STEPS = b"sparsejax.steps"
 STATE = "state."
 _ID_TYPES = pa.uint64(), pa.int64(), pa.int32()
 # Rows that are read or written at a time.
-_BLOCK = 65_536
+BLOCK = 65_536
 
 
 def is_number(column: str) -> bool:
@@ -41,17 +41,20 @@ def is_number(column: str) -> bool:
 
 
 class Rows(NamedTuple):
-    """Rows of a table with what belongs to them: arrays of numbers for each id.
+    """The rows of a table in a file.
 
     Attributes:
       ids: uint64, ascending.
-      columns: by name; `[ids]`, `[ids, 1]` or `[ids, dim]`.
-      steps: of the optimizer whose state is among them; None if it is not.
+      names: of their columns.
+      steps: steps of the optimizer whose state is among the columns; None if it is not.
+      blocks: reads the columns, some rows at a time: the places of these rows among `ids`, and
+        an array for each column, `[rows]`, `[rows, 1]` or `[rows, dim]`.
     """
 
     ids: np.ndarray
-    columns: dict[str, np.ndarray]
+    names: tuple[str, ...]
     steps: int | None
+    blocks: Callable[[], Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]]
 
 
 def save(
@@ -128,42 +131,83 @@ def read(
       with_state: whether there is an optimizer, whose arrays are all in `like`.
 
     Raises:
-      ValueError: it is no such file, is of another width or dtype, has an id twice or a
-        number that is not finite, or the state of another rule.
+      ValueError: it is no such file, is of another width or dtype, has an id twice, or the
+        state of another rule; or, from `blocks`, it has a number that is missing or not finite.
     """
     path = pathlib.Path(path)
     try:
-        data = pq.read_table(path)
+        with pq.ParquetFile(path) as file:
+            schema = file.schema_arrow
+            _check_columns(path, schema, like)
+            keys = file.read([row_files.ID]).column(0)
     except pa.ArrowInvalid as error:
         raise ValueError(
             f"{path} is not a Parquet file that can be read, as save_table writes it: "
             f"{error}"
         ) from None
-    for name in ("id", "row"):
-        if name not in data.column_names:
+    _check_complete(path, keys)
+    ids, places = ranked(path, keys.to_numpy())
+    names = tuple(name for name in like if name in schema.names)
+
+    def blocks() -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
+        start = 0
+        with pq.ParquetFile(path) as file:
+            for batch in file.iter_batches(BLOCK, columns=[*names]):
+                columns = {}
+                for name in names:
+                    column = pa.chunked_array([batch.column(name)])
+                    _check_complete(path, column)
+                    columns[name] = checked(path, name, row_files.numbers(column))
+                yield places[start : start + len(batch)], columns
+                start += len(batch)
+
+    steps = _steps(path, schema, like) if with_state else None
+    return Rows(ids, names, steps, blocks)
+
+
+def _check_columns(
+    path: pathlib.Path, schema: pa.Schema, like: Mapping[str, jax.ShapeDtypeStruct]
+) -> None:
+    for name in (row_files.ID, "row"):
+        if name not in schema.names:
             raise ValueError(
-                f"{path} has the columns {data.column_names}, expected one {name!r}, as "
+                f"{path} has the columns {schema.names}, expected one {name!r}, as "
                 "save_table writes it"
             )
-    if data.schema.field("id").type not in _ID_TYPES:
-        raise ValueError(
-            f"{path}: ids must be uint64, int64 or int32, got {data.schema.field('id').type}"
-        )
-    if any(column.null_count for column in data.columns):
+    if (kind := schema.field(row_files.ID).type) not in _ID_TYPES:
+        raise ValueError(f"{path}: ids must be uint64, int64 or int32, got {kind}")
+    for name, array in like.items():
+        expected = row_files.type_of(array)
+        if name in schema.names and (found := schema.field(name).type) != expected:
+            raise ValueError(
+                f"{path}: the column {name!r} has {found}, expected {expected}, as the "
+                "table has them"
+            )
+
+
+def _check_complete(path: pathlib.Path, column: pa.ChunkedArray) -> None:
+    if column.null_count:
         raise ValueError(f"{path} has missing values; every id needs its numbers")
-    ids = data.column("id").to_numpy()
+
+
+def ranked(path: pathlib.Path, ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids of a file, ascending, and the place of each one among them."""
     if ids.dtype.kind == "i" and (ids < 0).any():
         raise ValueError(f"{path}: id {ids.min()} is negative; write ids as uint64")
-    columns = {}
-    for name, array in like.items():
-        if name in data.column_names:
-            columns[name] = _numbers(path, data.column(name), name, array)
-    steps = _steps(path, data.schema, like) if with_state else None
     order = np.argsort(ids, kind="stable")
+    places = np.empty(len(ids), np.int64)
+    places[order] = np.arange(len(ids))
     ids = ids.astype(np.uint64)[order]
     if len(twice := np.flatnonzero(ids[1:] == ids[:-1])):
         raise ValueError(f"{path} has the id {ids[twice[0]]} twice")
-    return Rows(ids, {name: values[order] for name, values in columns.items()}, steps)
+    return ids, places
+
+
+def checked(path: pathlib.Path, name: str, values: np.ndarray) -> np.ndarray:
+    """The values of a column; raises ValueError unless all are finite."""
+    if values.dtype.kind == "f" and not np.isfinite(values).all():
+        raise ValueError(f"{path}: the column {name!r} has a number that is not finite")
+    return values
 
 
 def _steps(
@@ -195,24 +239,9 @@ def in_blocks(
     make: Callable[[np.ndarray], dict[str, jax.Array]], rows: np.ndarray
 ) -> dict[str, np.ndarray]:
     """Makes arrays of rows, some at a time: a device may not have room for all."""
-    starts = range(0, max(len(rows), 1), _BLOCK)
-    blocks = [jax.tree.map(np.asarray, make(rows[s : s + _BLOCK])) for s in starts]
+    starts = range(0, max(len(rows), 1), BLOCK)
+    blocks = [jax.tree.map(np.asarray, make(rows[s : s + BLOCK])) for s in starts]
     return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}
-
-
-def _numbers(
-    path: pathlib.Path, column: pa.ChunkedArray, name: str, like: jax.ShapeDtypeStruct
-) -> np.ndarray:
-    expected = row_files.type_of(like)
-    if column.type != expected:
-        raise ValueError(
-            f"{path}: the column {name!r} has {column.type}, expected {expected}, as the "
-            "table has them"
-        )
-    values = row_files.numbers(column)
-    if values.dtype.kind == "f" and not np.isfinite(values).all():
-        raise ValueError(f"{path}: the column {name!r} has a number that is not finite")
-    return values
 
 
 def overwritten(

@@ -29,7 +29,13 @@ from sparsejax.embeddings.dynamic.state import IndexState, State, TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.lookup import Beside, Call, check_mesh, look_up, made
 from sparsejax.embeddings.placement import Stack, StackedTable
-from sparsejax.embeddings.stores.store import Found, Owner, Store, with_columns
+from sparsejax.embeddings.stores.store import (
+    Completing,
+    Found,
+    Owner,
+    Store,
+    with_columns,
+)
 from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import (
     call_with_auto_axes,
@@ -220,22 +226,24 @@ class DynamicStore(Store):
             self.known[name].set_value(array)
         return [rows]
 
-    def _completed(
+    def _completing(
         self, table: StackedTable, read: files.Rows, *, replace: bool
-    ) -> dict[str, np.ndarray]:
-        columns, count = dict(read.columns), len(read.ids)
-        for number in states.numbers_of(self.stack):
-            given = columns.get(number.name)
-            columns[number.name] = number.loaded(given, count)
-        missing = columns.keys() - read.columns.keys()
-        if replace or not missing:
-            return columns
-        before = self.rows_of(table, read.ids)
-        here = np.flatnonzero(before >= 0)
-        for name in missing:  # ids that have a row are as old as they were
-            known = to_host(self.known[name][...]).reshape(-1)
-            columns[name][here] = known[before[here]]
-        return columns
+    ) -> Completing:
+        numbers = states.numbers_of(self.stack)
+        missing = [n.name for n in numbers if n.name not in read.names]
+        before = np.full(len(read.ids), -1)
+        if missing and not replace:  # ids that have a row are as old as they were
+            before = self.rows_of(table, read.ids)
+        known = {name: to_host(self.known[name][...]).reshape(-1) for name in missing}
+
+        def completed(at, columns):
+            given = {n.name: n.loaded(columns.get(n.name), len(at)) for n in numbers}
+            for name in missing:
+                old = known[name][before[at]]
+                given[name] = np.where(before[at] >= 0, old, given[name])
+            return columns | given
+
+        return completed
 
     def table(self, pieces: tuple[StackedTable, ...]) -> jax.Array:
         raise self._without_order(pieces, "ask `ids`, and call the collection")

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparsejax.embeddings import sok_folders
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.changes import Part
@@ -35,6 +36,7 @@ from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import Optimizer, first_state
+from sparsejax.optimizers.rules.base import Rule
 from sparsejax.sparse import CSR
 
 
@@ -262,12 +264,12 @@ class Store(abc.ABC):
             )
             _overwrite(columns[name], write)
 
-    def _completed(
+    def _completing(
         self, table: StackedTable, read: files.Rows, *, replace: bool
-    ) -> dict[str, np.ndarray]:
-        """The columns of a file, with those that it lacks."""
-        del table, replace
-        return dict(read.columns)
+    ) -> Completing:
+        """Completes the columns of some rows of a file; see `load`."""
+        del table, read, replace
+        return lambda at, columns: columns
 
     def save(
         self,
@@ -311,36 +313,35 @@ class Store(abc.ABC):
         replace: bool,
     ) -> None:
         """Reads a table; see `EmbeddingCollection.load_table`."""
-        here = self.columns(optimizer)
+        here, step = self.columns(optimizer), None
         like = {n: _type_of(n, array[...], len(pieces)) for n, array in here.items()}
-        read = files.read(path, like, with_state=optimizer is not None)
-        columns = self._completed(pieces[0], read, replace=replace)
+        rule, count = None, 0
         if optimizer is not None:
-            step = optimizer.step[...]
-            if read.steps is None:
-                begin = functools.partial(first_state, optimizer.rule_of(self.kernel))
-            elif read.steps != int(step):
-                raise ValueError(
-                    f"{path} has the state after {read.steps:,} steps, but the optimizer has "
-                    f"done {int(step):,}: set `optimizer.step[...]`, or load a file without "
-                    "state"
-                )
+            rule, step = optimizer.rule_of(self.kernel), optimizer.step[...]
+            count = int(step)
+        if sok_folders.is_dump(path):
+            read = sok_folders.read(path, pieces[0].name, like, rule, count)
+        else:
+            read = files.read(path, like, with_state=optimizer is not None)
+        if read.steps not in (None, count):
+            raise ValueError(
+                f"{path} has the state after {read.steps:,} steps, but the optimizer has "
+                f"done {count:,}: set `optimizer.step[...]`, or load a file without state"
+            )
+        for _ in read.blocks():
+            pass  # an error in any row leaves the table as it is
+        completed = self._completing(pieces[0], read, replace=replace)
         rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
-        for number, mine in enumerate(rows):
-            given = {
-                name: array
-                if len(pieces) == 1
-                else np.split(array, len(pieces), axis=1)[number].reshape(
-                    len(array), *here[name].shape[1:]
-                )
-                for name, array in columns.items()
-            }
-            if optimizer is not None and read.steps is None:
-                fresh = files.in_blocks(
-                    lambda w: begin(jnp.asarray(w), step), given[ROW]
-                )
-                given |= {STATE + name: array for name, array in fresh.items()}
-            self.write(mine, given, optimizer)
+        for at, columns in read.blocks():
+            columns = completed(at, columns)
+            for number, mine in enumerate(rows):
+                given = {
+                    name: _piece(array, number, len(pieces), here[name].shape[1:])
+                    for name, array in columns.items()
+                }
+                if rule is not None and step is not None and read.steps is None:
+                    given |= begun_state(rule, given[ROW], step)
+                self.write(mine[at], given, optimizer)
 
     def every_row(self) -> Iterator[np.ndarray]:
         """The rows of the kernel as they lie, some at a time."""
@@ -348,6 +349,23 @@ class Store(abc.ABC):
 
 
 _NO_IDS = np.zeros(0, np.uint64)
+# Completes the columns of ids, which are at some places of a file.
+Completing = Callable[[np.ndarray, dict[str, np.ndarray]], dict[str, np.ndarray]]
+
+
+def begun_state(rule: Rule, rows: np.ndarray, step: jax.Array) -> dict[str, np.ndarray]:
+    """The columns of state of rows that begin with these weights after some steps."""
+    fresh = first_state(rule, jnp.asarray(rows), step)
+    return {STATE + name: np.asarray(array) for name, array in fresh.items()}
+
+
+def _piece(
+    array: np.ndarray, number: int, pieces: int, shape: tuple[int, ...]
+) -> np.ndarray:
+    """A column of one of the pieces that a table is cut into."""
+    if pieces == 1:
+        return array
+    return np.split(array, pieces, axis=1)[number].reshape(len(array), *shape)
 
 
 def with_columns(batch: FeatureBatch, name: str, columns: jax.Array) -> FeatureBatch:
