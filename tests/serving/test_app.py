@@ -623,6 +623,21 @@ def test_busy_late_and_draining(held):
         assert raw(port, late).startswith(b"HTTP/1.1 504")
 
 
+@pytest.mark.parametrize(("own", "header"), [(30, b"50"), (0.05, b"30000")])
+def test_the_smaller_limit_of_time_counts(service, monkeypatch, own, header):
+    """The service has one, and the header that Envoy sets another."""
+    held = Service("films", Settings(timeout=own))
+    version = service.version("films", None)
+    monkeypatch.setattr(held, "_version", version)
+    monkeypatch.setattr(version.batcher, "_max_wait", 1.0)
+    body = json.dumps({"inputs": [ITEMS]}).encode()
+    said = b"connection: close\r\nx-envoy-expected-rq-timeout-ms: " + header
+    with listening(held) as port:
+        answer = raw(port, head(len(body)).replace(b"host: x", said) + body)
+    assert answer.startswith(b"HTTP/1.1 504")
+    held.metrics.close()
+
+
 @pytest.mark.parametrize("many", [0, 2**30])
 def test_large_requests_are_read_in_another_thread(client, service, monkeypatch, many):
     """With the same answers, refusals and deadlines; so are large answers written."""

@@ -256,11 +256,16 @@ def test_versions_that_are_kept(tmp_path, files):
         assert isinstance(refused, tuple) and refused[0] == 404
         assert "has '3', '2'" in refused[1]
         assert service.version("films", None).name == "3"
+        shutil.rmtree(tmp_path / "3")
+        put(tmp_path, 3, files[0])  # another file: only its own version is replaced
+        asyncio.run(versions.look())
+        assert client.get("/v2/models/films")[1]["versions"] == ["3", "2"]
+        assert answer(client, 3) == ("3", ["even a", "even b"])
         shutil.rmtree(tmp_path / "3")  # version 2 is here, and is not loaded again
         asyncio.run(versions.look())
         assert client.get("/v2/models/films")[1]["versions"] == ["2"]
         assert answer(client, 2) == ("2", ["even a", "even b"])
-        assert count(service, "loaded") == 3
+        assert count(service, "loaded") == 4
         put(tmp_path, 3, files[1])
         asyncio.run(versions.look())
         assert client.get("/v2/models/films")[1]["versions"] == ["3", "2"]
