@@ -196,10 +196,13 @@ def without_version(document: object, version: int, label: str) -> dict[str, Any
     rest = value(dict[str, Any], document, label)
     found = rest.pop("version", None)
     if type(found) is not int or found != version:  # True is 1
-        is_newer = type(found) is int and found > version
+        cure = ""
+        if type(found) is int:
+            is_newer = found > version
+            cure = "; install a newer release" if is_newer else "; write it anew"
         raise ValueError(
             f'{label}: "version" is {_short(found)}; this release reads version '
-            f"{version}{'; install a newer release' if is_newer else ''}"
+            f"{version}{cure}"
         )
     return rest
 

@@ -8,7 +8,7 @@ their writer is quiet.
 
 A lock that was taken elsewhere, by another machine or before a restart, may not be seen
 here, as on some mounts of NFS. Files of such a writer are removed when it has been
-quiet for a day, as are files of earlier releases, which took no locks. Where the file
+quiet for a day. Where the file
 system has no locks nothing is removed.
 """
 

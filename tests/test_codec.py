@@ -55,7 +55,9 @@ def test_only_one_version_is_read():
     assert codec.without_version({"version": 2, "a": 1}, 2, "it") == {"a": 1}
     with pytest.raises(ValueError, match='"version" is 3; .* install a newer release'):
         codec.without_version({"version": 3}, 2, "it")
-    for wrong in ({"version": 1}, {"version": True}, {"version": "2"}, {}):
+    with pytest.raises(ValueError, match='"version" is 1; .* version 2; write it anew'):
+        codec.without_version({"version": 1}, 2, "it")
+    for wrong in ({"version": True}, {"version": "2"}, {}):
         with pytest.raises(ValueError, match="this release reads version 2$"):
             codec.without_version(wrong, 2, "it")
 

@@ -5,8 +5,6 @@
 
 import json
 import pathlib
-import pkgutil
-import warnings
 
 import numpy as np
 import pytest
@@ -67,15 +65,6 @@ def folder(tmp_path):
         if path.suffix in (".parquet", ".json"):
             (tmp_path / path.name).symlink_to(path)
     return tmp_path
-
-
-def test_names_that_were_documented_are_there():
-    for name in (GOLDEN / "documented.txt").read_text().splitlines():
-        with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore", FutureWarning
-            )  # says the name that it has now
-            assert pkgutil.resolve_name(name) is not None, name
 
 
 def test_files_hold_what_they_held():

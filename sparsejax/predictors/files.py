@@ -1,8 +1,4 @@
-"""Reads a predictor, which `saving` writes.
-
-Earlier releases wrote names as lists into names.json, or into items.json beside
-predictor.json, and of clicks clicks.json and vocabularies.json.
-"""
+"""Reads a predictor, which `saving` writes."""
 
 from __future__ import annotations
 
@@ -14,24 +10,14 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from sparsejax.data.files.name_index import NameTable
-from sparsejax.predictors import archive, earlier, names, stablehlo
+from sparsejax.predictors import archive, names, stablehlo
 from sparsejax.predictors.new_items import Content
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.saving import ANSWER, SETTINGS
-from sparsejax.predictors.signature import LABEL, VERSION, Array, Signature
+from sparsejax.predictors.signature import LABEL, Array, Signature
 from sparsejax.predictors.stored_answer import StoredAnswer
 
-_CLICKS = "clicks.json"
-# For each form the function that reads its settings, and the part with lists of its
-# names.
-_FORMS = {
-    (SETTINGS, VERSION): (Signature.from_json, None),
-    (SETTINGS, 4): (earlier.signature_4, "names.json"),
-    (SETTINGS, 3): (earlier.signature_3, "names.json"),
-    (SETTINGS, 2): (earlier.items_2, "items.json"),
-    (_CLICKS, 1): (earlier.clicks_1, "vocabularies.json"),
-}
 # The module and class of each kind's predictor. Imported when first needed.
 _KINDS = {
     "items": ("ranking", "Items"),
@@ -41,7 +27,7 @@ _KINDS = {
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
-    """Reads a file of `sparsejax.export_predictor`, of this release or an earlier one.
+    """Reads a predictor that `sparsejax.export_predictor` wrote.
 
     This needs neither Flax nor the model's code. It runs nothing that the file names:
     programs consist of arithmetic alone. JAX reads the programs of releases that are up
@@ -196,28 +182,12 @@ def read_signature(
     Raises:
       ValueError: the file has an unknown version or layout.
     """
-    name = _CLICKS if _CLICKS in parts.namelist() else SETTINGS
-    document = archive.read_json(parts, name, archive.MOST_SETTINGS)
-    version = document.get("version") if isinstance(document, dict) else None
-    # True is 1, and 3.0 is 3.
-    form = _FORMS.get((name, version)) if type(version) is int else None
-    if form is None:
-        known = ", ".join(str(v) for n, v in _FORMS if n == name)
-        raise ValueError(
-            f"{name} is of version {version!r}; this release reads version {known}"
-        )
-    read, part = form
-    signature = read(document)
-    known = {name, ANSWER, part or names.COUNTS}
+    document = archive.read_json(parts, SETTINGS, archive.MOST_SETTINGS)
+    signature = Signature.from_json(document)
+    known = {SETTINGS, ANSWER, names.COUNTS}
     known |= {f"programs/{rows}" for rows in signature.rows}
     known |= {f"weights/{number}" for number, _ in enumerate(_arrays_of(signature))}
-    if part is None:
-        counts = names.counts(parts, length)
-        # Unknown parts are refused before they are unpacked, so they need no bound.
-        archive.check_names(parts, known | names.part_names(counts))
-        return signature, names.read(parts, counts, length)
-    archive.check_names(parts, known)
-    lists = archive.read_json(parts, part, length)
-    if part == "items.json":
-        lists = {} if lists is None else {names.ITEMS: lists}
-    return signature, names.of_lists(lists, part)
+    counts = names.counts(parts, length)
+    # Unknown parts are refused before they are unpacked, so they need no bound.
+    archive.check_names(parts, known | names.part_names(counts))
+    return signature, names.read(parts, counts, length)

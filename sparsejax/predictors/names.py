@@ -8,8 +8,7 @@
     names/0/shifts      of `NameIndex`, for items alone
     names/0/table       so, too
 
-Earlier releases wrote the lists as JSON. Two million names take seconds to be read from it,
-and to be indexed.
+As JSON, two million names would take seconds to be read and indexed.
 """
 
 from __future__ import annotations
@@ -101,17 +100,3 @@ def _table(
     shifts = archive.read_array(parts, f"{where}/shifts", (groups,), np.uint8)
     table = archive.read_array(parts, f"{where}/table", (4 * groups,), _TABLE)
     return NameTable(text, ends, (shifts, table))
-
-
-def of_lists(document: object, part: str) -> dict[str, NameTable]:
-    """The names that an earlier release wrote as JSON.
-
-    Raises:
-      ValueError: it wrote something else.
-    """
-    if not isinstance(document, dict) or not all(
-        isinstance(some, list) and all(type(each) is str for each in some)
-        for some in document.values()
-    ):
-        raise ValueError(f"{part} has no lists of names")
-    return {key: NameTable.of(as_names(some)) for key, some in document.items()}

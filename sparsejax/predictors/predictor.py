@@ -387,8 +387,7 @@ class Predictor:
         Raises:
           OSError: a file cannot be read.
           ValueError: the predictor is not of clicks, was exported with `table_dtype`,
-            by an earlier release, or for another model; or `sparsejax.apply_changes`
-            refuses the changes.
+            or for another model; or `sparsejax.apply_changes` refuses the changes.
         """
         archive.check_process()
         with self.taken.lock:

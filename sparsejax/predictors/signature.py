@@ -221,7 +221,7 @@ class ClickStack:
       bags: number of bags of an example.
       features: features that read the tables.
       dynamic: whether ids have 64 bits, and the programs find their rows.
-      tables: for changes; none in files of earlier releases.
+      tables: the tables in the order of their rows, for changes.
       kernel: the name of the weight with their rows.
       index: the beginning of the names of the weights with a dynamic table's index.
     """
@@ -348,13 +348,13 @@ class Signature:
         return {"version": VERSION} | document
 
     @classmethod
-    def from_json(cls, document: object, version: int = VERSION) -> Signature:
-        """Reads a document of `to_json`, of this release or of one that wrote a version.
+    def from_json(cls, document: object) -> Signature:
+        """Reads a document of `to_json`.
 
         Raises:
           ValueError: it is not such an object.
         """
-        stated = codec.without_version(document, version, LABEL)
+        stated = codec.without_version(document, VERSION, LABEL)
         if stated.get("schema") is not None:
             stated["schema"] = ClickSchema.from_json(stated["schema"])
         return codec.read(cls, stated, LABEL)

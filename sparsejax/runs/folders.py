@@ -241,18 +241,9 @@ class Settings(Recorded):
 def _settings_of(network: Any) -> dict[str, Any]:
     if isinstance(network, codec.ModelConfig):
         settings = {"model": network.model, **_shallow_dict(network)}
-        # Runs of earlier releases do not have these.
-        for name in ("dtype", "divisor", "sampler", "dynamic", "regression"):
-            if name in settings and settings[name] in (
-                *(None, False),
-                *("float32", "uniform"),
-            ):
-                del settings[name]
-        if "dynamic" in settings:
+        if settings.get("dynamic") is not None:
             dynamic = codec.document(settings["dynamic"])
             del dynamic["host_path"]  # where files lie changes no bit
-            if dynamic["host_rows"] is None:  # as in runs of earlier releases
-                del dynamic["host_rows"]
             settings["dynamic"] = dynamic
         return settings
     settings = {"loss": network.loss, **dict(network.loss_options)}

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, cast
 
 import numpy as np
 from flax import nnx
 
-from sparsejax.callers import warn_caller
 from sparsejax.data.reading.histories import Unordered
 from sparsejax.data.reading.sources import (
-    Inputs,
     Named,
     NamedCSR,
     Source,
@@ -22,7 +19,6 @@ from sparsejax.data.reading.sources import (
     check_same_features,
     features_of,
 )
-from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.batching import (
     batches_of,
     held_inputs,
@@ -57,18 +53,6 @@ from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
 
 
-class Unsaid(enum.Enum):
-    """Nothing is said about what rows have."""
-
-    UNSAID = enum.auto()
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-UNSAID = Unsaid.UNSAID
-
-
 @promoting()
 @using_auto_axes()
 def recommend(
@@ -76,7 +60,7 @@ def recommend(
     inputs: Sources | OfKind,
     k: int = 10,
     *,
-    exclude: Unordered | Unsaid = UNSAID,
+    exclude: Unordered = "inputs",
     exclude_items: Iterable[str] | np.ndarray = (),
     only_items: Iterable[str] | np.ndarray | None = None,
     optimizer: Optimizer | None = None,
@@ -89,7 +73,7 @@ def recommend(
     similar size. Under `jax.set_mesh`, with a model made there, batches and kernels are
     divided over the mesh.
 
-    >>> found = recommend(model, train, k=10, exclude="inputs")
+    >>> found = recommend(model, train, k=10)
     >>> found.names(train)[0]
     ['/...', '/...', ...]
 
@@ -104,11 +88,9 @@ def recommend(
         histories a `SASRec`, or another `HistoryModel`.
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
       k: items per row. Where there are fewer candidates, ids end with -1.
-      exclude: "inputs" leaves out what a row already has, None ranks it, too. 0.2 leaves it
-        out by default, as `evaluate` does. Until then nothing is left out, with a
-        FutureWarning where that makes a difference. Or the name of one of several inputs, of
-        which none is left out by default,
-        or `[rows, items]`: two data sets are matched by row name, and a row that `exclude`
+      exclude: "inputs" leaves out the items that a row already has; None ranks them, too.
+        Where there are several inputs, the name of one of them, or None. Or `[rows, items]`:
+        two data sets are matched by row name, and a row that `exclude`
         lacks has nothing excluded; otherwise row `i` belongs to row `i`.
       exclude_items: names of items that nobody is recommended, such as those sold out; or
         their ids.
@@ -178,17 +160,14 @@ def _steps(
     inputs: Any,
     k: int,
     *,
-    exclude: Any = UNSAID,
+    exclude: Any = "inputs",
     exclude_items: Iterable[str] | np.ndarray = (),
     only_items: Iterable[str] | np.ndarray | None = None,
     batch_size: int = 512,
 ) -> _Steps:
     """Checks the arguments of `recommend`, and gives what it runs."""
     check_positive(k=k, batch_size=batch_size)
-    is_said = exclude is not UNSAID
-    ranker, shown, exclude = kind_of(inputs).shown(
-        model, inputs, exclude if is_said else None
-    )
+    ranker, shown, exclude = kind_of(inputs).shown(model, inputs, exclude)
     check_inputs(shown, features_of(ranker))
     x = shown.rows
     names = getattr(inputs, "feature_names", None)
@@ -197,17 +176,18 @@ def _steps(
     denied = denied_items(
         ranker.num_items, names, exclude_items=exclude_items, only_items=only_items
     )
-    if not is_said and _have_items(inputs, shown, ranker.num_items):
-        warn_caller(
-            "rows are recommended what they already have. 0.2 leaves it out by default, as "
-            'evaluate and predictors do: pass exclude="inputs" to leave it out now, or '
-            "exclude=None to keep it",
-            FutureWarning,
-        )
     seen = None
     if exclude is not None:
         seen = shown.named("exclude", cast(Source | str, exclude))
-        check_columns("exclude", seen.matrix.num_cols, ranker.num_items, "items")
+        columns = seen.matrix.num_cols
+        is_inputs = isinstance(exclude, str) and exclude == "inputs"
+        if is_inputs and columns != ranker.num_items:
+            raise ValueError(
+                f"inputs has {columns:,} columns, but the model ranks {ranker.num_items:,} "
+                "items, so no column says which items a row has: pass exclude=None, or "
+                "rows of items as exclude"
+            )
+        check_columns("exclude", columns, ranker.num_items, "items")
         if shown.alone and isinstance(x, NamedCSR):
             check_same_features(x, seen)
     had, mask = None if seen is None else seen.matrix, None
@@ -228,12 +208,3 @@ def _steps(
         unwanted = exclusion(shown, rows, held, seen, batch_size)
     pairs = zip(batches, each(unwanted), strict=False)
     return _Steps(ranker, x, batch_size, ((*pair, k, mask) for pair in pairs))
-
-
-def _have_items(inputs: Sources | OfKind, shown: Inputs, num_items: int) -> bool:
-    """Whether the entries of the rows are items, so that some may be recommended again."""
-    if isinstance(inputs, SequenceDataset):
-        return inputs.indices.size > 0
-    rows = shown.rows
-    is_alone = shown.alone and isinstance(rows, NamedCSR)
-    return is_alone and rows.matrix.num_cols == num_items and rows.matrix.nse > 0

@@ -1,7 +1,6 @@
 """Categories of clicks: one spelling for each, whatever brings them in."""
 
 import itertools
-import pathlib
 
 import numpy as np
 import pandas as pd
@@ -11,10 +10,8 @@ import pyarrow.parquet as pq
 import pytest
 
 import sparsejax as sj
-from sparsejax.data.files.xxh64 import xxh64
 from sparsejax.data.sets.click_records import examples_of
 
-GOLDEN = pathlib.Path(__file__).parent / "golden"
 MEMBER = [True, False, True, False, None, True]
 CITY = [2.0, 1.0, None, -3.0, 0.0, 2.0]
 FRAME = pd.DataFrame({"click": [1, 0] * 3, "member": MEMBER, "city": CITY})
@@ -220,30 +217,3 @@ def test_other_text_stays(tmp_path):
     path.write_text("click,c\n" + "".join(f"1,{cell}\n" for cell in cells))
     schema = sj.ClickSchema("click", ids={"c": sj.data.VocabularyColumn()})
     assert set(sj.read_clicks(path, schema).vocabularies["c"].tolist()) == set(cells)
-
-
-def test_data_that_spell_otherwise(tmp_path):
-    """Saved when text was taken as it is written: its categories keep their ids."""
-    path = tmp_path / "clicks.csv"
-    path.write_text(
-        "click,member,city,tag\n1,True,2.0,nan\n0,False,1.0,x\n1,True,,y\n0,False,2.0,nan\n"
-        "1,True,1.0,x\n"
-    )
-    before = sj.ClickDataset.load(GOLDEN / "clicks_as_written.parquet")
-    assert before.vocabularies["member"].tolist() == ["True", "False"]
-    assert ids_of(before)["city"] == [774, 577, 0, 774, 577]
-    again = sj.read_clicks(path, before.schema, features=before)
-    assert ids_of(again) == ids_of(before)
-    typed = pa.table({"click": [1, 0], "member": [True, False], "city": ["2.0", "1.0"]})
-    pq.write_table(
-        typed.append_column("tag", pa.array(["nan", "x"])), tmp_path / "t.parquet"
-    )
-    typed = sj.read_clicks(tmp_path / "t.parquet", before.schema, features=before)
-    assert ids_of(typed) == {name: ids[:2] for name, ids in ids_of(before).items()}
-    same = sj.ClickSchema.from_json(before.schema.to_json())
-    assert same == before.schema and same.ids["city"] != sj.data.HashedColumn(1000)
-    new = sj.ClickSchema.from_json(schema_of(sj.data.HashedColumn(9)).to_json())
-    assert new == schema_of(sj.data.HashedColumn(9))
-    known = xxh64(pa.array(["2"], pa.large_string()))[0] % 999 + 1
-    hashed = sj.read_clicks(path, schema_of(sj.data.HashedColumn(1000)))
-    assert hashed.ids["city"][0] == known  # pyrefly: ignore

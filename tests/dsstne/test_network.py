@@ -343,7 +343,7 @@ def test_inputs_of_one_data_set():
     weights, x = network.parameters().weights, jnp.array([[1.0, 0, 2]])
     expected = x @ np.sum(list(weights.values()), axis=0)
     np.testing.assert_allclose(network({"d": x}), expected, rtol=1e-5)
-    found = sj.recommend(network, {"d": x}, k=2)
+    found = sj.recommend(network, {"d": x}, k=2, exclude=None)
     assert found.ids[0, 0] == np.argmax(expected)
     refused(network, {"d": x}, rows([0.0, 1]), "two inputs read the data set 'd'")
     with pytest.raises(ValueError, match="'d'.* differ in width"):

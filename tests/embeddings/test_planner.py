@@ -154,9 +154,6 @@ def test_what_is_popular_crosses_once():
     assert plan.devices[0].sent < 0.85 * plain.devices[0].sent
     assert 100 < plan.distinct["big"] < 7 * BATCH / 8 and plan.distinct["small"] == 100
     assert sj.embeddings.EmbeddingPlan.from_json(plan.to_json()) == plan
-    old = plain.to_json()
-    del old["distinct"]  # as earlier releases wrote it
-    assert sj.embeddings.EmbeddingPlan.from_json(old) == plain
     known = plan.distinct_rows()
     assert known is not None and known.examples == BATCH // 8
     # Of twice as many examples at most twice as many; of fewer, not more.

@@ -1,10 +1,7 @@
-"""Predictors of every kind: one class, one form of file, which reads the earlier ones."""
+"""Predictors of every kind: one class, one form of file."""
 
-import dataclasses
-import itertools
 import json
 import os
-import pathlib
 import subprocess
 import sys
 import zipfile
@@ -16,7 +13,6 @@ import scipy.sparse
 from exported_kinds import export
 
 import sparsejax as sj
-from sparsejax.kinds import portable
 
 pytestmark = pytest.mark.usefixtures("symbolic_sizes")
 
@@ -112,73 +108,18 @@ def test_what_a_kind_has_no_use_for_is_an_error(kind, folder, shown):
     assert repr(predictor).startswith(f"Predictor({kind}, ")
 
 
-def earlier_form(path: pathlib.Path, to: pathlib.Path, version: int) -> None:
-    """Writes a predictor as an earlier release did: version 2 had two forms."""
-    with zipfile.ZipFile(path) as old:
+def test_files_of_earlier_commits_are_refused(folder, tmp_path):
+    with zipfile.ZipFile(folder / "items") as old:
         parts = {name: old.read(name) for name in old.namelist()}
-    names = {}
-    for number, name in enumerate(json.loads(parts.pop("names.json"))):
-        text = parts.pop(f"names/{number}/text").decode()
-        ends = np.cumsum(np.frombuffer(parts.pop(f"names/{number}/lengths"), "<u4"))
-        names[name] = [text[a:b] for a, b in itertools.pairwise([0, *ends])]
-    for part in [part for part in parts if part.startswith("names/")]:
-        del parts[part]  # the index
-    signature = json.loads(parts.pop("predictor.json"))
-    if version < 4:
-        assert signature.pop("layer") is None
-    if version > 2:
-        documents = {"predictor.json": signature | {"version": version}}
-        documents["names.json"] = names
-        more = {name: json.dumps(each).encode() for name, each in documents.items()}
-        return _write(parts | more, to)
-    same = {key: signature[key] for key in ("calling_convention", "jax", "weights")}
-    same["programs"] = signature["rows"]
-    *inputs, exclude = signature["inputs"]
-    if signature["kind"] == "clicks":
-        same |= {key: signature[key] for key in ("stacks", "schema")}
-        same |= {"version": 1, "num_dense": signature["inputs"][0]["shape"][0]}
-        more = {"clicks.json": same, "vocabularies.json": names}
-    else:
-        k, num_items = signature["outputs"][0]["shape"][0], exclude["shape"][0]
-        stated = [
-            {"num_features": i["shape"][0]}
-            if i["sparse"]
-            else {key: i[key] for key in ("name", "dtype", "shape")}
-            for i in inputs
-        ]
-        same |= {"version": 2, "k": k, "num_items": num_items, "inputs": stated}
-        more = {"predictor.json": same, "items.json": names.get("items")}
-    return _write(parts | {n: json.dumps(d).encode() for n, d in more.items()}, to)
-
-
-def _write(parts: dict[str, bytes], to: pathlib.Path) -> None:
-    with zipfile.ZipFile(to, "w") as new:
-        for name, content in parts.items():
-            new.writestr(name, content)
-
-
-@pytest.fixture(scope="module")
-def ranking_programs(tmp_path_factory, symbolic_sizes):
-    """Predictors whose programs rank themselves, as all did."""
-    folder = tmp_path_factory.mktemp("earlier")
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(portable, "_ends_in_its_layer", lambda model: False)
-        export(folder)
-    return folder
-
-
-@pytest.mark.parametrize("version", [2, 3, 4])
-@pytest.mark.parametrize("kind", KINDS)
-def test_files_of_earlier_releases_are_read(
-    kind, version, folder, shown, ranking_programs, tmp_path
-):
-    written = ranking_programs if version < 4 else folder
-    earlier_form(written / kind, tmp_path / "earlier", version)
-    earlier, now = map(sj.load_predictor, (tmp_path / "earlier", folder / kind))
-    layer = None if version < 4 else now.signature.layer
-    assert earlier.signature == dataclasses.replace(now.signature, layer=layer)
-    assert (now.signature.layer is None) == (kind == "clicks")
-    assert answer(earlier, shown[kind]) == answer(now, shown[kind])
-    if kind != "clicks":
-        assert earlier.items is not None and now.items is not None
-        assert earlier.items.tolist() == now.items.tolist()
+    document = json.loads(parts["predictor.json"]) | {"version": 4}
+    parts["predictor.json"] = json.dumps(document).encode()
+    for name, settings in (("four", "predictor.json"), ("clicks", "clicks.json")):
+        with zipfile.ZipFile(tmp_path / name, "w") as new:
+            for part, content in parts.items():
+                new.writestr(settings if part == "predictor.json" else part, content)
+    with pytest.raises(ValueError, match='"version" is 4; .* version 5; write it anew'):
+        sj.load_predictor(tmp_path / "four")
+    with pytest.raises(
+        ValueError, match=r"clicks: is not a predictor.*predictor\.json"
+    ):
+        sj.load_predictor(tmp_path / "clicks")

@@ -158,23 +158,10 @@ def test_all_items_are_ranked(problem, model, k, excluding):
     assert len(found) == inputs.shape[0]
 
 
-def test_what_rows_have_is_kept_with_a_warning(problem, model):
-    """Until it is left out by default, as elsewhere. No warning where nothing differs."""
+def test_what_rows_have_is_left_out_by_default(problem, model):
     inputs = problem[0]
-    with pytest.warns(
-        FutureWarning, match=r'what they already have.*exclude="inputs"'
-    ) as w:
-        found = recommend(model, inputs, 5)
-    assert w[0].filename == __file__
-    kept = recommend(model, inputs, 5, exclude=None)
-    np.testing.assert_array_equal(found.ids, kept.ids)
-    left_out = recommend(model, inputs, 5, exclude="inputs")
-    np.testing.assert_array_equal(
-        left_out.ids, oracle(scores_of(problem), 5, inputs)[0]
-    )
-    recommend(
-        model, scipy.sparse.csr_array((2, inputs.shape[1])), 5
-    )  # warns of nothing
+    found = recommend(model, inputs, 5)
+    np.testing.assert_array_equal(found.ids, oracle(scores_of(problem), 5, inputs)[0])
 
 
 def test_rows_without_entries_get_the_bias(problem, model):

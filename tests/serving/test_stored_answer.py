@@ -59,7 +59,7 @@ def test_a_damaged_weight_with_the_right_checksum(kinds, tmp_path, capfd, kind):
     told = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
     (error,) = (each["error"] for each in told if "error" in each)
     assert "for the example in its file the predictor gives the " in error
-    # Without the answer, as earlier releases write it, nothing is compared.
+    # Without an answer nothing is compared.
     assert sj.load_predictor(kinds / kind).answer is None
 
 

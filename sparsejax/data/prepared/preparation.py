@@ -230,8 +230,7 @@ class Asked:
             "features": None if known is None else vocabulary_hash(known),
             "indicator": self.indicator,
             "split_time": None if cut.time is None else str(cut.time),
-            # Without a time, settings are those that earlier releases wrote.
-            **({} if cut.time is None else {"repeats": cut.repeats}),
+            "repeats": cut.repeats,
             "split_last": cut.last,
             "split_fraction": cut.fraction,
             "seed": cut.seed,

@@ -12,7 +12,6 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax import codec
-from sparsejax.callers import renamed
 from sparsejax.data.events.block import Cells
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import parquet
@@ -133,10 +132,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
           NotImplementedError: a file is text.
         """
         digest = hashlib.blake2b(digest_size=16)
-        document = self.schema.to_json()
-        for column in document["ids"].values():
-            column.pop("as_written", None)  # as it was before there was one spelling
-        digest.update(codec.text(document).encode())
+        digest.update(codec.text(self.schema.to_json()).encode())
         for name, known in self.vocabularies.items():
             digest.update("\0".join([name, *known.tolist()]).encode())
         for group in self._row_groups:
@@ -262,7 +258,6 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         )
 
 
-@renamed(vocabulary="features")
 def scan_clicks(
     path: Paths,
     schema: ClickSchema | None = None,

@@ -263,8 +263,8 @@ class Numbering:
 
     def __init__(self, column: IdColumn, vocabulary: Names | None):
         self._column = column
-        self._known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
-        self._spelled = spelling.as_categories(self._known)
+        known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
+        self._known = spelling.as_categories(known)
 
     def ids(self, categories: Categories) -> np.ndarray:
         """`[entries]` int32, or uint64 of a `KeyColumn`.
@@ -283,19 +283,13 @@ class Numbering:
                 )
             return _keys(spelled)[texts.indices.to_numpy()]
         if isinstance(self._column, HashedColumn):
-            hashed = known if self._column.as_written else spelled
-            rest = xxh64(hashed) % np.uint64(self._column.size - 1)
+            rest = xxh64(spelled) % np.uint64(self._column.size - 1)
             found = 1 + rest.astype(np.int32)
-            found[lengths(hashed) == 0] = MISSING
+            found[lengths(spelled) == 0] = MISSING
         else:
-            # Vocabularies that were made before there was one spelling have cells as they
-            # were written; all others have them in the one spelling.
-            found = find_texts(known, self._known)
-            again = find_texts(spelled, self._spelled)
-            found = np.where(found < 0, again, found)
-            is_missing = (lengths(spelled) == 0) & (found < 0) | (lengths(known) == 0)
+            found = find_texts(spelled, self._known)
             found = np.where(found < 0, RARE, found + FIRST_KNOWN)
-            found[is_missing] = MISSING
+            found[lengths(spelled) == 0] = MISSING
         return found.astype(np.int32)[texts.indices.to_numpy()]
 
 
@@ -313,15 +307,9 @@ def _keys(texts: pa.Array) -> np.ndarray:
 
 
 def find_categories(names: Names, known: Names) -> np.ndarray:
-    """`[names]` places among known categories; -1 of new ones.
-
-    Vocabularies that were made before there was one spelling have cells as they were
-    written; all others have them in the one spelling.
-    """
-    texts, others = to_arrow(names), to_arrow(known)
-    found = find_texts(texts, others)
-    again = find_texts(spelling.as_categories(texts), spelling.as_categories(others))
-    return np.where(found < 0, again, found)
+    """`[names]` places among known categories; -1 for new ones."""
+    texts, others = (spelling.as_categories(to_arrow(some)) for some in (names, known))
+    return find_texts(texts, others)
 
 
 class Learner:

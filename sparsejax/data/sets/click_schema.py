@@ -57,12 +57,9 @@ class HashedColumn:
 
     Attributes:
       size: number of ids, at least 2.
-      as_written: whether text is hashed as it is in the file. Schemas that were saved
-        before there was one spelling have it, so that their models find the same ids.
     """
 
     size: int
-    as_written: bool = dataclasses.field(default=False, repr=False)
 
     def __post_init__(self) -> None:
         _check_integer("size", self.size, least=2)
@@ -275,7 +272,7 @@ class ClickSchema:
 
 
 def _document(column: IdColumn) -> dict[str, Any]:
-    """The JSON object of a column. Fields for similar columns are left out where unused."""
+    """The JSON object of a column."""
     found = codec.document(column)
     if found.get("like", "") is None:
         del found["like"]
@@ -286,8 +283,6 @@ def _id_column(name: str, document: object) -> IdColumn:
     """The column of a JSON object with its "kind"."""
     label = f'not a schema of clicks: column "{name}"'
     options = codec.value(dict[str, Any], document, label)
-    if options.get("kind") == "hashed":  # saved before there was one spelling
-        options = {"as_written": True} | options
     return codec.read_tagged(_KINDS, "kind", options, label)
 
 

@@ -9,7 +9,6 @@ from typing import ClassVar
 
 import numpy as np
 
-from sparsejax.callers import renamed, warn_caller
 from sparsejax.data.events.block import Cells
 from sparsejax.data.events.pieces import Piece
 from sparsejax.data.files.names import Names, as_names
@@ -288,16 +287,6 @@ class ClickDataset:
             longer = longer._renamed(name, to, np.concatenate([before, own[is_new]]))
         return longer
 
-    def append_vocabulary(
-        self, vocabulary: ClickDataset | Mapping[str, Names]
-    ) -> ClickDataset:
-        """The earlier name of `append_features`, which 0.2 drops."""
-        warn_caller(
-            "append_vocabulary is append_features now; 0.2 drops the earlier name",
-            FutureWarning,
-        )
-        return self.append_features(vocabulary)
-
     def save(self, path: Path) -> None:
         """Writes the data set as one Parquet file, whole or not at all.
 
@@ -321,7 +310,6 @@ class ClickDataset:
             raise DataError.at(path, f"is damaged: {error}") from error
 
 
-@renamed(vocabulary="features")
 def read_clicks(
     path: Paths,
     schema: ClickSchema,

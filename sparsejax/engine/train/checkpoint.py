@@ -40,8 +40,6 @@ _KEPT = 3  # newest checkpoints that are kept; the best one is kept, too
 VERSION = 1  # of the record
 _HOST_ROWS = "host_rows"  # a folder, of rows that are in host memory
 _METADATA = "_CHECKPOINT_METADATA"  # orbax's file, which also holds the record
-# Random streams that checkpoints of earlier releases do not have: they begin anew.
-_LATER_STREAMS = re.compile(r".*\['content'\]\['draws'\]\['(key|count)'\]")
 _HANDLERS = r"orbax\.checkpoint\.[\w.]+\.(PyTreeHandler|MetricsHandler)"
 _FULL = [os.strerror(code) for code in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)]
 
@@ -321,9 +319,6 @@ class Checkpoints:
             for name, leaf in _arrays(nnx.state(modules, held)).items()
         }
         shapes = record.shapes
-        for name in [*abstract]:
-            if name not in shapes and _LATER_STREAMS.fullmatch(name):
-                del abstract[name]
         for name in sorted({*abstract, *shapes}):
             if name not in shapes or name not in abstract:
                 where = "the checkpoint" if name not in shapes else "this model"
@@ -600,10 +595,6 @@ def _set_arrays(modules, arrays) -> None:
     def restored(path, leaf):
         name = jax.tree_util.keystr(path)
         is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-        if name not in arrays:  # one of `_LATER_STREAMS`
-            begun = jax.random.key(0, impl=_key_impl(leaf)) if is_key else 0
-            begun = jnp.asarray(begun, None if is_key else leaf.dtype)
-            return jax.device_put(begun, leaf.sharding)
         array = arrays[name]
         if is_key:
             return jax.random.wrap_key_data(array, impl=_key_impl(leaf))

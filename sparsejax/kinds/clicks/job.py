@@ -65,11 +65,6 @@ class ClickTask:
     lists: tuple[str, ...]
     keys: tuple[str, ...] = ()
 
-    def __repr__(self) -> str:
-        # It is part of the fingerprint of data, which checkpoints of earlier releases have.
-        keys = f", keys={self.keys!r}" if self.keys else ""
-        return f"ClickTask(single={self.single!r}, lists={self.lists!r}{keys})"
-
     @property
     def inputs(self) -> list[str]:
         return []
