@@ -1,6 +1,6 @@
-"""What an earlier release wrote is read as it read it, and its trainings go on.
+"""Files of release 0.1.0 are read as it read them, and its trainings continue.
 
-`golden/make.py` says what the files are, and at which commit they were written.
+`golden/make.py` describes the files.
 """
 
 import json

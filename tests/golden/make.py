@@ -1,15 +1,9 @@
-"""Files as an earlier release wrote them, and what it read in them.
+"""Writes files as release 0.1.0 writes them, and the values that it reads in them.
 
 `tests/test_golden.py` reads each of them, compares it with `expected.json`, and trains on.
-They were written at 13e5ba8 (2026-11-25), and `run_dlrm` with `schema.json` at ab05a49, as commands did not
-train click models before. How `run_sasrec` and `run_hstu` go on was
-expected anew on 2026-11-26, twice: dropout drew other bits, and then 16 of them a number; and on 2026-11-27, as other
-histories met in a batch. Write them anew only if
-a release drops the reading of older files::
+They were written at the release (2026-11-29). Until a release drops the reading of such files, they stay::
 
     PYTHONPATH=. python tests/golden/make.py tests/golden
-
-`documented.txt` are the names in `docs/api/index.md` at that commit.
 
 With an empty folder instead, at two commits on one machine and with one version of JAX, the
 two `expected.json` say whether bits have changed.

@@ -193,11 +193,11 @@ def test_a_mesh_trains_and_ranks_as_one_device_does(expected):
     for name, array in arrays.items():
         np.testing.assert_allclose(array, expected[2][name], rtol=1e-3, atol=1e-5)
     with on((2, 4)):
-        found = sj.recommend(model, sources(), 5)
+        found = sj.recommend(model, sources(), 5, exclude=None)
         measured = sj.evaluate(model, sources(), TARGETS, **options)
         vectors = sj.user_vectors(model, sources(), batch_size=64)
     on_one = expected[0]
-    theirs = sj.recommend(on_one, sources(), 5)
+    theirs = sj.recommend(on_one, sources(), 5, exclude=None)
     np.testing.assert_allclose(found.scores, theirs.scores, rtol=1e-3, atol=1e-5)
     assert measured == pytest.approx(
         sj.evaluate(on_one, sources(), TARGETS, **options), abs=0.01
@@ -267,7 +267,7 @@ def test_ranks_as_numpy_does(expected):
     )
     scores = h @ kernel.T
     np.testing.assert_allclose(
-        sj.recommend(model, sources(), ITEMS_OUT, batch_size=48).scores,
+        sj.recommend(model, sources(), ITEMS_OUT, batch_size=48, exclude=None).scores,
         -np.sort(-scores, axis=1),
         rtol=1e-4,
         atol=1e-5,
@@ -364,6 +364,10 @@ def test_what_several_inputs_refuse(tmp_path):
     plain = sj.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=many):
         sj.recommend(plain, {"history": inputs["history"]})
+    with pytest.raises(
+        ValueError, match="got 'inputs'; there is .*; exclude=None excl"
+    ):
+        sj.recommend(model, inputs)
 
     class Holds(Several):
         def __init__(self):
@@ -440,4 +444,4 @@ def test_a_predictor_takes_several_inputs(expected, tmp_path):
 
 
 def wanted_of(model, inputs) -> list[list[int]]:
-    return sj.recommend(model, inputs, k=2).ids.tolist()
+    return sj.recommend(model, inputs, k=2, exclude=None).ids.tolist()

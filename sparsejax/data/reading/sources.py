@@ -186,9 +186,10 @@ class Inputs:
         found = self.parts.get(source)
         if not isinstance(found, NamedCSR):
             sparse = [n for n, part in self.parts.items() if isinstance(part, NamedCSR)]
+            cure = "; exclude=None excludes nothing" if what == "exclude" else ""
             raise ValueError(
                 f"{what} is data or the name of a sparse input, got {source!r}; there is "
-                f"{_listed(sparse)}"
+                f"{_listed(sparse)}{cure}"
             )
         return found
 
