@@ -229,7 +229,7 @@ class Train(Configured, Clicks, training.Training, Devices, Compilation):
 
     Attributes:
       tensorboard: Folder for TensorBoard's files: loss, speed and metrics of each epoch.
-        Needs pip install '.[tensorboard]'.
+        Needs pip install 'sparsejax[tensorboard]'.
       export_to: Folder of versions, such as models/films, which serve --watch looks at: the
         next version is written there after training. It recommends up to --k items, or as many
         as the version before.
@@ -264,7 +264,7 @@ class Tune(
     dim and learning rate. Optuna draws them.
     The first trial has the settings of the flags. Trials that look worse than
     others did after as many epochs end early. To continue after an interruption, or with
-    more trials, repeat the command. Needs pip install '.[tune]'.
+    more trials, repeat the command. Needs pip install 'sparsejax[tune]'.
 
     Prints the command that trains on all of DATA with the best settings.
 
@@ -430,7 +430,7 @@ class Prepare(Reading):
     """Turns events into a data set in a folder; they need not fit in memory.
 
     Other commands take the folder: OUT is what to train on, OUT/test what was held out.
-    Needs pip install '.[prepare]'.
+    Needs pip install 'sparsejax[prepare]'.
 
     Attributes:
       events: File of events, which may be compressed (.gz, .xz, .bz2, .zst, .zip); also a folder,
@@ -619,7 +619,7 @@ class Plan(Configured, Clicks, training.Stepping, Compilation):
 class Serve(Compilation):
     """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
-    What happens is written to stderr, as lines of JSON. Needs pip install '.[serve]'.
+    What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
 
     Attributes:
       model: File that export wrote, or its address in a store; or a folder of versions, such
@@ -688,7 +688,7 @@ class Serve(Compilation):
 class ExportTriton(Options):
     """Writes a predictor into a model repository of NVIDIA's Triton, as the next version.
 
-    Needs pip install '.[serve]', as does Triton's Python.
+    Needs pip install 'sparsejax[serve]', as does Triton's Python.
 
     Attributes:
       model: File that export wrote.

@@ -19,7 +19,7 @@ def _extra(command: str) -> Generator[None]:
         yield
     except ImportError as error:
         raise ValueError(
-            f"{command} needs {error.name}: pip install '.[serve]' in a checkout of sparsejax"
+            f"{command} needs {error.name}: pip install 'sparsejax[serve]'"
         ) from None
 
 

@@ -131,7 +131,7 @@ def _summary_writer() -> Callable[..., Any]:
         from tensorboardX import SummaryWriter
     except ImportError:
         raise ValueError(
-            "--tensorboard needs another package: pip install '.[tensorboard]' in a checkout of sparsejax"
+            "--tensorboard needs another package: pip install 'sparsejax[tensorboard]'"
         ) from None
     return SummaryWriter
 

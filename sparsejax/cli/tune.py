@@ -118,7 +118,7 @@ def _optuna() -> types.ModuleType:
         import optuna
     except ImportError:
         raise ValueError(
-            "tune needs another package: pip install '.[tune]' in a checkout of sparsejax"
+            "tune needs another package: pip install 'sparsejax[tune]'"
         ) from None
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     return optuna

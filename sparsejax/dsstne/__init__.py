@@ -2,7 +2,7 @@
 
 This wing stands above `training` and below `cli`; nothing below knows of it. The names
 below are public. `cli` may also import `dsstne.cli`.
-`pip install '.[dsstne]'` installs its requirements.
+`pip install 'sparsejax[dsstne]'` installs its requirements.
 """
 
 from sparsejax.dsstne.definition import Definition as Definition

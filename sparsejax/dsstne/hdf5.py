@@ -23,7 +23,7 @@ try:
     import h5py
 except ImportError as error:
     raise ImportError(
-        f"DSSTNE's NetCDF files need {error.name}: pip install '.[dsstne]' in a checkout of sparsejax"
+        f"DSSTNE's NetCDF files need {error.name}: pip install 'sparsejax[dsstne]'"
     ) from error
 
 # The first bytes of NetCDF files that are no HDF5 files.

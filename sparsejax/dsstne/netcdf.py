@@ -33,7 +33,7 @@ try:
     import h5py
 except ImportError as error:
     raise ImportError(
-        f"DSSTNE's NetCDF files need {error.name}: pip install '.[dsstne]' in a checkout of sparsejax"
+        f"DSSTNE's NetCDF files need {error.name}: pip install 'sparsejax[dsstne]'"
     ) from error
 
 _SPARSE, _BOOLEAN, _IGNORE_ZERO, _INDEXED, _WEIGHTED = 1, 2, 32, 64, 128

@@ -1,7 +1,7 @@
 """Apache Spark prepares data where it lies.
 
 This wing stands above `training` and below `cli`. `__init__.pyi` lists the public names.
-`pip install '.[spark]'` installs its requirements, but not Java, which it needs. It
+`pip install 'sparsejax[spark]'` installs its requirements, but not Java, which it needs. It
 uses data frames alone, so Spark Connect works, too.
 """
 

@@ -143,7 +143,7 @@ def prepare(
         import pyspark  # noqa: F401
     except ImportError:
         raise ImportError(
-            "preparing data on Spark needs pyspark: pip install '.[spark]' in a checkout of sparsejax"
+            "preparing data on Spark needs pyspark: pip install 'sparsejax[spark]'"
         ) from None
     asked = Asked(
         user=user,

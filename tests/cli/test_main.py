@@ -302,7 +302,7 @@ def test_prepare_without_its_package_is_one_line(tmp_path, monkeypatch, capsys):
     assert main(argv) == 1
     said = capsys.readouterr().err
     assert (
-        "sparsejax: error: preparing data needs DuckDB: pip install '.[prepare]'"
+        "sparsejax: error: preparing data needs DuckDB: pip install 'sparsejax[prepare]'"
         in said
     )
     assert "Traceback" not in said and not (tmp_path / "new").exists()

@@ -258,7 +258,7 @@ def test_train_writes_for_tensorboard(small, tmp_path, monkeypatch, capsys):
     argv = [*small, "--run", str(tmp_path / "other"), "--tensorboard", str(logs)]
     assert main(argv) == 1
     error = capsys.readouterr().err.splitlines()[-1]
-    assert "--tensorboard needs another package: pip install '.[" in error
+    assert "--tensorboard needs another package: pip install 'sparsejax[" in error
 
 
 @pytest.mark.usefixtures("no_kept_programs")  # they could not be written, either

@@ -239,7 +239,7 @@ def test_what_is_refused(argv, tmp_path, monkeypatch, capsys):
         assert message in capsys.readouterr().err
     monkeypatch.setitem(__import__("sys").modules, "optuna", None)
     assert main(argv) == 1
-    assert "pip install '.[tune]'" in capsys.readouterr().err
+    assert "pip install 'sparsejax[tune]'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("call", ["enqueue_trial", "tell", "_choice"])

@@ -527,4 +527,4 @@ def test_without_the_extra_it_says_what_to_install():
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=False
     )
-    assert "pip install '.[dsstne]'" in done.stderr
+    assert "pip install 'sparsejax[dsstne]'" in done.stderr

@@ -209,7 +209,7 @@ def _read_by(package: str, place: Place, kind: str) -> Generator[None]:
     except ImportError as error:
         raise ImportError(
             f"{place.path}: is a table of {kind}, whose log says which files hold; to read it, "
-            f"{package} is needed: pip install '.[lake]' in a checkout of sparsejax"
+            f"{package} is needed: pip install 'sparsejax[lake]'"
         ) from error
     except DataError:
         raise

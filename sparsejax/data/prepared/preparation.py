@@ -279,7 +279,7 @@ def prepare(
     values are those that `read` gives for equal events. Rows have a pseudo-random
     order, and rows without entries are left out.
 
-    DuckDB does the work; it needs `pip install '.[prepare]'`. Data that exceeds the
+    DuckDB does the work; it needs `pip install 'sparsejax[prepare]'`. Data that exceeds the
     memory is written to a temporary folder: beside `out`, or the system's if `out` is
     an address. The vocabulary must fit in memory. A local folder appears whole or
     not at all. In a store the manifest is written last, and a folder without it is
@@ -435,7 +435,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
         import duckdb
     except ImportError:
         raise ImportError(
-            "preparing data needs DuckDB: pip install '.[prepare]' in a checkout of sparsejax"
+            "preparing data needs DuckDB: pip install 'sparsejax[prepare]'"
         ) from None
 
     beside = (
