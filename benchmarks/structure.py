@@ -91,7 +91,7 @@ def home(path: str) -> str | None:
     """The kind that a module is about, if it is about one."""
     found = [kind for word, kind in HOMES.items() if word in path]
     parts = path.removesuffix(".py").split("/")
-    if parts[1] in ("kinds", "cli") and "items" in parts:
+    if parts[1] == "kinds" and "items" in parts:
         found.append("items")
     return [*found, WINGS.get(parts[1])][0]
 

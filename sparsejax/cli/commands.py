@@ -4,21 +4,22 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from typing import Any
 
 import numpy as np
 
 from sparsejax import whole_files
 from sparsejax.cli import flags
-from sparsejax.cli.kind import Commands, commands_of
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import read_features
+from sparsejax.cli.values import names_of
 from sparsejax.data import (
     ClickDataset,
     SequenceDataset,
@@ -31,15 +32,18 @@ from sparsejax.data.prepared import preparation
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
-from sparsejax.kinds.kind import used
+from sparsejax.kinds.kind import Kind, used
 from sparsejax.kinds.reading import (
     kind_of_saved,
     read_file,
     read_histories,
     with_times,
 )
+from sparsejax.mesh import processes
 from sparsejax.metrics import comparison
 from sparsejax.options.measuring import Evaluate
+from sparsejax.options.models import Clicks
+from sparsejax.options.option import Options
 from sparsejax.options.reading import BY_NAME, Reading
 from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
@@ -67,9 +71,9 @@ def compare(command: flags.Compare) -> None:
 def _measured(run: pathlib.Path, asked: Evaluate, reading: Reading) -> Any:
     """The metrics of a run."""
     opened = Folder.of(run)
-    commands = commands_of(opened.settings.network)
-    asked = commands.measuring(asked)
-    asked.check_kind(commands.name)
+    kind = opened.settings.kind
+    asked = kind.asked_in_shell(asked)
+    asked.check_kind(kind.name)
     return uses.measured(asked, reading, opened)
 
 
@@ -80,21 +84,48 @@ def predict(command: flags.Predict) -> None:
     if command.workers is not None:
         raise ValueError("--workers goes with --parts, the number of all parts")
     opened = Folder.of(command.run)
-    commands = _commands(command, opened)
+    kind = _kind(command, opened)
     whole_files.check_writable(command.out)
-    commands.predict(command, opened)
+    if kind.ranks_items:
+        save = _recommended(command, opened)
+    else:
+        found = kind.probabilities(command.inputs, command, opened)
+        save = functools.partial(
+            writers.save_numbers, command.out, "probability", found
+        )
+    processes.in_first(save)
 
 
-def _commands(command: Any, opened: Folder) -> Commands:
-    """The commands for the kind of a run, if it has a use for all flags."""
-    commands = commands_of(opened.settings.network)
-    command.check_kind(commands.name)
-    if (
-        isinstance(command, flags.Vectors | flags.Similar)
-        and not commands.kind.ranks_items
-    ):
+def _recommended(command: flags.Predict, opened: Folder) -> Callable[[], None]:
+    """Ranks items for the rows of a file; returns a function that writes them."""
+    users, hint, out = command.users, "", command.out
+    if isinstance(users, str):
+        if not os.path.isfile(users):
+            hint = f"; there is no file called {users} either"
+        users = names_of(users)
+    rows, found = uses.recommended(
+        command.replaced(users=users),
+        command,
+        opened,
+        lambda rows: recommendation_files.check_recommendation_names(
+            out, rows, opened.known
+        ),
+        hint,
+    )
+    which = "without" if command.exclude_seen else "also"
+    print(f"{command.k} items a row, {which} those that it has", file=sys.stderr)
+    return lambda: recommendation_files.save_recommendations(
+        out, rows, found, opened.known
+    )
+
+
+def _kind(command: Options, opened: Folder) -> Kind:
+    """The kind of a run, if it has a use for all flags."""
+    kind = opened.settings.kind
+    command.check_kind(kind.name)
+    if isinstance(command, flags.Vectors | flags.Similar) and not kind.ranks_items:
         raise ValueError("a model of clicks has no items, and no vectors of them")
-    return commands
+    return kind
 
 
 def export(command: flags.Export) -> None:
@@ -104,7 +135,7 @@ def export(command: flags.Export) -> None:
     if command.compile and not command.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
     opened = Folder.of(command.run)
-    _commands(command, opened)
+    _kind(command, opened)
     whole_files.check_writable(command.path)
     uses.export(command, Reading().noting(told=command.say), opened)
     print(f"the predictor is in {command.path}", file=sys.stderr)
@@ -119,8 +150,7 @@ def exported(command: flags.Serve) -> Generator[flags.Serve]:
 
     run = pathlib.Path(command.model)
     opened = Folder.of(run)
-    kind = commands_of(opened.settings.network).kind
-    k = used(kind, export_predictor, {"k": _MOST_SERVED})
+    k = used(opened.settings.kind, export_predictor, {"k": _MOST_SERVED})
     name = command.name or run.absolute().name
     with whole_files.temporary_folder(tempfile.gettempdir()) as folder:
         path = os.path.join(folder, "model.predictor")
@@ -230,7 +260,7 @@ def report(command: flags.Report) -> None:
 
     out = command.run / "report.html" if command.out is None else command.out
     opened = Folder.of(command.run)
-    _commands(command, opened)
+    _kind(command, opened)
     whole_files.check_writable(out)
     titles = command.titles
     titles = None if titles is None else read_titles(titles, command.say)
@@ -250,7 +280,7 @@ def vectors(command: flags.Vectors) -> None:
     vector_files.check_ending(command.out)
     whole_files.check_writable(command.out)
     opened = Folder.of(command.run)
-    _commands(command, opened)
+    _kind(command, opened)
     if command.data is None:
         found, names = vector_files.item_vectors(opened.model()), opened.known
     else:
@@ -265,7 +295,7 @@ def similar(command: flags.Similar) -> None:
             "name an ITEM after the folder, for example: sparsejax similar run/ tea"
         )
     opened = Folder.of(command.run)
-    _commands(command, opened)
+    _kind(command, opened)
     model, names = opened.model(), opened.known
     found = vector_files.similar_items(model, command.items, command.k, names=names)
     recommendation_files.write_recommendations(
@@ -275,13 +305,13 @@ def similar(command: flags.Similar) -> None:
 
 def _are_clicks(command: flags.Split) -> bool:
     """Whether the data is examples of clicks: a saved data set, or the flags say so."""
-    given = command.given & flags.Clicks.option_names()
+    given = command.given & Clicks.option_names()
     return bool(given) or kind_of_saved(command.data) == "clicks"
 
 
 def _clicks_to_split(command: flags.Split) -> ClickDataset:
     """Reads examples, with their times if they are split by time."""
-    from sparsejax.cli.clicks import schema_of
+    from sparsejax.kinds.clicks.shell import schema_of
 
     time = None if command.time is BY_NAME else command.time
     columns = Reading.option_names() - {"delimiter", "skip_bad_lines"}

@@ -29,6 +29,7 @@ from sparsejax import ending
 from sparsejax.cli import compiling, flags, shell
 from sparsejax.cli.wording import in_flags
 from sparsejax.mesh import interrupts
+from sparsejax.options.models import Histories, Network
 
 # A module that is imported from now on is as its file is at this time.
 _BEGUN = time.time()
@@ -44,8 +45,8 @@ _CALLED_OTHERWISE = {
     "--wd": "--weight-decay",
 }
 
-# The flags that describe a model, by its kind. Those of clicks are in --config.
-_OPTIONS = {"items": flags.Network, "histories": flags.Histories}
+# The flags that describe a model of one kind. Those of clicks are in --config.
+_OPTIONS = (Network, Histories)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -170,11 +171,11 @@ def _advise(argv: Sequence[str], unknown: Sequence[str]) -> None:
 
 def _model_with(option: str, argv: Sequence[str]) -> str | None:
     """The model that the words name, or else the first one, whose --config has an option."""
-    from sparsejax.kinds.kind import kind_called
+    from sparsejax.kinds.kind import kind_for
 
     named = [m for m in flags.MODELS if m in argv or f"--model={m}" in argv]
     for model in named or flags.MODELS:
-        config = kind_called(flags.MODELS[model]).described(model)[0]
+        config = kind_for(model).described(model)[0]
         if hasattr(config, "model") and option in vars(config):
             return model
     return None
@@ -291,7 +292,7 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
     else:
         _check_given(command, flags.MODELS[model or flags.DEFAULT_MODEL])
         return
-    for options in _OPTIONS.values():
+    for options in _OPTIONS:
         for name, flag in shell.flag_names(options).items():
             if name in command.given:
                 raise ValueError(why.format(flag))
@@ -299,7 +300,8 @@ def _check_network(command: flags.Train | flags.Tune | flags.Plan) -> None:
 
 def _check_given(command: flags.Train | flags.Tune | flags.Plan, kind: str) -> None:
     """Raises ValueError where flags describe a model of another kind."""
-    for of, options in _OPTIONS.items():
+    for options in _OPTIONS:
+        of = options.describes
         for name, flag in shell.flag_names(options).items():
             if of != kind and name in command.given:
                 models = ", ".join(n for n, k in flags.MODELS.items() if k == of)

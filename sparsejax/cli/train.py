@@ -12,10 +12,11 @@ import jax
 
 from sparsejax import codec, optimizers
 from sparsejax.cli import flags, printing
-from sparsejax.cli.kind import commands_for, commands_of
 from sparsejax.cli.reading import content_of
+from sparsejax.data import ItemFeatures, read_item_features
+from sparsejax.kinds.content import sizes_among
+from sparsejax.kinds.kind import DataSizes, Kind, kind_for, kind_of
 from sparsejax.kinds.kind import config_of as read_config
-from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.runs import folders, publishing, training
 from sparsejax.runs.training import named_rule
@@ -49,11 +50,11 @@ def train(command: flags.Train) -> None:
 def training_of(command: flags.Train) -> flags.Train:
     """The training that the flags describe, with the files that some of them name."""
     config, suited = config_of(command)
-    commands = commands_of(config)
-    schema = commands.schema(command)
+    kind = kind_of(config)
+    schema = kind.schema(command)
     if schema is not None:  # which says what separates the columns
         command = command.noting(given=command.given - {"delimiter"})
-    command.check_kind(commands.name)
+    command.check_kind(kind.name)
     return command.replaced(
         config=config,
         suited=suited,
@@ -68,27 +69,73 @@ def plan(command: flags.Plan) -> bool:
     data, model = processes.axes_of(command.mesh)
     if command.compile and data * model > 1:
         _pretend_devices(data * model)
-    memory, (config, _) = command.memory, config_of(command)
-    commands = commands_of(config)
-    command.check_kind(commands.name)
-    defaults = commands.kind.defaults
+    memory, (config, suited) = command.memory, config_of(command)
+    kind = kind_of(config)
+    command.check_kind(kind.name)
+    defaults = kind.defaults
     name, options = named_rule(command.optimizer, defaults)
     batch_size = command.batch_size
     if batch_size is None:
         batch_size = defaults.batch_size
-    text, fits = commands.planned(
-        config,
-        command,
-        rule=optimizers.get(name, learning_rate=defaults.learning_rate, **options),
-        batch_size=batch_size,
-        data=data,
-        model=model,
-        memory=None if memory is None else planning.read_bytes(memory),
-    )
+    how: dict[str, Any] = {
+        "rule": optimizers.get(name, learning_rate=defaults.learning_rate, **options),
+        "batch_size": batch_size,
+        "data": data,
+        "model": model,
+        "memory": None if memory is None else planning.read_bytes(memory),
+    }
+    tables = kind.tables(config, how["rule"], kind.schema(command), command.examples)
+    if tables is None:
+        planned = _planned(kind, config, suited, command, how)
+        text, fits = planned.table(), planned.fits
+    else:
+        from sparsejax.embeddings.planner import plan_embeddings
+
+        placed = plan_embeddings(*tables, **how)
+        # It raises where the tables do not fit.
+        text, fits = str(placed), None if placed.memory is None else True
     if fits is None:
         raise ValueError("the device here does not say its memory: pass --memory 141GB")
     print(text)
     return fits
+
+
+def _planned(
+    kind: Kind,
+    config: Any,
+    suited: Collection[str],
+    command: flags.Plan,
+    how: Mapping[str, Any],
+) -> planning.Plan:
+    """The memory that a model which ranks items needs, for data of the sizes that flags name."""
+    for name in ("items", "rows", "entries"):
+        if getattr(command, name) is None:
+            raise ValueError(f"name the sizes of the data: --{name} is missing")
+    items, rows, entries = command.items, command.rows, command.entries
+    assert items is not None and rows is not None and entries is not None
+    features = command.features
+    content = content_of(command)
+    if content is not None and not isinstance(content, ItemFeatures):
+        content = read_item_features(content)
+    config, said = kind.suited_to_sizes(
+        config, suited, DataSizes(rows, items, entries, features)
+    )
+    if said:
+        print(said, file=sys.stderr)
+    return planning.plan(
+        config,
+        inputs=items if features is None else features,
+        outputs=None if features is None else items,
+        rows=rows,
+        entries=entries,
+        target_entries=command.target_entries,
+        values=command.values,
+        times=command.times,
+        fused=command.fused,
+        content=None if content is None else sizes_among(content, items),
+        compile=command.compile,
+        **how,
+    )
 
 
 def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
@@ -111,7 +158,8 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
                 f"{found}; leave out --model, or --from"
             )
     else:
-        config, suited = commands_for(model).described(command)
+        named = model or flags.DEFAULT_MODEL
+        config, suited = kind_for(named).described(named, command)
     kind, continued = kind_of(config), origin is not None
     config = kind.with_dynamic(config, command.dynamic)
     return kind.with_negatives(config, command.negatives, continued), suited

@@ -20,7 +20,7 @@ import sys
 import time
 import types
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -28,13 +28,13 @@ import numpy as np
 from sparsejax import codec
 from sparsejax.cli import flags, shell
 from sparsejax.cli import train as commands_of_train
-from sparsejax.cli.kind import Range, commands_for
 from sparsejax.data.files.opening import shown
 from sparsejax.kinds.content import set_content
-from sparsejax.kinds.kind import kind_of
+from sparsejax.kinds.kind import Kind, Range, kind_for, kind_of
 from sparsejax.kinds.source import Source
 from sparsejax.mesh import processes
 from sparsejax.metrics.comparison import Measured
+from sparsejax.options.models import Clicks
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Content, Stepping
 from sparsejax.runs import training
@@ -51,7 +51,7 @@ _FIRST_EPOCHS = 3
 # Flags of the command that trains with the best settings. A file has the network.
 _REPEATED = {
     name
-    for options in (Stepping, Content, Reading, flags.Clicks)
+    for options in (Stepping, Content, Reading, Clicks)
     for name in options.option_names()
 }
 _REPEATED |= {"learning_rate", "num_epochs", "seed", "content_columns", "words"}
@@ -62,6 +62,40 @@ class _Enough(Exception):
     """A trial has ended: it does not get better, or the time is over."""
 
 
+class _Tuning(NamedTuple):
+    """The settings of all trials.
+
+    Attributes:
+      command: the options of `tune`.
+      source: the data.
+      network: the network of the first trial.
+      start: the settings that are tuned, with their values in the first trial.
+    """
+
+    command: flags.Tune
+    source: Source
+    network: Any
+    start: Mapping[str, Any]
+
+    @property
+    def kind(self) -> Kind:
+        """The kind of the model."""
+        return kind_of(self.network)
+
+    @property
+    def metric(self) -> str:
+        """The metric that decides."""
+        return self.kind.metric(self.command.k)
+
+    def with_chosen(self, chosen: Mapping[str, Any]) -> tuple[flags.Train, Any]:
+        """The training and the network with some values of the settings that are tuned."""
+        tuned = dict(chosen)
+        learning_rate = tuned.pop("learning_rate")
+        return _training(self.command, learning_rate), self.kind.with_tuned(
+            self.network, tuned
+        )
+
+
 def tune(command: flags.Tune) -> None:
     """`sparsejax tune`."""
     optuna = _optuna()
@@ -69,16 +103,19 @@ def tune(command: flags.Tune) -> None:
     deadline = time.monotonic() + seconds
     if command.trials < 1:
         raise ValueError(f"trials={command.trials} must be at least 1")
-    commands = commands_for(command.model)
-    command.check_kind(commands.name)
+    kind, rate = kind_for(command.model), command.learning_rate
+    command.check_kind(kind.name)
     if command.validation is None:
-        command = command.replaced(validation=commands.held_out)
-    first = _training(command, _start(command))
+        command = command.replaced(validation=kind.held_out)
+    if rate is None:
+        rate = kind.defaults.learning_rate
+    first = commands_of_train.training_of(_training(command, rate))
     source = training.source_of(first)
-    network, said = _network(command, _start(command), source)
+    network, said = kind.suited(first.config, first, source)
     if said:
         print(said, file=sys.stderr)
-    command = commands.of_data(command, network)
+    start = {**kind.tuned_in(network), "learning_rate": rate}
+    tuning = _Tuning(command, source, network, start)
     settings = training.settings_of(first, network, source)
     command.run.mkdir(parents=True, exist_ok=True)
     keeps = command.compilation_cache
@@ -87,16 +124,16 @@ def tune(command: flags.Tune) -> None:
         linear_part = functools.cache(linear_part)
 
     with processes.alone_in(command.run):
-        study = _opened(optuna, command, settings)
+        study = _opened(optuna, tuning, settings)
         while (number := _num_done(study)) < command.trials:
             if time.monotonic() > deadline and number:
                 print(f"the time is over after {number} trials", file=sys.stderr)
                 break
             trial = study.ask()
-            chosen, began = _choice(trial, command), time.monotonic()
+            chosen, began = _choice(trial, tuning), time.monotonic()
             try:
                 state, score, why = _trained(
-                    optuna, trial, command, chosen, source, deadline, linear_part
+                    optuna, trial, tuning, chosen, deadline, linear_part
                 )
             except Exception:  # who repeats the command must not meet it again
                 study.tell(trial, state=optuna.trial.TrialState.FAIL)
@@ -105,12 +142,12 @@ def tune(command: flags.Tune) -> None:
             took = f"{time.monotonic() - began:.0f} s"
             said = " ".join(f"{n} {_short(v)}" for n, v in trial.params.items())
             print(
-                f"trial {trial.number}: {_metric(command)} {score:.4f}, {took}{why}: {said}",
+                f"trial {trial.number}: {tuning.metric} {score:.4f}, {took}{why}: {said}",
                 file=sys.stderr,
             )
             # Each trial has programs of its own.
             jax.clear_caches()
-        _finish(study, command, source)
+        _finish(study, tuning)
 
 
 def _optuna() -> types.ModuleType:
@@ -131,12 +168,13 @@ def _seconds(text: str) -> float:
     return float(found[1]) * _UNITS[found[2]]
 
 
-def _opened(optuna: Any, command: flags.Tune, settings: Settings) -> Any:
+def _opened(optuna: Any, tuning: _Tuning, settings: Settings) -> Any:
     """The study of the folder. Trials that were interrupted are put first again.
 
     Raises:
       ValueError: the folder holds something else, or a tuning with other settings.
     """
+    command = tuning.command
     path = command.run / _TRIALS
     others = {p.name for p in command.run.iterdir() if p.name[0] != "."}
     if others and not path.exists():
@@ -172,7 +210,7 @@ def _opened(optuna: Any, command: flags.Tune, settings: Settings) -> Any:
     trials = study.get_trials(deepcopy=False)
     if not trials:
         study.set_user_attr("identity", identity)
-        study.enqueue_trial(_start(command))
+        study.enqueue_trial(dict(tuning.start))
     states = optuna.trial.TrialState
     waiting = [_asked(trial) for trial in trials if trial.state == states.WAITING]
     for trial in trials:
@@ -203,22 +241,10 @@ def _num_done(study: Any) -> int:
     return sum(trial.state.name in ("COMPLETE", "PRUNED") for trial in trials)
 
 
-def _metric(command: flags.Tune) -> str:
-    return commands_for(command.model).kind.metric(command.k)
-
-
-def _start(command: flags.Tune) -> dict[str, Any]:
-    """The settings to begin with: those of the flags that are tuned."""
-    commands, rate = commands_for(command.model), command.learning_rate
-    if rate is None:
-        rate = commands.kind.defaults.learning_rate
-    return commands.start(command) | {"learning_rate": rate}
-
-
-def _choice(trial: Any, command: flags.Tune) -> dict[str, Any]:
-    """The value that the trial draws for each of the settings in `_start`."""
-    chosen, tuned = {}, commands_for(command.model).choices(command)
-    for name, start in _start(command).items():
+def _choice(trial: Any, tuning: _Tuning) -> dict[str, Any]:
+    """The value that the trial draws for each of the settings that are tuned."""
+    chosen, tuned = {}, tuning.kind.choices(tuning.network)
+    for name, start in tuning.start.items():
         choices = tuned.get(name, _LEARNING_RATES)
         if not isinstance(choices, Range):
             sizes = sorted({*choices, start})
@@ -235,36 +261,17 @@ def _short(value: float) -> float:
     return value if isinstance(value, int) else float(f"{value:.3g}")
 
 
-def _train_command(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
-    """The training with the chosen settings, except those that no flag has."""
-    tuned = dict(chosen)
-    learning_rate = tuned.pop("learning_rate")
-    tuned = commands_for(command.model).with_flags(tuned)
+def _training(command: flags.Tune, learning_rate: float) -> flags.Train:
+    """The training with a learning rate. Its files are not read, and it has no network."""
     training = command.as_type(flags.Train, directory=command.run)
-    return training.replaced(learning_rate=learning_rate, **tuned)
-
-
-def _training(command: flags.Tune, chosen: Mapping[str, Any]) -> flags.Train:
-    """`_train_command`, with the files that its flags name."""
-    return commands_of_train.training_of(_train_command(command, chosen))
-
-
-def _network(
-    command: flags.Tune, chosen: Mapping[str, Any], source: Source
-) -> tuple[Any, str]:
-    """The network with the chosen settings, and what to say about it."""
-    first, commands = _training(command, chosen), commands_for(command.model)
-    network, said = commands.kind.suited(first.config, first, source)
-    tuned = {n: v for n, v in chosen.items() if n != "learning_rate"}
-    return commands.with_chosen(network, tuned), said
+    return training.replaced(learning_rate=learning_rate)
 
 
 def _trained(
     optuna: Any,
     trial: Any,
-    tuning: flags.Tune,
+    tuning: _Tuning,
     chosen: Mapping[str, Any],
-    source: Source,
     deadline: float,
     linear_part: Callable[[], Sequence[np.ndarray]] | None,
 ) -> tuple[Any, float, str]:
@@ -274,14 +281,14 @@ def _trained(
       Its state, None for a complete one; the score of the epoch that `train` keeps; and why
       it ended, to be printed.
     """
-    command = _training(tuning, chosen)
-    network, _ = _network(tuning, chosen, source)
+    source = tuning.source
+    command, network = tuning.with_chosen(chosen)
     settings = training.settings_of(command, network, source)
     best, best_epoch = -math.inf, 0
 
     def log(step: int, entry: Mapping[str, float]) -> None:
         nonlocal best, best_epoch
-        score, epoch = entry[_metric(tuning)], int(entry["epoch"])
+        score, epoch = entry[tuning.metric], int(entry["epoch"])
         trial.report(score, epoch)
         # Without --patience the run of the best trial keeps its last epoch, so that one counts.
         if command.patience is None or score > best:
@@ -297,7 +304,7 @@ def _trained(
     pruned = optuna.trial.TrialState.PRUNED
     try:
         model, optimizer = settings.build(source.known)
-        kind_of(network).prepare(model, source.data)
+        tuning.kind.prepare(model, source.data)
         if source.features is not None:
             set_content(model, source.features, new=True)
         if linear_part is not None:
@@ -311,7 +318,7 @@ def _trained(
             seed=command.seed,
             validation=source.heldout,
             log=log,
-            k=command.k if commands_for(tuning.model).kind.ranks_items else None,
+            k=command.k if tuning.kind.ranks_items else None,
         )
     except _Enough:
         pass
@@ -326,44 +333,37 @@ def _trained(
     return None, best, ""
 
 
-def _finish(study: Any, command: flags.Tune, source: Source) -> None:
+def _finish(study: Any, tuning: _Tuning) -> None:
     """Writes the best network, trains its run, and prints how to train it again."""
     complete = [t for t in study.get_trials() if t.state.name == "COMPLETE"]
     if not complete:
         raise ValueError("no trial could be trained; begin with other settings")
     trial = max(complete, key=lambda t: t.value)
-    settings = _choice(trial, command)
-    chosen, (network, _) = (
-        _train_command(command, settings),
-        _network(command, settings, source),
-    )
+    command = tuning.command
+    chosen, network = tuning.with_chosen(_choice(trial, tuning))
     config = command.run / _NETWORK
     with whole_text_file(config) as file:
         file.write(codec.text(network.to_json(), indent=2) + "\n")
     folder = command.run / f"trial-{trial.number}"
     print(
-        f"the best is trial {trial.number}: {_metric(command)} {trial.value:.4f} in epoch "
+        f"the best is trial {trial.number}: {tuning.metric} {trial.value:.4f} in epoch "
         f"{trial.user_attrs['epoch']}; its run is trained into {folder}",
         file=sys.stderr,
     )
     commands_of_train.train(
         chosen.replaced(directory=folder, config=config, resume=folder.exists())
     )
-    print(interval(command, folder, source, complete), file=sys.stderr)
+    print(interval(tuning, folder, complete), file=sys.stderr)
     words: list[str | pathlib.Path] = ["sparsejax", "train", shown(command.data)]
     words += ["--run", "RUN", "--config", config]
-    repeated = command.as_type(flags.Train, directory=command.run)
-    repeated = repeated.replaced(learning_rate=chosen.learning_rate)
-    words += shell.words_of(repeated, _REPEATED)
+    words += shell.words_of(chosen, _REPEATED)
     print(shlex.join(map(str, words)))
 
 
-def interval(
-    command: flags.Tune, folder: pathlib.Path, source: Source, trials: Sequence[Any]
-) -> str:
+def interval(tuning: _Tuning, folder: pathlib.Path, trials: Sequence[Any]) -> str:
     """The line about the luck in the best trial: which rows were held out is chance."""
-    commands, metric = commands_for(command.model), _metric(command)
-    measured = commands.kind.validated(Folder.of(folder).model(), source, command.k)
+    metric, k = tuning.metric, tuning.command.k
+    measured = tuning.kind.validated(Folder.of(folder).model(), tuning.source, k)
     assert isinstance(measured, Measured)
     low, high = measured.intervals()[metric]
     close = sum(trial.value >= low for trial in trials) - 1

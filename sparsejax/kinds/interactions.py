@@ -15,7 +15,7 @@ from sparsejax.data.files.names import Names, find_names, quoted
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.content import content_of, fitting, without_content
-from sparsejax.kinds.kind import Kind
+from sparsejax.kinds.kind import Kind, Range
 from sparsejax.kinds.reading import check_heldout, dates_of, name_of
 from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
@@ -23,6 +23,9 @@ from sparsejax.options.measuring import Paged
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
 from sparsejax.sparse import CSR
+
+# Temperatures of models whose scores are cosines, for `tune`.
+TEMPERATURES = Range(0.03, 1.0, log=True)
 
 
 class Interactions(Kind):

@@ -31,6 +31,7 @@ from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.models import BY_DEFAULT, Clicks, Described
 from sparsejax.options.option import KindName, Options
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
@@ -98,11 +99,45 @@ class Defaults:
         return optimizers.get("adam", learning_rate=1e-3)
 
 
+class Range(NamedTuple):
+    """Numbers that `tune` draws from.
+
+    Attributes:
+      low: the least.
+      high: the largest.
+      log: whether the logarithm is drawn evenly.
+    """
+
+    low: float
+    high: float
+    log: bool = False
+
+
+# The settings that `tune` draws.
+Tuned = Mapping[str, Range | tuple[int, ...]]
+
+
 @runtime_checkable
 class Maker(Protocol):
     """Makes a new model and its optimizer, not placed on a mesh."""
 
     def __call__(self, *, rule: Rule, seed: int) -> tuple[Any, Optimizer]: ...
+
+
+class DataSizes(NamedTuple):
+    """The sizes of data that is not read, for `plan`.
+
+    Attributes:
+      rows: number of rows.
+      items: number of items.
+      entries: number of entries, over all rows.
+      features: number of input features, if they are not the items.
+    """
+
+    rows: int
+    items: int
+    entries: int
+    features: int | None
 
 
 class Measurement(NamedTuple):
@@ -129,12 +164,16 @@ class Kind(abc.ABC):
       numbered: what the columns of the data are, in messages.
       ranks_items: whether the models have items to rank, and vectors of them.
       defaults: of training.
+      held_out: the part of the data that `tune` holds out by default.
+      tuned: the settings that `tune` draws: one of some sizes, or of a range.
     """
 
     name: ClassVar[KindName]
     numbered: ClassVar[str] = "items"
     ranks_items: ClassVar[bool] = True
     defaults: ClassVar[Defaults]
+    held_out: ClassVar[str] = ".1"
+    tuned: ClassVar[Tuned] = {}
 
     # The configuration.
 
@@ -147,8 +186,11 @@ class Kind(abc.ABC):
     def read_config(self, document: object) -> Any:
         """The configuration of a JSON object."""
 
-    def described(self, model: str) -> tuple[Any, Collection[str]]:
-        """The configuration of a model without options, and what of it data decides."""
+    def described(
+        self, model: str, options: Described = BY_DEFAULT
+    ) -> tuple[Any, Collection[str]]:
+        """The configuration that options describe, and its settings that data decides."""
+        del options
         return self.read_config({"version": 1, "model": model}), ()
 
     def with_negatives(self, config: Any, negatives: int | None, origin: bool) -> Any:
@@ -174,6 +216,32 @@ class Kind(abc.ABC):
         del training, source
         return config, ""
 
+    def suited_to_sizes(
+        self, config: Any, suited: Collection[str], sizes: DataSizes
+    ) -> tuple[Any, str]:
+        """The configuration as `suited` makes it for data of which only the sizes are known.
+
+        Args:
+          config: the configuration.
+          suited: its settings that the data decides.
+          sizes: the sizes of the data.
+        """
+        del suited, sizes
+        return config, ""
+
+    def tuned_in(self, config: Any) -> dict[str, Any]:
+        """The settings of a configuration that `tune` draws, with their values."""
+        return {name: getattr(config, name) for name in self.tuned}
+
+    def choices(self, config: Any) -> Tuned:
+        """`tuned`, without the values that do not go with a configuration."""
+        del config
+        return self.tuned
+
+    def with_tuned(self, config: Any, chosen: Mapping[str, Any]) -> Any:
+        """The configuration with other values of the settings that `tune` draws."""
+        return dataclasses.replace(config, **chosen)
+
     @abc.abstractmethod
     def maker(
         self, config: Any, data: Any, targets: Any = None, *, content: Any = None
@@ -188,6 +256,11 @@ class Kind(abc.ABC):
         del model, data
 
     # The data of a run.
+
+    def schema(self, columns: Clicks) -> Any:
+        """The columns of clicks, if the options of a command name them."""
+        del columns
+        return None
 
     @abc.abstractmethod
     def source(self, training: Training, before: Earlier | None) -> Source:
@@ -270,6 +343,22 @@ class Kind(abc.ABC):
     def workload(self, network: Any, **sizes: Any) -> Workload:
         """The sizes on which the memory of training depends. For `plan`."""
 
+    def tables(
+        self, config: Any, rule: Rule, schema: Any, examples: str | None
+    ) -> tuple[Mapping[str, Any], Mapping[str, str]] | None:
+        """The tables and the features of a model whose tables are placed, for `plan`.
+
+        None is for other models, which are planned by their workload.
+
+        Args:
+          config: the configuration.
+          rule: the optimizer's rule.
+          schema: the columns of the data.
+          examples: a file whose categories are counted.
+        """
+        del config, rule, schema, examples
+        return None
+
     def metric(self, k: int) -> str:
         """The validation metric that decides."""
         return f"ndcg@{k}"
@@ -328,6 +417,10 @@ class Kind(abc.ABC):
     @abc.abstractmethod
     def portable(self, model: Any, names: Any, **options: Any) -> Any:
         """The model as a function of arrays, a `Portable`. For `export_predictor`."""
+
+    def asked_in_shell(self, command: Evaluate) -> Evaluate:
+        """The measurement that the files of a command ask for."""
+        return command
 
     @abc.abstractmethod
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
@@ -395,6 +488,11 @@ def kind_called(name: str) -> Kind:
     return importlib.import_module(f"sparsejax.kinds.{name}.kind").KIND
 
 
+def kind_for(model: str | None) -> Kind:
+    """The kind of the models of this name; None is the default model."""
+    return kind_called(MODELS[model or DEFAULT_MODEL])
+
+
 def config_of(document: object) -> Any:
     """The configuration of a JSON object: of a network if it names no "model".
 
@@ -403,12 +501,12 @@ def config_of(document: object) -> Any:
       TypeError: a value is of a wrong type.
     """
     if not isinstance(document, Mapping) or "model" not in document:
-        return kind_called(MODELS[DEFAULT_MODEL]).read_config(document)
+        return kind_for(None).read_config(document)
     model = codec.value(str, document["model"], "the model", "model")
     if model not in MODELS:
         known = ", ".join(name for name in MODELS if name != DEFAULT_MODEL)
         raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
-    return kind_called(MODELS[model]).read_config(document)
+    return kind_for(model).read_config(document)
 
 
 def used(

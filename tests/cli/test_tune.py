@@ -1,5 +1,6 @@
 """`sparsejax tune`."""
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -12,6 +13,9 @@ from run_folders import write_lines
 import sparsejax as sj
 from sparsejax.cli import tune
 from sparsejax.cli.main import main
+from sparsejax.kinds.kind import Range, kind_for
+from sparsejax.kinds.models import MODELS
+from sparsejax.options.models import Described
 from sparsejax.runs import folders
 
 pytest.importorskip("optuna", reason="comes with the extra `tune`")
@@ -220,6 +224,32 @@ def test_items_with_content(tmp_path, monkeypatch, capsys):
     assert printed[printed.index("--item-features") + 1] == "items.csv"
     [command] = final
     assert command.item_features == "items.csv"
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_settings_that_are_drawn_become_those_of_the_network(model):
+    kind = kind_for(model)
+    config, _ = kind.described(model)
+    tuned = kind.tuned_in(config)
+    assert (
+        kind.with_tuned(config, tuned) == config and tuned.keys() == kind.tuned.keys()
+    )
+    for name, choices in kind.choices(config).items():
+        other = choices.high if isinstance(choices, Range) else choices[-1]
+        changed = kind.with_tuned(config, {**tuned, name: other})
+        assert kind.tuned_in(changed) == {**tuned, name: other}
+        assert kind.with_tuned(changed, tuned) == config
+
+
+def test_networks_whose_sizes_are_not_drawn():
+    """Trials then draw the rest alone."""
+    kind = kind_for("autoencoder")
+    options = Described(hidden=(8, 4), temperature=None, corruption=0.25)
+    config, suited = kind.described("autoencoder", options)
+    assert suited == ["linear"] and kind.tuned_in(config) == {"corruption": 0.25}
+    changed = kind.with_tuned(config, {"corruption": 0.5})
+    again = dataclasses.replace(options, corruption=0.5)
+    assert changed == kind.described("autoencoder", again)[0] != config
 
 
 def test_it_ends_when_the_time_is_over(argv, curves, capsys):

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Collection, Mapping
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
@@ -15,7 +15,7 @@ from sparsejax.callers import warn_caller
 from sparsejax.data.files.names import as_names
 from sparsejax.data.reading.sources import Inputs
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
-from sparsejax.data.sets.click_schema import VocabularyColumn, num_ids
+from sparsejax.data.sets.click_schema import ClickSchema, VocabularyColumn, num_ids
 from sparsejax.data.sets.clicks import ClickDataset, without_bad_lines
 from sparsejax.embeddings.model_config import ClickModelConfig, DynamicTables
 from sparsejax.engine.rank.recommender import Recommender
@@ -41,7 +41,7 @@ from sparsejax.kinds.clicks.reading import (
 )
 from sparsejax.kinds.clicks.scores import check_click_model, evaluate_clicks, predict
 from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared
-from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, kind_of
+from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, Tuned, kind_of
 from sparsejax.kinds.reading import (
     is_last,
     kind_of_saved,
@@ -54,7 +54,10 @@ from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.optimizers.rules import Rule
 from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.models import BY_DEFAULT, Described
+from sparsejax.options.models import Clicks as ClickOptions
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
 from sparsejax.sparse import CSR
@@ -94,6 +97,7 @@ class Clicks(Kind):
         most_epochs=10,
         scored=8192,
     )
+    tuned: ClassVar[Tuned] = {"dim": (4, 8, 16, 32, 64)}
 
     def defaults_of(self, config: Any) -> Defaults:
         defaults = cast(ClickDefaults, self.defaults)
@@ -146,14 +150,28 @@ class Clicks(Kind):
     def workload(self, network, **sizes) -> Workload:
         raise TypeError("the memory of a click model is planned by plan_embeddings")
 
+    def tables(
+        self,
+        config: ClickModelConfig,
+        rule: Rule,
+        schema: ClickSchema | None,
+        examples: str | None,
+    ) -> tuple[Mapping[str, Any], Mapping[str, str]]:
+        from sparsejax.kinds.clicks.shell import data_to_plan, tables_of
+
+        make = self.maker(config, data_to_plan(schema, examples))
+        return tables_of(make, rule)
+
     def metric(self, k: int) -> str:
         return "auc"
 
     def read_config(self, document: object) -> ClickModelConfig:
         return ClickModelConfig.from_json(document)
 
-    def described(self, model: str) -> tuple[ClickModelConfig, Collection[str]]:
-        return super().described(model)[0], ("dtype", "regression")
+    def described(
+        self, model: str, options: Described = BY_DEFAULT
+    ) -> tuple[ClickModelConfig, Collection[str]]:
+        return super().described(model, options)[0], ("dtype", "regression")
 
     def with_dynamic(
         self, config: ClickModelConfig, num_rows: int | None
@@ -181,6 +199,11 @@ class Clicks(Kind):
             chosen["dtype"] = "bfloat16"
             said.append("dtype bfloat16")
         return dataclasses.replace(config, **chosen), ", ".join(said)
+
+    def schema(self, columns: ClickOptions) -> ClickSchema | None:
+        from sparsejax.kinds.clicks.shell import schema_of
+
+        return schema_of(columns)
 
     def source(self, training: Training, before: Earlier | None) -> Source:
         if before is None:
@@ -326,6 +349,17 @@ class Clicks(Kind):
     def fingerprint_of(self, known: ClickDataset) -> str:
         schema = as_names([codec.text(known.schema.to_json())])
         return fingerprint(schema, *known.vocabularies.values())
+
+    def asked_in_shell(self, command: Evaluate) -> Evaluate:
+        if command.heldout is not None:
+            same = command.inputs == command.heldout
+            raise ValueError(
+                "a model of clicks is measured on the examples of one file: leave out "
+                f"{'TEST' if same else command.inputs}"
+            )
+        given = command.given - {"inputs"}
+        command = command.replaced(inputs=None, heldout=command.inputs)
+        return command.noting(given=given)
 
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         if (examples := asked.heldout) is None:

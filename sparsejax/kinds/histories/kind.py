@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
@@ -28,7 +28,16 @@ from sparsejax.kinds.histories.next_items import (
     has_times,
     shown_of,
 )
-from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, kind_of
+from sparsejax.kinds.kind import (
+    DataSizes,
+    Defaults,
+    Kind,
+    Maker,
+    Measurement,
+    Range,
+    Tuned,
+    kind_of,
+)
 from sparsejax.kinds.reading import (
     fingerprint_of_heldout,
     read_file,
@@ -39,10 +48,19 @@ from sparsejax.kinds.reading import (
 from sparsejax.kinds.source import Earlier, Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate
+from sparsejax.options.models import BY_DEFAULT, Described
+from sparsejax.options.models import Histories as HistoryOptions
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
-from sparsejax.sequence.config import SequenceConfig, entries_cut_off
+from sparsejax.sequence.config import (
+    AttentionConfig,
+    SequenceConfig,
+    entries_cut_off,
+)
+
+# Widths that `tune` tries.
+_WIDTHS = (32, 64, 128, 256, 512)
 
 
 class Histories(interactions.Interactions):
@@ -57,6 +75,12 @@ class Histories(interactions.Interactions):
         optimizer="adamw",
         options={"b2": 0.98, "weight_decay": 0.1},
     )
+    held_out = "last"
+    tuned: ClassVar[Tuned] = {
+        "width": _WIDTHS,
+        "dropout": Range(0.0, 0.7),
+        "temperature": interactions.TEMPERATURES,
+    }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.histories.modules import new_sequence_model
@@ -128,8 +152,36 @@ class Histories(interactions.Interactions):
     def read_config(self, document: object) -> SequenceConfig:
         return SequenceConfig.from_json(document)
 
-    def described(self, model: str) -> tuple[SequenceConfig, Collection[str]]:
-        return super().described(model)[0], ("max_length",)
+    def described(
+        self, model: str, options: Described = BY_DEFAULT
+    ) -> tuple[SequenceConfig, Collection[str]]:
+        config, _ = super().described(model)
+        named = options.values_of(HistoryOptions).items()
+        given = {n: v for n, v in named if v is not None}
+        for name in given:
+            if not hasattr(config, name):
+                raise ValueError(f"--{name} is of no use for {model}: leave it out")
+        return dataclasses.replace(config, **given), ("max_length",)
+
+    def suited_to_sizes(
+        self, config: SequenceConfig, suited: Collection[str], sizes: DataSizes
+    ) -> tuple[SequenceConfig, str]:
+        if sizes.features is not None:
+            raise ValueError(
+                "the targets of histories are their own items; leave out --features"
+            )
+        if "max_length" not in suited:
+            return config, ""
+        from sparsejax.kinds.histories.footprint import assumed_lengths
+
+        lengths = assumed_lengths(sizes.rows, sizes.entries)
+        config = config.suited_to_lengths(lengths)
+        return config, f"max_length {config.max_length}"
+
+    def choices(self, config: SequenceConfig) -> Tuned:
+        heads = config.heads if isinstance(config, AttentionConfig) else 1
+        widths = tuple(width for width in _WIDTHS if width % heads == 0)
+        return {**self.tuned, "width": widths}
 
     def with_negatives(
         self, config: SequenceConfig, negatives: int | None, origin: bool

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +22,15 @@ from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
 from sparsejax.kinds.heldout import prepared_for
 from sparsejax.kinds.items.job import ScannedItems, item_examples, item_job
-from sparsejax.kinds.kind import Defaults, Maker, Measurement, kind_of
+from sparsejax.kinds.kind import (
+    DataSizes,
+    Defaults,
+    Maker,
+    Measurement,
+    Range,
+    Tuned,
+    kind_of,
+)
 from sparsejax.kinds.reading import (
     fingerprint_of_heldout,
     is_last,
@@ -37,6 +45,7 @@ from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.options.measuring import Evaluate
+from sparsejax.options.models import BY_DEFAULT, Described, Network
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import BY_NAME, Reading
 from sparsejax.options.training import Training
@@ -49,6 +58,11 @@ class Items(interactions.Interactions):
     defaults = Defaults(
         batch_size=512, least_epochs=30, least_steps=200, optimizer="adam"
     )
+    tuned: ClassVar[Tuned] = {
+        "hidden": (64, 128, 256, 512, 1024),
+        "temperature": interactions.TEMPERATURES,
+        "corruption": Range(0.0, 0.8),
+    }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.items.modules import new_network
@@ -96,8 +110,42 @@ class Items(interactions.Interactions):
     def read_config(self, document: object) -> NetworkConfig:
         return NetworkConfig.from_json(document)
 
-    def described(self, model: str) -> tuple[NetworkConfig, Collection[str]]:
-        return NetworkConfig.autoencoder(), ("temperature", "linear")
+    def described(
+        self, model: str, options: Described = BY_DEFAULT
+    ) -> tuple[NetworkConfig, Collection[str]]:
+        given, rank = options.values_of(Network), options.linear
+        given["linear"] = LinearConfig(rank=rank) if isinstance(rank, int) else None
+        suited = [n for n in ("temperature", "linear") if getattr(options, n) == "auto"]
+        if "temperature" in suited:
+            del given["temperature"]
+        return NetworkConfig.autoencoder(**given), suited
+
+    def suited_to_sizes(
+        self, config: NetworkConfig, suited: Collection[str], sizes: DataSizes
+    ) -> tuple[NetworkConfig, str]:
+        if "linear" not in suited or sizes.features is not None:
+            return config, ""
+        linear, _ = LinearConfig.for_data(*sizes[:3])
+        return dataclasses.replace(config, linear=linear), ""
+
+    def tuned_in(self, config: NetworkConfig) -> dict[str, Any]:
+        found: dict[str, Any] = {"corruption": config.input.corruption}
+        if len(config.hidden) == 1:
+            found["hidden"] = config.hidden[0].size
+        if config.output.temperature is not None:
+            found["temperature"] = config.output.temperature
+        return found
+
+    def with_tuned(
+        self, config: NetworkConfig, chosen: Mapping[str, Any]
+    ) -> NetworkConfig:
+        first, *hidden, last = config.layers
+        first = dataclasses.replace(config.input, corruption=chosen["corruption"])
+        if "hidden" in chosen:
+            hidden = [dataclasses.replace(config.hidden[0], size=chosen["hidden"])]
+        if "temperature" in chosen:
+            last = dataclasses.replace(config.output, temperature=chosen["temperature"])
+        return dataclasses.replace(config, layers=(first, *hidden, last))
 
     def source(self, training: Training, before: Earlier | None) -> Source:
         data = read_file(training.data, training)

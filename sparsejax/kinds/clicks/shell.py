@@ -1,0 +1,87 @@
+"""Click models as flags describe them: columns of the data, and the tables to plan."""
+
+from __future__ import annotations
+
+from flax import nnx
+
+from sparsejax import codec
+from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    DenseColumn,
+    KeyColumn,
+    VocabularyColumn,
+)
+from sparsejax.embeddings.collection import collections_of
+from sparsejax.embeddings.config import TableConfig
+from sparsejax.kinds.kind import Maker
+from sparsejax.optimizers.rules import Rule
+from sparsejax.options.models import Clicks
+
+
+def schema_of(command: Clicks) -> ClickSchema | None:
+    """The schema that the flags name; None for a saved data set, which knows it."""
+    delimiter = getattr(command, "delimiter", None)
+    others = command.label is not None or command.dense or command.categories
+    if getattr(command, "origin", None) is not None:
+        if command.given & {*Clicks.option_names(), "delimiter"}:
+            raise ValueError(
+                "--from takes the columns of its run: leave out --schema, --label, --dense, "
+                "--categories, --dynamic and --delimiter, or --from"
+            )
+        return None
+    if command.schema is not None:
+        if others or delimiter is not None:
+            raise ValueError(
+                "--schema says what all columns are, and what separates them: leave out "
+                "--label, --dense, --categories and --delimiter, or --schema"
+            )
+        document = codec.load(command.schema)
+        try:
+            return ClickSchema.from_json(document)
+        except (ValueError, TypeError) as error:
+            raise ValueError(f"{command.schema}: {error}") from error
+    if not others and delimiter is None:
+        return None
+    if command.label is None:
+        raise ValueError("name the column of labels, --label, or a --schema")
+    return ClickSchema(
+        command.label,
+        dense={name: DenseColumn() for name in command.dense},
+        ids=dict.fromkeys(
+            command.categories,
+            VocabularyColumn() if command.dynamic is None else KeyColumn(),
+        ),
+        delimiter=delimiter,
+    )
+
+
+def data_to_plan(schema: ClickSchema | None, examples: str | None) -> ScannedClicks:
+    """Data whose schema and numbers of ids are those that the flags of `plan` name."""
+    if examples is not None:
+        return scan_clicks(examples, schema)
+    if schema is None:
+        raise ValueError(
+            "name the columns: --schema FILE, or --examples, a saved data set"
+        )
+    learned = [n for n, c in schema.ids.items() if isinstance(c, VocabularyColumn)]
+    if learned:
+        raise ValueError(
+            f"the categories of {', '.join(learned[:3])} are to be counted: name a file of "
+            "--examples, or give the columns hashed ids"
+        )
+    return ScannedClicks("", schema, {}, 1)
+
+
+def tables_of(make: Maker, rule: Rule) -> tuple[dict[str, TableConfig], dict[str, str]]:
+    """The tables of a model, and the table of each of its features."""
+    model, _ = nnx.eval_shape(lambda: make(rule=rule, seed=0))
+    tables, features = {}, {}
+    for node in collections_of(model).values():
+        last = "" if not tables else ", linear"
+        for stack in node.stacks:
+            for feature in stack.features:
+                table = f"{feature.table.name}{last}"
+                tables[table] = feature.table.config
+                features[f"{feature.name}{last}"] = table
+    return tables, features

@@ -1,0 +1,123 @@
+"""The options that describe models, and the columns of clicks."""
+
+from __future__ import annotations
+
+import dataclasses
+import pathlib
+from typing import ClassVar, Literal
+
+from sparsejax.options.option import Flag, KindName, Options, option
+
+# As `sparsejax.ops` has it.
+Precision = Literal["highest", "high", "default"]
+_FILE = Flag(value="FILE", default="")
+_COLUMNS = Flag(value="COLUMN", default="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OfKind(Options):
+    """Options that describe models of one kind."""
+
+    describes: ClassVar[KindName]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Network(OfKind):
+    """An autoencoder: its input and its output are all features of the data.
+
+    Attributes:
+      hidden: Number of units of each hidden layer, from the first to the last.
+      activation: Activation of the hidden layers: linear, or a function of jax.nn, such
+        as relu, tanh or gelu.
+      loss: One of softmax_cross_entropy, sigmoid_binary_cross_entropy, l2_loss and
+        scaled_marginal_cross_entropy.
+      normalize: Divide each input row by its L2 norm.
+      corruption: Probability of dropping an input entry in training.
+      dropout: Probability of dropping a hidden unit in training.
+      temperature: Scores are cosines divided by this number. auto chooses it by the number
+        of items, and prints it. With None, scores are dot products.
+      tied: Use one kernel for both the first and the last layer.
+      output_dtype: Type of the operands of the last layer's matrix products. bfloat16 is
+        faster on GPUs.
+      precision: Precision of products of float32 matrices. highest is float32, high has
+        errors of 2^-16. default is the fastest on this device.
+      param_dtype: Type in which the first and the last layer are stored. bfloat16 takes half
+        the memory. It is rounded at random in training, so that small steps are not lost.
+      linear: Rank of a linear part, which is computed from the data and whose scores are
+        added. auto chooses it by the number of entries of an item, and prints it.
+    """
+
+    describes = "items"
+    heading = "network"
+
+    hidden: tuple[int, ...] = (256,)
+    activation: str = "tanh"
+    loss: str = "softmax_cross_entropy"
+    normalize: bool = True
+    corruption: float = 0.5
+    dropout: float = 0.0
+    temperature: float | Literal["auto"] | None = option(
+        "auto", Flag(value="{auto,FLOAT,None}", default="auto")
+    )
+    tied: bool = option(False, Flag(gives=True))
+    output_dtype: str | None = option(
+        None, Flag(value="{bfloat16,None}", default="None, that of the parameters")
+    )
+    precision: Precision | None = option(
+        None, Flag(value="{highest,high,default}", default="default")
+    )
+    param_dtype: Literal["float32", "bfloat16"] = "float32"
+    linear: int | Literal["auto"] | None = option(
+        "auto", Flag(value="{auto,INT,None}", default="auto")
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Histories(OfKind):
+    """A model of histories. --config has its other options.
+
+    Attributes:
+      width: Numbers in the vector of an item.
+      blocks: Number of blocks, one after the other.
+      heads: Heads of each attention, of sasrec and hstu. They divide the width.
+    """
+
+    describes = "histories"
+    heading = "histories"
+
+    width: int | None = option(None, Flag(value="INT", default="128"))
+    blocks: int | None = option(None, Flag(value="INT", default="2"))
+    heads: int | None = option(None, Flag(value="INT", default="2"))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Clicks(Options):
+    """The columns of a file of clicks. None of it is needed for saved data sets.
+
+    Attributes:
+      schema: JSON file of a ClickSchema, in place of the three flags below: it also says how
+        numbers are transformed, and which categories are hashed.
+      label: Column with 1 for a click and 0 for none.
+      dense: Columns of numbers.
+      categories: Columns of categories, or of lists of them.
+      dynamic: Rows of the dynamic table of each column of 64-bit ids, which get a row when they
+        are first seen, and lose it when the table is full: columns of the kind "key" in
+        --schema; without one, those of --categories. --config says more, such as
+        {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
+    """
+
+    heading = "clicks"
+
+    schema: pathlib.Path | None = option(None, _FILE, kinds=("clicks",))
+    label: str | None = option(None, _COLUMNS, kinds=("clicks",))
+    dense: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
+    categories: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
+    dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Described(Network, Histories):
+    """A model that options describe. Its kind reads those that are for its models."""
+
+
+BY_DEFAULT = Described()
