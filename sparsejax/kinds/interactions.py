@@ -4,22 +4,37 @@ from __future__ import annotations
 
 import abc
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
 
 from sparsejax import metrics
-from sparsejax.data import ItemFeatures, SparseDataset, read_item_features
+from sparsejax.data import (
+    ItemFeatures,
+    SequenceDataset,
+    SparseDataset,
+    read_item_features,
+)
 from sparsejax.data.files.names import Names, find_names, quoted
+from sparsejax.data.scans.scan_entries import ScannedEntries
+from sparsejax.data.sets.splits import Split
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.content import content_of, fitting, without_content
 from sparsejax.kinds.kind import Kind, Range
-from sparsejax.kinds.reading import check_heldout, dates_of, name_of
+from sparsejax.kinds.reading import (
+    check_heldout,
+    dates_of,
+    fingerprint_of_heldout,
+    name_of,
+    split_name,
+    validation_split,
+)
 from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Paged
+from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
 from sparsejax.sparse import CSR
@@ -28,21 +43,131 @@ from sparsejax.sparse import CSR
 TEMPERATURES = Range(0.03, 1.0, log=True)
 
 
-class Interactions(Kind):
+class Interactions[Data: SparseDataset | SequenceDataset](Kind):
     """A kind of models that rank items."""
 
     @abc.abstractmethod
-    def read_heldout(self, source: Any, reading: Reading, data: Any) -> Any:
-        """Reads what was held out of `data`, with its features."""
+    def read(
+        self,
+        source: Any,
+        reading: Reading,
+        *,
+        features: Data | Names | None = None,
+        indicator: bool = False,
+    ) -> Data:
+        """Reads rows from a file or a table.
 
-    def heldout(self, source: Any, reading: Reading, data: Any, shown: Any) -> Any:
-        """`read_heldout`, checked to be of rows of `data`, which `shown` names."""
-        found = self.read_heldout(source, reading, data)
-        return check_heldout(source, found, data, shown)
+        Args:
+          source: the file, the table or a data set.
+          reading: names the format and the columns.
+          features: names of the features, or a data set that has them; by default those of the
+            source.
+          indicator: whether values are ignored, whatever `reading` says.
+        """
 
     @abc.abstractmethod
-    def counts(self, data: Any) -> np.ndarray:
+    def scan(self, training: Training) -> tuple[ScannedEntries[Any], Sequence[int]]:
+        """Data that is read in chunks while training, and the number of rows in each."""
+
+    @abc.abstractmethod
+    def matrix(self, data: Data) -> SparseDataset:
+        """The rows as a matrix of items."""
+
+    @abc.abstractmethod
+    def counts(self, data: Data) -> np.ndarray:
         """`[items]` how often each occurs."""
+
+    @abc.abstractmethod
+    def fingerprint(self, data: Data) -> str:
+        """The fingerprint of data in memory."""
+
+    @abc.abstractmethod
+    def num_trained(self, data: Data) -> int:
+        """The number of rows that `fit` trains on."""
+
+    def split(self, validation: Any, data: Data, path: Any) -> Split[Data] | None:
+        """The split of data that `validation` asks for; None if it is data of its own.
+
+        Args:
+          validation: a share, or "last"; or data.
+          data: the data.
+          path: where it was read from, for messages.
+        """
+        del path
+        return validation_split(validation, data)
+
+    def source(self, training: Training, before: Earlier | None) -> Source:
+        data = self.read(training.data, training)
+        if before is not None:
+            data = data.append_features(before.known)
+        data, features = with_content(training, before, data, self.counts)
+        everything = data
+        heldout = validation = split = None
+        if (asked := training.validation) is not None:
+            parts = self.split(asked, data, training.data)
+            if parts is None:
+                heldout = self.heldout(asked, training, data, training.data)
+            else:
+                data, heldout = parts
+                split = split_name(asked)
+                training.say(f"validation: {parts}")
+            validation = fingerprint_of_heldout(self.matrix(heldout), data.row_names)
+        return Source(
+            data=data,
+            everything=everything,
+            chunks=[self.num_trained(data)],
+            fingerprint=self.fingerprint(data),
+            num_features=data.num_features,
+            known=data.feature_names,
+            indicator=self.is_indicator(everything),
+            heldout=heldout,
+            validation=validation,
+            split=split,
+            features=features,
+        )
+
+    def scanned(self, training: Training) -> Source:
+        if training.item_features is not None:
+            raise ValueError(
+                "item_features=... needs all of the data; leave out chunk_rows"
+            )
+        if training.skip_bad_lines:
+            raise ValueError("skip_bad_lines=True is for files of lines; leave it out")
+        if training.validation is not None:
+            raise ValueError(
+                "validation=... needs all of the data; leave out chunk_rows"
+            )
+        data, chunks = self.scan(training)
+        return Source(
+            data=data,
+            everything=data,
+            chunks=chunks,
+            fingerprint=data.fingerprint(),
+            num_features=data.num_features,
+            known=data.feature_names,
+            indicator=self.is_indicator(data),
+        )
+
+    def read_shown(self, source: Any, reading: Reading, run: Opened) -> Data:
+        indicator = run.settings.indicator
+        return self.read(source, reading, features=run.known, indicator=indicator)
+
+    def heldout(self, source: Any, reading: Reading, data: Data, path: Any) -> Data:
+        """Reads held-out entries of rows of data that was read from a path."""
+        found = self.read(source, reading, features=data, indicator=True)
+        return check_heldout(source, found, data, path)
+
+    def excluded(
+        self, asked: Recommend, reading: Reading, run: Opened, shown: Data
+    ) -> SparseDataset | Data | None:
+        if asked.exclude is None:
+            return shown if asked.exclude_seen else None
+        unwanted = self.matrix(
+            self.read(asked.exclude, reading, features=run.known, indicator=True)
+        )
+        if not asked.exclude_seen:
+            return unwanted
+        return self.matrix(shown).without_values().merge(unwanted)
 
     def add_new(
         self, model: Any, known: Names, data: Any, optimizer: Optimizer | None
@@ -202,15 +327,3 @@ def with_content(
         f"{without:,} are in no event"
     )
     return data, features
-
-
-def check_scanned(training: Training) -> None:
-    """Raises ValueError for what needs all of the data."""
-    if training.item_features is not None:
-        raise ValueError(
-            "item_features=... needs all of the data; leave out chunk_rows"
-        )
-    if training.skip_bad_lines:
-        raise ValueError("skip_bad_lines=True is for files of lines; leave it out")
-    if training.validation is not None:
-        raise ValueError("validation=... needs all of the data; leave out chunk_rows")

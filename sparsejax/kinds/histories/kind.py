@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal
 
 import numpy as np
 
-from sparsejax.data import SequenceDataset, SparseDataset, scan_sequences
+from sparsejax.data import (
+    ScannedSequences,
+    SequenceDataset,
+    SparseDataset,
+    scan_sequences,
+)
 from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.scan import chunk_ends
@@ -39,18 +44,14 @@ from sparsejax.kinds.kind import (
     kind_of,
 )
 from sparsejax.kinds.reading import (
-    fingerprint_of_heldout,
     read_file,
     read_histories,
-    split_name,
-    validation_split,
 )
-from sparsejax.kinds.source import Earlier, Opened, Source
+from sparsejax.kinds.source import Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate
 from sparsejax.options.models import BY_DEFAULT, Described
 from sparsejax.options.models import Histories as HistoryOptions
-from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
 from sparsejax.sequence.config import (
@@ -63,7 +64,7 @@ from sparsejax.sequence.config import (
 _WIDTHS = (32, 64, 128, 256, 512)
 
 
-class Histories(interactions.Interactions):
+class Histories(interactions.Interactions[SequenceDataset]):
     """The kind of a `SequenceConfig` and of a `SequenceDataset`."""
 
     name = "histories"
@@ -192,39 +193,13 @@ class Histories(interactions.Interactions):
         sampler = "uniform" if negatives is None else config.sampler
         return dataclasses.replace(config, negatives=negatives, sampler=sampler)
 
-    def source(self, training: Training, before: Earlier | None) -> Source:
-        data = read_histories(training.data, training)
-        if before is not None:
-            data = data.append_features(before.known)
-        data, features = interactions.with_content(training, before, data, self.counts)
-        everything = data
-        heldout = validation = split = None
-        if (asked := training.validation) is not None:
-            parts = validation_split(asked, data)
-            if parts is None:
-                heldout = self.heldout(asked, training, data, training.data)
-            else:
-                data, heldout = parts
-                split = split_name(asked)
-                training.say(f"validation: {parts}")
-            validation = fingerprint_of_heldout(heldout.to_sparse(), data.row_names)
-        times = [] if data.times is None else [data.times.view(np.int64)]
-        return Source(
-            data=data,
-            everything=everything,
-            chunks=[int(np.sum(np.diff(data.indptr) > 1))],  # as `fit` has them
-            fingerprint=fingerprint(data.indptr, data.indices, *times),
-            num_features=data.num_features,
-            known=data.feature_names,
-            indicator=True,
-            heldout=heldout,
-            validation=validation,
-            split=split,
-            features=features,
-        )
+    def read(
+        self, source, reading: Reading, *, features=None, indicator=True
+    ) -> SequenceDataset:
+        del indicator  # histories have no values
+        return read_histories(source, reading, features=features)
 
-    def scanned(self, training: Training) -> Source:
-        interactions.check_scanned(training)
+    def scan(self, training: Training) -> tuple[ScannedSequences, Sequence[int]]:
         rows = training.chunk_rows or 1
         histories = scan_sequences(
             training.data,
@@ -233,16 +208,20 @@ class Histories(interactions.Interactions):
             time=training.time,
             chunk_rows=rows,
         )
-        ends = chunk_ends(histories.groups, rows)
-        return Source(
-            data=histories,
-            everything=histories,
-            chunks=np.diff([0, *ends]).tolist(),
-            fingerprint=histories.fingerprint(),
-            num_features=histories.num_features,
-            known=histories.feature_names,
-            indicator=True,
-        )
+        return histories, np.diff([0, *chunk_ends(histories.groups, rows)]).tolist()
+
+    def matrix(self, data: SequenceDataset) -> SparseDataset:
+        return data.to_sparse()
+
+    def counts(self, data: SequenceDataset) -> np.ndarray:
+        return np.bincount(data.indices, minlength=data.num_features)
+
+    def fingerprint(self, data: SequenceDataset) -> str:
+        times = [] if data.times is None else [data.times.view(np.int64)]
+        return fingerprint(data.indptr, data.indices, *times)
+
+    def num_trained(self, data: SequenceDataset) -> int:
+        return int(np.sum(np.diff(data.indptr) > 1))
 
     def suited(
         self, config: SequenceConfig, training: Training, source: Source
@@ -279,29 +258,6 @@ class Histories(interactions.Interactions):
             return prepared_for(rows, heldout.to_sparse(), **how), rows
 
         return Measurement(found, beside)
-
-    def read_shown(self, source, reading: Reading, run: Opened) -> SequenceDataset:
-        return read_histories(source, reading, features=run.known)
-
-    def read_heldout(
-        self, source, reading: Reading, data: SequenceDataset
-    ) -> SequenceDataset:
-        return read_histories(source, reading, features=data)
-
-    def excluded(
-        self,
-        asked: Recommend,
-        reading: Reading,
-        run: Opened,
-        shown: SequenceDataset,
-    ) -> SequenceDataset | SparseDataset | None:
-        if asked.exclude is None:
-            return shown if asked.exclude_seen else None
-        unwanted = self.read_shown(asked.exclude, reading, run).to_sparse()
-        return shown.to_sparse().merge(unwanted) if asked.exclude_seen else unwanted
-
-    def counts(self, data: SequenceDataset) -> np.ndarray:
-        return np.bincount(data.indices, minlength=data.num_features)
 
 
 def _ranker(model: Any, inputs: Any) -> NextItems:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar
 
 import numpy as np
 
-from sparsejax.data import SparseDataset, scan_parquet
+from sparsejax.data import ScannedDataset, SparseDataset, scan_parquet
 from sparsejax.data.reading.sources import Inputs, num_columns
+from sparsejax.data.sets.splits import Split
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -32,26 +33,22 @@ from sparsejax.kinds.kind import (
     kind_of,
 )
 from sparsejax.kinds.reading import (
-    fingerprint_of_heldout,
     is_last,
     name_of,
     read_file,
-    split_name,
-    validation_split,
     with_times,
 )
-from sparsejax.kinds.source import Earlier, Opened, Source
+from sparsejax.kinds.source import Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
 from sparsejax.options.measuring import Evaluate
 from sparsejax.options.models import BY_DEFAULT, Described, Network
-from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import BY_NAME, Reading
 from sparsejax.options.training import Training
 
 
-class Items(interactions.Interactions):
+class Items(interactions.Interactions[SparseDataset]):
     """The kind of a `NetworkConfig`, of a `SparseDataset`, and of matrices."""
 
     name = "items"
@@ -147,66 +144,49 @@ class Items(interactions.Interactions):
             last = dataclasses.replace(config.output, temperature=chosen["temperature"])
         return dataclasses.replace(config, layers=(first, *hidden, last))
 
-    def source(self, training: Training, before: Earlier | None) -> Source:
-        data = read_file(training.data, training)
-        if before is not None:
-            data = data.append_features(before.known)
-        data, features = interactions.with_content(training, before, data, self.counts)
-        everything = data
-        heldout = validation = split = None
-        indicator = self.is_indicator(data)
-        asked = training.validation
-        if asked is not None:
-            if is_last(asked):
-                with_times(data, training.data)
-            parts = validation_split(asked, data)
-            if parts is None:
-                heldout = self.heldout(asked, training, data, training.data)
-            else:
-                data, heldout = parts.train, parts.heldout.without_values()
-                split = split_name(asked)
-                training.say(f"validation: {parts}")
-            validation = fingerprint_of_heldout(heldout, data.row_names)
-        return Source(
-            data=data,
-            everything=everything,
-            chunks=[data.num_rows],
-            fingerprint=fingerprint(data.matrix),
-            num_features=data.num_features,
-            known=data.feature_names,
-            indicator=indicator,
-            heldout=heldout,
-            validation=validation,
-            split=split,
-            features=features,
-        )
+    def read(
+        self, source, reading: Reading, *, features=None, indicator=False
+    ) -> SparseDataset:
+        return read_file(source, reading, features=features, indicator=indicator)
 
-    def is_indicator(self, data: SparseDataset) -> bool:
-        return data.matrix.data is None
-
-    def scanned(self, training: Training) -> Source:
-        interactions.check_scanned(training)
-        reading = training
-        if reading.time is not BY_NAME:
+    def scan(self, training: Training) -> tuple[ScannedDataset, Sequence[int]]:
+        if training.time is not BY_NAME:
             raise ValueError("time=... is for data in memory; leave out chunk_rows")
-        assert training.chunk_rows is not None
         data = scan_parquet(
             training.data,
-            user=reading.user,
-            item=reading.item,
-            value=reading.value,
-            indicator=reading.indicator,
+            user=training.user,
+            item=training.item,
+            value=training.value,
+            indicator=training.indicator,
             chunk_rows=training.chunk_rows,
         )
-        return Source(
-            data=data,
-            everything=data,
-            chunks=Stream(ScannedItems(data), None).chunks,
-            fingerprint=data.fingerprint(),
-            num_features=data.num_features,
-            known=data.feature_names,
-            indicator=data.indicator,
-        )
+        return data, Stream(ScannedItems(data), None).chunks
+
+    def matrix(self, data: SparseDataset) -> SparseDataset:
+        return data
+
+    def counts(self, data: SparseDataset) -> np.ndarray:
+        return np.bincount(data.matrix.indices, minlength=data.num_features)
+
+    def fingerprint(self, data: SparseDataset) -> str:
+        return fingerprint(data.matrix)
+
+    def num_trained(self, data: SparseDataset) -> int:
+        return data.num_rows
+
+    def split(self, validation, data: SparseDataset, path) -> Split | None:
+        if is_last(validation):
+            with_times(data, path)
+        parts = super().split(validation, data, path)
+        if parts is None:
+            return None
+        heldout = parts.heldout.without_values()
+        return Split(parts.train, heldout, repeats=parts.repeats)
+
+    def is_indicator(self, data: SparseDataset | ScannedDataset) -> bool:
+        if isinstance(data, ScannedDataset):
+            return data.indicator
+        return data.matrix.data is None
 
     def suited(
         self, config: NetworkConfig, training: Training, source: Source
@@ -273,37 +253,6 @@ class Items(interactions.Interactions):
             prepared = prepare(given)
         found = prepared.run(model, keep_rows=asked.keep_rows)
         return Measurement(found, lambda: (prepared, given["popularity"]))
-
-    def read_shown(self, source, reading: Reading, run: Opened) -> SparseDataset:
-        indicator = run.settings.indicator
-        return read_file(source, reading, features=run.known, indicator=indicator)
-
-    def excluded(
-        self,
-        asked: Recommend,
-        reading: Reading,
-        run: Opened,
-        shown: SparseDataset,
-    ) -> SparseDataset | None:
-        if asked.exclude is None:
-            return None if not asked.exclude_seen else shown
-        unwanted = read_file(
-            asked.exclude,
-            reading,
-            features=run.known,
-            indicator=True,
-        )
-        if not asked.exclude_seen:
-            return unwanted
-        return shown.without_values().merge(unwanted)
-
-    def read_heldout(
-        self, source, reading: Reading, data: SparseDataset
-    ) -> SparseDataset:
-        return read_file(source, reading, features=data, indicator=True)
-
-    def counts(self, data: SparseDataset) -> np.ndarray:
-        return np.bincount(data.matrix.indices, minlength=data.num_features)
 
 
 def _data_to_evaluate(asked: Evaluate, reading: Reading, run: Opened) -> dict[str, Any]:
