@@ -13,23 +13,26 @@
 ##   make docs          the pages, in docs/_build/index.html
 ##   make test-oldest   the operations and training on the oldest supported versions
 ##   make test-spark    preparing on Apache Spark; downloads 456 MB, once
+##   make test-wheel    the wheel in an empty environment of each Python, without extras
 ##   make clean         remove the virtual environments and caches
 
 VENV := .venv
 OLDEST := .venv-oldest
 SPARK := .venv-spark
+# What a user installs, half of what developers need; theirs serves, too, if it is there.
+DEMO := $(if $(wildcard $(VENV)/.installed),$(VENV),.venv-demo)
 export PYTHON
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 # Many processes are started, and asserts take five seconds to rewrite.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: help demo test test-slow test-all test-as-user test-x64 lint docs test-oldest test-spark clean
+.PHONY: help demo test test-slow test-all test-as-user test-x64 lint docs test-oldest test-spark test-wheel clean
 
 help:
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
-demo: $(VENV)/.installed
-	$(VENV)/bin/sparsejax demo
+demo: $(DEMO)/.installed
+	$(DEMO)/bin/sparsejax demo
 
 # Programs compile in two thirds of the time; `test-oldest` optimizes, as users do.
 PYTEST = JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(VENV)/bin/pytest \
@@ -83,8 +86,12 @@ test-spark: $(SPARK)/.installed
 	JAVA_HOME=$$(sh .ci/find-java $(SPARK)) PYSPARK_PYTHON=$(CURDIR)/$(SPARK)/bin/python \
 	  JAX_DISABLE_MOST_OPTIMIZATIONS=1 $(SPARK)/bin/pytest $(OPTIONS) --durations 10 -ra tests/spark
 
+# Pythons that are not on this machine are passed over, and named.
+test-wheel: $(VENV)/.installed
+	.ci/try-wheel $(CURDIR)/$(VENV)/bin/python
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(SPARK) dist docs/_build docs/jupyter_execute .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) $(OLDEST) $(SPARK) .venv-demo .venv-wheel-* dist docs/_build docs/jupyter_execute .hypothesis .import_linter_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # An environment that still runs is kept: only what pyproject.toml asks for is new.
@@ -93,6 +100,13 @@ $(VENV)/.installed: pyproject.toml
 	@$(VENV)/bin/python -c '' 2>/dev/null || \
 	  { python=$$(sh .ci/find-python) && "$$python" -m venv --clear $(VENV); }
 	$(VENV)/bin/python -m pip install --quiet --editable '.[dev]'
+	@touch $@
+
+.venv-demo/.installed: pyproject.toml
+	@echo "Setting up .venv-demo: about a minute, once"
+	@.venv-demo/bin/python -c '' 2>/dev/null || \
+	  { python=$$(sh .ci/find-python) && "$$python" -m venv --clear .venv-demo; }
+	.venv-demo/bin/python -m pip install --quiet --editable .
 	@touch $@
 
 # The lower bounds in pyproject.toml, on the oldest Python there is.
