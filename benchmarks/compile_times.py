@@ -65,6 +65,7 @@ _CASES: dict[str, tuple[str, int, int, int]] = {
         ("sasrec", 1_000, 1_000, 200, "items"),
         ("sasrec", 200, 1_000, 2_000, "items"),
         ("sasrec", 200, 1_000_000, 50, "items"),
+        ("sasrec --negatives 128 --optimizer adam", 1_000, 1_000, 50, "items"),
         ("hstu", 1_000, 100, 10, "items"),
         ("hstu", 1_000, 1_000, 200, "items"),
         ("hstu", 200, 1_000, 2_000, "items"),
