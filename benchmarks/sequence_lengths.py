@@ -145,8 +145,8 @@ def _wide(biases: str) -> dict:
             return super().attend(q, k, v, **rule)
 
     class Unbiased(sj.sequence.HSTU):
-        def _of_tokens(self, tokens, vectors=None):
-            return super()._of_tokens(WithoutBiases(*tokens), vectors)
+        def _of_tokens(self, tokens, vectors=None, events=None):
+            return super()._of_tokens(WithoutBiases(*tokens), vectors, events)
 
     rng, shape = np.random.default_rng(0), (SHAPES[_WIDE_LENGTH], _WIDE_LENGTH + 1)
     items = rng.integers(0, ITEMS, shape).astype(np.int32)

@@ -15,6 +15,7 @@ from . import training as training
 from .data import ClickDataset as ClickDataset
 from .data import ClickSchema as ClickSchema
 from .data import DataError as DataError
+from .data import EventSchema as EventSchema
 from .data import ItemFeatures as ItemFeatures
 from .data import SequenceDataset as SequenceDataset
 from .data import SparseDataset as SparseDataset

@@ -40,6 +40,8 @@ from sparsejax.data.sets.clicks import ClickSplit as ClickSplit
 from sparsejax.data.sets.clicks import read_clicks as read_clicks
 from sparsejax.data.sets.dataset import SparseDataset as SparseDataset
 from sparsejax.data.sets.dense import DenseDataset as DenseDataset
+from sparsejax.data.sets.event_schema import EventSchema as EventSchema
+from sparsejax.data.sets.events import Events as Events
 from sparsejax.data.sets.item_features import ItemFeatures as ItemFeatures
 from sparsejax.data.sets.named_rows import (
     UnknownFeaturesWarning as UnknownFeaturesWarning,

@@ -116,6 +116,7 @@ def read_histories(
     if reading.value is not None:
         raise ValueError("value=...: histories have no values; leave it out")
     if isinstance(source, SequenceDataset):
+        _check_no_events(source)
         return source if features is None else source.align_features(features)
     if (rows := _baskets(source)) is not None:
         return read_sequences(rows, features=features)
@@ -136,12 +137,23 @@ def read_histories(
         features=features,
         skip_bad_lines=skips_bad_lines(source, reading),
     )
+    _check_no_events(data)
     sizes = data.num_rows, data.num_features, data.num_entries
     account = str(
         data.columns or account_of_histories(*sizes, timed=data.times is not None)
     )
     reading.say(f"{name_of(source)}: {account}")
     return data
+
+
+def _check_no_events(data: SequenceDataset) -> None:
+    """Raises NotImplementedError if histories have columns of events."""
+    if data.events is not None:
+        raise NotImplementedError(
+            f"the histories have the columns of events {data.events.schema.used}, which runs "
+            "and commands do not read yet: train by build and fit, or leave the columns out: "
+            "data.without_events()"
+        )
 
 
 def skips_bad_lines(source: Any, reading: Reading) -> bool:

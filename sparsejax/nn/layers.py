@@ -433,6 +433,7 @@ class SparseOutput(nnx.Module):
         negatives: Int[Array, "count"],
         *,
         log_q: Float[Array, "count"] | None = None,
+        weights: Float[Array, "*batch"] | None = None,
         dtype: Literal["bfloat16"] | None = None,
     ) -> Float[Array, ""]:
         """`cross_entropy` against a sample of the items, without a pass over all of them.
@@ -453,6 +454,7 @@ class SparseOutput(nnx.Module):
             log_q=log_q,
             bias=self.training_bias(),
             scale=None if self.temperature is None else self.score_scale,
+            weights=weights,
             dtype=dtype,
         )
 
@@ -466,6 +468,7 @@ class SparseOutput(nnx.Module):
         log_q: Float[Array, "count"] | None,
         *,
         bias: Float[Array, "items"] | None,
+        weights: Float[Array, "rows"] | None = None,
         dtype: Literal["bfloat16"] | None = None,
     ) -> Float[Array, ""]:
         """`sampled_cross_entropy` of vectors of items that were read before.
@@ -479,6 +482,7 @@ class SparseOutput(nnx.Module):
           log_q: the logarithm of the probability of each negative; None counts each as
             one item.
           bias: bias of all items, as `training_bias` returns it.
+          weights: factors of the rows' losses. None is 1 for each.
           dtype: dtype of the operands of the products; None is that of the vectors.
         """
         return of_vectors(
@@ -490,6 +494,7 @@ class SparseOutput(nnx.Module):
             log_q=log_q,
             bias=bias,
             scale=None if self.temperature is None else self.score_scale,
+            weights=weights,
             dtype=dtype,
         )
 

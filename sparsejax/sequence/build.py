@@ -8,6 +8,7 @@ from flax import nnx
 
 from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.events import EventSizes
 from sparsejax.sequence.gru import GRU
 from sparsejax.sequence.hstu import HSTU
 from sparsejax.sequence.model import SequenceModel
@@ -26,6 +27,7 @@ def build_sequence_model(
     *,
     items: int,
     content: ContentSizes | None = None,
+    events: EventSizes | None = None,
     rngs: nnx.Rngs,
 ) -> SequenceModel:
     """The model of a configuration.
@@ -39,12 +41,14 @@ def build_sequence_model(
       items: number of items.
       content: sizes of the content of items (tags and vectors), as for `SequenceModel`;
         None: no content.
+      events: sizes of the columns of events, as for `SequenceModel`; None: no columns.
       rngs: random streams: "params", and "dropout" in training.
 
     Raises:
       TypeError: the configuration belongs to no model.
     """
-    return model_of(config)(config, items=items, content=content, rngs=rngs)
+    sizes = {"content": content, "events": events}
+    return model_of(config)(config, items=items, **sizes, rngs=rngs)
 
 
 def model_of(config: SequenceConfig) -> type[SequenceModel]:

@@ -8,6 +8,7 @@ from flax import nnx
 
 from sparsejax.nn.item_content import ContentSizes
 from sparsejax.sequence.config import GRUConfig
+from sparsejax.sequence.events import EventColumns, EventSizes
 from sparsejax.sequence.model import Ids, SequenceModel, Times, Vectors
 
 
@@ -20,7 +21,7 @@ class GRU(SequenceModel):
 
     With E the vectors of the items, and h_0 = 0::
 
-        x_t     = dropout(E[item_t])
+        x_t     = dropout(E[item_t])                    plus C[event_t], if it reads columns
         r, z, n = W x_t + b                             three parts
         r, z    = sigmoid(r + R h_(t-1)), sigmoid(z + Z h_(t-1))
         n       = tanh(n + r * (N h_(t-1) + c))
@@ -36,14 +37,22 @@ class GRU(SequenceModel):
         *,
         items: int,
         content: ContentSizes | None = None,
+        events: EventSizes | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(config, items=items, content=content, rngs=rngs)
+        sizes = {"content": content, "events": events}
+        super().__init__(config, items=items, **sizes, rngs=rngs)
         self.blocks = nnx.List(Gated(config, rngs=rngs) for _ in range(config.blocks))
 
-    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
+    def __call__(
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
+    ) -> Vectors:
         """The hidden vector of each place. Times make no difference."""
-        x = self.embed(histories)
+        x = self.embed(histories, events)
         for block in self.blocks:
             x = block(x)
         return x

@@ -27,7 +27,7 @@ class HSTU(TokenModel):
     the
     attention of each head divided by `divisor` in place of a softmax::
 
-        x_t        = dropout(sqrt(width) E[item_t] + P_t)
+        x_t        = dropout(sqrt(width) E[item_t] + P_t)   E + C[event_t], if it reads columns
         u, v, q, k = silu(W1 norm(x))
         a_ts       = silu(q_t . k_s + place_(t-s) + time_bucket(t, s)) / divisor
         x_t        = x_t + W2 dropout(u_t * norm(sum_s<=t a_ts v_s)) + b   ... `blocks` times

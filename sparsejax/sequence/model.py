@@ -28,6 +28,7 @@ from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig, operand_dtype
+from sparsejax.sequence.events import EventColumns, EventSizes, EventVectors
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
 from sparsejax.sequence.turns import (
     Picked,
@@ -68,11 +69,16 @@ class SequenceModel(nnx.Module):
     Times are `[batch, length]` float32, in any unit. Only differences within a row count,
     so that the times of a row may begin with 0, which keeps them exact.
 
+    Columns of events are arrays by name, `[batch, length]` or `[batch, length, most]` for lists of
+    categories. A model that was made for them reads at each place the vector of the item plus
+    that of its event, `E_i + C_e`: see `EventVectors`. It scores with the vectors of items alone.
+
     Attributes:
       uses_times: whether times make a difference. They may still be None.
       config: settings of the model.
       num_items: number of items.
       output: the vectors of the items, `output.kernel`, read and scored with.
+      events: the vectors of events' columns, `EventVectors`; None if the model reads none.
 
     Args:
       config: settings of the model.
@@ -80,6 +86,8 @@ class SequenceModel(nnx.Module):
       content: sizes of the content of items (tags and vectors), as for
         `sparsejax.nn.ItemContent`; `sparsejax.build` passes them. None: items have no
         content.
+      events: sizes of the columns of events; `sparsejax.build` passes them. None: the model
+        reads no columns.
       rngs: random streams: "params", and in training "dropout" and "negatives".
 
     Raises:
@@ -88,6 +96,7 @@ class SequenceModel(nnx.Module):
 
     kind = "histories"
     uses_times: bool = False
+    events: EventVectors | None = None
 
     def __init__(
         self,
@@ -95,6 +104,7 @@ class SequenceModel(nnx.Module):
         *,
         items: int,
         content: ContentSizes | None = None,
+        events: EventSizes | None = None,
         rngs: nnx.Rngs,
     ):
         if items < 1:
@@ -109,6 +119,8 @@ class SequenceModel(nnx.Module):
             content=content,
             rngs=rngs,
         )
+        if events is not None:
+            self.events = EventVectors(events, config.width, rngs=rngs)
         self.draws = rngs.negatives.fork()
         self.set_negatives(config.negatives)
 
@@ -151,11 +163,18 @@ class SequenceModel(nnx.Module):
         """Number of items."""
         return self.output.num_items
 
-    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
+    def __call__(
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
+    ) -> Vectors:
         """The hidden vector of each place.
 
         Raises:
-          ValueError: histories are longer than `max_length`.
+          ValueError: histories are longer than `max_length`, or the columns of events are
+            not those that the model was made for.
         """
         raise NotImplementedError("a sequence model defines __call__")
 
@@ -179,21 +198,46 @@ class SequenceModel(nnx.Module):
         if optimizer is not None:
             optimizer.add_rows(self, known)
 
-    def embed(self, histories: Ids) -> Vectors:
-        """The vector of each item; zeros where there is none.
+    def embed(self, histories: Ids, events: EventColumns | None = None) -> Vectors:
+        """The vector of each item, plus that of its event; zeros where there is no item.
 
         Raises:
-          ValueError: histories are longer than `max_length`.
+          ValueError: histories are longer than `max_length`, or the columns of events are
+            not those that the model was made for.
         """
         self._check_length(histories.shape[1])
         vectors = self._vectors_of(histories.reshape(-1))
         vectors = vectors.reshape(*histories.shape, -1)
+        if self._reads(events):
+            assert self.events is not None and events is not None
+            is_item = (histories != PADDING)[..., None]
+            vectors = vectors + jnp.where(is_item, self.events(events), 0)
         return jnp.where(self._broken(histories)[..., None], jnp.nan, vectors)
 
     def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
         """The vector of each item; zeros where the id is of no item."""
         known = (ids >= 0) & (ids < self.num_items)
         return self.output.rows(jnp.where(known, ids, PADDING))
+
+    def _reads(self, events: EventColumns | None) -> bool:
+        """Whether the model reads columns of events.
+
+        Raises:
+          ValueError: it was made for columns and there are none, or the other way round.
+        """
+        if self.events is None and events is not None:
+            raise ValueError(
+                "the model was made without columns of events; make it with "
+                "build(config, data), of data that have them"
+            )
+        if self.events is not None:
+            if events is None:
+                raise ValueError(
+                    "the model reads the columns of events "
+                    f"{[*self.events.sizes.shapes]}; give events=..."
+                )
+            self.events.check(events)
+        return events is not None
 
     def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
         return (ids < PADDING) | (ids >= self.num_items)
@@ -207,7 +251,13 @@ class SequenceModel(nnx.Module):
             )
 
     def loss(
-        self, histories: Ids, times: Times = None, *, max_targets: int | None = None
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        max_targets: int | None = None,
+        weights: Float[Array, "batch length"] | None = None,
+        events: EventColumns | None = None,
     ) -> Float[Array, ""]:
         """Mean cross-entropy of the next item, over all places that have one.
 
@@ -228,34 +278,50 @@ class SequenceModel(nnx.Module):
             loss NaN. A mesh of several devices has one turn always, and needs this number: parts of
             "data" share it evenly, and deal out the histories so that parts have nearly the
             same number. None is any number.
+          weights: factor of the loss of each place as a target, so that the first place has no
+            use; the mean is weighted. None is 1 for each.
+          events: columns of the events, of the same places as the histories; None if the
+            model was made without.
 
         Raises:
-          ValueError: histories are longer, or have less than two places.
+          ValueError: histories are longer, or have less than two places; or the columns of
+            events are not those that the model was made for.
         """
         _check_two(histories)
+        _check_weights(weights, histories)
         model = with_vectors(self, deterministic=False)
-        h = model(histories[:, :-1], None if times is None else times[:, :-1])
+        own = {} if events is None else {"events": _before_last(events)}
+        h = model(histories[:, :-1], None if times is None else times[:, :-1], **own)
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
-            return model._loss_by_turns(histories, times, size, h)
+            return model._loss_by_turns(histories, times, size, h, weights=weights)
         targets = histories[:, 1:]
+        if weights is not None:
+            weights = weights[:, 1:]
         if max_targets is None:
-            return model._cross_entropy(h, targets)
+            return model._cross_entropy(h, targets, weights)
         h, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
         wanted = targets != PADDING
         (places,) = jnp.nonzero(wanted, size=max_targets, fill_value=len(targets))
         h = h.at[places].get(mode="fill", fill_value=0)
         targets = targets.at[places].get(mode="fill", fill_value=PADDING)
-        loss = model._cross_entropy(h, targets)
+        if weights is not None:
+            weights = weights.reshape(-1).at[places].get(mode="fill", fill_value=0)
+        loss = model._cross_entropy(h, targets, weights)
         return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
 
-    def _cross_entropy(self, h, targets):
+    def _cross_entropy(self, h, targets, weights=None):
         drawn = self._drawn(targets)
         if drawn is None:
-            return self.output.cross_entropy(h, targets)
+            return self.output.cross_entropy(h, targets, weights=weights)
         negatives, log_q = drawn
         return self.output.sampled_cross_entropy(
-            h, targets, negatives, log_q=log_q, dtype=self._score_dtype
+            h,
+            targets,
+            negatives,
+            log_q=log_q,
+            weights=weights,
+            dtype=self._score_dtype,
         )
 
     @property
@@ -274,7 +340,14 @@ class SequenceModel(nnx.Module):
         return (replicated(drawn[0]), replicated(drawn[1])) if mesh_is_set() else drawn
 
     def _loss_by_turns(
-        self, histories: Ids, times: Times, size: int, h: Vectors | None = None
+        self,
+        histories: Ids,
+        times: Times,
+        size: int,
+        h: Vectors | None = None,
+        *,
+        weights: Float[Array, "batch length"] | None = None,
+        events: EventColumns | None = None,
     ) -> Float[Array, ""]:
         """The loss, with memory and time proportional to the places that have a next item.
 
@@ -283,10 +356,16 @@ class SequenceModel(nnx.Module):
           times: time of each place, or None.
           size: the number of tokens of a turn.
           h: the hidden vectors; None if `_of_tokens` computes them in each turn.
+          weights: factor of the loss of each place as a target, or None.
+          events: columns of the events, where `h` is None and the model reads any.
         """
         length = histories.shape[1]
         wanted = histories[:, 1:] != PADDING
-        total = jnp.maximum(jnp.sum(wanted), 1)
+        if weights is None:
+            total = jnp.maximum(jnp.sum(wanted), 1)
+        else:
+            total = jnp.sum(jnp.where(wanted, weights[:, 1:], 0))
+            total = jnp.where(total == 0, 1, total)
         drawn = self._drawn(histories[:, 1:])
         # The rows of items that a turn reads are read before the loop, so that the optimizer
         # sees which they are.
@@ -321,19 +400,31 @@ class SequenceModel(nnx.Module):
             arrays,
             picks,
             of_drawn,
-            (bias, drawn, total),
+            (bias, drawn, total, weights, events),
             size=size,
         )
 
-    def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
+    def last(
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
+    ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
-        return _at_the_end(self(histories, times), histories)
+        own = {} if events is None else {"events": events}
+        return _at_the_end(self(histories, times, **own), histories)
 
     def queries(
-        self, histories: Ids, times: Times = None
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
     ) -> Float[Array, "batch width"]:
         """The vectors that `top_k` multiplies with the items' vectors."""
-        return self.output.queries(self.last(histories, times))
+        own = {} if events is None else {"events": events}
+        return self.output.queries(self.last(histories, times, **own))
 
     def top_k(
         self,
@@ -343,6 +434,7 @@ class SequenceModel(nnx.Module):
         exclude: SparseRows | None = None,
         denied: Bool[Array, "items"] | None = None,
         times: Times = None,
+        events: EventColumns | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the items that are most likely next; see `sparsejax.top_k`.
 
@@ -352,13 +444,20 @@ class SequenceModel(nnx.Module):
           exclude: items to leave out of each row.
           denied: a mask of items that are excluded in all rows.
           times: time of each place, or None.
+          events: columns of the events; None if the model was made without.
         """
         model = with_vectors(self)
-        h = model.last(histories, times)
+        own = {} if events is None else {"events": events}
+        h = model.last(histories, times, **own)
         return model.output.top_k(h, k, exclude=exclude, denied=denied)
 
     def item_scores(
-        self, histories: Ids, ids: Int[Array, "batch count"], *, times: Times = None
+        self,
+        histories: Ids,
+        ids: Int[Array, "batch count"],
+        *,
+        times: Times = None,
+        events: EventColumns | None = None,
     ) -> Float[Array, "batch count"]:
         """Scores of some items for each history, without computing the others'.
 
@@ -366,9 +465,11 @@ class SequenceModel(nnx.Module):
           histories: up to `max_length` places.
           ids: item numbers, in `[0, num_items)`. The score of any other number is NaN.
           times: time of each place, or None.
+          events: columns of the events; None if the model was made without.
         """
         model = with_vectors(self)
-        return model.output.item_scores(model.last(histories, times), ids)
+        own = {} if events is None else {"events": events}
+        return model.output.item_scores(model.last(histories, times, **own), ids)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -386,12 +487,15 @@ class _LossOfTurn:
     dtype: Literal["bfloat16"] | None
 
     def __call__(self, model: Any, turn: Turn, of_drawn: Any, fixed: Any) -> jax.Array:
-        (bias, drawn, total), (h, *of_targets) = fixed, turn.picked
+        bias, drawn, total, weights, events = fixed
+        h, *of_targets = turn.picked
         output = model
         if self.of_tokens:
-            output, h = model.output, model._of_tokens(turn.tokens, h)
+            output, h = model.output, model._of_tokens(turn.tokens, h, events)
+        if weights is not None:
+            weights = _of_targets(weights, turn.tokens)
         if drawn is None:
-            loss = output.cross_entropy(h, turn.targets)
+            loss = output.cross_entropy(h, turn.targets, weights=weights)
         else:
             loss = output.sampled_of_vectors(
                 h,
@@ -400,9 +504,13 @@ class _LossOfTurn:
                 turn.targets,
                 *drawn,
                 bias=bias,
+                weights=weights,
                 dtype=self.dtype,
             )
-        return loss * (jnp.sum(turn.targets != PADDING) / total)
+        has_target = turn.targets != PADDING
+        if weights is None:
+            return loss * (jnp.sum(has_target) / total)
+        return loss * (jnp.sum(jnp.where(has_target, weights, 0)) / total)
 
 
 class TokenModel(SequenceModel):
@@ -418,9 +526,10 @@ class TokenModel(SequenceModel):
         *,
         items: int,
         content: ContentSizes | None = None,
+        events: EventSizes | None = None,
         rngs: nnx.Rngs,
     ):
-        super().__init__(config, items=items, content=content, rngs=rngs)
+        super().__init__(config, items=items, content=content, events=events, rngs=rngs)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.dropout = Dropout(config.dropout, rngs=rngs)
@@ -433,32 +542,52 @@ class TokenModel(SequenceModel):
         raise NotImplementedError("a model of tokens defines _new_block")
 
     def _of_tokens(
-        self, tokens: Tokens, vectors: TokenVectors | None = None
+        self,
+        tokens: Tokens,
+        vectors: TokenVectors | None = None,
+        events: EventColumns | None = None,
     ) -> TokenVectors:
         """The hidden vector of each token, which depends on those before it.
 
         Args:
           tokens: tokens of some histories.
           vectors: vectors of their items; None reads them.
+          events: columns of the events of the batch, `[batch, length, ...]`.
         """
         if vectors is None:
             vectors = self._vectors_of(tokens.ids)
+        if self._reads(events):
+            assert self.events is not None and events is not None
+            at = tokens.rows, tokens.places
+            vectors = vectors + self.events({n: x[at] for n, x in events.items()})
         vectors = vectors * self.config.width**0.5
         x = self.dropout(vectors + self.places[...][tokens.places], tokens)
         for block in self.blocks:
             x = block(x, tokens)
         return self.norm(x)
 
-    def __call__(self, histories: Ids, times: Times = None) -> Vectors:
+    def __call__(
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
+    ) -> Vectors:
         self._check_length(histories.shape[1])
         if 0 in histories.shape:
             return jnp.zeros((*histories.shape, self.config.width))
-        h = self._of_tokens(Tokens.spread(histories, times))
+        h = self._of_tokens(Tokens.spread(histories, times), None, events)
         broken = jnp.any(self._broken(histories), axis=1)
         h = h.reshape(*histories.shape, -1)
         return jnp.where(broken[:, None, None], jnp.nan, h)
 
-    def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
+    def last(
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
+    ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item.
 
         On a CPU nothing is computed for padding.
@@ -467,20 +596,23 @@ class TokenModel(SequenceModel):
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         size = tokens_of_turn(histories)
         if 0 in histories.shape or size is None or drops:
-            return super().last(histories, times)
+            return super().last(histories, times, events=events)
         vectors = self._vectors_of(histories.reshape(-1))
         layers = copy.copy(self)
         vars(layers)["output"] = None
         graph, state, rest = nnx.split(layers, nnx.Param, ...)
 
-        def of_all(state, vectors, rest, histories, times):
+        def of_all(state, vectors, rest, histories, times, events):
             tokens = Tokens.spread(histories, times)
-            h = nnx.merge(graph, state, rest)._of_tokens(tokens, vectors)
+            h = nnx.merge(graph, state, rest)._of_tokens(tokens, vectors, events)
             return _at_the_end(h.reshape(*histories.shape, -1), histories)
 
-        def of_turns(state, vectors, rest, histories, times):
+        def of_turns(state, vectors, rest, histories, times, events):
             model = nnx.merge(graph, state, rest)
-            of_tokens = model._of_tokens
+
+            def of_tokens(tokens, vectors):
+                return model._of_tokens(tokens, vectors, events)
+
             return last_of_turns(of_tokens, histories, times, vectors, size)
 
         @jax.custom_vjp
@@ -497,20 +629,27 @@ class TokenModel(SequenceModel):
                 return of_all(state, vectors, *fixed)
 
             _, pull = jax.vjp(of_smooth, state, vectors)
-            return *pull(slopes), None, None, None
+            return *pull(slopes), None, None, None, None
 
         last.defvjp(forward, backward)
         if times is not None:
             # A time before an earlier one counts as that.
             times = lax.cummax(times, axis=1)
-        h = last(state, vectors, rest, histories, times)
+        h = last(state, vectors, rest, histories, times, events)
         broken = jnp.any(self._broken(histories), axis=1)
         return jnp.where(broken[:, None], jnp.nan, h)
 
     def loss(
-        self, histories: Ids, times: Times = None, *, max_targets: int | None = None
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        max_targets: int | None = None,
+        weights: Float[Array, "batch length"] | None = None,
+        events: EventColumns | None = None,
     ) -> Float[Array, ""]:
         _check_two(histories)
+        _check_weights(weights, histories)
         self._check_length(histories.shape[1] - 1)
         model = with_vectors(self, deterministic=False)
         broken = jnp.any(self._broken(histories[:, :-1]))
@@ -519,11 +658,16 @@ class TokenModel(SequenceModel):
         broken |= jnp.any(is_item[:, 1:] & ~is_item[:, :-1])
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
-            loss = model._loss_by_turns(histories, times, size)
+            loss = model._loss_by_turns(
+                histories, times, size, weights=weights, events=events
+            )
             return jnp.where(broken, jnp.nan, loss)
         room = histories[:, 1:].size if max_targets is None else max_targets
         tokens, targets, fits = Tokens.packed(histories, times, room)
-        loss = model._cross_entropy(model._of_tokens(tokens), targets)
+        if weights is not None:
+            weights = _of_targets(weights, tokens)
+        h = model._of_tokens(tokens, None, events)
+        loss = model._cross_entropy(h, targets, weights)
         return jnp.where(fits & ~broken, loss, jnp.nan)
 
 
@@ -531,6 +675,26 @@ def _at_the_end(h: Vectors, histories: Ids) -> Float[Array, "batch width"]:
     """The vector at each history's last item."""
     place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
     return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
+
+
+def _before_last(columns: EventColumns) -> EventColumns:
+    """Columns of all events but the last of each row, which is a target only."""
+    return {name: column[:, :-1] for name, column in columns.items()}
+
+
+def _of_targets(
+    weights: Float[Array, "batch length"], tokens: Tokens
+) -> Float[Array, "tokens"]:
+    """The weight of each token's next item."""
+    return weights[tokens.rows, tokens.places + 1]
+
+
+def _check_weights(weights: jax.Array | None, histories: Ids) -> None:
+    if weights is not None and weights.shape != histories.shape:
+        raise ValueError(
+            f"weights has shape {weights.shape}; one for each place of the histories: "
+            f"{histories.shape}"
+        )
 
 
 def _same(x: jax.Array) -> jax.Array:

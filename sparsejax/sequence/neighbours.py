@@ -14,6 +14,7 @@ from sparsejax.mesh.layout import mesh_is_set, padded_rows, to_host
 from sparsejax.nn.item_content import ItemContent, with_vectors
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.sequence.config import check_number
+from sparsejax.sequence.events import EventColumns
 from sparsejax.sequence.model import Ids, SequenceModel, Times
 from sparsejax.sparse import unit_rows
 
@@ -55,7 +56,7 @@ class WithNeighbours(SequenceModel):
     Raises:
       TypeError: `model` is another model, or `weight` or `popularity` no number.
       ValueError: the model has no content, or a number is negative or not finite.
-      NotImplementedError: a mesh is set.
+      NotImplementedError: a mesh is set, or the model reads columns of events.
     """
 
     def __init__(
@@ -73,6 +74,10 @@ class WithNeighbours(SequenceModel):
         if (content := model.output.content) is None:
             raise ValueError(
                 "the model has no content of its items: build it with item_features"
+            )
+        if model.events is not None:
+            raise NotImplementedError(
+                "the model reads columns of events, which scores of neighbours do not have"
             )
         for name, value in (("weight", weight), ("popularity", popularity)):
             check_number(name, value)
@@ -100,7 +105,14 @@ class WithNeighbours(SequenceModel):
             rngs=nnx.Rngs(0),
         )
 
-    def last(self, histories: Ids, times: Times = None) -> Float[Array, "batch width"]:
+    def last(
+        self,
+        histories: Ids,
+        times: Times = None,
+        *,
+        events: EventColumns | None = None,
+    ) -> Float[Array, "batch width"]:
+        self._reads(events)
         h = self.model.output.hidden_operand(self.model.last(histories, times))
         kernel, width = self.output.kernel[...], h.shape[1]
         count = jnp.sum(histories >= 0, axis=1)

@@ -25,7 +25,7 @@ class SASRec(TokenModel):
 
     With E the vectors of the items and P the vectors of the places::
 
-        x_t  = dropout(sqrt(width) E[item_t] + P_t)
+        x_t  = dropout(sqrt(width) E[item_t] + P_t)     E[item_t] + C[event_t], if it reads columns
         x    = x + dropout(attention(norm(x)))          t sees the places up to t
         x    = x + dropout(W2 gelu(W1 norm(x)))         ... `blocks` times
         h_t  = norm(x_t)

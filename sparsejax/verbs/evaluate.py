@@ -98,7 +98,8 @@ def evaluate(
       inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
         histories, without `fold_in`; or clicks, with `groups`, `optimizer` and `batch_size` alone.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
-        name; otherwise row `i` belongs to row `i`.
+        name; otherwise row `i` belongs to row `i`. Of histories with weights, those entries
+        whose weight is positive.
       k: cut-off, or several.
       fold_in: used in place of `heldout`. It is the share of each row's entries in
         `inputs`, a `SparseDataset`, that the model is shown; see `SparseDataset.split`.

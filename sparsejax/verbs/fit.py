@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -39,9 +39,9 @@ def fit(
     model: Fittable | HistoryModel | ClickModel,
     optimizer: Optimizer,
     inputs: Sources | ScannedDataset | OfKind,
-    targets: Targets | ScannedDataset = None,
+    targets: Targets | ScannedDataset | Sequence[str] = None,
     *,
-    weights: ArrayLike | None = None,
+    weights: ArrayLike | Mapping[str, float] | str | None = None,
     batch_size: int | None = None,
     num_epochs: int | None = None,
     seed: int = 0,
@@ -116,8 +116,12 @@ def fit(
         by row name, or by position if they have no names.
       targets: `[rows, items]`, matched by row name if both have names; or the name of a
         sparse input. By default the single input itself (an autoencoder). Or several
-        by name, `{name: source}`, for a model whose `loss` takes such a dict of labels.
-      weights: `[rows]`, weight of each example; 1 by default.
+        by name, `{name: source}`, for a model whose `loss` takes such a dict of labels. For
+        histories, the kind or kinds of events to predict, such as "purchase"; by default all
+        events. The model reads all of them.
+      weights: `[rows]`, weight of each example; 1 by default. For histories, how much each
+        event counts as a target: a weight for each kind, `{"purchase": 1, "view": 0.1}`; the
+        name of a column of numbers; or `[entries]`. See `SequenceDataset.with_targets`.
       batch_size: examples a step; a multiple of 64 on a mesh that divides batches. The
         last batch of an epoch may be smaller. By default 512, of clicks as `recipe` has it.
       num_epochs: passes over the data, those before a resume included. By default 20, of
@@ -127,7 +131,8 @@ def fit(
       validation: held-out entries of the rows of `inputs`. After each epoch they are
         ranked among all items that the row does not have in the targets. For histories, a
         `SequenceDataset`, as `split_last` makes it; if some history of `inputs` has an item
-        twice, items that a row has are ranked, too. For clicks, examples of the same
+        twice, items that a row has are ranked, too; `targets` and `weights` by kind say which
+        of its events are to be found. For clicks, examples of the same
         columns, read with the same vocabularies.
       k: cut-off of the validation metrics of items; 20 by default.
       wire_dtype: of clicks on a mesh: the dtype in which rows and gradients of the tables
@@ -171,7 +176,7 @@ def fit(
         use for an argument; a checkpoint is of other data.
       NotImplementedError: `fused` with a tied output, with several targets, or with a
         model that has no `SparseOutput` of its own; one of several inputs is scanned;
-        scanned clicks are text; histories have `weights`.
+        scanned clicks are text; scanned histories have `targets` or `weights`.
       FileExistsError: `checkpoint_dir` holds checkpoints and `resume` is False.
       BlockingIOError: another process trains into `checkpoint_dir`. The message says
         which one.

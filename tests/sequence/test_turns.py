@@ -96,9 +96,9 @@ def test_work_is_that_of_real_tokens():
     turns = []
 
     class Counted(sj.sequence.SASRec):
-        def _of_tokens(self, tokens, vectors=None):
+        def _of_tokens(self, tokens, vectors=None, events=None):
             jax.debug.callback(lambda: turns.append(len(tokens.ids)))
-            return super()._of_tokens(tokens, vectors)
+            return super()._of_tokens(tokens, vectors, events)
 
     config = dataclasses.replace(CONFIGS["sasrec"], dropout=0.0)
     model = Counted(config, items=ITEMS, rngs=nnx.Rngs(0))

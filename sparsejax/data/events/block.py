@@ -40,6 +40,15 @@ NO_VALUE = "events whose value is null or not finite as float32"
 NO_TIME = "events whose time is null or is not a time"
 
 
+# Keys of `Cells.columns` for columns that are no role of an event: this and their name.
+_BESIDE = "beside/"
+
+
+def beside(names: Iterable[str]) -> dict[str, str]:
+    """The names of columns that have no role, by their keys in `Cells.columns`."""
+    return {f"{_BESIDE}{name}": name for name in names}
+
+
 class Cells(NamedTuple):
     """Some rows as they are in a source.
 
@@ -70,6 +79,8 @@ class Block:
       features: `[entries]` feature names, line after line.
       values: `[entries]` float64, or None.
       times: `[entries]` int64, float64 or datetime64[us], or None.
+      beside: `[entries]` cells of the columns that have no role, by name; None if none was
+        asked for. They are not checked.
     """
 
     rows: pa.Array
@@ -77,6 +88,7 @@ class Block:
     features: pa.Array
     values: np.ndarray | None
     times: np.ndarray | None = None
+    beside: Cells | None = None
 
     def as_events(self) -> Block:
         """The same with one entry on each line, and names as text."""
@@ -86,7 +98,7 @@ class Block:
             rows = rows.take(arrow.from_numbers(lines))
         text = pa.large_string()
         rows, features = rows.cast(text), self.features.cast(text)
-        return Block(rows, None, features, self.values, self.times)
+        return Block(rows, None, features, self.values, self.times, self.beside)
 
 
 @dataclasses.dataclass
@@ -212,7 +224,8 @@ class Check:
             times = self._times(column, faults)
         users = pa.nulls(entries.num_rows, pa.string()) if users is None else users
         assert items is not None
-        return Block(users, entries.sizes, items, values, times), faults
+        beside = entries.beside(faults)
+        return Block(users, entries.sizes, items, values, times, beside), faults
 
     def _names(
         self, role: str, names: pa.Array | None, faults: _Faults
@@ -471,6 +484,29 @@ class _Entries:
         if column is None or self.sizes is None or not is_list(column.type):
             return np.zeros(self.num_rows, bool)
         return list_lengths(column) != self.sizes
+
+    def beside(self, faults: _Faults) -> Cells | None:
+        """`[entries]` the columns that have no role; None if there are none.
+
+        A row may have one cell for all its items.
+        """
+        columns = {}
+        for key, column in self.cells.columns.items():
+            if not key.startswith(_BESIDE):
+                continue
+            name = key.removeprefix(_BESIDE)
+            if self.sizes is not None and is_list(column.type):
+                problem = f"the numbers of {name!r} and of items differ"
+                faults.look(self.unlike(key), problem, by_row=True)
+                column = column.flatten()
+            else:
+                column = self.each(column)
+            columns[name] = column
+
+        def error(entry: int, message: str) -> DataError:
+            return self.cells.error(self.row(entry), message)
+
+        return Cells(columns, error, self.cells.path) if columns else None
 
     def column(self, role: str) -> pa.Array | None:
         """`[entries]` values or times. A row may have one time for all its items."""

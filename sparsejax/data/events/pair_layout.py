@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 
+from sparsejax.data.events.block import beside
 from sparsejax.data.events.records import TextLayout, has_quotes, read_records
 from sparsejax.data.files.columns import (
     BY_NAME,
@@ -14,6 +15,7 @@ from sparsejax.data.files.columns import (
     Columns,
     SourceColumn,
     check_width,
+    find_beside,
     find_columns,
     role_of,
     unclear,
@@ -44,13 +46,20 @@ class Layout(TextLayout):
 
     @property
     def places(self) -> dict[str, int]:
-        """The position of each column that is read, by its role."""
+        """The position of each column that is read, by its key in `Cells.columns`."""
         return {
-            role: column.position
-            for role in ("user", "item", "value", "time")
-            if (column := getattr(self.columns, role)) is not None
-            and column.position < self.num_columns
+            key: column.position
+            for key, column in columns_read(self.columns).items()
+            if column.position < self.num_columns
         }
+
+
+def columns_read(columns: Columns) -> dict[str, SourceColumn]:
+    """The columns that are read, by their keys in `Cells.columns`."""
+    found = {role: getattr(columns, role) for role in SYNONYMS}
+    keys = beside(c.name or "" for c in columns.beside)
+    found |= dict(zip(keys, columns.beside, strict=True))
+    return {key: column for key, column in found.items() if column is not None}
 
 
 def find_layout(
@@ -62,6 +71,7 @@ def find_layout(
     indicator: bool = False,
     constants: Mapping[str, str | None] | None = None,
     time_format: str | None = None,
+    further: Sequence[str] = (),
 ) -> Layout:
     """Finds the settings that the caller left open, from the first records; see `read_pairs`.
 
@@ -73,6 +83,7 @@ def find_layout(
       indicator: ignore values.
       constants: further columns, each with the text that all its cells have.
       time_format: format of times that are text, for `strptime`; None means ISO 8601.
+      further: names of columns to read that have no role.
 
     Raises:
       DataError: the file is empty, or it is not clear how to read it.
@@ -114,6 +125,7 @@ def find_layout(
         chosen = _without_types(chosen, first, names)
     if header is None:
         header = any(isinstance(chosen.of(role), str) for role in roles)
+        header = header or bool(further)
         header = header or _has_header(path, records)
     below = [cells for _, cells in records]
     if header:
@@ -130,31 +142,39 @@ def find_layout(
             SourceColumn(name.strip() if header else None, at, type_, sample)
         )
         are_integers.append(all(map(_INTEGER.fullmatch, filter(None, cells))))
-    beside = {
+    of_folders = {
         n: t for n, t in (constants or {}).items() if not header or n not in names
     }
-    further = [
+    constant = [
         SourceColumn(name, len(names) + i, "text", text or "", of_folder=True)
-        for i, (name, text) in enumerate(beside.items())
+        for i, (name, text) in enumerate(of_folders.items())
     ]
     if header:
-        columns += further
+        columns += constant
+        at_further = find_beside(path, columns, further, line)
         items = [n for n in sorted(lists) if typed and typed[n][1] == "token_seq"]
         places = find_columns(
-            path, columns, chosen, roles=roles, item_by_type=items, line=line
+            path,
+            columns,
+            chosen,
+            roles=roles,
+            item_by_type=items,
+            beside=at_further,
+            line=line,
         )
         _check_lists(path, columns, places, lists, line)
     else:
-        known = {role_of(c.name or ""): c.position for c in further}
+        known = {role_of(c.name or ""): c.position for c in constant}
         by_name = {r: at for r, at in known.items() if r in roles and not chosen.of(r)}
         wanted = [role for role in roles if role not in by_name]
         places = _by_position(path, columns, chosen, wanted, delimiter, line)
         places |= {role: at for role, at in by_name.items() if role is not None}
-        columns += further
+        columns += constant
+        at_further = find_beside(path, columns, further, line)
     unread = [
         c.name or f"column {c.position}"
         for c in columns
-        if c.position not in places.values()
+        if c.position not in (*places.values(), *at_further)
     ]
     found = {role: columns[at] for role, at in places.items()}
     for role in ("user", "item"):  # names like `7.0` and `007` are text
@@ -166,6 +186,7 @@ def find_layout(
         found.get("value"),
         found.get("time"),
         tuple(unread),
+        beside=tuple(columns[at] for at in at_further),
     )
     cell = "" if read.time is None else read.time.sample
     problem = None

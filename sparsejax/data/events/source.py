@@ -5,7 +5,7 @@ from __future__ import annotations
 import collections
 import concurrent.futures
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -15,7 +15,7 @@ from tqdm import tqdm
 from sparsejax.data.events import json_lines, lines, sniff, tables
 from sparsejax.data.events.bad_lines import NO_LINES, find_bad_lines
 from sparsejax.data.events.block import Block, Cells, Check, Wrong, lists
-from sparsejax.data.events.pair_layout import Layout, find_layout
+from sparsejax.data.events.pair_layout import Layout, columns_read, find_layout
 from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.records import record_cells, split_lists
 from sparsejax.data.files import parquet
@@ -57,6 +57,8 @@ class Asked:
       separator: text between the parts of cells that are lists.
       time_format: format of times that are text, for `strptime`.
       skip_bad_lines: leave out lines of text that cannot be read.
+      further: names of columns to read that have no role, see `Block.beside`.
+      check_further: raises an error for their cells; used with `skip_bad_lines`.
     """
 
     chosen: Chosen = dataclasses.field(default_factory=Chosen)
@@ -71,6 +73,8 @@ class Asked:
     separator: str | None = None
     time_format: str | None = None
     skip_bad_lines: bool = False
+    further: Sequence[str] = ()
+    check_further: Callable[[Cells], None] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,6 +134,8 @@ def find_format(source: Any, asked: Asked) -> str:
             problem = "has no columns to name"
         elif asked.separator is not None or asked.time_format is not None:
             problem = "has no columns with lists or times"
+        elif asked.further:
+            problem = "has no columns of events"
         else:
             problem = ""
         if problem:
@@ -183,9 +189,8 @@ def _plain_type(type_: pa.DataType) -> pa.DataType:
 def _with_lists(cells: Cells, separator: str) -> Cells:
     """The cells with lists in place of text that has a separator."""
     columns = dict(cells.columns)
-    for role in ("item", "value", "time"):
-        column = columns.get(role)
-        if column is None or not is_text(_plain_type(column.type)):
+    for role, column in cells.columns.items():
+        if role == "user" or not is_text(_plain_type(column.type)):
             continue
         texts = plain_text(column)
         if role != "item":  # one value or time may stand for all items of a row
@@ -283,7 +288,9 @@ def _without_bad_lines(
             collections.deque(cells, maxlen=0)
             return
         trial = dataclasses.replace(state)  # forgets what it saw in bad lines
-        collections.deque(trial.blocks(cells), maxlen=0)
+        for block in trial.blocks(cells):
+            if block.beside is not None and asked.check_further is not None:
+                asked.check_further(block.beside)
         state = trial
 
     find_bad_lines(file, attempt, **layout)
@@ -309,12 +316,13 @@ def _pairs(piece: Piece, asked: Asked) -> Source:
         indicator=asked.indicator,
         constants=piece.constants.texts,
         time_format=asked.time_format,
+        further=asked.further,
     )
     columns = layout.columns
     check_times(path, columns, asked.needs_time)
     encoded = ("user", "item") if asked.separator is None else ("user",)
-    roles = {role: getattr(columns, role) for role in SYNONYMS}
-    names = {r: c.name or "" for r, c in roles.items() if c and r not in layout.places}
+    read = columns_read(columns)
+    names = {key: c.name or "" for key, c in read.items() if key not in layout.places}
     check = Check(columns, encoded=False, time_format=asked.time_format)
 
     def parse(file: ByteStream, layout: Layout = layout) -> Iterator[Cells]:
@@ -401,6 +409,7 @@ def _table_layout(path: Path, schema: pa.Schema, asked: Asked) -> tables.TableLa
         asked.chosen,
         indicator=asked.indicator,
         with_time=asked.with_time,
+        further=asked.further,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import numpy as np
@@ -17,6 +17,7 @@ from sparsejax.data.events.block import (
     Block,
     Cells,
     Check,
+    beside,
     flat,
     is_list,
     row_error,
@@ -28,6 +29,7 @@ from sparsejax.data.files.columns import (
     Chosen,
     Columns,
     SourceColumn,
+    find_beside,
     find_columns,
 )
 from sparsejax.data.files.hive import is_of_folder
@@ -64,6 +66,7 @@ class TableLayout:
       path: where the columns were found.
       optional: the column that was found for the values and that for the times, or None.
         Only roles for which a column was looked for are there.
+      further: columns that were asked for and have no role.
     """
 
     user: str | None
@@ -78,11 +81,14 @@ class TableLayout:
         default_factory=dict, compare=False, repr=False
     )
 
+    further: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+
     @property
     def roles(self) -> dict[str, str]:
-        """The names of the columns that are read, by role."""
+        """The names of the columns that are read, by their keys in `Cells.columns`."""
         names = {role: getattr(self, role) for role in SYNONYMS}
-        return {role: name for role, name in names.items() if name is not None}
+        names = {role: name for role, name in names.items() if name is not None}
+        return names | beside(self.further)
 
     @property
     def columns(self) -> list[str]:
@@ -98,6 +104,7 @@ def find_table_layout(
     indicator: bool = False,
     with_user: bool = True,
     with_time: bool = True,
+    further: Sequence[str] = (),
 ) -> TableLayout:
     """Finds the columns that the caller left open, from names and types; see `from_arrow`.
 
@@ -108,6 +115,7 @@ def find_table_layout(
       indicator: ignore values.
       with_user: read the user column of a table of lists. If False, it may be missing.
       with_time: read times.
+      further: names of columns to read that have no role.
 
     Raises:
       DataError: a column is missing or not clear, or has a type that it cannot have.
@@ -121,23 +129,27 @@ def find_table_layout(
         )
         for i, f in enumerate(known)
     ]
+    at_further = find_beside(path, columns, further)
     lists = [
         i
         for i, field in enumerate(known)
-        if is_list(field.type)
+        if i not in at_further
+        and is_list(field.type)
         and is_name(inner_type(field.type))
         and not pt.is_floating(inner_type(field.type))  # embeddings are lists of floats
     ]
     roles = ["item"] if indicator else ["item", "value"]
-    at = find_columns(path, columns, chosen, roles=["item"], item_by_type=lists)
+    how = {"item_by_type": lists, "beside": at_further}
+    at = find_columns(path, columns, chosen, roles=["item"], **how)
     has_lists = is_list(known[at["item"]].type)
     with_user = with_user or not has_lists
     if with_user or chosen.user is not None:
         roles = ["user", *roles]
     if with_time and chosen.time is not None:
         roles.append("time")
-    at = find_columns(path, columns, chosen, roles=roles, item_by_type=lists)
-    unread = [c.name or "" for c in columns if c.position not in at.values()]
+    at = find_columns(path, columns, chosen, roles=roles, **how)
+    read = {*at.values(), *at_further}
+    unread = [c.name or "" for c in columns if c.position not in read]
     not_times = None
     is_found = chosen.time is BY_NAME and "time" in at
     if is_found and not _is_time(inner_type(known[at["time"]].type)):
@@ -157,6 +169,7 @@ def find_table_layout(
         found.get("value"),
         found.get("time"),
         tuple(unread),
+        beside=tuple(columns[place] for place in at_further),
     )
     if not_times is not None:
         source = source.without_times(not_times, f"{not_times.type} is not a time")
@@ -169,6 +182,7 @@ def find_table_layout(
         source,
         path,
         {role: names.get(role) for role in ("value", "time") if role in roles},
+        tuple(further),
     )
 
 
@@ -253,6 +267,7 @@ def check_layout(place: ParquetPath, file: pq.ParquetFile, layout: TableLayout) 
         indicator=layout.value is None,
         with_user=layout.user is not None,
         with_time=layout.time is not None,
+        further=layout.further,
     )
     if again.has_lists != layout.has_lists and file.metadata.num_rows:
         has = "lists" if again.has_lists else "no lists"
@@ -269,6 +284,7 @@ def _named_for(
         Chosen(layout.user, layout.item, None, BY_NAME if role == "time" else None),
         indicator=role != "value",
         with_user=layout.user is not None,
+        further=layout.further,
     )
     return found.optional[role]
 

@@ -159,6 +159,8 @@ entries; every entry counts 1
       account: numbers of rows, items and entries, and how values will be used.
       no_times: why there are no times, although a column is chosen or known for them;
         "" if there is none.
+      beside: columns that were asked for and have no role, such as those of an
+        `EventSchema`.
     """
 
     user: SourceColumn | None
@@ -168,6 +170,7 @@ entries; every entry counts 1
     unread: tuple[str, ...] = ()
     account: str = ""
     no_times: str = ""
+    beside: tuple[SourceColumn, ...] = ()
 
     def __str__(self) -> str:
         roles = [
@@ -176,6 +179,8 @@ entries; every entry counts 1
             if (column := getattr(self, role)) is not None
         ]
         parts = [", ".join(roles)]
+        if self.beside:
+            parts.append(f"columns of events: {', '.join(map(str, self.beside))}")
         if self.unread:
             hint = _hint_of_clicks(self.unread, " (")
             parts.append(f"not read: {', '.join(self.unread)}{hint}{')' * bool(hint)}")
@@ -297,6 +302,7 @@ def find_columns(
     *,
     roles: Sequence[str] = tuple(SYNONYMS),
     item_by_type: Sequence[int] = (),
+    beside: Sequence[int] = (),
     line: int | None = None,
 ) -> dict[str, int]:
     """The position of the column of each role, by role.
@@ -314,6 +320,7 @@ def find_columns(
       roles: the roles to find columns for.
       item_by_type: columns whose type allows only items. One of them holds the items if
         no name is known.
+      beside: positions of columns that have no role, whatever their names.
       line: the line that messages name.
 
     Raises:
@@ -327,9 +334,11 @@ def find_columns(
         for role in roles
         if (column := chosen.of(role)) is not None
     }
-    taken = list(at.values())
+    taken = [*at.values(), *beside]
     if len(set(taken)) < len(taken):
         described = ", ".join(f"{role} is {place}" for role, place in at.items())
+        if of_events := [p for p in beside if p in at.values()]:
+            described += f", and {of_events} are columns of events"
         raise ValueError(
             f"{path}: each role needs a column of its own, but {described}"
         )
@@ -363,6 +372,29 @@ def find_columns(
             remedy += _hint_of_clicks([column.name for column in columns], "; or, ")
             unclear(path, columns, problem, remedy, line)
     return at
+
+
+def find_beside(
+    path: Path,
+    columns: Sequence[SourceColumn],
+    names: Sequence[str],
+    line: int | None = None,
+) -> list[int]:
+    """The positions of columns that have no role, by their names.
+
+    Raises:
+      DataError: there is no column of a name, or there are several.
+      ValueError: the columns have no names.
+    """
+    known = [column.name for column in columns]
+    if names and columns and all(name is None for name in known):
+        raise ValueError(f"{path}: columns have no names, so there is no {names[0]!r}")
+    for name in names:
+        if known.count(name) != 1:
+            problem = "there is no column" if name not in known else "there are several"
+            remedy = "it is a column of events"
+            unclear(path, columns, f"{problem} {name!r}", remedy, line)
+    return [known.index(name) for name in names]
 
 
 def _hint_of_clicks(names: Iterable[str | None], before: str) -> str:

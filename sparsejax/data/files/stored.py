@@ -21,13 +21,18 @@ entries were left out, `left_out` (int32) has their number for each row. The sch
 metadata has the version of this form, and a checksum of the whole content.
 
 `SequenceDataset.save` writes the same with another key of the version. There indices are
-the items in the order of time, and there is neither `values` nor `order`.
+the items in the order of time, and there is neither `values` nor `order`. `weights`
+(list<float32>) are there if entries count differently as targets. Columns of events are
+`events/NAME`, lists of float32, of int32, or of lists of int32 of one length; beside them are their
+categories, `categories/NAME`, and the metadata has their schema. A file with weights or columns of
+events has version 2, so that an earlier release, which would leave them out, refuses it.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -41,6 +46,11 @@ from sparsejax.data.files.opening import DataError, Path
 from sparsejax.sparse import CSR, as_int32
 
 VERSION = 1
+# Version of the form of histories with weights or columns of events.
+_VERSION_OF_EVENTS = 2
+_EVENTS_KEY = b"sparsejax.events"
+EVENTS = "events/"
+_CATEGORIES = "categories/"
 
 # Rows of a row group, which can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
@@ -64,9 +74,11 @@ _COLUMNS = {
     "times": pa.list_(pa.int64()),  # or a list of another type in `_TIMES`
     "order": pa.list_(pa.int64()),
     "first_times": pa.list_(pa.int64()),  # or as `times`
+    "weights": pa.list_(pa.float32()),
     "left_out": pa.int32(),
     "feature": pa.large_string(),
 }
+_LISTS = pa.list_(pa.large_list(pa.int32()))  # of a column of events
 _TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
 
 
@@ -75,11 +87,27 @@ _ENTRIES = ("indices", "values", "times", "order", "first_times")
 
 
 class StoredRows(NamedTuple):
-    """The content of a saved data set of items or histories."""
+    """The content of a saved data set of items or histories.
+
+    Attributes:
+      entries: its entries; columns of events have names that begin with `EVENTS`.
+      row_names: names of the rows.
+      feature_names: names of the features.
+      facts: the document of the columns of events, in JSON; empty if there are none.
+      categories: the categories of columns of events, by name.
+    """
 
     entries: Entries
     row_names: Names
     feature_names: Names
+    facts: str = ""
+    categories: Mapping[str, Names] = MappingProxyType({})
+
+    @property
+    def version(self) -> int:
+        """Version of the form of the file."""
+        has_more = self.facts or "weights" in self.entries.columns
+        return _VERSION_OF_EVENTS if has_more else VERSION
 
 
 def kind_of(schema: pa.Schema) -> Kind | None:
@@ -173,26 +201,41 @@ def write_rows(path: Path, kind: Kind, rows: StoredRows) -> None:
     entries = rows.entries
     ends = arrow.from_numbers(as_int32("indptr", entries.indptr))
     columns = {"row": to_arrow(rows.row_names)}
-    for name in _ENTRIES:
+    further = [name for name in entries.columns if name.startswith(EVENTS)]
+    for name in [*_ENTRIES, "weights", *further]:
         if name in entries.columns:
-            flat = arrow.from_numbers(entries.columns[name])
+            leaf = entries.columns[name]
+            flat = arrow.from_numbers(leaf.reshape(-1))
+            if leaf.ndim == 2:
+                each = np.arange(len(leaf) + 1, dtype=np.int64) * leaf.shape[1]
+                flat = pa.LargeListArray.from_arrays(arrow.from_numbers(each), flat)
             columns[name] = pa.ListArray.from_arrays(ends, flat)
     for name, leaf in entries.of_rows.items():
         columns[name] = arrow.from_numbers(leaf)
     columns["feature"] = to_arrow(rows.feature_names)
+    for name, names in rows.categories.items():
+        columns[f"{_CATEGORIES}{name}"] = to_arrow(names)
     metadata = {_CHECKSUM_KEY: _checksum(rows)}
-    facts = str(VERSION).encode()
+    if rows.facts:
+        metadata[_EVENTS_KEY] = rows.facts.encode()
+    facts = str(rows.version).encode()
     write(path, kind, columns, facts, metadata, group_rows=_GROUP_ROWS)
 
 
-def read_rows(path: Path, kind: Kind) -> StoredRows:
+def read_rows(path: Path, kind: Kind, *, events: bool = False) -> StoredRows:
     """Reads a file that `write_rows` wrote of this kind.
+
+    Args:
+      path: the file.
+      kind: kind of the data.
+      events: whether the caller has a use for weights and columns of events. Otherwise a file
+        with any is an error.
 
     Raises:
       DataError: the file is missing, is not such a file, or is damaged.
     """
     with one_file(path).open() as file:
-        check_schema(path, file.schema_arrow, kind)
+        check_schema(path, file.schema_arrow, kind, events=events)
         rows = _read_table(path, file)
         try:
             # Pages have checksums of their own, but the records of their places do not.
@@ -211,13 +254,24 @@ def _checksum(rows: StoredRows) -> bytes:
     arrays["indptr"] = as_int32("indptr", entries.indptr)
     names = ["indptr", "indices", "values", "left_out", "times", "order"]
     names += ["first_times"] * ("first_times" in arrays)
-    leaves = [names_as_bytes(each) for each in rows[1:]]
+    leaves = [names_as_bytes(each) for each in (rows.row_names, rows.feature_names)]
     leaves += [arrays[n].tobytes() if n in arrays else b"" for n in names]
+    if rows.version == _VERSION_OF_EVENTS:
+        further = [n for n in entries.columns if n.startswith(EVENTS)]
+        leaves += [entries.columns[n].tobytes() for n in sorted(further)]
+        leaves += [arrays["weights"].tobytes()] if "weights" in arrays else []
+        leaves += [names_as_bytes(rows.categories[n]) for n in sorted(rows.categories)]
+        leaves.append(rows.facts.encode())
     return f"{checksum(leaves):08x}".encode()
 
 
-def check_schema(path: Path, schema: pa.Schema, kind: Kind) -> None:
-    """Raises DataError unless a file of this schema was made by `write_rows`, of this kind."""
+def check_schema(
+    path: Path, schema: pa.Schema, kind: Kind, *, events: bool = False
+) -> None:
+    """Raises DataError unless a file of this schema was made by `write_rows`, of this kind.
+
+    See `read_rows` for the arguments.
+    """
     version = stated(schema, kind).decode(errors="replace")
     if stated(schema, "histories") and kind == "items":
         raise DataError.at(
@@ -238,6 +292,14 @@ def check_schema(path: Path, schema: pa.Schema, kind: Kind) -> None:
             f"values (optional) and feature, got {', '.join(schema.names)}; "
             "make one with SparseDataset.save",
         )
+    if version == str(_VERSION_OF_EVENTS) and kind == "histories":
+        if events:
+            return
+        raise DataError.at(
+            path,
+            "has weights or columns of events, which are not read here; save it without "
+            "them: data.without_events().save(PATH)",
+        )
     if version != str(VERSION):
         raise DataError.at(
             path,
@@ -257,7 +319,8 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
         }
         lengths.append(arrow.numbers(columns["indices"].value_lengths()))
         for name, column in columns.items():
-            if name != "feature" and len(column) != len(columns["row"]):
+            of_rows = name != "feature" and not name.startswith(_CATEGORIES)
+            if of_rows and len(column) != len(columns["row"]):
                 raise _disagree(path, types)
             if pa.types.is_list(column.type):
                 if not np.array_equal(
@@ -266,19 +329,43 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
                     raise _disagree(path, types)
                 column = column.flatten()
             found[name].append(column)
-    row_names, feature_names = (
+    named = [n for n in found if n.startswith(_CATEGORIES)]
+    row_names, feature_names, *categories = (
         as_names(pa.chunked_array(found.pop(name), types[name]))
-        for name in ("row", "feature")
+        for name in ("row", "feature", *named)
     )
     leaves = {
-        name: np.concatenate(
-            [_empty(types[name]), *(arrow.numbers(each) for each in parts)]
-        )
-        for name, parts in found.items()
+        name: _joined(path, name, types[name], parts) for name, parts in found.items()
     }
     of_rows = known(left_out=leaves.pop("left_out", None))
     entries = Entries.of_lengths(np.concatenate(lengths), leaves, of_rows)
-    return StoredRows(entries, row_names, feature_names)
+    facts = (file.schema_arrow.metadata or {}).get(_EVENTS_KEY, b"").decode()
+    names = [name.removeprefix(_CATEGORIES) for name in named]
+    return StoredRows(
+        entries,
+        row_names,
+        feature_names,
+        facts,
+        dict(zip(names, categories, strict=True)),
+    )
+
+
+def _joined(
+    path: Path, name: str, type_: pa.DataType, parts: Iterable[pa.Array]
+) -> np.ndarray:
+    """The column of all batches: numbers, or as many in each row of a matrix."""
+    if type_ != _LISTS:
+        return np.concatenate([_empty(type_), *map(arrow.numbers, parts)])
+    sizes = np.concatenate(
+        [np.empty(0, np.int64), *(arrow.numbers(p.value_lengths()) for p in parts)]
+    )
+    if (sizes != sizes[:1]).any():
+        raise DataError.at(
+            path, f"is damaged: lists of {name!r} differ in their length"
+        )
+    flat = [arrow.numbers(part.flatten()) for part in parts]
+    flat = np.concatenate([np.empty(0, np.int32), *flat])
+    return flat.reshape(len(sizes), int(sizes[0]) if len(sizes) else 1)
 
 
 def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
@@ -290,6 +377,15 @@ def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
         if inner not in _TIMES:
             raise DataError.at(path, f"is damaged: {name} are {found}")
         types[name] = pa.list_(inner)
+    for field in schema:
+        if field.name.startswith(_CATEGORIES):
+            types[field.name] = pa.large_string()
+        elif field.name.startswith(EVENTS):
+            known_types = pa.list_(pa.float32()), pa.list_(pa.int32()), _LISTS
+            same = [t for t in known_types if t.equals(field.type)]
+            if not same:
+                raise DataError.at(path, f"is damaged: {field.name} are {field.type}")
+            types[field.name] = same[0]
     return types
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import cast
 
 import numpy as np
@@ -17,26 +18,69 @@ from sparsejax.data.reading.sources import (
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
 
-# Names of the inputs. There are times if the model uses them and the data have them.
-HISTORIES, TIMES = "histories", "times"
+# Names of the inputs. There are times if the model uses them and the data have them. Columns
+# of events have names that begin with `EVENTS`.
+HISTORIES, TIMES, EVENTS = "histories", "times", "events/"
+
+# The shape that a model takes of an event's part of each column, by name.
+EventShapes = Mapping[str, tuple[int, ...]]
 
 # Types of `exclude` and the like where the data are histories.
 Unordered = Source | SequenceDataset | str | None
 
 
 def arrays_of(
-    data: Histories | SequenceDataset, length: int, *, times: bool
+    data: Histories | SequenceDataset,
+    length: int,
+    *,
+    times: bool,
+    events: EventShapes | None = None,
 ) -> dict[str, np.ndarray]:
-    """The last items of each row, and with `times` their times, each `[rows, length]`."""
+    """The last items of each row, and their times and events, each `[rows, length, ...]`.
+
+    Args:
+      data: histories; with columns of events if these are wanted.
+      length: number of places.
+      times: whether times are wanted.
+      events: shapes of the columns of events that are wanted, or None. Where an event has more
+        categories than there is room for, the first ones are taken.
+    """
     arrays = {HISTORIES: data.padded(length)}
     if times:
         arrays[TIMES] = data.padded_times(length)
+    if events is not None:
+        assert isinstance(data, SequenceDataset) and data.events is not None
+        for name, shape in events.items():
+            column, fill = data.events[name], -1 if shape else 0
+            arrays[f"{EVENTS}{name}"] = data.padded_column(
+                _with_room(column, shape), length, fill=fill
+            )
     return arrays
 
 
-def inputs_of(sequences: SequenceDataset, length: int, *, times: bool) -> Inputs:
+def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    """A column with `shape` numbers for each event."""
+    if not shape:
+        if column.ndim == 1:
+            return column
+        # An event without a category has that of a missing value.
+        return np.where(column[:, 0] < 0, 0, column[:, 0])
+    [most] = shape
+    column = column.reshape(len(column), -1)[:, :most]
+    more = (0, most - column.shape[1])
+    return np.pad(column, ((0, 0), more), constant_values=-1)
+
+
+def inputs_of(
+    sequences: SequenceDataset,
+    length: int,
+    *,
+    times: bool,
+    events: EventShapes | None = None,
+) -> Inputs:
     """`arrays_of` with the names of the rows."""
-    arrays, names = arrays_of(sequences, length, times=times), sequences.row_names
+    arrays = arrays_of(sequences, length, times=times, events=events)
+    names = sequences.row_names
     return Inputs(
         {name: NamedArray("inputs", array, names) for name, array in arrays.items()},
         alone=False,

@@ -24,6 +24,8 @@ from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.sets.assemble import align_to, encode
 from sparsejax.data.sets.dataset import SparseDataset
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import EventReader, Events
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
@@ -41,6 +43,7 @@ def read_sequences(
     separator: str | None = None,
     time_format: str | None = None,
     features: Vocabulary = None,
+    events: EventSchema | Events | None = None,
     skip_bad_lines: bool = False,
 ) -> SequenceDataset:
     """Reads the events of each user in the order of time, with every repeat.
@@ -60,6 +63,15 @@ def read_sequences(
     Files of `SparseDataset.save` are read if they have times, see
     `SequenceDataset.from_sparse`.
 
+    Events may have more than an item and a time: a kind, numbers, categories. `events` names
+    these columns, in the words of `ClickSchema`:
+
+    >>> frame = pandas.DataFrame(table | {"action": ["view", "buy", "view"], "price": [2, 3, None]})
+    >>> price = DenseColumn(log1p=True, missing=0.0)
+    >>> schema = EventSchema(kind="action", dense={"price": price})
+    >>> read_sequences(frame, events=schema)
+    SequenceDataset(1 rows, 2 features, 3 entries, no times, events with price, action)
+
     Args:
       source: files, or a table in memory; see `read`.
       format: `"text"`, `"pairs"`, `"jsonl"`, `"adjacency"` or `"parquet"`; see `read`.
@@ -75,13 +87,23 @@ def read_sequences(
         default they are ISO 8601.
       features: vocabulary to read against: names, or a data set. Entries of other items are
         left out, with a warning.
+      events: the columns of events; or `train.events`, so that categories have the ids of the
+        training data, and others are unknown. Of a row with lists of items, such a column has
+        a list of the same length, or one value for all.
       skip_bad_lines: leave out lines that cannot be read, see `read`.
 
     Raises:
-      DataError: the file cannot be read, a time is missing or cannot be read, or times are of
-        several kinds.
+      DataError: the file cannot be read, a time is missing or cannot be read, times are of
+        several kinds, or a column of events is missing or has a cell that it cannot have.
+      TypeError: `events` is something else.
       ValueError: there is no such format, or columns are chosen but it has none.
     """
+    if events is not None and not isinstance(events, EventSchema | Events):
+        raise TypeError(
+            "events is an EventSchema, or the events of a SequenceDataset, got "
+            f"{type(events).__name__}"
+        )
+    reader = None if events is None else EventReader(events)
     chosen = Chosen(user, item, None, time)
     asked = Asked(
         chosen,
@@ -91,12 +113,14 @@ def read_sequences(
         separator=separator,
         time_format=time_format,
         skip_bad_lines=skip_bad_lines,
+        further=() if reader is None else reader.schema.used,
+        check_further=None if reader is None else reader.check,
     )
     data = None
     if is_path(source) and find_format(source, asked) == "parquet":
-        data = _saved(source, chosen)
+        data = _saved(source, chosen, events)
     if data is None:
-        data = _read(source, asked)
+        data = _read(source, asked, reader)
     path = name_of(source)
     if features is None:
         return _accounted(data)
@@ -112,7 +136,9 @@ def _accounted(data: SequenceDataset) -> SequenceDataset:
     return dataclasses.replace(data, columns=columns)
 
 
-def _saved(path: Path, chosen: Chosen) -> SequenceDataset | None:
+def _saved(
+    path: Path, chosen: Chosen, events: EventSchema | Events | None
+) -> SequenceDataset | None:
     """A saved data set; None if the path is of something else."""
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)
@@ -123,9 +149,20 @@ def _saved(path: Path, chosen: Chosen) -> SequenceDataset | None:
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name"
             )
+        if isinstance(events, EventSchema):
+            raise ValueError(
+                f"{shown(path)}: is a saved data set, whose columns of events are those "
+                "that it was saved with; leave out events"
+            )
         if stored.kind_of(schema) == "histories":
             data = SequenceDataset.load(path)
+            if events is not None:
+                if data.events is None:
+                    raise DataError.at(path, "has no columns of events")
+                events.check_like(data.events, shown(path))
             return data if time_is_read else dataclasses.replace(data, times=None)
+        if events is not None:
+            raise DataError.at(path, "has no columns of events")
         if not time_is_read:
             raise ValueError(
                 f"{shown(path)}: is a saved SparseDataset, which has no order but that of "
@@ -140,12 +177,14 @@ def _saved(path: Path, chosen: Chosen) -> SequenceDataset | None:
     return None
 
 
-def _read(source: Any, asked: Asked) -> SequenceDataset:
+def _read(source: Any, asked: Asked, reader: EventReader | None) -> SequenceDataset:
     opened = open_source(source, asked)
     path, columns = opened.path, opened.columns
     if columns is not None:
         columns.check_order(path)
-    found = encode(opened.blocks(), path)
+    blocks = opened.blocks()
+    found = encode(blocks if reader is None else reader.taking(blocks), path)
+    events = None if reader is None else reader.finish(path)
     if columns is not None and found.times is None:
         columns = columns.without_empty_times()
         columns.check_order(path)
@@ -165,4 +204,5 @@ def _read(source: Any, asked: Asked) -> SequenceDataset:
         found.feature_names[order],
         None if found.times is None else found.times[in_order],
         columns=columns,
+        events=None if events is None else events.taken(in_order),
     )

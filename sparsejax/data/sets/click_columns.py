@@ -35,9 +35,9 @@ from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     MISSING,
     RARE,
-    ClickSchema,
     DenseColumn,
     HashedColumn,
+    HasIds,
     IdColumn,
     KeyColumn,
     vocabulary_columns,
@@ -201,7 +201,7 @@ def categories_of(block: Cells, name: str) -> Categories:
 
 def warn_of_lists(
     found: Mapping[str, Categories],
-    schema: ClickSchema,
+    schema: HasIds,
     vocabularies: Mapping[str, Names] | None,
 ) -> None:
     """Warns of text that seems to be a list, such as "tea|rye", though it is one category.

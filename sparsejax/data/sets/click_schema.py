@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Protocol
 
 from sparsejax import codec
 from sparsejax.data.files.names import Names
@@ -165,51 +165,18 @@ class ClickSchema:
     time: str | None = None
 
     def __post_init__(self) -> None:
-        for what, given, kinds in (
-            ("dense", self.dense, (DenseColumn,)),
-            ("ids", self.ids, tuple(_KINDS.values())),
-        ):
-            for name, column in given.items():
-                if not isinstance(column, kinds):
-                    known = " or ".join(kind.__name__ for kind in kinds)
-                    raise TypeError(f"{what}[{name!r}] must be {known}, got {column!r}")
+        check_columns(self.dense, self.ids)
         used = self.used if self.time is None else [*self.used, self.time]
         if twice := sorted({name for name in used if used.count(name) > 1}):
             raise ValueError(f"each column has one role, but {twice} have two")
         if len(self.used) == 1:
             raise ValueError("expected at least one column in dense or ids")
-        for name, column in self.ids.items():
-            if isinstance(column, VocabularyColumn) and column.like is not None:
-                self._check_like(name, column.like)
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
             if len(set(self.columns)) < len(self.columns):
                 raise ValueError("columns has a name twice")
             if unknown := [name for name in used if name not in self.columns]:
                 raise ValueError(f"columns lacks {unknown}, which the schema names")
-
-    def _check_like(self, name: str, like: str) -> None:
-        """Raises ValueError unless a column can have the categories of another one."""
-        other = self.ids.get(like)
-        if other is None:
-            raise ValueError(
-                f"column {name!r} is like {like!r}, but ids has no such column; it has "
-                f"{list(self.ids)}"
-            )
-        if like == name:
-            raise ValueError(
-                f"column {name!r} is like itself: name another column, or leave out like"
-            )
-        if not isinstance(other, VocabularyColumn):
-            raise ValueError(
-                f"column {name!r} is like {like!r}, which is a {type(other).__name__}: a "
-                "column can only be like a VocabularyColumn"
-            )
-        if other.like is not None:
-            raise ValueError(
-                f"column {name!r} is like {like!r}, which is itself like {other.like!r}: say "
-                f"like={other.like!r} in both"
-            )
 
     @classmethod
     def criteo(
@@ -241,14 +208,10 @@ class ClickSchema:
 
     def to_json(self) -> dict[str, Any]:
         """The schema as a JSON object, for `from_json`."""
-        kind_of = {kind: name for name, kind in _KINDS.items()}
         return {
             "label": self.label,
             "dense": {n: codec.document(c) for n, c in self.dense.items()},
-            "ids": {
-                name: {"kind": kind_of[type(column)], **_document(column)}
-                for name, column in self.ids.items()
-            },
+            "ids": ids_document(self.ids),
             "columns": None if self.columns is None else list(self.columns),
             "delimiter": self.delimiter,
             **({} if self.time is None else {"time": self.time}),
@@ -266,9 +229,61 @@ class ClickSchema:
         ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
         return codec.read(
             cls,
-            {**document, "ids": {n: _id_column(n, c) for n, c in ids.items()}},
+            {**document, "ids": {n: id_column(n, c, label) for n, c in ids.items()}},
             label,
         )
+
+
+def check_columns(
+    dense: Mapping[str, DenseColumn], ids: Mapping[str, IdColumn]
+) -> None:
+    """Raises TypeError or ValueError unless these can be columns of one schema."""
+    for what, given, kinds in (
+        ("dense", dense, (DenseColumn,)),
+        ("ids", ids, tuple(_KINDS.values())),
+    ):
+        for name, column in given.items():
+            if not isinstance(column, kinds):
+                known = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"{what}[{name!r}] must be {known}, got {column!r}")
+    if twice := sorted(dense.keys() & ids.keys()):
+        raise ValueError(f"each column has one role, but {twice} have two")
+    for name, column in ids.items():
+        if isinstance(column, VocabularyColumn) and column.like is not None:
+            _check_like(name, column.like, ids)
+
+
+def _check_like(name: str, like: str, ids: Mapping[str, IdColumn]) -> None:
+    """Raises ValueError unless a column can have the categories of another one."""
+    other = ids.get(like)
+    if other is None:
+        raise ValueError(
+            f"column {name!r} is like {like!r}, but ids has no such column; it has "
+            f"{list(ids)}"
+        )
+    if like == name:
+        raise ValueError(
+            f"column {name!r} is like itself: name another column, or leave out like"
+        )
+    if not isinstance(other, VocabularyColumn):
+        raise ValueError(
+            f"column {name!r} is like {like!r}, which is a {type(other).__name__}: a "
+            "column can only be like a VocabularyColumn"
+        )
+    if other.like is not None:
+        raise ValueError(
+            f"column {name!r} is like {like!r}, which is itself like {other.like!r}: say "
+            f"like={other.like!r} in both"
+        )
+
+
+def ids_document(ids: Mapping[str, IdColumn]) -> dict[str, Any]:
+    """The JSON object of columns of categories, for `id_column`."""
+    kind_of = {kind: name for name, kind in _KINDS.items()}
+    return {
+        name: {"kind": kind_of[type(column)], **_document(column)}
+        for name, column in ids.items()
+    }
 
 
 def _document(column: IdColumn) -> dict[str, Any]:
@@ -279,9 +294,18 @@ def _document(column: IdColumn) -> dict[str, Any]:
     return found
 
 
-def _id_column(name: str, document: object) -> IdColumn:
-    """The column of a JSON object with its "kind"."""
-    label = f'not a schema of clicks: column "{name}"'
+def id_column(name: str, document: object, label: str) -> IdColumn:
+    """The column of a JSON object with its "kind", which `ids_document` made.
+
+    Args:
+      name: name of the column.
+      document: the object.
+      label: begin of the message of an error.
+
+    Raises:
+      ValueError: it is not such an object.
+    """
+    label = f'{label}: column "{name}"'
     options = codec.value(dict[str, Any], document, label)
     return codec.read_tagged(_KINDS, "kind", options, label)
 
@@ -291,7 +315,14 @@ def without_time(schema: ClickSchema) -> ClickSchema:
     return dataclasses.replace(schema, time=None)
 
 
-def vocabulary_columns(schema: ClickSchema) -> dict[str, str]:
+class HasIds(Protocol):
+    """A schema with columns of categories: of clicks, or of events."""
+
+    @property
+    def ids(self) -> Mapping[str, IdColumn]: ...
+
+
+def vocabulary_columns(schema: HasIds) -> dict[str, str]:
     """For each `VocabularyColumn` the column whose vocabulary it has: itself, or the one it is like."""
     return {
         name: column.like or name
@@ -300,7 +331,7 @@ def vocabulary_columns(schema: ClickSchema) -> dict[str, str]:
     }
 
 
-def vocabularies_of(schema: ClickSchema) -> dict[str, VocabularyColumn]:
+def vocabularies_of(schema: HasIds) -> dict[str, VocabularyColumn]:
     """The columns that have a vocabulary of their own."""
     return {
         name: column
@@ -310,13 +341,13 @@ def vocabularies_of(schema: ClickSchema) -> dict[str, VocabularyColumn]:
 
 
 def vocabulary_of(
-    schema: ClickSchema, name: str, vocabularies: Mapping[str, Names] | None
+    schema: HasIds, name: str, vocabularies: Mapping[str, Names] | None
 ) -> Names | None:
     """The vocabulary of a column; None if it has none, or if there are none yet."""
     return (vocabularies or {}).get(vocabulary_columns(schema).get(name, name))
 
 
-def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str, int]:
+def num_ids(schema: HasIds, vocabularies: Mapping[str, Names]) -> dict[str, int]:
     """Number of ids of each feature."""
     columns = vocabulary_columns(schema)
 
@@ -331,7 +362,7 @@ def num_ids(schema: ClickSchema, vocabularies: Mapping[str, Names]) -> dict[str,
 
 
 def features_of(
-    schema: ClickSchema, vocabularies: Mapping[str, Names]
+    schema: HasIds, vocabularies: Mapping[str, Names]
 ) -> dict[str, int | str]:
     """Number of ids of each feature, or the name of the one that it is like."""
     columns = vocabulary_columns(schema)

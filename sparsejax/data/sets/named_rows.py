@@ -78,7 +78,7 @@ class NamedRows:
         """
         rows = stored.read_rows(path, cls._stored)
         try:
-            return cls._of(*rows)
+            return cls._of(rows.entries, rows.row_names, rows.feature_names)
         except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, NamedTuple
 
 import numpy as np
 
+from sparsejax import codec
 from sparsejax.data.files import names as _names
 from sparsejax.data.files import stored
 from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.entries import Entries, offsets
 from sparsejax.data.files.names import Names
+from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import Events, no_events
 from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
@@ -121,10 +126,14 @@ class SequenceDataset(NamedRows):
         `feature_names` lacks their features. None if there are none.
       columns: the columns of the table that this was read from, and the role of each.
         None if it was not read from a table.
+      weights: `[entries]` float32, how much each entry counts where a model learns to
+        predict it; 0 for an entry that is read only. None counts each as 1. See `with_targets`.
+      events: the columns of the events, see `EventSchema`. None if there are none.
 
     Raises:
       ValueError: the sizes do not agree, an index is no feature's, a name occurs twice,
-        or a time is not finite or earlier than the one before it.
+        a time is not finite or earlier than the one before it, or a weight is negative or
+        not finite.
     """
 
     kind: ClassVar[str] = "histories"
@@ -137,6 +146,8 @@ class SequenceDataset(NamedRows):
     times: np.ndarray | None = None
     left_out: np.ndarray | None = None
     columns: Columns | None = None
+    weights: np.ndarray | None = None
+    events: Events | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value) -> None:
@@ -176,6 +187,13 @@ class SequenceDataset(NamedRows):
         if self.times is not None:
             self._check_times(self.times)
         put("left_out", checked_left_out(self.left_out, self.num_rows))
+        if self.weights is not None:
+            put("weights", _checked_weights(self.weights, self.num_entries))
+        if self.events is not None and len(self.events) != self.num_entries:
+            raise ValueError(
+                f"there are {self.num_entries:,} entries, but columns of "
+                f"{len(self.events):,} events"
+            )
 
     def _check_times(self, times: np.ndarray) -> None:
         if times.shape != self.indices.shape:
@@ -197,8 +215,20 @@ class SequenceDataset(NamedRows):
 
     @property
     def num_examples(self) -> int:
-        """Number of rows that a model can learn from: those with two entries or more."""
-        return int(np.sum(np.diff(self.indptr) > 1))
+        """Number of rows that a model can learn from: see `are_examples`."""
+        return int(np.sum(self.are_examples))
+
+    @property
+    def are_examples(self) -> np.ndarray:
+        """`[rows]` bool: whether a model can learn from a row.
+
+        It has an entry behind its first one, with a positive weight if there are weights.
+        """
+        if self.weights is None:
+            return np.diff(self.indptr) > 1
+        before = np.append(0, np.cumsum(self.weights > 0))
+        start, end = self.indptr[:-1], self.indptr[1:]
+        return before[end] > before[np.minimum(start + 1, end)]
 
     @property
     def histories(self) -> Histories:
@@ -215,6 +245,117 @@ class SequenceDataset(NamedRows):
     def padded_times(self, length: int) -> np.ndarray:
         """`[rows, length]` float32: the times of `padded`, see `Histories.padded_times`."""
         return self.histories.padded_times(length)
+
+    def padded_column(
+        self, column: np.ndarray, length: int, *, fill: float = 0
+    ) -> np.ndarray:
+        """`[rows, length, ...]`: a column of the entries at the places of `padded`.
+
+        Args:
+          column: `[entries, ...]`, such as `weights`, or a column of `events`.
+          length: number of places.
+          fill: number where there is no entry.
+
+        Raises:
+          ValueError: `length` is not positive, or the column has another length.
+        """
+        if len(column) != self.num_entries:
+            raise ValueError(
+                f"the column has {len(column):,} entries, not {self.num_entries:,}"
+            )
+        is_entry, entries = self.histories._last(length)
+        found = np.full((*is_entry.shape, *column.shape[1:]), fill, column.dtype)
+        found[is_entry] = column[entries]
+        return found
+
+    # Targets and columns of events
+
+    def with_targets(
+        self,
+        targets: str | Sequence[str] | None = None,
+        *,
+        weights: Mapping[str, float] | str | None = None,
+    ) -> SequenceDataset:
+        """The same histories, of which some events are to be predicted.
+
+        >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
+        >>> events += [{"user": "ann", "item": "tea", "action": "purchase"}]
+        >>> data = read_sequences(events, events=EventSchema(kind="action"))
+        >>> data.with_targets("purchase").weights.tolist()
+        [0.0, 1.0]
+        >>> data.with_targets(weights={"purchase": 1, "view": 0.1}).weights.tolist()
+        [0.10000000149011612, 1.0]
+
+        The other events stay, so that a model reads them. The loss of a batch is the mean of
+        the losses of its targets, weighted by these weights. `evaluate` and the validation of
+        `fit` look for held-out entries with a positive weight only.
+
+        Args:
+          targets: kind or kinds of events that are targets; None: of all kinds.
+          weights: weight of each kind of event, and kinds that are not named have 0; or the
+            name of a column of numbers, which are the weights. None: each target counts 1.
+
+        Raises:
+          ValueError: there is neither; the events have no kinds, or not these; a weight is
+            negative or not finite; or no event is a target.
+        """
+        if targets is None and weights is None:
+            raise ValueError("give targets=..., weights=... or both")
+        events = self.events
+        if events is None:
+            raise ValueError(
+                "the histories have no columns of events, so there are no kinds and no "
+                "weights; read them with events=EventSchema(...)"
+            )
+        found = np.ones(self.num_entries, np.float32)
+        if isinstance(weights, str):
+            if weights not in events.schema.dense:
+                raise ValueError(
+                    f"weights={weights!r} is no column of numbers of the events; there is "
+                    f"{', '.join(map(repr, events.schema.dense)) or 'none'}"
+                )
+            found = events[weights]
+        elif weights is not None:
+            unknown = events.are_of(*weights)  # an error for a kind that is not there
+            found = np.where(unknown, found, 0)
+            for kind, weight in weights.items():
+                found = np.where(events.are_of(kind), np.float32(weight), found)
+        if targets is not None:
+            kinds = [targets] if isinstance(targets, str) else targets
+            found = np.where(events.are_of(*kinds), found, 0)
+        found = _checked_weights(found, self.num_entries)
+        if not found.any():
+            raise ValueError("no event is a target with a positive weight")
+        return dataclasses.replace(self, weights=found)
+
+    def only_targets(self) -> SequenceDataset:
+        """The entries with a positive weight; all if there are no weights."""
+        if self.weights is None:
+            return self
+        return self._with(self._entries.keep(self.weights > 0))
+
+    def of_kinds(self, *kinds: str) -> SequenceDataset:
+        """The events of some kinds alone.
+
+        >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
+        >>> events += [{"user": "ann", "item": "rye", "action": "purchase"}]
+        >>> data = read_sequences(events, events=EventSchema(kind="action"))
+        >>> data.of_kinds("purchase").num_entries
+        1
+
+        Raises:
+          ValueError: the events have no kinds, or not these.
+        """
+        if self.events is None:
+            raise ValueError(
+                "the histories have no columns of events, so there are no kinds; read them "
+                "with events=EventSchema(kind=COLUMN)"
+            )
+        return self._with(self._entries.keep(self.events.are_of(*kinds)))
+
+    def without_events(self) -> SequenceDataset:
+        """The same histories without columns of events. Weights stay."""
+        return dataclasses.replace(self, events=None)
 
     # Other forms
 
@@ -247,7 +388,8 @@ class SequenceDataset(NamedRows):
     def to_sparse(self) -> SparseDataset:
         """One entry of value 1 for each (row, feature), as `read` makes without values.
 
-        If there are times, an entry has the time of its latest event.
+        If there are times, an entry has the time of its latest event. Weights and columns of
+        events are left out.
         """
         # In a row entries have the order of time, so their places do for the times.
         place = np.arange(self.num_entries)
@@ -280,6 +422,10 @@ class SequenceDataset(NamedRows):
         One entry of each row always stays in train. So from a row of one entry nothing is
         held out. Both parts have all rows and features.
 
+        If there are weights, those with a positive weight are held out: the last `n` targets of
+        each row. Entries behind the first of them are in neither part, as a model
+        must not see them.
+
         Args:
           n: number of entries to hold out from each row.
           repeats: whether to hold out an entry whose feature the row also has in train:
@@ -297,10 +443,28 @@ class SequenceDataset(NamedRows):
         is_held = np.arange(self.num_entries) >= np.repeat(first_held, lengths)
         check_repeats(repeats)
         stays, why_nothing = ~is_held, "no row has more than one entry"
+        behind = None
+        if self.weights is not None:
+            is_held, stays = self._last_targets(n)
+            behind = ~(is_held | stays)
+            why_nothing = "no row has an entry before one with a positive weight"
         if repeats == "new" and is_held.any():
             is_held = is_held & ~self._are_known(is_held)
             why_nothing = "the last entries of all rows are repeats"
-        return split_entries(self, is_held, why_nothing, stays)
+        return split_entries(self, is_held, why_nothing, stays, behind)
+
+    def _last_targets(self, n: int) -> tuple[np.ndarray, np.ndarray]:
+        """`[entries]` bool: the last `n` of positive weight, and those before the first of them."""
+        assert self.weights is not None
+        row = self._entries.row_of
+        is_target = self.weights > 0
+        is_target[self.indptr[:-1][np.diff(self.indptr) > 0]] = False
+        up_to = np.cumsum(is_target)
+        of_rows = np.append(0, up_to)[self.indptr[1:]]
+        is_held = is_target & (of_rows[row] - up_to < n)
+        first = np.full(self.num_rows, self.num_entries)
+        np.minimum.at(first, row[is_held], np.flatnonzero(is_held))
+        return is_held, np.arange(self.num_entries) < first[row]
 
     def split_at(
         self,
@@ -370,7 +534,34 @@ class SequenceDataset(NamedRows):
 
     @property
     def _manner(self) -> str:
-        return "no times" if self.times is None else "times"
+        manner = "no times" if self.times is None else "times"
+        if self.weights is not None:
+            manner += ", weights"
+        if self.events is not None:
+            manner += f", events with {', '.join(self.events.schema.used)}"
+        return manner
+
+    def save(self, path: Path) -> None:
+        facts, categories = "", {}
+        if self.events is not None:
+            facts = codec.text(self.events.schema.to_json())
+            categories = dict(self.events.vocabularies)
+        names = self.row_names, self.feature_names
+        rows = stored.StoredRows(self._entries, *names, facts, categories)
+        stored.write_rows(path, self._stored, rows)
+
+    @classmethod
+    def load(cls, path: Path) -> SequenceDataset:
+        rows = stored.read_rows(path, cls._stored, events=True)
+        try:
+            events = None
+            if rows.facts:
+                schema = EventSchema.from_json(codec.parse(rows.facts))
+                # A file without entries does not say which columns had lists.
+                events = no_events(schema, rows.categories)
+            return _dataset(rows.entries, rows.row_names, rows.feature_names, events)
+        except (ValueError, KeyError) as error:
+            raise DataError.at(path, f"is damaged: {error}") from error
 
     @property
     def _entries(self) -> Entries:
@@ -379,6 +570,8 @@ class SequenceDataset(NamedRows):
             {"left_out": self.left_out},
             indices=self.indices,
             times=self.times,
+            weights=self.weights,
+            **_named({} if self.events is None else self.events.columns),
         )
 
     @classmethod
@@ -389,15 +582,17 @@ class SequenceDataset(NamedRows):
         feature_names: Names,
         columns: Columns | None = None,
     ) -> SequenceDataset:
-        return cls(
-            entries.indptr,
-            entries.indices,
-            row_names,
-            feature_names,
-            entries.columns.get("times"),
-            entries.of_rows.get("left_out"),
-            columns,
-        )
+        return _dataset(entries, row_names, feature_names, None, columns)
+
+    def _with(
+        self,
+        entries: Entries,
+        row_names: Names | None = None,
+        feature_names: Names | None = None,
+    ) -> SequenceDataset:
+        rows = self.row_names if row_names is None else row_names
+        features = self.feature_names if feature_names is None else feature_names
+        return _dataset(entries, rows, features, self.events, self.columns)
 
     def _in_order(self, entries: Entries) -> Entries:
         return entries
@@ -405,6 +600,65 @@ class SequenceDataset(NamedRows):
     def _joined(self, column: np.ndarray, names: Names) -> SequenceDataset:
         entries = self._entries.replaced(indices=column[self.indices])
         return self._with(entries, feature_names=names)
+
+
+def _named(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns of events by their names in `Entries`."""
+    return {f"{stored.EVENTS}{name}": column for name, column in columns.items()}
+
+
+def _dataset(
+    entries: Entries,
+    row_names: Names,
+    feature_names: Names,
+    events: Events | None,
+    columns: Columns | None = None,
+) -> SequenceDataset:
+    """The data set of some entries.
+
+    Args:
+      entries: all entries.
+      row_names: names of the rows.
+      feature_names: names of the features.
+      events: events of the same schema, whose columns `entries` has, too.
+      columns: the columns of the table that they were read from.
+    """
+    if events is not None:
+        names = events.schema.used
+        found = {n: entries.columns[f"{stored.EVENTS}{n}"] for n in names}
+        events = events.with_columns(found)
+    return SequenceDataset(
+        entries.indptr,
+        entries.indices,
+        row_names,
+        feature_names,
+        entries.columns.get("times"),
+        entries.of_rows.get("left_out"),
+        columns,
+        entries.columns.get("weights"),
+        events,
+    )
+
+
+def _checked_weights(weights: np.ndarray, count: int) -> np.ndarray:
+    """`[entries]` float32.
+
+    Raises:
+      ValueError: these are not a finite number of 0 or more for each entry.
+    """
+    given = np.asarray(weights, np.float32)
+    if given.shape != (count,):
+        raise ValueError(
+            f"there are {count:,} entries, but weights has the shape {given.shape}"
+        )
+    wrong = ~(np.isfinite(given) & (given >= 0))
+    if wrong.any():
+        entry = int(np.argmax(wrong))
+        raise ValueError(
+            f"weights are finite numbers of 0 or more, got {given[entry]} for entry "
+            f"{entry:,}"
+        )
+    return given
 
 
 SequenceSplit = Split  # its older name

@@ -90,6 +90,7 @@ def split_entries[T](
     is_held: np.ndarray,
     why_nothing: str,
     stays: np.ndarray | None = None,
+    behind: np.ndarray | None = None,
 ) -> Split[T]:
     """The two parts of entries. Both have all rows and features.
 
@@ -99,6 +100,7 @@ def split_entries[T](
       why_nothing: text of the error if nothing is held out.
       stays: `[entries]` bool: those to train on; by default all others. Entries may be in
         both parts, or in neither: repeats.
+      behind: `[entries]` bool: entries that are in neither part and are not repeats.
 
     Raises:
       ValueError: nothing is held out.
@@ -109,7 +111,8 @@ def split_entries[T](
     whole: Any = data
     # Neither part has the entries that were left out before.
     entries = dataclasses.replace(whole._entries, of_rows={})
-    repeats = int(np.sum(~(stays | is_held)))
+    left_out = ~(stays | is_held)
+    repeats = int(np.sum(left_out if behind is None else left_out & ~behind))
     train, heldout = (whole._with(entries.keep(part)) for part in (stays, is_held))
     return Split(train, heldout, repeats=repeats)
 

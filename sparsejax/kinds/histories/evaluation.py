@@ -44,6 +44,8 @@ def prepared_sequences(
         popularity=unordered("popularity", popularity, inputs),
         **setup,
     )
+    if isinstance(heldout, SequenceDataset):
+        heldout = heldout.only_targets()
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None
     return prepared_evaluation(

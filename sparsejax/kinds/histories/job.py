@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from sparsejax.data.reading.histories import arrays_of
 from sparsejax.data.reading.sources import check_columns
@@ -25,7 +24,9 @@ from sparsejax.kinds.content import check_counted, content_of, count_entries, fi
 from sparsejax.kinds.histories.evaluation import prepared_sequences
 from sparsejax.kinds.histories.next_items import (
     NextItems,
+    check_events,
     check_history_model,
+    event_shapes,
     has_times,
 )
 from sparsejax.optimizers.optimizer import Optimizer
@@ -38,21 +39,32 @@ class SequenceTask:
     """The `TrainingTask` of models of histories.
 
     Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, their
-    times if the model uses them, and the places that have a next item if the model packs
-    them: their number in a batch has a bound, which the matrix's capacity is.
+    times if the model uses them, their columns of events, their weights as targets, and the
+    places that have a next item if the model packs them: their number in a batch has a bound,
+    which the matrix's capacity is.
 
     Attributes:
       packs: whether the loss of the model takes `max_targets`.
       even: whether it deals rows to batches and to the parts of "data" by their entries.
+      events: names of the columns of events that the model reads.
+      weighted: whether the data have weights.
     """
 
     packs: bool
     # Checkpoints know data by what this is written as.
     even: bool = dataclasses.field(repr=False)
+    events: tuple[str, ...] = dataclasses.field(default=(), repr=False)
+    weighted: bool = dataclasses.field(default=False, repr=False)
 
     @classmethod
-    def of_model(cls, model: Any) -> SequenceTask:
-        return cls(isinstance(model, SequenceModel), isinstance(model, TokenModel))
+    def of_model(cls, model: Any, data: Any = None) -> SequenceTask:
+        """The task of a model, and of data, which may have weights."""
+        return cls(
+            isinstance(model, SequenceModel),
+            isinstance(model, TokenModel),
+            tuple(event_shapes(model) or ()),
+            getattr(data, "weights", None) is not None,
+        )
 
     @property
     def inputs(self) -> list[str]:
@@ -69,11 +81,16 @@ class SequenceTask:
         check_history_model(model)
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
-        """`model.loss`, the mean over all items of the batch but the first of each row."""
+        """`model.loss`, the mean over the targets of the batch: no first item is one."""
         histories, *more = x
         # A row that only fills up the batch has no items, so nothing to learn.
         histories = jnp.where(weights[:, None] > 0, histories, -1)
-        named = {"max_targets": more.pop().nse} if self.packs else {}
+        named: dict[str, Any] = {"max_targets": more.pop().nse} if self.packs else {}
+        if self.weighted:
+            named["weights"] = more.pop()
+        if self.events:
+            columns = [more.pop() for _ in self.events]
+            named["events"] = dict(zip(self.events, reversed(columns), strict=True))
         if more:
             named["times"] = more[0]
         return model.loss(histories, **named)
@@ -87,7 +104,11 @@ class SequenceTask:
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
         """The matrices of `Histories` or a `SequenceDataset`."""
         length, times = model.config.max_length + 1, has_times(model, data)
-        arrays: list[Matrix] = [*arrays_of(data, length, times=times).values()]
+        events = event_shapes(model)
+        found = arrays_of(data, length, times=times, events=events)
+        arrays: list[Matrix] = [*found.values()]
+        if self.weighted:
+            arrays.append(data.padded_column(data.weights, length))
         if not self.packs:
             return [*arrays]
         targets = np.minimum(np.diff(data.indptr), length) - 1
@@ -97,26 +118,69 @@ class SequenceTask:
         return [*arrays, CSR(None, places, np.append(0, ends), num_cols=length - 1)]
 
 
-def sequence_examples(
-    model: Any, sequences: SequenceDataset, weights: ArrayLike | None = None
-) -> Examples:
-    """The examples for a model: the rows with two entries or more.
+def with_targets(
+    data: SequenceDataset | ScannedSequences,
+    targets: Any,
+    weights: Any,
+    what: str = "inputs",
+) -> Any:
+    """Histories with the targets and weights that `fit` was given.
+
+    Args:
+      data: the histories.
+      targets: kinds of events, or None.
+      weights: weights of kinds, the name of a column, `[entries]` numbers, or None.
+      what: name of the data, for messages.
+
+    Raises:
+      NotImplementedError: they are scanned.
+      ValueError: see `SequenceDataset.with_targets`.
+    """
+    if targets is None and weights is None:
+        return data
+    if not isinstance(data, SequenceDataset):
+        raise NotImplementedError(
+            f"{what} is scanned, and has no columns of events: read it with read_sequences to "
+            "train on targets or weights"
+        )
+    kinds = [targets] if isinstance(targets, str) else targets
+    if kinds is not None and not (
+        isinstance(kinds, list | tuple) and all(isinstance(k, str) for k in kinds)
+    ):
+        raise ValueError(
+            "the targets of histories are their own items: leave out targets, or name the "
+            f"kinds of events to predict, such as 'purchase', got {type(targets).__name__}"
+        )
+    if weights is None or isinstance(weights, str | Mapping):
+        return data.with_targets(kinds, weights=weights)
+    data = dataclasses.replace(data, weights=weights)
+    if kinds is None:
+        return data
+    assert data.weights is not None
+    of_kinds = data.with_targets(kinds).weights
+    return dataclasses.replace(data, weights=data.weights * of_kinds)
+
+
+def sequence_examples(model: Any, sequences: SequenceDataset) -> Examples:
+    """The examples for a model: the rows with a target that another entry precedes.
 
     Raises:
       TypeError: the model is no model of histories.
-      ValueError: the data have other items than the model, or no row has two entries.
-      NotImplementedError: there are weights.
+      ValueError: the data have other items than the model, or other columns of events; or
+        no row has a target.
     """
-    _check(model, sequences, weights)
-    kept = np.flatnonzero(np.diff(sequences.indptr) > 1)
+    _check(model, sequences)
+    kept = np.flatnonzero(sequences.are_examples)
     if not kept.size:
+        targets = "" if sequences.weights is None else " of positive weight"
         raise ValueError(
-            "no row has two entries, an item and the next, so there is nothing to learn"
+            f"no row has two entries, an item and the next{targets}, so there is nothing to "
+            "learn"
         )
     if content_of(model) is not None:
         counts = np.bincount(sequences.indices, minlength=sequences.num_features)
         count_entries(model, counts)
-    task = SequenceTask.of_model(model)
+    task = SequenceTask.of_model(model, sequences)
     matrices = (
         host_rows(m, kept) if isinstance(m, CSR) else m[kept]
         for m in task.matrices(model, sequences)
@@ -124,13 +188,10 @@ def sequence_examples(
     return Examples(task, tuple(matrices), None)
 
 
-def _check(model: Any, data: Any, weights: ArrayLike | None) -> None:
+def _check(model: Any, data: Any) -> None:
     check_history_model(model)
     check_columns("inputs", data.num_features, model.num_items, "items")
-    if weights is not None:
-        raise NotImplementedError(
-            "the loss of histories is a mean over their items: rows cannot have weights"
-        )
+    check_events(model, data)
 
 
 class ScanOfSequences:
@@ -171,7 +232,8 @@ def sequence_job(
     model: Any,
     sequences: SequenceDataset | ScannedSequences,
     *,
-    weights: ArrayLike | None,
+    targets: Any,
+    weights: Any,
     validation: Any,
     stopping: EarlyStopping | None,
     k: int,
@@ -182,8 +244,9 @@ def sequence_job(
             "histories are validated on a SequenceDataset, as split_last makes it, got "
             f"{type(validation).__name__}"
         )
+    sequences = with_targets(sequences, targets, weights)
     if isinstance(sequences, ScannedSequences):
-        _check(model, sequences, weights)
+        _check(model, sequences)
         check_counted(model)
         if validation is not None:
             raise ValueError(
@@ -191,9 +254,13 @@ def sequence_job(
                 "call evaluate with some of them, for example in log=..."
             )
         return Job(Stream(ScanOfSequences(model, sequences), None), None, None)
-    examples = sequence_examples(model, sequences, weights)
+    examples = sequence_examples(model, sequences)
     if validation is None:
         return Job(examples, None, None)
+    if validation.weights is None:
+        # Weights of entries are those of the inputs; that they are 0 is what counts here.
+        by_kind = weights if isinstance(weights, str | Mapping) else None
+        validation = with_targets(validation, targets, by_kind, "validation")
     metric = metric_of(stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
 
     times = has_times(model, sequences)

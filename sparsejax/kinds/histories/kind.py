@@ -30,6 +30,7 @@ from sparsejax.kinds.heldout import prepared_for
 from sparsejax.kinds.histories.next_items import (
     NextItems,
     check_history_model,
+    event_shapes,
     has_times,
     shown_of,
 )
@@ -86,21 +87,26 @@ class Histories(interactions.Interactions[SequenceDataset]):
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
         from sparsejax.kinds.histories.modules import new_sequence_model
 
-        _check_targets(targets)
+        if targets is not None:
+            raise ValueError(
+                "the targets of histories are their own items; leave out targets"
+            )
         inputs = num_columns("data", data)
-        sizes = {"inputs": inputs, "content": content}
+        sizes: dict[str, Any] = {"inputs": inputs, "content": content}
+        if (events := getattr(data, "events", None)) is not None:
+            from sparsejax.sequence.events import EventSizes
+
+            sizes["events"] = EventSizes.of(events)
         return functools.partial(new_sequence_model, config, **sizes)
 
     def examples(self, model, inputs, targets, weights) -> Examples:
-        from sparsejax.kinds.histories.job import sequence_examples
+        from sparsejax.kinds.histories.job import sequence_examples, with_targets
 
-        _check_targets(targets)
-        return sequence_examples(model, inputs, weights)
+        return sequence_examples(model, with_targets(inputs, targets, weights))
 
-    def job(self, model, inputs, *, targets, **options) -> Job:
+    def job(self, model, inputs, **options) -> Job:
         from sparsejax.kinds.histories.job import sequence_job
 
-        _check_targets(targets)
         return sequence_job(model, inputs, **options)
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
@@ -137,6 +143,11 @@ class Histories(interactions.Interactions[SequenceDataset]):
         from sparsejax.kinds.portable import portable_ranker
 
         check_history_model(model)
+        if event_shapes(model) is not None:
+            raise NotImplementedError(
+                "the model reads columns of events, which predictors do not take yet; rank "
+                "with recommend(model, ...), or train on data.without_events()"
+            )
         timed = kind_of(names) is self and has_times(model, names)
         return portable_ranker(NextItems(model, times=timed), names, **options)
 
@@ -217,11 +228,12 @@ class Histories(interactions.Interactions[SequenceDataset]):
         return np.bincount(data.indices, minlength=data.num_features)
 
     def fingerprint(self, data: SequenceDataset) -> str:
-        times = [] if data.times is None else [data.times.view(np.int64)]
-        return fingerprint(data.indptr, data.indices, *times)
+        more = [] if data.times is None else [data.times.view(np.int64)]
+        more += [] if data.weights is None else [data.weights]
+        return fingerprint(data.indptr, data.indices, *more)
 
     def num_trained(self, data: SequenceDataset) -> int:
-        return int(np.sum(np.diff(data.indptr) > 1))
+        return data.num_examples
 
     def suited(
         self, config: SequenceConfig, training: Training, source: Source
@@ -255,7 +267,8 @@ class Histories(interactions.Interactions[SequenceDataset]):
 
         def beside() -> tuple[Evaluation, SparseDataset]:
             rows = train.to_sparse()
-            return prepared_for(rows, heldout.to_sparse(), **how), rows
+            wanted = heldout.only_targets().to_sparse()
+            return prepared_for(rows, wanted, **how), rows
 
         return Measurement(found, beside)
 
@@ -263,13 +276,6 @@ class Histories(interactions.Interactions[SequenceDataset]):
 def _ranker(model: Any, inputs: Any) -> NextItems:
     """The model as one that ranks items."""
     return NextItems(finished(model), times=has_times(model, inputs))
-
-
-def _check_targets(targets: Any) -> None:
-    if targets is not None:
-        raise ValueError(
-            "the targets of histories are their own items; leave out targets"
-        )
 
 
 KIND: Kind = Histories()

@@ -9,6 +9,7 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 from sparsejax.sequence.build import build_sequence_model
 from sparsejax.sequence.config import SequenceConfig
+from sparsejax.sequence.events import EventSizes
 from sparsejax.sequence.model import SequenceModel
 
 
@@ -19,8 +20,10 @@ def new_sequence_model(
     inputs: int,
     seed: int,
     content: ContentSizes | None = None,
+    events: EventSizes | None = None,
 ) -> tuple[SequenceModel, Optimizer]:
     """A model and its optimizer."""
     rngs = nnx.Rngs(seed)
-    model = build_sequence_model(config, items=inputs, content=content, rngs=rngs)
+    sizes = {"content": content, "events": events}
+    model = build_sequence_model(config, items=inputs, **sizes, rngs=rngs)
     return model, Optimizer(model, rule, seed=seed)

@@ -8,7 +8,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from sparsejax.data.reading.histories import HISTORIES, TIMES, inputs_of
+from sparsejax.data.reading.histories import (
+    EVENTS,
+    HISTORIES,
+    TIMES,
+    EventShapes,
+    inputs_of,
+)
 from sparsejax.data.reading.sources import Inputs, check_columns
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommender import can_deny
@@ -23,7 +29,8 @@ class HistoryModel(Protocol):
     It is an `nnx.Module`, such as `SASRec`, a `SequenceModel`. Histories are
     `[batch, length]` int32, the oldest item first, then -1. If the model has an attribute
     `uses_times` that is true and the data have times, both methods are also given `times=`,
-    `[batch, length]` float32, see `Histories.padded_times`.
+    `[batch, length]` float32, see `Histories.padded_times`. If data have weights, `loss` is also
+    given `weights=`, `[batch, length]` float32: the weight of each place as a target.
     """
 
     @property
@@ -71,6 +78,52 @@ def has_times(model: Any, data: Any) -> bool:
     return data.times is not None and bool(getattr(model, "uses_times", False))
 
 
+def event_shapes(model: Any) -> EventShapes | None:
+    """The columns of events that a model reads, and the shapes of an event's part of each.
+
+    None if it reads none.
+    """
+    events = getattr(model, "events", None)
+    return None if events is None else events.sizes.shapes
+
+
+def check_events(model: Any, data: Any, what: str = "inputs") -> None:
+    """Raises ValueError unless a model reads the columns of events that data have.
+
+    Args:
+      model: a model of histories.
+      data: histories.
+      what: name of the data, for messages.
+    """
+    wanted: Any = getattr(model, "events", None)
+    given: Any = getattr(data, "events", None)
+    if wanted is None and given is None:
+        return
+    if wanted is None:
+        raise ValueError(
+            f"{what} has the columns of events {given.schema.used}, which the model does not "
+            "read: make the model with build(config, data), or leave the columns out: "
+            "data.without_events()"
+        )
+    if given is None:
+        raise ValueError(
+            f"the model reads the columns of events {[*wanted.sizes.shapes]}, but {what} has "
+            "none; read the data with events=train.events"
+        )
+    sizes = wanted.sizes
+    found = type(sizes).of(given)
+    ids = tuple((each.name, each.table, each.size) for each in found.ids)
+    if found.dense != sizes.dense or ids != tuple(
+        (each.name, each.table, each.size) for each in sizes.ids
+    ):
+        raise ValueError(
+            f"{what} has the columns of events {given.schema.used} with the numbers of ids "
+            f"{given.num_ids}, but the model reads {[*sizes.shapes]} with "
+            f"{ {each.name: each.size for each in sizes.ids} }; read the data with "
+            "events=train.events"
+        )
+
+
 class NextItems(nnx.Module):
     """A model of histories as a `Recommender`, whose inputs are arrays by name.
 
@@ -95,6 +148,11 @@ class NextItems(nnx.Module):
         rows = {HISTORIES: jax.ShapeDtypeStruct(shape, jnp.int32)}
         if self.times:
             rows[TIMES] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        shapes = event_shapes(self.model) or {}
+        for name, each in shapes.items():
+            is_number = name in self.model.events.sizes.dense
+            dtype = jnp.float32 if is_number else jnp.int32
+            rows[f"{EVENTS}{name}"] = jax.ShapeDtypeStruct((*shape, *each), dtype)
         return rows
 
     @property
@@ -109,12 +167,12 @@ class NextItems(nnx.Module):
     def encode(self, x: Any, *, deterministic: bool | None = None) -> jax.Array:
         """The vector of each history that items are multiplied with, of a `SequenceModel`."""
         self.model.eval()
-        return with_vectors(self.model).last(x[HISTORIES], **self._times(x))
+        return with_vectors(self.model).last(x[HISTORIES], **self._beside(x))
 
     def queries(self, x: Any) -> jax.Array:
         """The vectors that `top_k` multiplies with those of items, of a `SequenceModel`."""
         self.model.eval()
-        return self.model.queries(x[HISTORIES], **self._times(x))
+        return self.model.queries(x[HISTORIES], **self._beside(x))
 
     @property
     def denies(self) -> bool:
@@ -123,15 +181,19 @@ class NextItems(nnx.Module):
 
     def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, **denied):
         self.model.eval()
-        options = {**denied, **self._times(x)}
+        options = {**denied, **self._beside(x)}
         return self.model.top_k(x[HISTORIES], k, exclude=exclude, **options)
 
     def item_scores(self, x: Any, ids: Any):
         self.model.eval()
-        return self.model.item_scores(x[HISTORIES], ids, **self._times(x))
+        return self.model.item_scores(x[HISTORIES], ids, **self._beside(x))
 
-    def _times(self, x: Any) -> dict[str, Any]:
-        return {"times": x[TIMES]} if self.times else {}
+    def _beside(self, x: Any) -> dict[str, Any]:
+        """The arguments of the model beside histories."""
+        given = {"times": x[TIMES]} if self.times else {}
+        if (shapes := event_shapes(self.model)) is not None:
+            given["events"] = {name: x[f"{EVENTS}{name}"] for name in shapes}
+        return given
 
 
 def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
@@ -139,9 +201,12 @@ def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
 
     Raises:
       TypeError: the model is no model of histories.
-      ValueError: it has another number of items than the data.
+      ValueError: it has another number of items than the data, or reads other columns of
+        events.
     """
     check_history_model(model)
     check_columns("inputs", sequences.num_features, model.num_items, "items")
-    times = has_times(model, sequences)
-    return inputs_of(sequences, model.config.max_length, times=times)
+    check_events(model, sequences)
+    times, events = has_times(model, sequences), event_shapes(model)
+    length = model.config.max_length
+    return inputs_of(sequences, length, times=times, events=events)

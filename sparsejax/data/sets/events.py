@@ -1,0 +1,305 @@
+"""The columns of the events of histories: one value, or a few, for each entry."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsejax import codec
+from sparsejax.data.events.block import Block, Cells
+from sparsejax.data.files.entries import taken
+from sparsejax.data.files.names import Names, as_names
+from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.sets.click_columns import (
+    Categories,
+    Learner,
+    Numbering,
+    categories_of,
+    dense_of,
+    warn_of_lists,
+)
+from sparsejax.data.sets.click_schema import (
+    FIRST_KNOWN,
+    num_ids,
+    vocabularies_of,
+    vocabulary_columns,
+    vocabulary_of,
+)
+from sparsejax.data.sets.event_schema import EventSchema
+
+# A list of categories has a place in each event, so a long one makes all events large.
+_MOST_CATEGORIES = 64
+_PADDING = -1  # behind the last category of a list
+_LABEL = "columns of events"
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Events:
+    """The columns of the events of a `SequenceDataset`.
+
+    >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
+    >>> events += [{"user": "ann", "item": "tea", "action": "purchase"}]
+    >>> data = read_sequences(events, events=EventSchema(kind="action"))
+    >>> data.events.vocabularies["action"].tolist(), data.events["action"].tolist()
+    (['purchase', 'view'], [3, 2])
+
+    Attributes:
+      schema: types of the columns.
+      vocabularies: the categories of each `VocabularyColumn`, from id 2 on; id 0 is a missing
+        value, and id 1 a rare or unknown category.
+      columns: for each column of `schema.dense` `[entries]` float32; for each of `schema.ids`
+        `[entries]` int32, or `[entries, most]` where events have lists of categories: in a row
+        the categories of the event, then -1.
+
+    Raises:
+      ValueError: columns or vocabularies do not fit the schema, or differ in their lengths.
+    """
+
+    schema: EventSchema
+    vocabularies: Mapping[str, Names]
+    columns: Mapping[str, np.ndarray]
+
+    def __post_init__(self) -> None:
+        wanted = vocabularies_of(self.schema).keys()
+        if self.vocabularies.keys() != wanted:
+            raise ValueError(
+                f"vocabularies must be those of {list(wanted)}, got "
+                f"{list(self.vocabularies)}"
+            )
+        if [*self.columns] != self.schema.used:
+            raise ValueError(
+                f"columns must be {self.schema.used} in this order, got {[*self.columns]}"
+            )
+        if len({len(column) for column in self.columns.values()}) > 1:
+            raise ValueError("columns of events differ in their lengths")
+        for name in self.schema.dense:
+            self._check(name, np.dtype(np.float32), 1)
+            if not np.isfinite(self.columns[name]).all():
+                raise ValueError(f"column {name!r} has a number that is not finite")
+        for name, size in self.num_ids.items():
+            column = self.columns[name]
+            self._check(name, np.dtype(np.int32), max(1, column.ndim))
+            least = _PADDING if column.ndim == 2 else 0
+            if column.size and not least <= column.min() <= column.max() < size:
+                raise ValueError(
+                    f"column {name!r} has an id that is not below {size:,}"
+                )
+
+    def _check(self, name: str, dtype: np.dtype, ndim: int) -> None:
+        column = self.columns[name]
+        if column.dtype != dtype or column.ndim != min(ndim, 2):
+            raise ValueError(
+                f"column {name!r} must be {dtype}[entries], got "
+                f"{column.dtype}{list(column.shape)}"
+            )
+
+    def __getitem__(self, name: str) -> np.ndarray:
+        """A column by its name."""
+        return self.columns[name]
+
+    def __len__(self) -> int:
+        """Number of events."""
+        return len(next(iter(self.columns.values())))
+
+    @property
+    def num_ids(self) -> dict[str, int]:
+        """Number of ids of each column of categories."""
+        return num_ids(self.schema, self.vocabularies)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The kinds of events that the training data has, the most frequent one first."""
+        return [] if self.schema.kind is None else self._kinds.tolist()
+
+    def are_of(self, *kinds: str) -> np.ndarray:
+        """`[entries]` bool: whether an event is of one of some kinds.
+
+        Raises:
+          ValueError: events have no kinds, or no event of the training data is of one.
+        """
+        if self.schema.kind is None:
+            raise ValueError(
+                "the events have no kinds; read them with EventSchema(kind=COLUMN)"
+            )
+        if unknown := [kind for kind in kinds if kind not in self.kinds]:
+            raise ValueError(
+                f"no event is of the kind {', '.join(map(repr, unknown))}; the kinds of the "
+                f"column {self.schema.kind!r} are {', '.join(map(repr, self.kinds))}"
+            )
+        known = self._kinds.tolist()
+        wanted = [FIRST_KNOWN + known.index(kind) for kind in kinds]
+        column = self.columns[self.schema.kind]
+        found = np.isin(column, wanted)
+        return found if column.ndim == 1 else found.any(axis=1)
+
+    @property
+    def _kinds(self) -> Names:
+        assert self.schema.kind is not None
+        return self.vocabularies[self.schema.kind]
+
+    def with_columns(self, columns: Mapping[str, np.ndarray]) -> Events:
+        """Columns of other events, of the same schema."""
+        return dataclasses.replace(self, columns=columns)
+
+    def taken(self, at: np.ndarray) -> Events:
+        """Some of the events, by their places."""
+        return self.with_columns(taken(self.columns, at))
+
+    def check_like(self, other: Events, what: str) -> None:
+        """Raises ValueError unless `other`, data named `what`, has these ids and columns."""
+        if self.schema != other.schema or any(
+            not np.array_equal(names, other.vocabularies[name])
+            for name, names in self.vocabularies.items()
+        ):
+            raise ValueError(
+                f"{what} has other columns of events, or other categories, than the training "
+                "data; read it with features=train, events=train.events"
+            )
+
+    def to_json(self) -> dict[str, Any]:
+        """Schema and categories as a JSON object, for `from_json`; no events."""
+        return {
+            "schema": self.schema.to_json(),
+            "vocabularies": {n: v.tolist() for n, v in self.vocabularies.items()},
+        }
+
+    @classmethod
+    def from_json(cls, document: Mapping[str, Any]) -> Events:
+        """Schema and categories from the document that `to_json` made, without events.
+
+        Raises:
+          ValueError: it is not such an object.
+        """
+        document = codec.value(dict[str, Any], document, _LABEL)
+        schema = EventSchema.from_json(document.get("schema", {}))
+        given = codec.value(
+            dict[str, tuple[str, ...]],
+            document.get("vocabularies"),
+            _LABEL,
+            "vocabularies",
+        )
+        return no_events(schema, {name: as_names(v) for name, v in given.items()})
+
+
+def no_events(schema: EventSchema, vocabularies: Mapping[str, Names]) -> Events:
+    """The columns of a schema, without events."""
+    columns = {name: np.zeros(0, np.float32) for name in schema.dense}
+    columns |= {name: np.zeros(0, np.int32) for name in schema.ids}
+    return Events(schema, vocabularies, columns)
+
+
+class EventReader:
+    """Makes columns of events from cells, block by block.
+
+    Args:
+      given: types of the columns; or events with the same columns, whose categories keep
+        their ids: others are unknown.
+    """
+
+    def __init__(self, given: EventSchema | Events):
+        known = None if isinstance(given, EventSchema) else given.vocabularies
+        self.schema = given if isinstance(given, EventSchema) else given.schema
+        self._known = known
+        self._learners = {
+            name: Learner() for name in vocabularies_of(self.schema) if known is None
+        }
+        owners = vocabulary_columns(self.schema)
+        self._learner_of = {
+            name: self._learners[owner]
+            for name, owner in owners.items()
+            if owner in self._learners
+        }
+        self._numbering = {
+            name: Numbering(column, vocabulary_of(self.schema, name, known))
+            for name, column in self.schema.ids.items()
+            if name not in self._learner_of
+        }
+        self._dense: list[np.ndarray] = []
+        self._ids: dict[str, list[np.ndarray]] = {name: [] for name in self.schema.ids}
+        self._lengths: dict[str, list[np.ndarray | None]] = {
+            name: [] for name in self.schema.ids
+        }
+
+    def check(self, cells: Cells) -> None:
+        """Raises DataError for events whose columns cannot be read."""
+        dense_of(cells, self.schema.dense)
+        for name in self.schema.ids:
+            _checked(categories_of(cells, name), name, cells)
+
+    def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """The blocks, whose cells of further columns are taken as they pass.
+
+        Raises:
+          DataError: a cell cannot be read.
+        """
+        for block in blocks:
+            if block.beside is not None:
+                self._take(block.beside)
+            yield block
+
+    def _take(self, cells: Cells) -> None:
+        self._dense.append(dense_of(cells, self.schema.dense))
+        found = {
+            name: _checked(categories_of(cells, name), name, cells)
+            for name in self.schema.ids
+        }
+        if len(self._dense) == 1:
+            warn_of_lists(found, self.schema, self._known)
+        for name, each in found.items():
+            self._lengths[name].append(each.lengths)
+            if name in self._numbering:
+                self._ids[name].append(self._numbering[name].ids(each))
+            else:
+                self._learner_of[name].add(name, each.texts)
+
+    def finish(self, path: Path) -> Events:
+        """The columns of all events, in the order in which they were read.
+
+        Raises:
+          DataError: there are none.
+        """
+        if not self._dense:
+            raise DataError.at(path, "holds no data: there is no event")
+        vocabularies = dict(self._known or {})
+        for name, column in vocabularies_of(self.schema).items():
+            if name in self._learners:
+                vocabularies[name], learned = self._learners[name].finish(
+                    column.min_count
+                )
+                self._ids |= learned
+        dense = np.concatenate(self._dense)
+        columns = {
+            name: np.ascontiguousarray(dense[:, i])
+            for i, name in enumerate(self.schema.dense)
+        }
+        for name, parts in self._ids.items():
+            columns[name] = _joined(parts, self._lengths[name])
+        return Events(self.schema, vocabularies, columns)
+
+
+def _checked(found: Categories, name: str, cells: Cells) -> Categories:
+    if found.lengths is not None and found.lengths.max(initial=0) > _MOST_CATEGORIES:
+        event = int(np.argmax(found.lengths))
+        raise cells.error(
+            event,
+            f"column {name!r} has {found.lengths[event]:,} categories here, but an event "
+            f"has at most {_MOST_CATEGORIES}; keep the most important ones",
+        )
+    return found
+
+
+def _joined(parts: list[np.ndarray], lengths: list[np.ndarray | None]) -> np.ndarray:
+    """`[entries]` ids, or `[entries, most]` if some have lists."""
+    flat = np.concatenate(parts)
+    if all(each is None for each in lengths):
+        return flat
+    pairs = zip(parts, lengths, strict=True)
+    each = [np.ones(len(p), np.int64) if n is None else n for p, n in pairs]
+    sizes = np.concatenate(each)
+    has = np.arange(max(1, sizes.max(initial=0))) < sizes[:, None]
+    found = np.full(has.shape, _PADDING, np.int32)
+    found[has] = flat
+    return found

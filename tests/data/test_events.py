@@ -1,0 +1,424 @@
+"""Columns of events: how they are read, saved, split and made to targets."""
+
+import dataclasses
+import json
+from typing import Any, cast
+
+import numpy as np
+import pandas
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+import sparsejax as sj
+from sparsejax.data import (
+    DataError,
+    DenseColumn,
+    Events,
+    HashedColumn,
+    KeyColumn,
+    SequenceDataset,
+    VocabularyColumn,
+)
+
+SCHEMA = sj.EventSchema(
+    kind="action",
+    dense={"price": DenseColumn(log1p=True, missing=-1.0), "seconds": DenseColumn()},
+    ids={"device": VocabularyColumn(min_count=3), "shop": HashedColumn(7)},
+)
+
+
+def frame(rows: int = 60, seed: int = 0) -> pandas.DataFrame:
+    """Events in no order, with missing values in each column that may miss some."""
+    rng = np.random.default_rng(seed)
+
+    def some(values, share=0.2):
+        found = rng.choice(values, rows).astype(object)
+        found[rng.random(rows) < share] = None
+        return found
+
+    return pandas.DataFrame(
+        {
+            "user": rng.choice(["ann", "bob", "cy"], rows),
+            "item": rng.choice(["tea", "rye", "oat", "pea"], rows),
+            "price": some([1.5, 20.0, 0.25]).astype(float),
+            "seconds": rng.integers(0, 99, rows),
+            "time": rng.integers(0, 20, rows),
+            "action": some(["view", "cart", "buy"]),
+            "device": some(["web", "app", "kiosk"]),
+            "shop": some(["north", "south"]),
+        }
+    )
+
+
+def written(table: pandas.DataFrame, form: str, folder):
+    """The table in one of the forms that are read."""
+    path = folder / f"events.{form}"
+    if form == "frame":
+        return table
+    if form == "csv":
+        table.to_csv(path, index=False)
+    elif form == "jsonl":
+        rows = [
+            {name: None if pandas.isna(x) else x for name, x in row.items()}
+            for row in table.to_dict("records")
+        ]
+        path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    elif form == "parquet":
+        table.to_parquet(path, row_group_size=7)
+    else:
+        path = folder / "parts"
+        for place, part in table.groupby("shop", dropna=False):
+            below = path / f"shop={'' if part.shop.isna().all() else place}"
+            below.mkdir(parents=True)
+            part.drop(columns="shop").to_csv(below / "a.csv", index=False)
+    return path
+
+
+def read(source, **options) -> Any:
+    """The histories; not as a `SequenceDataset`, whose events may be None."""
+    return sj.read_sequences(source, events=SCHEMA, **options)
+
+
+def numbered(column: pandas.Series, min_count: int = 1) -> tuple[list[str], list[int]]:
+    """The vocabulary by numbers of occurrences then by name, and the ids."""
+    counts = column.value_counts()
+    known = [n for n in sorted(counts.index, key=lambda n: (-counts[n], n))]
+    known = [n for n in known if counts[n] >= min_count]
+    ids = [
+        0 if pandas.isna(x) else known.index(x) + 2 if x in known else 1 for x in column
+    ]
+    return known, ids
+
+
+@pytest.mark.parametrize("form", ["frame", "csv", "jsonl", "parquet", "folders"])
+def test_columns_are_as_a_stable_sort_has_them(form, tmp_path):
+    table = frame()
+    if form == "folders":
+        table = table.dropna(subset="shop").sort_values("shop", kind="stable")
+        table = table.reset_index(drop=True)
+    data = sj.read_sequences(written(table, form, tmp_path), events=SCHEMA)
+    place = {name: row for row, name in enumerate(dict.fromkeys(table.user))}
+    assert data.row_names.tolist() == list(place)
+    order = np.lexsort((table.time, table.user.map(place)))
+    wanted = table.iloc[order]
+    events = data.events
+    assert events is not None and len(events) == data.num_entries == len(table)
+    assert data.feature_names[data.indices].tolist() == wanted.item.tolist()
+    assert list(events.columns) == SCHEMA.used == ["price", "seconds", *SCHEMA.ids]
+    price = np.where(wanted.price.isna(), -1, np.log1p(wanted.price))
+    np.testing.assert_allclose(events["price"], price, rtol=1e-6)
+    assert events["seconds"].tolist() == wanted.seconds.tolist()
+    for name, least in (("action", 1), ("device", 3)):
+        known, ids = numbered(wanted[name], least)
+        assert events.vocabularies[name].tolist() == known
+        assert events[name].tolist() == ids
+    hashed = {
+        x: events["shop"][(wanted.shop == x).to_numpy()] for x in ("north", "south")
+    }
+    assert all(len(set(ids.tolist())) == 1 and ids[0] > 0 for ids in hashed.values())
+    assert not events["shop"][wanted.shop.isna().to_numpy()].any()
+    assert "columns of events: price" in str(data.columns)
+
+
+def test_later_data_has_the_ids_of_the_training_data():
+    train = sj.read_sequences(frame(), events=SCHEMA)
+    events = train.events
+    assert events is not None
+    row = {"user": "new", "item": "tea", "time": 1, "price": 3.0, "seconds": 2}
+    later = [row | {"action": "return", "device": "tv", "shop": "north"}]
+    later += [row | {"action": "buy", "device": None, "shop": "west"}]
+    data = sj.read_sequences(later, features=train, events=events)
+    assert data.events is not None
+    known = events.vocabularies["action"].tolist()
+    assert data.events["action"].tolist() == [1, known.index("buy") + 2]
+    assert data.events["device"].tolist() == [1, 0]
+    events.check_like(data.events, "later")
+    again = sj.EventSchema.from_json(json.loads(json.dumps(SCHEMA.to_json())))
+    assert again == SCHEMA
+    empty = Events.from_json(json.loads(json.dumps(events.to_json())))
+    assert not len(empty) and empty.num_ids == events.num_ids
+    with pytest.raises(
+        ValueError, match="later has other columns of events, or other cat"
+    ):
+        events.check_like(read(frame(9)).events, "later")
+
+
+LISTS = pa.table(
+    {
+        "user": ["ann", "bob", "cy"],
+        "items": [["tea", "rye"], [], ["tea"]],
+        "action": [["view", "buy"], [], [None]],
+        "tags": [[["a", "b", "c"], []], [], [["b"]]],
+        "country": ["de", "fr", None],
+    }
+)
+OF_LISTS = sj.EventSchema(
+    kind="action", ids={"tags": VocabularyColumn(), "country": VocabularyColumn()}
+)
+
+
+def test_rows_with_lists_have_lists_or_one_value_for_all(tmp_path):
+    data = sj.read_sequences(LISTS, events=OF_LISTS)
+    events = data.events
+    assert events is not None
+    assert events["action"].tolist() == [3, 2, 0]
+    assert events["country"].tolist() == [2, 2, 0]
+    assert events["tags"].tolist() == [[3, 2, 4], [-1, -1, -1], [2, -1, -1]]
+    data.save(tmp_path / "lists.parquet")
+    again = sj.read_sequences(tmp_path / "lists.parquet", events=events)
+    same(again, data)
+    # Typed headers of CSV have lists, too.
+    path = tmp_path / "typed.csv"
+    path.write_text("user:token,item:token,tags:token_seq\nann,tea,a b\nann,rye,\n")
+    of_text = sj.EventSchema(ids={"tags": VocabularyColumn()})
+    found = sj.read_sequences(path, events=of_text).events
+    assert found is not None and found["tags"].tolist() == [[2, 3], [-1, -1]]
+
+
+def same(data: SequenceDataset, other: SequenceDataset) -> None:
+    assert data.events is not None and other.events is not None
+    other.events.check_like(data.events, "the file")
+    for name in other.events.schema.used:
+        np.testing.assert_array_equal(data.events[name], other.events[name])
+    assert (data.weights is None) == (other.weights is None)
+    if other.weights is not None:
+        np.testing.assert_array_equal(data.weights, other.weights)
+    np.testing.assert_array_equal(data.indptr, other.indptr)
+
+
+def test_a_saved_file_has_all_columns_and_others_refuse_it(tmp_path):
+    data = sj.read_sequences(frame(), events=SCHEMA).with_targets("buy")
+    path = tmp_path / "saved.parquet"
+    data.save(path)
+    same(SequenceDataset.load(path), data)
+    empty = data.of_kinds("buy").align_rows(["nobody"], missing="empty")
+    empty.save(path)
+    same(SequenceDataset.load(path), empty)
+    data.save(path)
+    for read in (sj.data.scan_sequences, sj.SparseDataset.load):
+        with pytest.raises(DataError):
+            read(path)
+    with pytest.raises(
+        DataError, match="weights or columns of events, which are not read"
+    ):
+        sj.data.scan_sequences(path)
+    with pytest.raises(
+        ValueError, match="columns of events are those that it was saved"
+    ):
+        sj.read_sequences(path, events=SCHEMA)
+    plain = dataclasses.replace(data, weights=None, events=None)
+    plain.save(tmp_path / "plain.parquet")
+    with pytest.raises(DataError, match="has no columns of events"):
+        sj.read_sequences(tmp_path / "plain.parquet", events=data.events)
+    # A changed cell does not pass as a sound file.
+    table = pq.read_table(path)
+    column = table["events/seconds"].combine_chunks()
+    flat = column.flatten().to_numpy().copy()
+    flat[3] += 1
+    changed = pa.ListArray.from_arrays(
+        column.offsets, pa.array(flat), mask=column.is_null()
+    )
+    at = table.column_names.index("events/seconds")
+    field = table.schema.field(at)
+    pq.write_table(table.set_column(at, field, pa.chunked_array([changed])), path)
+    with pytest.raises(DataError, match="is damaged"):
+        SequenceDataset.load(path)
+
+
+def test_columns_go_with_their_entries():
+    data = read(frame())
+    assert data.events is not None
+    # Each event is known by its number of seconds, its item and its time.
+    key = [*zip(data.indices, data.times, data.events["seconds"], strict=True)]
+    every = dict(zip(key, data.events["shop"], strict=True))
+    train, heldout = data.split_last(3)
+    parts: list[Any] = [
+        train,
+        heldout,
+        *data.split_rows(0.5, seed=0),
+        *data.split(0.5, seed=1),
+    ]
+    parts += [
+        *data.split_at(fraction=0.5, repeats="all"),
+        data.align_rows(["cy", "ann"]),
+    ]
+    for part in parts:
+        assert part.events is not None and len(part.events) == part.num_entries
+        keys = zip(part.indices, part.times, part.events["seconds"], strict=True)
+        assert [every[k] for k in keys] == part.events["shop"].tolist()
+    fewer = data.append_features(["new", "pea"])
+    assert fewer.events is not None
+    np.testing.assert_array_equal(fewer.events["seconds"], data.events["seconds"])
+    padded = data.padded_column(data.events["seconds"], 4, fill=-5)
+    items = data.padded(4)
+    assert ((padded == -5) == (items == -1)).all() and padded.shape == items.shape
+    assert repr(data).endswith(
+        "times, events with price, seconds, action, device, shop)"
+    )
+
+
+def test_targets_and_weights_are_those_of_the_kinds():
+    data = read(frame())
+    events = data.events
+    assert events is not None
+    kinds = np.array(["", "", *events.vocabularies["action"].tolist()])[
+        events["action"]
+    ]
+    cases: list[tuple[dict[str, Any], dict[str, float]]] = [
+        ({"targets": "buy"}, {"buy": 1}),
+        ({"targets": ["buy", "cart"]}, {"buy": 1, "cart": 1}),
+        ({"weights": {"buy": 2, "view": 0.5}}, {"buy": 2, "view": 0.5}),
+        ({"targets": "view", "weights": {"buy": 2, "view": 0.5}}, {"view": 0.5}),
+    ]
+    for given, wanted in cases:
+        found = data.with_targets(given.get("targets"), weights=given.get("weights"))
+        assert found.weights is not None
+        assert found.weights.tolist() == [wanted.get(kind, 0) for kind in kinds]
+        only = found.only_targets()
+        assert only.num_entries == np.sum(found.weights > 0)
+    by_column = data.with_targets("buy", weights="seconds").weights
+    np.testing.assert_array_equal(
+        by_column, np.where(kinds == "buy", events["seconds"], 0)
+    )
+    assert (
+        data.of_kinds("buy", "view").num_entries
+        == np.isin(kinds, ["buy", "view"]).sum()
+    )
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_the_last_targets_are_held_out_and_nothing_behind_them_is_seen(n):
+    data = read(frame(80, seed=3)).with_targets("buy")
+    train, heldout = data.split_last(n)
+    assert data.weights is not None
+    for row in range(data.num_rows):
+        begin, end = data.indptr[row : row + 2]
+        targets = [e for e in range(begin + 1, end) if data.weights[e] > 0][-n:]
+        stays = range(begin, targets[0] if targets else end)
+        of_train = slice(*train.indptr[row : row + 2])
+        of_heldout = slice(*heldout.indptr[row : row + 2])
+        assert train.indices[of_train].tolist() == data.indices[stays].tolist()
+        assert heldout.indices[of_heldout].tolist() == data.indices[targets].tolist()
+    assert (heldout.weights == 1).all()
+    assert data.split_last(n).repeats == 0
+    has = [
+        (data.weights[data.indptr[r] + 1 : data.indptr[r + 1]] > 0).any()
+        for r in range(data.num_rows)
+    ]
+    assert data.num_examples == sum(has)
+
+
+def test_bad_lines_are_left_out(tmp_path):
+    path = tmp_path / "events.csv"
+    lines = ["user,item,price"] + [f"u{i % 9},i{i % 5},{i}" for i in range(300)]
+    lines[40] = "u1,i1,cheap"
+    path.write_text("\n".join(lines))
+    schema = sj.EventSchema(dense={"price": DenseColumn()})
+    with pytest.raises(DataError, match=r"events\.csv:41: column 'price'"):
+        sj.read_sequences(path, events=schema)
+    with pytest.warns(UserWarning, match="1 bad line is left out of 300"):
+        data = sj.read_sequences(path, events=schema, skip_bad_lines=True)
+    assert data.num_entries == 299
+
+
+ROWS = [{"user": "ann", "item": "tea", "action": "view", "price": 1.0}] * 2
+
+
+@pytest.mark.parametrize(
+    ("read", "error", "message"),
+    [
+        (lambda: sj.EventSchema(), ValueError, "expected at least one column"),
+        (
+            lambda: sj.EventSchema(kind="a", ids={"a": HashedColumn(3)}),
+            ValueError,
+            "must be a VocabularyColumn",
+        ),
+        (
+            lambda: sj.EventSchema(ids={"a": KeyColumn()}),
+            ValueError,
+            "for dynamic tables",
+        ),
+        (
+            lambda: sj.EventSchema(
+                dense={"a": DenseColumn()}, ids={"a": HashedColumn(3)}
+            ),
+            ValueError,
+            r"\['a'\] have two",
+        ),
+        (
+            lambda: sj.read_sequences(ROWS, events=sj.EventSchema(kind="where")),
+            DataError,
+            "there is no column 'where'",
+        ),
+        (
+            lambda: sj.read_sequences(
+                ROWS, events=sj.EventSchema(kind="item"), item="item"
+            ),
+            ValueError,
+            "each role needs a column of its own",
+        ),
+        (
+            lambda: sj.read_sequences(ROWS, events=cast(Any, {"kind": "action"})),
+            TypeError,
+            "events is an EventSchema",
+        ),
+        (
+            lambda: sj.read_sequences(
+                [ROWS[0] | {"price": "dear"}],
+                events=sj.EventSchema(dense={"price": DenseColumn()}),
+            ),
+            DataError,
+            "row 0: column 'price'",
+        ),
+        (
+            lambda: sj.read_sequences(
+                [{"user": "a", "items": ["x", "y"], "action": ["view"]}],
+                events=sj.EventSchema(kind="action"),
+            ),
+            DataError,
+            "the numbers of 'action' and of items differ",
+        ),
+        (
+            lambda: sj.read_sequences(
+                [ROWS[0] | {"tags": ["t"] * 65}],
+                events=sj.EventSchema(ids={"tags": HashedColumn(9)}),
+            ),
+            DataError,
+            "65 categories here, but an event has at most 64",
+        ),
+        (
+            lambda: sj.read_sequences(ROWS).with_targets("view"),
+            ValueError,
+            "no columns of events",
+        ),
+        (
+            lambda: of_kinds().with_targets("sold"),
+            ValueError,
+            "no event is of the kind 'sold'; the kinds of the column 'action' are 'view'",
+        ),
+        (
+            lambda: of_kinds().with_targets(weights={"view": -1}),
+            ValueError,
+            "finite numbers of 0 or more, got -1.0 for entry 0",
+        ),
+        (
+            lambda: of_kinds().with_targets(weights="action"),
+            ValueError,
+            "is no column of numbers of the events; there is none",
+        ),
+        (
+            lambda: of_kinds().with_targets(weights={"view": 0}),
+            ValueError,
+            "no event is a target with a positive weight",
+        ),
+        (lambda: of_kinds().with_targets(), ValueError, "give targets=..., weights="),
+    ],
+)
+def test_wrong_arguments(read, error, message, wrong_types):
+    with pytest.raises(error, match=message):
+        read()
+
+
+def of_kinds() -> SequenceDataset:
+    return sj.read_sequences(ROWS, events=sj.EventSchema(kind="action"))

@@ -1,0 +1,206 @@
+"""Models of histories with columns of events, and losses with weights, against NumPy."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.sequence.events import Categories, EventSizes, EventVectors
+from sparsejax.sequence.turns import tokens_of_turn
+
+ITEMS, LENGTH = 11, 12
+CONFIGS = {
+    "sasrec": sj.SASRecConfig(
+        max_length=LENGTH, width=8, dropout=0.0, blocks=1, temperature=None
+    ),
+    "hstu": sj.HSTUConfig(
+        max_length=LENGTH, width=8, dropout=0.0, blocks=1, temperature=None
+    ),
+    "gru": sj.GRUConfig(
+        max_length=LENGTH, width=8, dropout=0.0, blocks=1, temperature=None
+    ),
+}
+SIZES = EventSizes(
+    ("price",),
+    (
+        Categories("kind", "kind", 4, None),
+        Categories("tags", "tags", 6, 3),
+        Categories("first", "tags", 6, None),
+    ),
+)
+
+
+def made(name: str, events: EventSizes | None = SIZES, **options):
+    config = dataclasses.replace(CONFIGS[name], **options)
+    model = sj.sequence.build_sequence_model(
+        config, items=ITEMS, events=events, rngs=nnx.Rngs(0)
+    )
+    model.output.kernel[...] *= 20
+    if model.events is not None:
+        assert model.events.numbers is not None
+        for table in [*model.events.tables, model.events.numbers]:
+            table[...] *= 20
+    model.eval()
+    return model
+
+
+def batch(rows: int, seed: int = 0):
+    """Histories, weights and columns of `[rows, LENGTH + 1]` places, some rows empty."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(0, LENGTH + 2, rows)
+    lengths[:2] = 0, LENGTH + 1
+    shape = rows, LENGTH + 1
+    is_item = np.arange(LENGTH + 1) < lengths[:, None]
+    weights = np.where(rng.random(shape) < 0.5, 0, rng.random(shape))
+    columns = {
+        "price": rng.normal(size=shape),
+        "kind": rng.integers(0, 4, shape),
+        "tags": np.sort(rng.integers(-1, 6, (*shape, 3)))[..., ::-1],
+        "first": rng.integers(0, 6, shape),
+    }
+    columns = {
+        n: jnp.asarray(
+            np.ascontiguousarray(x), jnp.float32 if n == "price" else jnp.int32
+        )
+        for n, x in columns.items()
+    }
+    histories = np.where(is_item, rng.integers(0, ITEMS, shape), -1)
+    return jnp.asarray(histories), jnp.asarray(weights, jnp.float32), columns
+
+
+def test_vectors_are_sums_over_columns():
+    vectors = EventVectors(SIZES, 5, rngs=nnx.Rngs(0))
+    _, _, columns = batch(6)
+    found = vectors(columns)
+    assert vectors.numbers is not None
+    kinds, tags = (np.asarray(table[...], np.float64) for table in vectors.tables)
+    numbers = np.asarray(vectors.numbers[...], np.float64)
+    given = {name: np.asarray(x) for name, x in columns.items()}
+    has = given["tags"] >= 0
+    several = (tags[given["tags"]] * has[..., None]).sum(-2)
+    several /= np.maximum(has.sum(-1), 1)[..., None]
+    wanted = kinds[given["kind"]] + several + tags[given["first"]]
+    wanted += given["price"][..., None] * numbers[0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-5, atol=1e-6)
+    for name, wrong in (("kind", 4), ("kind", -1), ("tags", 6)):
+        broken = columns | {name: columns[name].at[0, 0].set(wrong)}
+        is_nan = np.isnan(vectors(broken)).all(axis=-1)
+        assert is_nan[0, 0] and is_nan.sum() == 1
+    with pytest.raises(ValueError, match="reads the columns of events"):
+        vectors({"kind": columns["kind"]})
+
+
+@pytest.mark.parametrize("negatives", [None, 5])
+@pytest.mark.parametrize("name", CONFIGS)
+def test_loss_is_the_weighted_mean_over_targets(name, negatives):
+    """Of all places at once, of those that are packed, and by turns."""
+    model = made(name, negatives=negatives)
+    histories, weights, columns = batch(120)
+    assert tokens_of_turn(histories) is not None
+
+    @nnx.jit
+    def losses(model, histories, weights, columns):
+        def loss(**how):
+            own = {"weights": weights, "events": columns}
+            return nnx.clone(model).loss(histories, **own, **how)
+
+        hidden = model(
+            histories[:, :-1], events={n: x[:, :-1] for n, x in columns.items()}
+        )
+        return loss(), loss(max_targets=histories[:, 1:].size), hidden
+
+    by_turns, packed, hidden = losses(model, histories, weights, columns)
+    np.testing.assert_allclose(by_turns, packed, rtol=1e-5)
+    if negatives is None:
+        scores = (
+            np.asarray(hidden, np.float64)
+            @ np.asarray(model.output.kernel[...][:ITEMS], np.float64).T
+        )
+        scores -= scores.max(-1, keepdims=True)
+        logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
+        targets = np.asarray(histories[:, 1:])
+        each = -np.take_along_axis(logs, np.maximum(targets, 0)[..., None], -1)[..., 0]
+        own = np.where(targets >= 0, np.asarray(weights[:, 1:], np.float64), 0)
+        np.testing.assert_allclose(by_turns, (own * each).sum() / own.sum(), rtol=1e-5)
+    nothing = losses(model, histories, jnp.zeros_like(weights), columns)
+    assert nothing[0] == nothing[1] == 0
+    with pytest.raises(ValueError, match="one for each place of the histories"):
+        model.loss(histories, weights=weights[:, 1:], events=columns)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_column_changes_no_earlier_place(name):
+    model = made(name)
+    histories, _, columns = batch(4)
+    histories = jnp.maximum(histories, 0)[:, :LENGTH]
+    columns = {n: x[:, :LENGTH] for n, x in columns.items()}
+    hidden = nnx.jit(lambda model, histories, events: model(histories, events=events))
+    before = hidden(model, histories, columns)
+    at = 7
+    changed = {
+        "price": columns["price"].at[:, at].add(1),
+        "kind": columns["kind"].at[:, at].set((columns["kind"][:, at] + 1) % 4),
+        "tags": columns["tags"].at[:, at, 0].set((columns["tags"][:, at, 0] + 1) % 6),
+        "first": columns["first"].at[:, at].set((columns["first"][:, at] + 1) % 6),
+    }
+    for column, values in changed.items():
+        after = hidden(model, histories, columns | {column: values})
+        np.testing.assert_array_equal(after[:, :at], before[:, :at])
+        assert (np.abs(after[:, at] - before[:, at]).max(axis=1) > 1e-4).all(), column
+    # The last place alone, whose padding is not computed on a CPU.
+    many = jnp.tile(histories, (100, 1)).at[::3, 5:].set(-1)
+    given = {n: jnp.tile(x, (100,) + (1,) * (x.ndim - 1)) for n, x in columns.items()}
+    assert tokens_of_turn(many) is not None
+    last = nnx.jit(lambda model, h, e: (model.last(h, events=e), model(h, events=e)))
+    found, every = last(model, many, given)
+    place = np.sum(np.asarray(many) >= 0, axis=1) - 1
+    wanted = np.take_along_axis(np.asarray(every), place[:, None, None], 1)[:, 0]
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_columns_must_be_those_of_the_model():
+    histories, _, columns = batch(3)
+    with pytest.raises(ValueError, match="made without columns of events"):
+        made("sasrec", None).loss(histories, events=columns)
+    for name in ("sasrec", "gru"):
+        with pytest.raises(
+            ValueError, match="reads the columns of events .* give events"
+        ):
+            made(name).loss(histories)
+    with pytest.raises(NotImplementedError, match="scores of neighbours"):
+        sizes = sj.nn.ContentSizes.of(None, np.ones((ITEMS, 2), np.float32))
+        config = CONFIGS["sasrec"]
+        content = sj.sequence.build_sequence_model(
+            config, items=ITEMS, events=SIZES, content=sizes, rngs=nnx.Rngs(0)
+        )
+        sj.sequence.WithNeighbours(content)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_eight_devices_do_what_one_does(name):
+    histories, weights, columns = batch(16)
+
+    def gradients():
+        model = made(name)
+
+        @nnx.jit
+        def both(model):
+            def loss(model):
+                own = {"weights": weights, "events": columns}
+                packed = model.loss(histories, **own, max_targets=16 * LENGTH)
+                return packed + model.loss(histories, **own)
+
+            return nnx.value_and_grad(loss)(model)
+
+        return both(model)
+
+    loss, one = gradients()
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        on_mesh, eight = gradients()
+    np.testing.assert_allclose(on_mesh, loss, rtol=1e-6)
+    for a, b in zip(jax.tree.leaves(eight), jax.tree.leaves(one), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5)

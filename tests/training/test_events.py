@@ -1,0 +1,190 @@
+"""Training on histories whose events have columns, and on the events that are targets."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+import pandas
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+
+ITEMS = 8
+
+
+def world(users: int, seed: int = 0, says: bool = True) -> pandas.DataFrame:
+    """A "buy" moves a user on by 3 items, a "view" by 1, in 9 of 10 cases."""
+    rng = np.random.default_rng(seed)
+    item, rows = rng.integers(ITEMS, size=users), []
+    for time in range(9):
+        kind = rng.integers(2, size=users)
+        names = [f"i{i}" for i in item]
+        rows.append(
+            pandas.DataFrame(
+                {
+                    "user": [f"u{u}" for u in range(users)],
+                    "item": names,
+                    "time": time,
+                    "action": np.where(kind, "buy", "view"),
+                    "price": rng.random(users),
+                }
+            )
+        )
+        step = np.where(kind if says else rng.integers(2, size=users), 3, 1)
+        other = rng.integers(ITEMS, size=users)
+        item = np.where(rng.random(users) < 0.9, (item + step) % ITEMS, other)
+    return pandas.concat(rows)
+
+
+SCHEMA = sj.EventSchema(kind="action", dense={"price": sj.data.DenseColumn()})
+MODELS = {
+    "sasrec": (sj.SASRecConfig(max_length=8, width=16, blocks=1, dropout=0.0), 12),
+    "hstu": (sj.HSTUConfig(max_length=8, width=16, blocks=1, dropout=0.0), 12),
+    "gru": (sj.GRUConfig(max_length=8, width=32, blocks=1, dropout=0.0), 18),
+}
+
+
+def trained(config, data, **options) -> tuple[Any, list[dict[str, float]]]:
+    model, optimizer = sj.build(config, data, sj.optimizers.adam(0.02))
+    return model, sj.fit(model, optimizer, data, batch_size=64, **options)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_reach_the_bound_of_ids_and_that_of_kinds(name):
+    """Without the kind, a next item is one of two: .9 / 2 + .1 / 8. With it .9 + .1 / 8."""
+    config, epochs = MODELS[name]
+    data = sj.read_sequences(world(1000), events=SCHEMA)
+    others = sj.read_sequences(world(3000, seed=1), features=data, events=data.events)
+    shown, heldout = others.split_last()
+    found = []
+    for own in (lambda each: each, sj.SequenceDataset.without_events):
+        model, _ = trained(config, own(data), num_epochs=epochs)
+        measured = sj.evaluate(
+            model, own(shown), own(heldout), k=1, exclude=None, popularity=own(data)
+        )
+        found.append(measured["recall@1"])
+    assert found[0] > 0.9125 - 0.02
+    assert found[1] < 0.4625 + 0.03
+
+
+def small(**options) -> Any:
+    return trained(sj.GRUConfig(max_length=4, width=4, blocks=1), **options)
+
+
+def test_only_targets_are_learned_and_measured():
+    data = sj.read_sequences(world(70), events=SCHEMA)
+    train, heldout = data.split_last()
+    model, history = small(
+        data=train, targets="buy", num_epochs=1, validation=heldout, k=3
+    )
+    _, same = small(
+        data=train.with_targets("buy"),
+        num_epochs=1,
+        validation=heldout.with_targets("buy"),
+        k=3,
+    )
+    assert same[0]["loss"] == history[0]["loss"]
+    assert same[0]["ndcg@3"] == history[0]["ndcg@3"]
+    found = sj.evaluate(model, train, heldout.of_kinds("buy"), k=3, exclude=None)
+    assert found["ndcg@3"] == history[0]["ndcg@3"]
+    every = sj.evaluate(model, train, heldout, k=3, exclude=None)
+    assert found["users"] < every["users"] == 70
+    # By a column, by an array, and by kinds with equal weights.
+    assert train.events is not None
+    by_array = train.events["price"]
+    losses = [
+        small(data=train, weights=weights, num_epochs=1)[1][0]["loss"]
+        for weights in ("price", by_array, {"buy": 3, "view": 3}, None)
+    ]
+    assert losses[0] == losses[1] != losses[3]
+    assert losses[2] == pytest.approx(losses[3], rel=1e-6)
+    # Rows that have no target are no examples.
+    nothing = dataclasses.replace(train, weights=np.zeros(train.num_entries))
+    with pytest.raises(
+        ValueError, match="the next of positive weight, so there is noth"
+    ):
+        small(data=nothing)
+
+
+def test_a_resume_gives_the_same_bits(tmp_path):
+    data = sj.read_sequences(world(70), events=SCHEMA).with_targets("buy")
+
+    class Killed(Exception):
+        pass
+
+    def killed(epoch):
+        if epoch == 2:
+            raise Killed
+
+    expected, history = small(data=data, num_epochs=3)
+    folder: dict[str, Any] = {"checkpoint_dir": tmp_path, "checkpoint_seconds": 0}
+    with pytest.raises(Killed):
+        small(data=data, num_epochs=3, **folder, after_epoch=killed)
+    model, resumed = small(data=data, num_epochs=3, **folder, resume=True)
+    assert [h["loss"] for h in resumed] == [h["loss"] for h in history]
+    states = [jax.tree.leaves(nnx.state(m, nnx.Param)) for m in (model, expected)]
+    for ours, theirs in zip(*states, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    other = data.with_targets("view")
+    with pytest.raises(ValueError, match="cannot resume with other data"):
+        small(data=other, num_epochs=3, **folder, resume=True)
+
+
+def test_a_column_of_the_last_event_changes_the_answer():
+    data = sj.read_sequences(world(70), events=SCHEMA)
+    model, _ = small(data=data, num_epochs=1)
+    assert data.events is not None
+    ids = data.events["action"].copy()
+    ids[data.indptr[1:] - 1] = 5 - ids[data.indptr[1:] - 1]
+    columns = dict(data.events.columns) | {"action": ids}
+    other = dataclasses.replace(data, events=data.events.with_columns(columns))
+    before, after = (sj.recommend(model, x, k=8, exclude=None) for x in (data, other))
+    by_item = [
+        np.take_along_axis(r.scores, np.argsort(r.ids, 1), 1) for r in (before, after)
+    ]
+    assert (np.abs(by_item[0] - by_item[1]).max(axis=1) > 0).all()
+
+
+def test_whatever_does_not_read_columns_refuses_them(tmp_path):
+    data = sj.read_sequences(world(20), events=SCHEMA)
+    config = sj.GRUConfig(max_length=4, width=4)
+    model, optimizer = sj.build(config, data)
+    plain, of_plain = sj.build(config, data.without_events())
+    with pytest.raises(
+        ValueError, match="which the model does not read: make the model"
+    ):
+        sj.fit(plain, of_plain, data)
+    with pytest.raises(
+        ValueError, match="which the model does not read: make the model"
+    ):
+        sj.recommend(plain, data, k=2)
+    for use in (
+        lambda x: sj.fit(model, optimizer, x),
+        lambda x: sj.recommend(model, x, k=2),
+        lambda x: sj.evaluate(model, x, data, k=2),
+    ):
+        with pytest.raises(ValueError, match="but inputs has none; read the data with"):
+            use(data.without_events())
+    fewer = sj.EventSchema(kind="action")
+    with pytest.raises(ValueError, match="but the model reads"):
+        sj.recommend(model, sj.read_sequences(world(20), events=fewer), k=2)
+    with pytest.raises(NotImplementedError, match="predictors do not take yet"):
+        sj.export_predictor(model, tmp_path / "a.zip", names=data)
+    data.save(tmp_path / "data.parquet")
+    for source in (data, str(tmp_path / "data.parquet")):
+        with pytest.raises(
+            NotImplementedError, match="runs and commands do not read yet"
+        ):
+            sj.Run.train(source, tmp_path / "run", model="gru")
+    data.without_events().save(tmp_path / "plain.parquet")
+    scanned = sj.data.scan_sequences(tmp_path / "plain.parquet")
+    with pytest.raises(
+        NotImplementedError, match="inputs is scanned, and has no columns"
+    ):
+        sj.fit(plain, of_plain, scanned, targets="buy")
+    with pytest.raises(ValueError, match="no columns of events"):
+        sj.fit(plain, of_plain, data.without_events(), targets="buy")
+    with pytest.raises(ValueError, match="name the kinds of events to predict"):
+        sj.fit(model, optimizer, data, data.to_sparse())
