@@ -29,6 +29,7 @@ from .embeddings.changes import apply_changes as apply_changes
 from .embeddings.changes import export_changes as export_changes
 from .embeddings.model_config import DCNConfig as DCNConfig
 from .embeddings.model_config import DeepFMConfig as DeepFMConfig
+from .embeddings.model_config import DINConfig as DINConfig
 from .embeddings.model_config import DLRMConfig as DLRMConfig
 from .embeddings.model_config import WideDeepConfig as WideDeepConfig
 from .engine.rank.nearest import nearest as nearest

@@ -184,6 +184,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sasrec": "sequence/test_sasrec.py::test_the_formula",
         **dict.fromkeys(("hstu", "gru"), _HISTORIES),
         **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep"), _SCORES),
+        "din": "embeddings/test_din.py::test_scores_are_those_of_the_formula",
     },
 }
 

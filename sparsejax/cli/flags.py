@@ -25,7 +25,7 @@ from sparsejax.options.reading import (
 # As sparsejax.data has them, to write.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
 Model = Literal[
-    "autoencoder", "sasrec", "hstu", "gru", "dlrm", "dcn", "deepfm", "wide_deep"
+    "autoencoder", "sasrec", "hstu", "gru", "dlrm", "dcn", "deepfm", "wide_deep", "din"
 ]
 SWITCH = Flag(gives=True)
 _FILE = Flag(value="FILE")

@@ -12,10 +12,12 @@ from .feature_batch import WideIds as WideIds
 from .model_config import ClickModelConfig as ClickModelConfig
 from .model_config import DCNConfig as DCNConfig
 from .model_config import DeepFMConfig as DeepFMConfig
+from .model_config import DINConfig as DINConfig
 from .model_config import DLRMConfig as DLRMConfig
 from .model_config import DynamicTables as DynamicTables
 from .model_config import WideDeepConfig as WideDeepConfig
 from .models import DCN as DCN
+from .models import DIN as DIN
 from .models import DLRM as DLRM
 from .models import DeepFM as DeepFM
 from .models import WideDeep as WideDeep

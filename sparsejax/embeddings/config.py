@@ -19,6 +19,7 @@ from sparsejax.optimizers.rules import Rule
 
 Placement = Literal["replicated", "rows", "table", "columns"]
 Outside = Literal["error", "drop"]
+Longer = Literal["error", "last"]
 Evict = Literal["lru", "lfu"]
 Unknown = Literal["init", "zeros"]
 # A count of a sketch has 8 bits.
@@ -288,6 +289,9 @@ class FeatureConfig:
       length: with the combiner None, the most ids that an example has.
       outside: what to do about an id that the table does not have: "error" or "drop".
         Where ids are traced or on a device, an error is a row of NaN.
+      longer: with the combiner None, what to do about a list of more than `length` ids:
+        "error", or "last", which reads the last `length` ids. In an array, -1 behind the last
+        id of a row is no part of its list.
     """
 
     table: str
@@ -295,6 +299,7 @@ class FeatureConfig:
     combiner: Combiner | None = "sum"
     length: int | None = None
     outside: Outside = "error"
+    longer: Longer = "error"
 
     def __post_init__(self) -> None:
         if self.combiner not in (None, *get_args(Combiner)):
@@ -303,6 +308,13 @@ class FeatureConfig:
             )
         if self.outside not in get_args(Outside):
             raise ValueError(f'outside is "error" or "drop", got {self.outside!r}')
+        if self.longer not in get_args(Longer):
+            raise ValueError(f'longer is "error" or "last", got {self.longer!r}')
+        if self.longer != "error" and self.length is None:
+            raise ValueError(
+                f"longer={self.longer!r} is for lists whose rows stay apart: give "
+                "combiner=None and length, or leave longer out"
+            )
         if (self.combiner is None) != (self.length is not None):
             raise ValueError(
                 "length belongs to combiner=None, and is needed there: got combiner="

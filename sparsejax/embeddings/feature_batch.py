@@ -103,6 +103,7 @@ def pack(
             f"nse has {sorted(unknown)}; the stacks are {[s.name for s in stacks]}"
         )
     wide: dict[str, WideIds] = {}
+    ids = {name: _last_ids(features[name], value) for name, value in ids.items()}
     narrow: dict[str, Any] = dict(ids)
     for name, value in ids.items():
         if features[name].table.dynamic:
@@ -158,7 +159,8 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
     """
     features, found = {f.name: f for stack in stacks for f in stack.features}, dict(ids)
     for name in features.keys() & ids.keys():
-        feature, value = features[name], cast(Any, ids[name])
+        feature = features[name]
+        found[name] = value = cast(Any, _last_ids(feature, ids[name]))
         if feature.table.dynamic:
             found[name] = wide = _wide_ids(feature, value)
             value = _positions(wide)
@@ -169,6 +171,42 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
             _batch_size(feature, value)
             _check_on_host(feature, value)
     return found
+
+
+def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
+    """The last `length` ids of each row of an array, where the feature asks for them.
+
+    Lists in other forms are cut where they are packed.
+    """
+    length = feature.config.length
+    if feature.config.longer == "error" or length is None:
+        return value
+    if isinstance(value, WideIds):
+        if value.offsets is not None or _width(value.low) <= length:
+            return value
+        present = value.present
+        at = None if present is None else _last_places(present, length)
+        arrays = (value.low, value.high, present)
+        return WideIds(*(None if a is None else _taken(a, at, length) for a in arrays))
+    if not isinstance(value, Array) or value.ndim != 2 or _width(value) <= length:
+        return value
+    return _taken(value, _last_places(value != -1, length), length)
+
+
+def _last_places(present: Array, length: int) -> Array:
+    """`[batch, length]`: the columns of the last `length` ids, or the first ones of a short list."""
+    xp = np if isinstance(present, np.ndarray) else jnp
+    behind = xp.arange(1, present.shape[1] + 1, dtype=np.int32)[None]
+    ends = xp.max(xp.where(present, behind, 0), axis=1, keepdims=True)
+    return xp.maximum(ends - length, 0) + xp.arange(length, dtype=np.int32)[None]
+
+
+def _taken(array: Array, at: Array | None, length: int) -> Array:
+    """The columns `at` of each row; the last `length` by default."""
+    if at is None:
+        return array[:, -length:]
+    xp = np if isinstance(array, np.ndarray) else jnp
+    return xp.take_along_axis(array, at, axis=1)
 
 
 def divides_batch(batch: int) -> bool:
@@ -499,12 +537,18 @@ def _of_matrices(
     entry = xp.arange(total, dtype=np.int32)
     position = entry - starts[group]
     length = of_each([f.config.length or 0 for f in features])
+    begin = starts[group]
+    if any(f.config.longer == "last" for f in features):
+        cut_off = of_each([f.config.longer == "last" for f in features], bool)
+        more = xp.maximum((ends - starts)[group] - length, 0)
+        more = xp.where(cut_off & (example < batch), more, 0)
+        kept, position, begin = kept & (position >= more), position - more, begin + more
     bag = xp.clip(position, 0, xp.maximum(length - 1, 0))
     column = xp.where((length > 0) & (position >= length), WRONG, column)
     first_bag = of_each([f.first_bag for f in features])
     used = example < batch
     row = xp.where(used, example, 0) * stack.bags + first_bag + bag
-    first = xp.minimum(starts[group] + bag, entry)
+    first = xp.minimum(begin + bag, entry)
     weight = None
     if any(x.data is not None for _, x in matrices):
         dtype = np.result_type(
@@ -631,7 +675,8 @@ def _check_on_host(feature: StackedFeature, value: Array | CSR) -> None:
                 f"feature {name!r} is overfull: {count:,} ids, room for {value.nse:,}"
             )
         lengths = np.diff(value.indptr)
-        if config.length is not None and (lengths > config.length).any():
+        cuts = config.longer == "error"
+        if cuts and config.length is not None and (lengths > config.length).any():
             example = int(np.argmax(lengths > config.length))
             raise ValueError(
                 f"feature {name!r}, example {example}: {lengths[example]} ids, but "

@@ -177,3 +177,23 @@ class WideDeepConfig(ClickModelConfig):
 
     model = "wide_deep"
     hidden: tuple[int, ...] = (64, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DINConfig(ClickModelConfig):
+    """Layers of a `DIN`.
+
+    >>> DINConfig(length=100).to_json()
+    {'version': 1, 'model': 'din', 'length': 100}
+
+    Attributes:
+      length: number of ids that are read from the end of each history.
+      attention: sizes of the layers that weigh an id of a history; a last one of size 1
+        follows.
+      hidden: sizes of the layers behind the histories' sums; a last one of size 1 follows.
+    """
+
+    model = "din"
+    length: int = 50
+    attention: tuple[int, ...] = (80, 40)
+    hidden: tuple[int, ...] = (64, 32)

@@ -272,7 +272,7 @@ _KINDS = {
         "The model reads what a user did, in its order, and says what comes next.",
     ),
     **dict.fromkeys(
-        ("dlrm", "dcn", "deepfm", "wide_deep"),
+        ("dlrm", "dcn", "deepfm", "wide_deep", "din"),
         "The model says how probable a click is, from columns of numbers and of categories.",
     ),
 }

@@ -105,15 +105,21 @@ def test_a_model_and_data_that_do_not_share_alike():
             sj.embeddings.WideDeep(sj.WideDeepConfig(), features=features, **how)
 
 
-def test_from_the_schema_to_a_predictor(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize(
+    ("model", "rule", "rate", "epochs"),
+    [("deepfm", "adagrad", ".1", "10"), ("din", "adam", ".01", "40")],
+)
+def test_from_the_schema_to_a_predictor(
+    tmp_path, monkeypatch, capsys, model, rule, rate, epochs
+):
     monkeypatch.chdir(tmp_path)
     for name, seed, first in (("monday", 0, 0), ("tuesday", 1, 4), ("test", 2, 0)):
         lines = [json.dumps(row) + "\n" for row in made(seed, first)]
         (tmp_path / f"{name}.jsonl").write_text("".join(lines))
     (tmp_path / "schema.json").write_text(json.dumps(SCHEMA.to_json()))
-    how = ["--epochs", "10", "--batch-size", "64", "--decay", "none"]
-    how += ["--learning-rate", ".1", "--optimizer", "adagrad"]
-    flags = ["--model", "deepfm", "--schema", "schema.json", *how]
+    how = ["--epochs", epochs, "--batch-size", "64", "--decay", "none"]
+    how += ["--learning-rate", rate, "--optimizer", rule]
+    flags = ["--model", model, "--schema", "schema.json", *how]
     assert main(["train", "monday.jsonl", "--run", "monday", *flags]) == 0
     run = sj.Run.load("monday")
     assert run.model.like == {"seen": "item"}
@@ -137,7 +143,7 @@ def test_from_the_schema_to_a_predictor(tmp_path, monkeypatch, capsys):
         sj.predict(tuesday.model, data),
         rtol=1e-5,
     )
-    plan = ["plan", "--model", "deepfm", "--schema", "schema.json", "--examples"]
+    plan = ["plan", "--model", model, "--schema", "schema.json", "--examples"]
     capsys.readouterr()
     assert main([*plan, "monday.jsonl", "--memory", "1GB"]) == 0
     out = capsys.readouterr().out
