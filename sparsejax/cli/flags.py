@@ -101,7 +101,7 @@ class Modelled(Described, training.Content):
     Attributes:
       model: autoencoder learns which items go together. sasrec, hstu and gru learn what
         comes next: histories are in the order of --time, or else of the file, and an item
-        may be in one many times. dlrm, dcn, deepfm and wide_deep predict clicks. --config
+        may be in one many times. dlrm, dcn, deepfm, wide_deep and din predict clicks. --config
         has their options.
       content_columns: The columns of --item-features to read.
       words: Columns of --item-features whose words are tags, such as titles. Without it,

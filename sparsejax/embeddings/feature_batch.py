@@ -186,8 +186,7 @@ def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
             return value
         present = value.present
         at = None if present is None else _last_places(present, length)
-        arrays = (value.low, value.high, present)
-        return WideIds(*(None if a is None else _taken(a, at, length) for a in arrays))
+        return jax.tree.map(lambda array: _taken(array, at, length), value)
     if not isinstance(value, Array) or value.ndim != 2 or _width(value) <= length:
         return value
     return _taken(value, _last_places(value != -1, length), length)
@@ -206,7 +205,7 @@ def _taken(array: Array, at: Array | None, length: int) -> Array:
     if at is None:
         return array[:, -length:]
     xp = np if isinstance(array, np.ndarray) else jnp
-    return xp.take_along_axis(array, at, axis=1)
+    return array[xp.arange(len(array), dtype=np.int32)[:, None], at]
 
 
 def divides_batch(batch: int) -> bool:

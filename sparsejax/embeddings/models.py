@@ -508,7 +508,9 @@ def _attention(layers: _Layers, history: jax.Array, candidate: jax.Array) -> jax
     kernel = jnp.concatenate([of_each + of_gap, of_both])
     both = jnp.concatenate([history, history * candidate[:, None]], axis=-1)
     once = candidate @ (of_candidate - of_gap)
-    x = both @ kernel + (once + first.bias[...].astype(once.dtype)[None])[:, None]
+    if first.bias is not None:
+        once = once + first.bias[...].astype(once.dtype)[None]
+    x = both @ kernel + once[:, None]
     for layer in others:
         x = layer(_relu(x))
     return x[..., 0]

@@ -197,7 +197,7 @@ class Train(TrainMore):
       model: autoencoder, the default, learns which items go together. It sees neither order nor
         repeats, also of histories. sasrec, hstu and gru learn what comes next: histories are in
         the order of their times, or else of the file, and an item may be in one many times.
-        dlrm, the default for clicks, dcn, deepfm and wide_deep predict clicks.
+        dlrm, the default for clicks, dcn, deepfm, wide_deep and din predict clicks.
       config: The configuration of the model, in place of one that suits the data.
       schema: The columns of a file of clicks.
       dynamic: Rows of the dynamic table of each column of 64-bit ids, which get a row when they

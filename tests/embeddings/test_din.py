@@ -1,6 +1,7 @@
 """DIN, whose histories are weighed by the candidate, beside float64 and a second formula."""
 
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +28,7 @@ def lists(rng, batch, rows, longest):
 
 def inputs(batch=16, num_dense=2):
     rng = np.random.default_rng(0)
-    ids = {
+    ids: dict[str, Any] = {
         "user": rng.integers(0, 30, batch).astype(np.int32),
         "item": rng.integers(-1, 50, batch).astype(np.int32),
         "shop": rng.integers(0, 9, (batch, 1)).astype(np.int32),
