@@ -79,9 +79,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
     import sparsejax as sj
 
     def ours(h, kernel, exclude, implementation=None):
-        return sj.top_k(
-            h, kernel, None, _K, exclude=exclude, implementation=implementation
-        )
+        return sj.top_k(h, kernel, _K, exclude=exclude, implementation=implementation)
 
     def plain(h, kernel, exclude):
         kernel = kernel[: exclude.num_cols]

@@ -70,7 +70,7 @@ class Transformer(nnx.Module):
         """What may come after each history."""
         last = jnp.sum(histories != PADDING, axis=1) - 1
         h = self(histories)[jnp.arange(len(histories)), last]
-        return sj.top_k(h, self.items.embedding[...], None, k)[0]
+        return sj.top_k(h, self.items.embedding[...], k)[0]
 
 
 @sj.jit

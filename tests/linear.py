@@ -22,7 +22,9 @@ class Linear(nnx.Module):
     def top_k(self, x, k, *, exclude=None):
         Linear.times_traced += 1
         h = gather_matmul(x, self.weights[...])
-        return top_k(h, jnp.eye(self.num_items), self.bias[...], k, exclude=exclude)
+        return top_k(
+            h, jnp.eye(self.num_items), k, bias=self.bias[...], exclude=exclude
+        )
 
     def item_scores(self, x, ids):
         scores = gather_matmul(x, self.weights[...]) + self.bias[...][None, :]

@@ -121,12 +121,12 @@ class _FromItemToItem(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
-        denied: Bool[Array, "items"] | None = None,
+        excluded: Bool[Array, "items"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, as `sparsejax.top_k`."""
         scores = self(x)
-        if denied is not None:
-            scores = jnp.where(denied[None], -jnp.inf, scores)
+        if excluded is not None:
+            scores = jnp.where(excluded[None], -jnp.inf, scores)
         if exclude is not None:
             check_sparse_rows(exclude)
             place = (exclude.row_ids(), exclude.column_ids())

@@ -207,7 +207,7 @@ def prepare(command: flags.Prepare) -> None:
         split_last=command.split_last,
         split_fraction=command.split_fraction,
         seed=command.seed,
-        skip_bad=command.skip_bad_lines,
+        skip_bad_lines=command.skip_bad_lines,
         memory=command.memory,
     )
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)

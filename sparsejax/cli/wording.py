@@ -7,7 +7,7 @@ import re
 from sparsejax.options.option import Options, flags_of
 
 # Arguments of functions that go by another name than the options of commands.
-_ELSEWHERE = {"exclude=None": "exclude_seen=False", "skip_bad=True": "skip_bad_lines"}
+_ELSEWHERE = {"exclude=None": "exclude_seen=False"}
 # Words of messages that are axes of the mesh.
 _AXES = "data", "model"
 # Advice of messages in Python, and the same in a shell.

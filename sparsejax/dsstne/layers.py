@@ -305,8 +305,8 @@ class Layer(nnx.Module):
             ids, scores = top_k(
                 held.units[self.source_layers[0].name],
                 module.kernel[...],
-                _bias(module),
                 k,
+                bias=_bias(module),
                 exclude=exclude,
                 num_items=self.ranked,
                 kernel_spec=module.kernel_spec,

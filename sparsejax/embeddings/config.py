@@ -285,7 +285,8 @@ class FeatureConfig:
     Attributes:
       table: name of the table with its rows. Features can share a table.
       combiner: "sum", "mean" or "sqrtn" of the rows, see `sparsejax.gather_matmul`. With
-        None the rows stay apart, in the order of the ids.
+        None the rows stay apart, in the order of the ids. The default is that of TorchRec,
+        and of a product with a sparse matrix; Keras and SparseOperationKit take "mean".
       length: with the combiner None, the most ids that an example has.
       outside: what to do about an id that the table does not have: "error" or "drop".
         Where ids are traced or on a device, an error is a row of NaN.

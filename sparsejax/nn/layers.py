@@ -512,7 +512,7 @@ class SparseOutput(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
-        denied: Bool[Array, "items"] | None = None,
+        excluded: Bool[Array, "items"] | None = None,
         u: Float[Array, "batch rank"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items, see `sparsejax.top_k`.
@@ -521,20 +521,20 @@ class SparseOutput(nnx.Module):
           h: hidden vectors.
           k: how many.
           exclude: items to leave out of each row.
-          denied: a mask of items that are excluded in all rows.
+          excluded: a mask of items that are excluded in all rows.
           u: vectors of the linear part, as its `encode` returns them.
         """
         if exclude is not None:
             check_sparse_rows(exclude)
         h, kernel, bias, scale = self._operands(h, u)
-        if denied is not None:
-            denied = jnp.pad(denied, (0, len(kernel) - self.num_items))
-            bias = _denying(bias, denied)
+        if excluded is not None:
+            excluded = jnp.pad(excluded, (0, len(kernel) - self.num_items))
+            bias = _denying(bias, excluded)
         return topk.top_k(
             h,
             kernel,
-            bias,
             k,
+            bias=bias,
             scale=scale,
             exclude=exclude,
             num_items=self.num_items,
@@ -721,10 +721,10 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
 
 
 def _denying(
-    bias: Float[Array, "items"] | None, denied: Bool[Array, "items"]
+    bias: Float[Array, "items"] | None, excluded: Bool[Array, "items"]
 ) -> Float[Array, "items"]:
     """The bias that is -inf for some items. Scores of the others keep their bits."""
-    more = jnp.where(denied, -jnp.inf, 0).astype(jnp.float32)
+    more = jnp.where(excluded, -jnp.inf, 0).astype(jnp.float32)
     return more if bias is None else bias + more
 
 

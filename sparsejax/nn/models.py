@@ -238,7 +238,7 @@ class FeedForward(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
-        denied: Bool[Array, "items"] | None = None,
+        excluded: Bool[Array, "items"] | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
         """Ids and scores of the `k` best items of each row, without noise.
 
@@ -246,12 +246,12 @@ class FeedForward(nnx.Module):
           x: the rows.
           k: how many.
           exclude: items to leave out of each row.
-          denied: a mask of items that are excluded in all rows.
+          excluded: a mask of items that are excluded in all rows.
         """
         model = with_vectors(self)
         h = model.encode(x, deterministic=True)
         u = self._linear(x)
-        return model.output.top_k(h, k, exclude=exclude, denied=denied, u=u)
+        return model.output.top_k(h, k, exclude=exclude, excluded=excluded, u=u)
 
     def item_scores(
         self, x: SparseRows, ids: Int[Array, "batch count"]

@@ -159,9 +159,9 @@ def unsupported(shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
 def coarse_top_k(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
-    bias: Float[Array, "items"] | None,
     k: int,
     *,
+    bias: Float[Array, "items"] | None = None,
     coarse: CoarseItems,
     scale: Float[Array, "items"] | None,
     exclude: CSR,

@@ -77,9 +77,9 @@ GPU = Tuning(chunk_scores=2**28, group=16, small_group=4, many=64, direct=8)
 def top_k(
     h: Float[Array, "batch hidden"],
     kernel: Float[Array, "items hidden"],
-    bias: Float[Array, "items"] | None,
     k: int,
     *,
+    bias: Float[Array, "items"] | None = None,
     scale: Float[Array, "items"] | None = None,
     exclude: SparseRows | None = None,
     num_items: int | None = None,
@@ -90,7 +90,7 @@ def top_k(
     """Ids and scores of the `k` best items of each row, best first.
 
     >>> h, kernel = jnp.ones((1, 1)), jnp.array([[1.0], [3.0], [2.0]])
-    >>> ids, scores = top_k(h, kernel, None, 2)
+    >>> ids, scores = top_k(h, kernel, 2)
     >>> ids.tolist(), scores.tolist()
     ([[1, 2]], [[3.0, 2.0]])
 
@@ -115,8 +115,8 @@ def top_k(
       h: hidden vectors.
       kernel: one row for each item. It, `bias` and `scale` may have further rows, which
         are padding and never returned.
-      bias: added to the scores. None is 0.
-      k: how many, at least 1.
+      k: number of items in each row of the result, at least 1.
+      bias: numbers that are added to the scores. None is 0.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       exclude: `[batch, items]`, items not to be returned; values are ignored. A row that
         does not fit in an overfull CSR, or has an index outside the items, gets scores of

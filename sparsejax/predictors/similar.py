@@ -37,9 +37,14 @@ def similar_programs(signature: Signature, programs: Programs) -> Programs:
         (kernel, scale, bias, *denied), (items, own) = weights, inputs
         bias = sum(denied, start=bias)
         kernel, seen = kernel.astype(layer.dtype), CSR(None, *own, num_cols=num_items)
-        operands = kernel[items], kernel, bias, k
         found, cosines = top_k(
-            *operands, scale=scale, exclude=seen, precision="highest"
+            kernel[items],
+            kernel,
+            k,
+            bias=bias,
+            scale=scale,
+            exclude=seen,
+            precision="highest",
         )
         cosines = jnp.where(found < 0, -jnp.inf, cosines * scale[items][:, None])
         return [found.astype(ids.dtype), cosines.astype(scores.dtype)]

@@ -432,7 +432,7 @@ class SequenceModel(nnx.Module):
         k: int,
         *,
         exclude: SparseRows | None = None,
-        denied: Bool[Array, "items"] | None = None,
+        excluded: Bool[Array, "items"] | None = None,
         times: Times = None,
         events: EventColumns | None = None,
     ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"]]:
@@ -442,14 +442,14 @@ class SequenceModel(nnx.Module):
           histories: up to `max_length` places.
           k: number of items.
           exclude: items to leave out of each row.
-          denied: a mask of items that are excluded in all rows.
+          excluded: a mask of items that are excluded in all rows.
           times: time of each place, or None.
           events: columns of the events; None if the model was made without.
         """
         model = with_vectors(self)
         own = {} if events is None else {"events": events}
         h = model.last(histories, times, **own)
-        return model.output.top_k(h, k, exclude=exclude, denied=denied)
+        return model.output.top_k(h, k, exclude=exclude, excluded=excluded)
 
     def item_scores(
         self,

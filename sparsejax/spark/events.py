@@ -155,7 +155,7 @@ def _is_there(session: Any, pattern: str) -> bool:
     return True
 
 
-def count_wrong(events: FrameEvents, *, skip_bad: bool) -> dict[str, int]:
+def count_wrong(events: FrameEvents, *, skip_bad_lines: bool) -> dict[str, int]:
     """How many events are wrong, by the kind of fault.
 
     Raises:
@@ -169,11 +169,13 @@ def count_wrong(events: FrameEvents, *, skip_bad: bool) -> dict[str, int]:
     found = events.wrong.groupBy("problem").agg(F.count("*").alias("n"), example)
     rows = sorted(map(tuple, found.collect()))
     counts = {problem: count for problem, count, _ in rows}
-    if counts and not (skip_bad and counts.keys().isdisjoint((_LENGTHS, _NO_NAME))):
+    if counts and not (
+        skip_bad_lines and counts.keys().isdisjoint((_LENGTHS, _NO_NAME))
+    ):
         told = ", ".join(f"{count:,} {problem}" for problem, count in counts.items())
         remedy = "correct them"
         if counts.keys().isdisjoint((_LENGTHS, _NO_NAME)):
-            remedy += ", or leave them out by skip_bad=True"
+            remedy += ", or leave them out by skip_bad_lines=True"
         raise DataError.at(
             PATH,
             f"{told}; one of them has ({', '.join(seen)}) = {rows[0][2]}; {remedy}",

@@ -83,7 +83,7 @@ def prepare(
     split_last: int | None = None,
     split_fraction: float | None = None,
     seed: int = 0,
-    skip_bad: bool = False,
+    skip_bad_lines: bool = False,
 ) -> Manifest:
     """Turns events in a data frame of Spark into a data set in a folder.
 
@@ -126,7 +126,7 @@ def prepare(
       split_last: number of last entries of each row to hold out.
       split_fraction: the share of the entries that stays in train.
       seed: seed of the random choice by `split_fraction`.
-      skip_bad: leave out events that are wrong. The manifest has their number.
+      skip_bad_lines: leave out events that are wrong. The manifest has their number.
 
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
@@ -160,7 +160,7 @@ def prepare(
         split_last=split_last,
         split_fraction=split_fraction,
         seed=seed,
-        skip_bad=skip_bad,
+        skip_bad_lines=skip_bad_lines,
     )
     address = os.fspath(out) if is_address(out) else os.path.abspath(out)
     before = None  # a folder without a manifest is unfinished
@@ -282,7 +282,7 @@ class _Preparation:
         self, known: Names | None, before: Any
     ) -> tuple[Any, _Facts, dict[str, int]]:
         """The entries, facts about them, and how many events were left out."""
-        events, skip_bad = self.events, self.settings["skip_bad"]
+        events, skip_bad_lines = self.events, self.settings["skip_bad_lines"]
         # Spark keeps one copy for all equal plans, and drops it when the first of them
         # is unpersisted. So no other call has this plan, nor the plans that follow from
         # it.
@@ -305,7 +305,7 @@ class _Preparation:
         facts = self._facts(pairs)
         skipped = {}
         if facts.wrong:
-            skipped = count_wrong(events, skip_bad=skip_bad)
+            skipped = count_wrong(events, skip_bad_lines=skip_bad_lines)
             pairs = pairs.where("name IS NOT NULL")
         if not facts.entries:
             wrong = f" but wrong ones: {skipped}" if skipped else ""

@@ -143,7 +143,7 @@ def evaluate(
         Items that the vocabulary lacks are in no group.
       optimizer: see `recommend`.
       batch_size: rows scored at a time; by default 512, of clicks 8192. Take fewer where a
-        model of your own, whose `top_k` does not take `denied`, is denied very many items.
+        model of your own, whose `top_k` does not take `excluded`, excludes very many items.
       keep_rows: keep the figures of each row, or of each example of clicks, for `compare`:
         the result is then a `sparsejax.metrics.Measured`.
 

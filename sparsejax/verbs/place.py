@@ -34,5 +34,5 @@ def place(
       ValueError: there are no rows, a row is missing, or a weight is wrong.
     """
     examples = kind_of(inputs).examples(model, inputs, targets, weights)
-    examples.resident(0, None)
+    examples.on_device(0, None)
     return examples

@@ -98,7 +98,7 @@ def recommend(
       optimizer: the model's optimizer. Pass it while rows of the weights may be behind
         (see `Optimizer.flush`): they are then read as if they were up to date.
       batch_size: rows scored at a time; fewer where a model of your own, whose `top_k` does
-        not take `denied`, would be denied very many items.
+        not take `excluded`, excludes very many items.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.

@@ -303,8 +303,8 @@ def _similar(kernel, bias, ids, k: int, num_items: int, kernel_spec: jax.P | Non
         top_k(
             h,
             kernel,
-            bias,
             k,
+            bias=bias,
             scale=inverse,
             exclude=itself,
             kernel_spec=kernel_spec,

@@ -316,10 +316,10 @@ def test_wrong_events_of_polars_are_left_out(tmp_path):
         ValueError, match="row 4 of the table, with time 'yesterday' is"
     ):
         sj.prepare(frame, tmp_path / "all", split_last=1)
-    manifest = sj.prepare(frame, tmp_path / "good", split_last=1, skip_bad=True)
+    manifest = sj.prepare(frame, tmp_path / "good", split_last=1, skip_bad_lines=True)
     assert list(manifest.skipped.values()) == [1]
     lists = frame.group_by("user", maintain_order=True).agg("item", "time")
-    manifest = sj.prepare(lists, tmp_path / "lists", split_last=1, skip_bad=True)
+    manifest = sj.prepare(lists, tmp_path / "lists", split_last=1, skip_bad_lines=True)
     assert list(manifest.skipped.values()) == [1]
 
 
@@ -327,7 +327,7 @@ def test_events_whose_time_is_empty_text_are_left_out(tmp_path):
     events = table(pa.array([*DATES[:4], ""]))
     with pytest.raises(ValueError, match="row 4 of the table, with time '' is neither"):
         sj.prepare(events, tmp_path / "all", split_last=1)
-    manifest = sj.prepare(events, tmp_path / "good", split_last=1, skip_bad=True)
+    manifest = sj.prepare(events, tmp_path / "good", split_last=1, skip_bad_lines=True)
     assert list(manifest.skipped.values()) == [1]
 
 

@@ -144,11 +144,13 @@ def test_wrong_events_are_counted(tmp_path, form):
         sj.DataError,
         match=r"2 events without a user, 1 events without an item, 2 events whose value "
         r"is null or not finite as float32, 1 events whose time .* the first is row 1 of "
-        r".*skip_bad=True",
+        r".*skip_bad_lines=True",
     ):
         sj.prepare(table, tmp_path / "out", duplicates="last")
     assert not (tmp_path / "out").exists()
-    manifest = sj.prepare(table, tmp_path / "out", duplicates="last", skip_bad=True)
+    manifest = sj.prepare(
+        table, tmp_path / "out", duplicates="last", skip_bad_lines=True
+    )
     assert sum(manifest.skipped.values()) == 6
     assert "2 events without a user" in str(manifest)
     assert contents(sj.read(tmp_path / "out")) == {"ann": {"tea": 1.0}}
@@ -164,14 +166,14 @@ def test_wrong_events_alone_and_infinite_ones(tmp_path):
     with pytest.raises(sj.DataError, match="2 events whose value.*1 events whose time"):
         sj.prepare(pa.table(table), tmp_path / "out", split_last=1)
     manifest = sj.prepare(
-        pa.table(table), tmp_path / "out", duplicates="last", skip_bad=True
+        pa.table(table), tmp_path / "out", duplicates="last", skip_bad_lines=True
     )
     assert sum(manifest.skipped.values()) == 3
     assert contents(sj.read(tmp_path / "out")) == {"a": {"1": 1.0}}
     for wrong in (slice(1, 3), slice(1, 1)):
         some = {name: column[wrong] for name, column in table.items()}
         with pytest.raises(sj.DataError, match="holds no data: there are no events"):
-            sj.prepare(pa.table(some), tmp_path / "none", skip_bad=True)
+            sj.prepare(pa.table(some), tmp_path / "none", skip_bad_lines=True)
     assert not (tmp_path / "none").exists()
 
 

@@ -54,7 +54,7 @@ def found(h, kernel, bias, scale, seen, *, k=K, implementation):
     coarse = CoarseItems.of(kernel, scale)
     options = {"scale": scale, "exclude": seen, "implementation": implementation}
     with kernel_can_run():
-        return coarse_top_k(h, kernel, bias, k, coarse=coarse, **options)
+        return coarse_top_k(h, kernel, k, bias=bias, coarse=coarse, **options)
 
 
 @pytest.fixture
@@ -175,8 +175,8 @@ def test_kernel_lowers_for_cuda():
         return coarse_top_k(
             h,
             kernel,
-            bias,
             K,
+            bias=bias,
             coarse=coarse,
             scale=scale,
             exclude=seen,
@@ -210,7 +210,6 @@ def test_same_bits_as_top_k_at_real_sizes(batch):
     ids, scores, whole = coarse_top_k(
         h,
         kernel,
-        None,
         100,
         coarse=coarse,
         scale=None,

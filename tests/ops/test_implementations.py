@@ -73,7 +73,7 @@ def cross_entropy(x, h, kernel):
 
 def coarse(x, h, kernel):
     items = CoarseItems.of(kernel, None)
-    return coarse_top_k(h, kernel, None, 3, coarse=items, scale=None, exclude=x)
+    return coarse_top_k(h, kernel, 3, bias=None, coarse=items, scale=None, exclude=x)
 
 
 def squared_loss(x, h, kernel):
@@ -98,7 +98,7 @@ OPERATIONS = {
     "gradient": (gradient, jnp.float32, True, True),
     "step_on_rows": (step_on_rows, jnp.float32, True, True),
     "output_loss": (loss, jnp.bfloat16, False, False),
-    "top_k": (lambda x, h, w: top_k(h, w, None, 3), jnp.bfloat16, False, False),
+    "top_k": (lambda x, h, w: top_k(h, w, 3), jnp.bfloat16, False, False),
     "dot_interaction": (interaction, jnp.bfloat16, False, False),
     "history_attention": (attention, jnp.bfloat16, False, False),
     "linear_cross_entropy": (cross_entropy, jnp.bfloat16, False, False),
@@ -235,7 +235,7 @@ def test_precision_of_products(precision):
     """On a GPU: float32, three products of bfloat16, TF32."""
     x = CSR(None, jnp.zeros(40, int), jnp.arange(5) * 10, num_cols=COLUMNS)
     operands = x, jnp.ones((4, HIDDEN)), jnp.ones((COLUMNS, HIDDEN))
-    for function in (loss, lambda x, h, w, **options: top_k(h, w, None, 3, **options)):
+    for function in (loss, lambda x, h, w, **options: top_k(h, w, 3, **options)):
         traced = jax.jit(functools.partial(function, precision=precision))
         text = traced.trace(*operands).lower(lowering_platforms=("cuda",)).as_text()
         products = [x for x in text.splitlines() if "stablehlo.dot_general" in x]

@@ -92,7 +92,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (H, KERNEL, BIAS, SCALE),
     ),
     "top_k": (
-        lambda h, w, b, s: sj.top_k(h, w, b, 3, scale=s, exclude=LABELS),
+        lambda h, w, b, s: sj.top_k(h, w, 3, bias=b, scale=s, exclude=LABELS),
         (H, KERNEL, BIAS, SCALE),
     ),
     "gather_matmul": (lambda w: sj.gather_matmul(LABELS, w), (KERNEL,)),

@@ -199,7 +199,7 @@ def test_one_wrong_index_in_the_last_block_is_seen_by_all():
     @jax.jit
     def each(h, kernel, blocks):
         loss = output_loss_per_example(h, kernel, None, blocks)
-        _, scores = top_k(h, kernel, None, 3, exclude=blocks)
+        _, scores = top_k(h, kernel, 3, exclude=blocks)
         ids = jnp.zeros((BATCH, 1), jnp.int32)
         return loss, scores, metrics.recall_at_k(ids, blocks)
 
@@ -290,7 +290,7 @@ def test_what_does_not_fit_is_refused():
             function(h, kernel[:ITEMS], None, blocks)
         with pytest.raises(ValueError, match="kernel has 1,024 rows; on a mesh"):
             more = jnp.zeros((1024, HIDDEN))
-            inspect.unwrap(top_k)(h, more, None, 3, exclude=blocks)
+            inspect.unwrap(top_k)(h, more, 3, exclude=blocks)
         with pytest.raises(ValueError, match='the blocks lie over "model"'):
             function(h, kernel, None, blocks, kernel_spec=P("data"))
     with (
@@ -316,7 +316,6 @@ def test_what_does_not_fit_is_refused():
         top_k(
             half["h"],
             half["kernel"],
-            None,
             3,
             kernel_spec=P("model"),
             implementation="mosaic_gpu",

@@ -130,12 +130,12 @@ def test_nan_of_either_sign_comes_first():
     scores = jnp.array([1, nan, np.inf, -nan, 2], jnp.float32)
     signs = np.signbit(np.asarray(scores))
     assert signs[1] != signs[3]
-    ids, got = top_k(jnp.zeros((1, 1)), jnp.zeros((5, 1)), scores, 3)
+    ids, got = top_k(jnp.zeros((1, 1)), jnp.zeros((5, 1)), 3, bias=scores)
     assert list(ids[0]) == [1, 3, 2]
     np.testing.assert_array_equal(got[0], [nan, nan, np.inf])
     # inf - inf has the sign that sorts last.
     ids, _ = top_k(
-        jnp.full((1, 2), jnp.inf), jnp.float32([[1, 1], [1, -1], [-1, -1]]), None, 3
+        jnp.full((1, 2), jnp.inf), jnp.float32([[1, 1], [1, -1], [-1, -1]]), 3
     )
     assert list(ids[0]) == [1, 0, -1]
 
@@ -188,7 +188,7 @@ def test_projection_scale_bias_exclusion_and_padding(tuning, dtype):
 def test_awkward_exclusion(exclude):
     batch, items = exclude.shape
     h, kernel, bias, _ = layer(batch, items, hidden=2)
-    ids, scores = top_k(h, kernel, bias, 3, exclude=exclude)
+    ids, scores = top_k(h, kernel, 3, bias=bias, exclude=exclude)
     exact = [np.asarray(x, np.float64) for x in (h, kernel, bias)]
     want = (exact[0] @ exact[1].T + exact[2])[:, :items]
     seen = matrices.oracle(dataclasses.replace(exclude, data=None)) != 0
@@ -199,7 +199,7 @@ def test_awkward_exclusion(exclude):
 
 def test_explicit_zeros_exclude_too():
     exclude = CSR(jnp.zeros(1), jnp.int32([0]), jnp.int32([0, 1]), num_cols=2)
-    ids, _ = top_k(jnp.ones((1, 1)), jnp.float32([[2], [1]]), None, 1, exclude=exclude)
+    ids, _ = top_k(jnp.ones((1, 1)), jnp.float32([[2], [1]]), 1, exclude=exclude)
     assert ids[0, 0] == 1
 
 
@@ -208,7 +208,7 @@ def test_exclusion_and_denial_win_over_nan():
     exclude = CSR(None, jnp.int32([0, 2]), jnp.int32([0, 2, 2]), num_cols=5)
     bias = jnp.float32([0, 0, 0, -jnp.inf, 0])
     h = jnp.float32([[jnp.nan], [jnp.inf]])
-    ids, scores = top_k(h, kernel, bias, 5, exclude=exclude)
+    ids, scores = top_k(h, kernel, 5, bias=bias, exclude=exclude)
     assert ids.tolist() == [[1, 4, -1, -1, -1], [0, 1, 2, 4, -1]]
     assert jnp.isnan(scores[0, :2]).all()
     np.testing.assert_array_equal(scores[0, 2:], -np.inf)
@@ -217,7 +217,7 @@ def test_exclusion_and_denial_win_over_nan():
 
 def test_a_score_of_zero_has_a_gradient():
     def best(h):
-        return top_k(h, jnp.float32([[1.0, 1.0], [-3.0, 2.0]]), None, 1)[1].sum()
+        return top_k(h, jnp.float32([[1.0, 1.0], [-3.0, 2.0]]), 1)[1].sum()
 
     np.testing.assert_array_equal(jax.grad(best)(jnp.float32([[1, -1]])), [[1, 1]])
 
@@ -225,7 +225,9 @@ def test_a_score_of_zero_has_a_gradient():
 def test_all_items_excluded():
     exclude = CSR.from_scipy(matrices.random_csr(3, 40, 1.0).to_scipy())
     h, kernel, bias, _ = layer(3, 40)
-    ids, scores = top_k(h, kernel, bias, 50, exclude=jax.tree.map(jnp.asarray, exclude))
+    ids, scores = top_k(
+        h, kernel, 50, bias=bias, exclude=jax.tree.map(jnp.asarray, exclude)
+    )
     assert (ids == -1).all() and (scores == -jnp.inf).all()
 
 
@@ -233,18 +235,18 @@ def test_all_items_excluded():
 def test_broken_exclusion_gives_nan(bad):
     h, kernel, bias, _ = layer(3, 6, extra_rows=2)
     exclude = CSR(None, jnp.int32([1, bad, 2]), jnp.int32([0, 1, 2, 3]), num_cols=6)
-    _, scores = top_k(h, kernel, bias, 2, exclude=exclude)
+    _, scores = top_k(h, kernel, 2, bias=bias, exclude=exclude)
     assert jnp.isnan(scores).all(1).tolist() == [False, True, False]
     exclude = CSR(None, jnp.int32([1, 4, 2]), jnp.int32([0, 1, 4, 4]), num_cols=6)
-    _, scores = top_k(h, kernel, bias, 2, exclude=exclude)
+    _, scores = top_k(h, kernel, 2, bias=bias, exclude=exclude)
     assert jnp.isnan(scores).all(1).tolist() == [False, True, True]
 
 
 def test_num_items_leaves_padding_rows_out():
     kernel = jnp.arange(8.0)[:, None]
-    ids, _ = top_k(jnp.ones((1, 1)), kernel, None, 3, num_items=6)
+    ids, _ = top_k(jnp.ones((1, 1)), kernel, 3, num_items=6)
     assert ids.tolist() == [[5, 4, 3]]
-    ids, _ = top_k(jnp.ones((1, 1)), kernel, None, 9)
+    ids, _ = top_k(jnp.ones((1, 1)), kernel, 9)
     assert ids.tolist() == [[7, 6, 5, 4, 3, 2, 1, 0, -1]]
 
 
@@ -252,7 +254,7 @@ def test_memory_does_not_grow_with_the_number_of_items():
     def temporaries(items):
         shapes = [(256, 4), (items, 4), (items,)]
         operands = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-        return temporary_bytes(lambda h, k, bias: top_k(h, k, bias, 10), *operands)
+        return temporary_bytes(lambda h, k, bias: top_k(h, k, 10, bias=bias), *operands)
 
     few, many = temporaries(2**14), temporaries(2**17)
     assert 0 < few < 2**26
@@ -302,27 +304,29 @@ def test_wrong_arguments_are_refused():
     exclude = matrices.random_csr(3, 30)
     for k in (0, -1, 2.0, "3"):
         with pytest.raises(ValueError, match="k must be an integer and at least 1"):
-            function(h, kernel, bias, k)
-    assert function(h, kernel, bias, np.int64(2))[0].shape == (3, 2)
+            function(h, kernel, k, bias=bias)
+    assert function(h, kernel, np.int64(2), bias=bias)[0].shape == (3, 2)
     with pytest.raises(ValueError, match="exclude has 30 columns but num_items is 31"):
-        function(h, kernel, bias, 1, exclude=exclude, num_items=31)
+        function(h, kernel, 1, bias=bias, exclude=exclude, num_items=31)
     with pytest.raises(
         ValueError, match="exclude has 33 columns but the kernel has 32"
     ):
-        function(h, kernel, bias, 1, exclude=dataclasses.replace(exclude, num_cols=33))
+        function(
+            h, kernel, 1, bias=bias, exclude=dataclasses.replace(exclude, num_cols=33)
+        )
     with pytest.raises(ValueError, match="exclude has 3 rows but h has 2"):
-        function(h[:2], kernel, bias, 1, exclude=exclude)
+        function(h[:2], kernel, 1, bias=bias, exclude=exclude)
     for num_items in (0, 33):
         with pytest.raises(ValueError, match="num_items must be between 1 and"):
-            function(h, kernel, bias, 1, num_items=num_items)
+            function(h, kernel, 1, bias=bias, num_items=num_items)
     with pytest.raises(TypeError, match="cast one"):
-        function(h.astype(jnp.bfloat16), kernel, bias, 1)
+        function(h.astype(jnp.bfloat16), kernel, 1, bias=bias)
     with pytest.raises(ValueError, match="bias has shape"):
-        function(h, kernel, bias[:3], 1)
+        function(h, kernel, 1, bias=bias[:3])
     with pytest.raises(ValueError, match='"cusparse" or "mosaic_gpu", got'):
-        function(h, kernel, bias, 1, implementation="triton")
+        function(h, kernel, 1, bias=bias, implementation="triton")
     with pytest.raises(ValueError, match='"high" or "default", got \'tf32\''):
-        function(h, kernel, bias, 1, precision="tf32")
+        function(h, kernel, 1, bias=bias, precision="tf32")
 
 
 # The kernel, under the same function
@@ -414,10 +418,10 @@ def test_kernel_lowers_for_cuda(kernel_spec, again):
 def test_what_the_kernel_cannot_do():
     h, kernel = whole_numbers(4, 300)
     with pytest.raises(NotImplementedError, match='multiple of 256 rows.* use "xla"'):
-        top_k(h, kernel, None, 3, implementation="mosaic_gpu")
+        top_k(h, kernel, 3, implementation="mosaic_gpu")
     h, kernel = (x.astype(jnp.float32) for x in whole_numbers(4, 256))
     with pytest.raises(NotImplementedError, match='float32; use "xla"'):
-        top_k(h, kernel, None, 3, implementation="mosaic_gpu")
+        top_k(h, kernel, 3, implementation="mosaic_gpu")
 
 
 @pytest.mark.gpu
@@ -427,7 +431,7 @@ def test_kernel_equals_xla_at_real_sizes(k):
     h, kernel = whole_numbers(700, items, hidden=256, extra_rows=32)
     exclude = matrices.random_csr(700, items, 0.001)
     results = [
-        top_k(h, kernel, None, k, exclude=exclude, implementation=implementation)
+        top_k(h, kernel, k, exclude=exclude, implementation=implementation)
         for implementation in ("xla", "mosaic_gpu")
     ]
     jax.tree.map(np.testing.assert_array_equal, *results)

@@ -154,15 +154,17 @@ def test_wrong_events(session, tmp_path):
         sj.spark.prepare(frame, tmp_path / "out")
     assert not (tmp_path / "out").exists()
     manifest = sj.spark.prepare(
-        frame, tmp_path / "spark", duplicates="last", skip_bad=True
+        frame, tmp_path / "spark", duplicates="last", skip_bad_lines=True
     )
-    known = sj.prepare(table, tmp_path / "duckdb", duplicates="last", skip_bad=True)
+    known = sj.prepare(
+        table, tmp_path / "duckdb", duplicates="last", skip_bad_lines=True
+    )
     assert manifest.skipped == known.skipped
     assert sum(manifest.skipped.values()) == 7
     assert contents(sj.read(tmp_path / "spark")) == {"a": {"1": 1.0}}
     frame = session.createDataFrame(pa.table({"user": ["a"], "item": [2.5]}))
     with pytest.raises(sj.DataError, match="a number that cannot be a name"):
-        sj.spark.prepare(frame, tmp_path / "out", skip_bad=True)
+        sj.spark.prepare(frame, tmp_path / "out", skip_bad_lines=True)
     large = {"user": ["a", "a"], "item": ["x", "x"], "value": [3e38, 3e38]}
     with pytest.raises(
         sj.DataError, match="values of 'a' and 'x' have too large a sum"

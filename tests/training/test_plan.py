@@ -411,7 +411,7 @@ def test_what_histories_keep_is_what_their_arrays_take(config, mesh):
     placed = jax.set_mesh(sj.make_mesh(**mesh)) if mesh else contextlib.nullcontext()
     with placed:
         model, optimizer = sj.build(config, data, ADAMW)
-        examples = training.place(data, model=model).resident(0, None)
+        examples = training.place(data, model=model).on_device(0, None)
 
         def size(tree) -> int:
             leaves = map(put_on_mesh, jax.tree.leaves(tree))

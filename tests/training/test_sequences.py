@@ -310,7 +310,7 @@ class LastItem(nnx.Module):
         last = jnp.maximum(jnp.sum(histories >= 0, axis=1) - 1, 0)[:, None]
         ids = jnp.take_along_axis(histories, last, axis=1)
         h = self(ids, jnp.take_along_axis(times, last, axis=1))[:, 0]
-        return sj.top_k(h, self.items[...], None, k, exclude=exclude)
+        return sj.top_k(h, self.items[...], k, exclude=exclude)
 
 
 def test_a_model_of_ones_own_with_times():

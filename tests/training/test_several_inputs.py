@@ -305,7 +305,7 @@ def test_an_input_by_name():
         def top_k(self, x, k, *, exclude=None):
             scores = x["history"].todense() + x["offset"][:, None]
             kernel, bias = jnp.eye(ITEMS), jnp.zeros(ITEMS)
-            return sj.top_k(scores, kernel, bias, k, exclude=exclude)
+            return sj.top_k(scores, kernel, k, bias=bias, exclude=exclude)
 
     history = sparse(ITEMS, 0.1, 1)
     inputs = {"offset": np.arange(ROWS), "history": history}

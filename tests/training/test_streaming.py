@@ -69,7 +69,7 @@ def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
         assert sorted(order) == list(range(len(stream.chunks)))
         assert len(order) == (1 if chunk_rows is None else 4)
         for chunk, following in zip(order, [*order[1:], None], strict=True):
-            data = stream.resident(chunk, following)
+            data = stream.on_device(chunk, following)
             rows = epoch_order(
                 jax.random.key(0), 1, data.num_rows, 64, parts, contiguous=True
             )
@@ -169,10 +169,10 @@ def test_the_next_chunk_is_read_ahead(path, monkeypatch):
         return read(self, start, stop)
 
     monkeypatch.setattr(type(scanned), "read", recorded)
-    stream.resident(2, 0)
+    stream.on_device(2, 0)
     assert both.wait(timeout=60)
     monkeypatch.setattr(type(scanned), "read", None)
-    assert stream.resident(0, None).num_rows == stream.chunks[0]
+    assert stream.on_device(0, None).num_rows == stream.chunks[0]
     stream.close()
 
 
@@ -196,7 +196,7 @@ def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
     with jax.default_device(device):
         stream = Stream(ScannedItems(sj.data.scan_parquet(path, chunk_rows=90)), None)
         for chunk, following in (0, 1), (1, None):
-            leaves = jax.tree.leaves(stream.resident(chunk, following))
+            leaves = jax.tree.leaves(stream.on_device(chunk, following))
             assert {leaf.device for leaf in leaves} == {device}
     stream.close()
 

@@ -133,7 +133,7 @@ def events_of(
     delimiter: str | None,
     indicator: bool,
     with_time: bool,
-    skip_bad: bool,
+    skip_bad_lines: bool,
     separator: str | None = None,
     time_format: str | None = None,
 ) -> Events:
@@ -147,7 +147,7 @@ def events_of(
       delimiter: text between the columns of pairs; None finds it.
       indicator: ignore values.
       with_time: times are needed.
-      skip_bad: leave out wrong events, and lines that cannot be read. Otherwise the first one ends the stream, and all
+      skip_bad_lines: leave out wrong events, and lines that cannot be read. Otherwise the first one ends the stream, and all
         that follow are only counted.
       separator: text between the items in a cell; None makes a cell one item.
       time_format: format of times that are text, for `strptime`; None means ISO 8601.
@@ -166,13 +166,13 @@ def events_of(
         with_time=with_time,
         needs_time=with_time,
         wrong=wrong,
-        skips=skip_bad,
+        skips=skip_bad_lines,
         separator=separator,
         time_format=time_format,
     )
     format = find_format(source, asked)
     if format in LINES or format == "jsonl":
-        asked = dataclasses.replace(asked, skip_bad_lines=skip_bad)
+        asked = dataclasses.replace(asked, skip_bad_lines=skip_bad_lines)
     if format == "parquet":
         files = find_pieces(source)
         _, schema = parquet.first_schema(

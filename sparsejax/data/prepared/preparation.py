@@ -172,7 +172,7 @@ class Asked:
     split_last: int | None
     split_fraction: float | None
     seed: int
-    skip_bad: bool
+    skip_bad_lines: bool
 
     def __post_init__(self) -> None:
         if self.repeats is not None:
@@ -234,7 +234,7 @@ class Asked:
             "split_last": cut.last,
             "split_fraction": cut.fraction,
             "seed": cut.seed,
-            "skip_bad": self.skip_bad,
+            "skip_bad_lines": self.skip_bad_lines,
         }
 
 
@@ -260,7 +260,7 @@ def prepare(
     split_last: int | None = None,
     split_fraction: float | None = None,
     seed: int = 0,
-    skip_bad: bool = False,
+    skip_bad_lines: bool = False,
     memory: str | None = None,
 ) -> Manifest:
     """Turns events into a data set in a folder, which need not fit in memory.
@@ -323,7 +323,7 @@ def prepare(
       split_fraction: share of the entries that stays in train. The others are held out
         at random, as by `SparseDataset.split(fraction, seed=seed)`.
       seed: seed of the random choice by `split_fraction`.
-      skip_bad: leave out lines that cannot be read, of which at most one in a hundred may
+      skip_bad_lines: leave out lines that cannot be read, of which at most one in a hundred may
         be bad; and of tables events without a user or an item, with a value that is not finite
         as float32, or without a time where it is needed. The manifest has their number.
       memory: how much memory the engine may take, like "4GB"; by default 80 % of all.
@@ -352,7 +352,7 @@ def prepare(
         split_last=split_last,
         split_fraction=split_fraction,
         seed=seed,
-        skip_bad=skip_bad,
+        skip_bad_lines=skip_bad_lines,
     )
     before = prepared_before(out, asked.settings)
     with _writing(out, before) as folder, _engine(folder, memory) as engine:
@@ -363,7 +363,7 @@ def prepare(
             delimiter=delimiter,
             indicator=indicator,
             with_time=asked.with_time,
-            skip_bad=skip_bad,
+            skip_bad_lines=skip_bad_lines,
             separator=separator,
             time_format=time_format,
         )
@@ -545,10 +545,10 @@ class _Preparation:
         self._consume(f"CREATE TABLE pairs AS {grouped.format(single)}", most)
         if events.are_left():
             self._group_in_buckets(grouped, single, most)
-        if events.wrong.counts and not self.settings["skip_bad"]:
+        if events.wrong.counts and not self.settings["skip_bad_lines"]:
             raise DataError.at(
                 events.path,
-                f"{events.wrong}; correct them, or leave them out by skip_bad=True",
+                f"{events.wrong}; correct them, or leave them out by skip_bad_lines=True",
             )
         if not self._count("pairs"):
             raise DataError.at(

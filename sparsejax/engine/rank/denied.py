@@ -101,8 +101,8 @@ def with_denied(seen: CSR, denied: np.ndarray, num_items: int) -> CSR:
     ends = np.append(0, np.cumsum(np.concatenate(counts)))
     if ends[-1] >= 2**31:
         raise ValueError(
-            f"{rows:,} rows are too many at a time where {denied.size:,} items are denied in "
-            "each; give a smaller batch_size, or a model whose top_k takes denied="
+            f"{rows:,} rows are too many at a time where {denied.size:,} items are excluded in "
+            "each; give a smaller batch_size, or a model whose top_k takes excluded="
         )
     matrix = np.concatenate(found), ends.astype(np.int32)
     return CSR(None, *matrix, num_cols=num_items)

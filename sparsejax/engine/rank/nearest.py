@@ -126,7 +126,6 @@ def _nearest(h, kernel, k: int, num_items: int, spec: P | None):
     found = top_k(
         h,
         kernel,
-        None,
         k,
         num_items=num_items,
         kernel_spec=spec,

@@ -53,15 +53,17 @@ class Popularity(nnx.Module):
         ranks = self.ranks[...]
         return jnp.where(ranks < 0, -jnp.inf, ranks)
 
-    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, denied=None):
+    def top_k(
+        self, x: Any, k: int, *, exclude: SparseRows | None = None, excluded=None
+    ):
         some = next(iter(x.values())) if isinstance(x, dict) else x
         rows = padded_rows(self.num_items)
         h, kernel = jnp.zeros((some.shape[0], 1)), jnp.zeros((rows, 1))
         scores = self.scores
-        if denied is not None:
-            scores = jnp.where(denied, -jnp.inf, scores)
+        if excluded is not None:
+            scores = jnp.where(excluded, -jnp.inf, scores)
         bias = jnp.pad(scores, (0, rows - self.num_items))
-        return top_k(h, kernel, bias, k, exclude=exclude, num_items=self.num_items)
+        return top_k(h, kernel, k, bias=bias, exclude=exclude, num_items=self.num_items)
 
     def item_scores(self, x: Any, ids):
         some = next(iter(x.values())) if isinstance(x, dict) else x

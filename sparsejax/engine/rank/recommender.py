@@ -52,7 +52,7 @@ class Recommender(Protocol):
         """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them.
 
         `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs. A
-        method that also takes `denied=None`, `[items]` bool, gets a mask of items that are
+        method that also takes `excluded=None`, `[items]` bool, gets a mask of items that are
         excluded in all rows. Other methods get these items in each row of `exclude`, which
         costs much where they are many.
         """
@@ -60,11 +60,11 @@ class Recommender(Protocol):
 
 
 def can_deny(model: Any) -> bool:
-    """Whether a model's `top_k` accepts `denied`, a mask of excluded items."""
+    """Whether a model's `top_k` accepts `excluded`, a mask of excluded items."""
     known = getattr(model, "denies", None)
     if known is not None:
         return known
-    return "denied" in inspect.signature(model.top_k).parameters
+    return "excluded" in inspect.signature(model.top_k).parameters
 
 
 def split(model: Any, optimizer: Optimizer | None) -> tuple[Any, Any]:
@@ -127,5 +127,5 @@ def recommended(
     """
     with merged(graphdef, state) as model:
         unwanted = None if exclude is None else exclude.take()
-        options = {} if denied is None else {"denied": denied}
+        options = {} if denied is None else {"excluded": denied}
         return replicated(model.top_k(taken(shown), k, exclude=unwanted, **options))

@@ -190,7 +190,7 @@ class Epochs:
             if position < start + steps:
                 # No variable holds the data, so its memory is free for the next chunk.
                 yield from self._of_chunk(
-                    self._examples.resident(chunk, following),
+                    self._examples.on_device(chunk, following),
                     chunk,
                     epoch,
                     max(0, position - start),

@@ -252,7 +252,7 @@ class Roles:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Rows to train on, checked. The first call of `resident` copies them to the devices.
+    """Rows to train on, checked. The first call of `on_device` copies them to the devices.
 
     >>> place(train).num_rows == train.num_rows
     True
@@ -322,7 +322,7 @@ class Examples:
         """The chunks in the order of an epoch."""
         return [0]
 
-    def resident(self, chunk: int, following: int | None) -> Resident:
+    def on_device(self, chunk: int, following: int | None) -> Resident:
         """The data of a chunk on the devices; `following` comes next."""
         return self._resident
 

@@ -103,7 +103,7 @@ class Stream:
         rng = np.random.default_rng((seed, epoch))
         return rng.permutation(len(self.chunks)).tolist()
 
-    def resident(self, chunk: int, following: int | None) -> Resident:
+    def on_device(self, chunk: int, following: int | None) -> Resident:
         """The data of a chunk on the devices, once read; `following` comes next."""
         if self._here is None or self._here[0] != chunk:
             self._here = None  # frees its memory

@@ -179,9 +179,9 @@ class NextItems(nnx.Module):
         """Whether the model's `top_k` takes items that are left out of all rows."""
         return can_deny(self.model)
 
-    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, **denied):
+    def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, **options):
         self.model.eval()
-        options = {**denied, **self._beside(x)}
+        options |= self._beside(x)
         return self.model.top_k(x[HISTORIES], k, exclude=exclude, **options)
 
     def item_scores(self, x: Any, ids: Any):
