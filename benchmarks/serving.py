@@ -165,6 +165,7 @@ def _on_device(case: Case) -> Any:
     from jax import lax
 
     from sparsejax.kinds.kind import kind_of_model
+    from sparsejax.options.predicting import Write
     from sparsejax.predictors.files import model_of
     from sparsejax.predictors.predictor import Predictor
     from sparsejax.predictors.runtime import Programs
@@ -190,7 +191,7 @@ def _on_device(case: Case) -> Any:
             is_key = isinstance(node, nnx.RngKey)
             node.set_value(jax.random.key(0) if is_key else jnp.uint32(0))
     kind = kind_of_model(model)
-    portable = kind.portable(model, None, k=_MOST)
+    portable = kind.portable(Write(model, "", k=_MOST))
     weights = [weight.like for weight in portable.weights]
     signature = Signature(
         kind=kind.name,

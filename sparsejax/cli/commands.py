@@ -32,7 +32,7 @@ from sparsejax.data.prepared import preparation
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
-from sparsejax.kinds.kind import Kind, used
+from sparsejax.kinds.kind import Kind
 from sparsejax.kinds.reading import (
     kind_of_saved,
     read_file,
@@ -150,7 +150,7 @@ def exported(command: flags.Serve) -> Generator[flags.Serve]:
 
     run = pathlib.Path(command.model)
     opened = Folder.of(run)
-    k = used(opened.settings.kind, export_predictor, {"k": _MOST_SERVED})
+    k: dict[str, Any] = {"k": _MOST_SERVED} if opened.settings.kind.ranks_items else {}
     name = command.name or run.absolute().name
     with whole_files.temporary_folder(tempfile.gettempdir()) as folder:
         path = os.path.join(folder, "model.predictor")

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
-from sparsejax.options import measuring, predicting, training
+from sparsejax.options import measuring, planning, predicting, training
 from sparsejax.options.models import Clicks, Described
 from sparsejax.options.option import RANKING, Flag, Options, flags_of, option
 from sparsejax.options.reading import (
@@ -45,7 +45,7 @@ class InShell(Options):
     @classmethod
     def spelled(cls, name: str) -> str:
         (field,) = (f for f in dataclasses.fields(cls) if f.name == name)
-        return flags_of(field)[0].spelled(name)
+        return flags_of(field)[0].spelled(name) if flags_of(field) else name
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -146,6 +146,8 @@ class Train(Configured, Clicks, training.Training, Devices, Compilation):
         hit_rate, map, mrr, ndcg or recall. The newest one must not have been trained on them.
         Clearly: the 95 % interval of the difference is above 0.
     """
+
+    only_with: ClassVar = {"k": ("validation", "export_to"), "gate": ("export_to",)}
 
     directory: pathlib.Path = option(
         dataclasses.MISSING,
@@ -426,6 +428,8 @@ class Report(measuring.Paged, Reading, Devices, Compilation):
       out: File to write. An existing file is replaced.
     """
 
+    only_with: ClassVar = dict.fromkeys(Reading.option_names(), ("inputs", "heldout"))
+
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     inputs: Any = option(
         None,
@@ -451,6 +455,8 @@ class Vectors(Reading, Compilation):
       data: File of interactions: write the vectors of its rows instead of the items'.
     """
 
+    only_with: ClassVar = dict.fromkeys(Reading.option_names(), ("data",))
+
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     out: pathlib.Path = option(dataclasses.MISSING, _FILE)
     data: str | None = option(None, _OPTIONAL_FILE)
@@ -474,7 +480,7 @@ class Similar(Compilation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Plan(Configured, Clicks, training.Stepping, Compilation):
+class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
     The exit status is 1 if it does not fit. No arrays of that size are made. Items need
@@ -486,41 +492,40 @@ class Plan(Configured, Clicks, training.Stepping, Compilation):
       entries: Number of entries of the data, over all rows.
       features: Number of input features, if they are not the items. The targets are
         separate data then.
-      target_entries: Number of entries of the targets, over all rows.
-      values: The entries have values.
-      times: The entries have times. Among the models of histories, hstu reads them.
       examples: For clicks, a file whose categories are counted. Hashed columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
         over all devices.
       memory: Memory of a device, for example 141GB.
-      compile: Also print the memory that the compiler needs, for a mesh of devices of the
-        kind that is here. There may be fewer devices than the mesh has.
       negatives: Plan for training with --negatives.
-      fused: Plan for training with --fused.
     """
 
-    items: int | None = option(None, Flag(value="INT", default=""), kinds=RANKING)
-    rows: int | None = option(None, Flag(value="INT", default=""), kinds=RANKING)
-    entries: int | None = option(None, Flag(value="INT", default=""), kinds=RANKING)
+    only_with: ClassVar = {"target_entries": ("features",)}
+
+    # These take no memory.
+    normalize: bool = option(True, shell=False)
+    precision: Literal["highest", "high", "default"] | None = option(None, shell=False)
+
+    items: int | None = option(
+        None, Flag(value="INT", default=""), kinds=RANKING, least=1
+    )
+    rows: int | None = option(
+        None, Flag(value="INT", default=""), kinds=RANKING, least=1
+    )
+    entries: int | None = option(
+        None, Flag(value="INT", default=""), kinds=RANKING, least=1
+    )
     features: int | None = option(
-        None, Flag(value="INT", default="the items"), kinds=RANKING
+        None, Flag(value="INT", default="the items"), kinds=RANKING, least=1
     )
-    target_entries: int | None = option(
-        None, Flag(value="INT", default="those of the inputs"), kinds=RANKING
-    )
-    values: bool = option(False, SWITCH, kinds=RANKING)
-    times: bool = option(False, SWITCH, kinds=RANKING)
     examples: str | None = option(None, _OPTIONAL_FILE, kinds=("clicks",))
     mesh: str = option("data=1,model=1", Flag(value=_Mesh))
     memory: str | None = option(
         None, Flag(value="SIZE", default="what JAX may take of the device here")
     )
-    compile: bool = option(False, SWITCH, kinds=RANKING)
     negatives: int | None = option(
-        None, Flag(value="INT", default="all items"), kinds=("histories",)
+        None, Flag(value="INT", default="all items"), kinds=("histories",), least=1
     )
-    fused: bool = option(False, SWITCH, kinds=RANKING)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -29,8 +29,6 @@ def train(command: flags.Train) -> None:
         lambda: folders.check_folder(command.directory, resume=command.resume)
     )
     gate = None if command.gate is None else publishing.Gate.parse(command.gate)
-    if gate is not None and command.export_to is None:
-        raise ValueError("--gate goes with --export-to, the folder of the versions")
     new_writer = None if command.tensorboard is None else _summary_writer()
     asked = training_of(command)
     if command.export_to is not None:

@@ -7,18 +7,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import ArrayLike, DTypeLike
+from jax.typing import ArrayLike
 
 from sparsejax.embeddings import search
 from sparsejax.embeddings.config import FeatureConfig, TableConfig, feature_configs
 from sparsejax.embeddings.host_slots import ROW_BYTES, SLOT_BYTES
 from sparsejax.embeddings.placement import Stack, stack_tables
-from sparsejax.embeddings.plan import (
-    EmbeddingPlan,
-    PlannedDevice,
-    PlannedTable,
-    TableSettings,
-)
+from sparsejax.embeddings.plan import EmbeddingPlan, PlannedDevice, PlannedTable
 from sparsejax.embeddings.search import Placed, Problem, sent_for
 from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
@@ -42,8 +37,6 @@ def plan_embeddings(
     popularity: Mapping[str, float | ArrayLike] | None = None,
     rule: Rule,
     memory: int | None = None,
-    wire_dtype: DTypeLike | None = None,
-    exchange_room: float | None = None,
 ) -> EmbeddingPlan:
     """Places the tables of a collection on a mesh. No arrays are made.
 
@@ -79,10 +72,6 @@ def plan_embeddings(
       rule: of the optimizer.
       memory: bytes of a device; by default what JAX may take of the first device here, if
         that is known.
-      wire_dtype: dtype in which sums and gradients cross between devices, such as bfloat16;
-        by default that of each table. A collection takes it from the plan.
-      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
-        1.5 by default. A collection takes it from the plan.
 
     Raises:
       ValueError: the memory does not suffice, the mesh cannot be made or does not divide the
@@ -108,11 +97,8 @@ def plan_embeddings(
     distinct = _distinct(
         tables, configs, hotness, popularity or {}, batch_size // (data * model)
     )
-    wire = TableSettings(
-        tables=(), wire_dtype=wire_dtype, exchange_room=exchange_room
-    ).exchange
     problem = Problem(
-        dict(tables), configs, hotness, rule, batch_size, data, model, distinct, **wire
+        dict(tables), configs, hotness, rule, batch_size, data, model, distinct
     )
     stack_tables(problem.tables, configs, {})  # raises for widths that cannot be cut
     kept = memory  # for rows and state
@@ -146,7 +132,6 @@ def plan_embeddings(
             _table(problem, name, best.placed[name], sent[name]) for name in tables
         ),
         devices=devices,
-        **wire,
     )
 
 

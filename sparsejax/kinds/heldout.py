@@ -27,12 +27,6 @@ def prepared_for(
     chosen = Setup(**setup, trained_on_inputs=fold_in is None)
     if fold_in is not None:
         inputs, heldout = _folded_in(inputs, heldout, fold_in, seed or 0, features)
-    elif seed is not None:
-        raise ValueError("seed is used only with fold_in: leave it out")
-    elif features is not None:
-        raise ValueError(
-            "features is used only with fold_in; for other data call align_features"
-        )
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
     return prepared_evaluation(inputs, heldout, chosen)

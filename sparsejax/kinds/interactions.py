@@ -33,7 +33,7 @@ from sparsejax.kinds.reading import (
 )
 from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.options.measuring import Paged
+from sparsejax.options.measuring import Measure, Paged
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
@@ -201,13 +201,15 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
 
     def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
         return self.evaluate(
-            model,
-            source.data,
-            heldout=source.heldout,
-            k=k,
-            exclude=self.excluded_in_validation(source.data),
-            popularity=None,
-            keep_rows=True,
+            Measure(
+                model,
+                source.data,
+                source.heldout,
+                k=k,
+                exclude=self.excluded_in_validation(source.data),
+                popularity=None,
+                keep_rows=True,
+            )
         )
 
     def doubts(self, model: Any, source: Source, k: int) -> str | None:
@@ -215,7 +217,7 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
             return None
         with_content, without = (
             self.evaluate(
-                each, source.data, heldout=source.heldout, k=k, keep_rows=True
+                Measure(each, source.data, source.heldout, k=k, keep_rows=True)
             )
             for each in (model, without_content(model))
         )
@@ -260,7 +262,7 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
             if content_of(model) is not None:
                 how["by"] = "entries"
             measured = self.evaluate(
-                model, shown, heldout=heldout, keep_rows=True, **how
+                Measure(model, shown, heldout, keep_rows=True, **how)
             )
         return Findings(
             model=model,

@@ -10,7 +10,6 @@ import abc
 import dataclasses
 import functools
 import importlib
-import inspect
 import math
 import pathlib
 from collections.abc import Callable, Collection, Mapping
@@ -30,12 +29,13 @@ from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.kinds.source import Earlier, Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
-from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.measuring import Correcting, Evaluate, Measure, Paged
 from sparsejax.options.models import BY_DEFAULT, Clicks, Described
-from sparsejax.options.option import KindName, Options
-from sparsejax.options.predicting import Recommend
+from sparsejax.options.option import KindName
+from sparsejax.options.planning import Plan
+from sparsejax.options.predicting import Recommend, Write
 from sparsejax.options.reading import Reading
-from sparsejax.options.training import Training
+from sparsejax.options.training import Fit, Training
 
 
 @runtime_checkable
@@ -330,7 +330,7 @@ class Kind(abc.ABC):
         """The examples to train on, from data in memory. For `place`."""
 
     @abc.abstractmethod
-    def job(self, *args: Any, **options: Any) -> Job:
+    def job(self, asked: Fit) -> Job:
         """The examples to train on, and how the model is measured. For `fit`."""
 
     def suit_to_memory(
@@ -340,8 +340,13 @@ class Kind(abc.ABC):
         del model, optimizer, data, batch_size
 
     @abc.abstractmethod
-    def workload(self, network: Any, **sizes: Any) -> Workload:
-        """The sizes on which the memory of training depends. For `plan`."""
+    def workload(self, asked: Plan, batch: int) -> Workload:
+        """The sizes on which the memory of training depends. For `plan`.
+
+        Args:
+          asked: the call of `plan`.
+          batch: number of rows of a step.
+        """
 
     def tables(
         self, config: Any, rule: Rule, schema: Any, examples: str | None
@@ -411,11 +416,11 @@ class Kind(abc.ABC):
         return encoder, shown
 
     @abc.abstractmethod
-    def evaluate(self, *args: Any, **options: Any) -> dict[str, float]:
+    def evaluate(self, asked: Measure) -> dict[str, float]:
         """Metrics of what was held out. For `evaluate`."""
 
     @abc.abstractmethod
-    def portable(self, model: Any, names: Any, **options: Any) -> Any:
+    def portable(self, asked: Write) -> Any:
         """The model as a function of arrays, a `Portable`. For `export_predictor`."""
 
     def asked_in_shell(self, command: Evaluate) -> Evaluate:
@@ -507,56 +512,3 @@ def config_of(document: object) -> Any:
         known = ", ".join(name for name in MODELS if name != DEFAULT_MODEL)
         raise ValueError(f'the model: "model" is {model!r}, not one of {known}')
     return kind_for(model).read_config(document)
-
-
-def used(
-    kind: Kind, verb: Callable[..., Any], options: Mapping[str, Any]
-) -> dict[str, Any]:
-    """The options of a verb that a kind has a use for."""
-    kinds: Mapping[str, Collection[KindName]] = getattr(verb, "kinds")  # noqa: B009
-    return {n: v for n, v in options.items() if kind.name in kinds.get(n, (kind.name,))}
-
-
-def refused[**P, R](
-    of: str,
-    find: Callable[[Any], Kind] = kind_of,
-    like: type[Options] = Options,
-    **kinds: Collection[KindName],
-) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """A decorator: an argument that a kind has no use for is an error, instead of being ignored.
-
-    It sees which arguments a caller gives, so that one that equals its default is an error,
-    too. None in place of a default of None is no argument.
-
-    Args:
-      of: the name of the argument that has the kind.
-      find: tells its kind.
-      like: options of the same names, which say what kinds have a use for them.
-      kinds: the kinds of models that have a use for an argument; all of them by default.
-    """
-    stated = {f.name: f.metadata.get("kinds") for f in dataclasses.fields(like)}
-    kinds = {name: found for name, found in stated.items() if found} | kinds
-
-    def decorate(verb: Callable[P, R]) -> Callable[P, R]:
-        signature = inspect.signature(verb)
-
-        @functools.wraps(verb)
-        def wrapped(*args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                given = signature.bind(*args, **kwargs).arguments
-            except TypeError:
-                return verb(*args, **kwargs)  # which says the same of its arguments
-            kind = find(given[of])
-            for name, value in given.items():
-                default = signature.parameters[name].default
-                is_given = value is not None or default is not None
-                if is_given and kind.name not in kinds.get(name, (kind.name,)):
-                    raise ValueError(
-                        f"{name} is of no use for {kind.name}: leave it out"
-                    )
-            return verb(*args, **kwargs)
-
-        setattr(wrapped, "kinds", kinds)  # noqa: B010 - for `used`
-        return wrapped
-
-    return decorate

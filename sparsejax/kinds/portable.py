@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +26,7 @@ from sparsejax.nn.layers import SparseLinear, SparseOutput
 from sparsejax.nn.linear_part import LinearPart
 from sparsejax.nn.models import FeedForward
 from sparsejax.ops import coarse_top_k
+from sparsejax.options.predicting import Write
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.names import ITEMS
 from sparsejax.predictors.new_items import TAGS
@@ -164,23 +165,15 @@ def _stated_content(model: Any, given: ItemFeatures) -> tuple[NewItems, list[Any
     return stated, [kernel for kernel in kernels if kernel is not None]
 
 
-def portable_ranker(
-    model: Any,
-    names: Any,
-    *,
-    k: int,
-    item_features: ItemFeatures | None = None,
-    int8: bool = False,
-) -> Portable:
+def portable_ranker(model: Any, asked: Write) -> Portable:
     """A `Recommender` that recommends up to `k` items.
 
     Args:
       model: the recommender.
-      names: of its items, or a data set whose features they are, or None.
-      k: most items for a row.
-      item_features: content of the items, so that others can be added.
-      int8: see `export_predictor`.
+      asked: the call of `export_predictor`.
     """
+    names, item_features = cast(Any, asked.names), asked.item_features
+    k, int8 = asked.k, asked.int8
     ends = _ends_in_its_layer(model)
     if int8 and not ends:
         raise ValueError(

@@ -4,10 +4,23 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Sequence
-from typing import Any, Literal
+from collections.abc import Collection, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsejax.options.option import RANKING, Flag, Options, option
+
+if TYPE_CHECKING:
+    import numpy as np
+    from jax.typing import ArrayLike
+
+    from sparsejax.data import SparseDataset
+    from sparsejax.data.reading.histories import Unordered
+    from sparsejax.data.reading.sources import Source, Sources
+    from sparsejax.engine.rank.recommender import Recommender
+    from sparsejax.kinds.clicks.model import ClickModel
+    from sparsejax.kinds.histories.next_items import HistoryModel
+    from sparsejax.kinds.kind import OfKind
+    from sparsejax.optimizers.optimizer import Optimizer
 
 _FILE = Flag(type=str | None, value="FILE", default="")
 _NAMES = "{NAME[,NAME...],FILE}"
@@ -16,30 +29,21 @@ CUTOFFS = Flag(type=str | None, value="INT[,INT...]", default="20", read="number
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Counting(Options):
-    """How held-out interactions count that the model cannot find.
+    """How held-out interactions count.
 
     Attributes:
+      k: Number of recommendations that count, or several numbers, such as 5,10.
       unknown: Held-out interactions with items that were not trained on: miss counts
         them as missed; skip leaves them out, and with them the users who have no others.
       unknown_users: Users who have no interactions that the model is shown: count ranks
         items for them, too; skip leaves them out.
-      exclude_seen: Do not rank the items that a row already has.
     """
 
     heading = "counting"
 
+    k: int | Sequence[int] = option(20, CUTOFFS, kinds=RANKING, least=1)
     unknown: Literal["miss", "skip"] = option("miss", kinds=RANKING)
     unknown_users: Literal["count", "skip"] = option("count", kinds=RANKING)
-    exclude_seen: bool = option(
-        True,
-        Flag(
-            name="keep-seen",
-            gives=False,
-            text="Also rank the items that a row already has, for data in which interactions "
-            "repeat. Otherwise repeated interactions count as missed.",
-        ),
-        kinds=RANKING,
-    )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,6 +59,7 @@ class Correcting(Options):
     """
 
     heading = "correcting"
+    only_with: ClassVar = {"method": ("calibrate",)}
 
     calibrate: Any = option(None, _FILE, kinds=("clicks",))
     method: Literal["platt", "isotonic"] | None = option(
@@ -75,12 +80,12 @@ class Choosing(Options):
       only_items: Rank only these items.
     """
 
-    exclude_items: Collection[str] = option(
+    exclude_items: Iterable[str] | np.ndarray = option(
         (),
         Flag(type=str | None, value=_NAMES, default="", read="names"),
         kinds=RANKING,
     )
-    only_items: Collection[str] | None = option(
+    only_items: Iterable[str] | np.ndarray | None = option(
         None,
         Flag(type=str | None, value=_NAMES, default="all", read="names"),
         kinds=RANKING,
@@ -101,34 +106,12 @@ class Grouping(Options):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Shown(Counting):
-    """The interactions that a model is shown, and those that it should find.
-
-    Attributes:
-      heldout: Interactions that the model should find: a file, a table or data. Rows are
-        matched by name. For a click model, the examples to measure on.
-      inputs: Interactions that the model is shown; by default what it was trained on.
-      k: Number of recommendations that count, or several numbers, such as 5,10.
-    """
-
-    heldout: Any = option(None, _FILE)
-    inputs: Any = option(None, _FILE, kinds=RANKING)
-    k: int | Sequence[int] = option(20, CUTOFFS, kinds=RANKING)
-
-    def counted(self) -> dict[str, Any]:
-        """The arguments of `sparsejax.evaluate` that say how interactions count."""
-        names = ("k", "unknown", "unknown_users", "exclude_items", "only_items", "by")
-        found = {name: getattr(self, name) for name in names if hasattr(self, name)}
-        return {**found, "exclude": "inputs" if self.exclude_seen else None}
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Ranked(Shown, Choosing):
-    """A ranking for held-out interactions.
+class Ranking(Counting, Choosing):
+    """How recommendations are measured.
 
     Attributes:
       candidates: For each row, rank only the items that it has here, and the held-out ones.
-      keep_rows: Keep the figures of each row, for `compare`.
+      by: "entries" also measures items with few and with many interactions apart.
     """
 
     candidates: Any = option(
@@ -136,26 +119,106 @@ class Ranked(Shown, Choosing):
         Flag(type=str | None, value="FILE", default="rank all items"),
         kinds=RANKING,
     )
+    by: Literal["entries"] | None = option(None, kinds=RANKING, shell=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Seen(Options):
+    """The items that a row already has.
+
+    Attributes:
+      exclude_seen: Do not rank the items that a row already has.
+    """
+
+    heading = "counting"
+
+    exclude_seen: bool = option(
+        True,
+        Flag(
+            name="keep-seen",
+            gives=False,
+            text="Also rank the items that a row already has, for data in which interactions "
+            "repeat. Otherwise repeated interactions count as missed.",
+        ),
+        kinds=RANKING,
+    )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Shown(Counting, Seen):
+    """The interactions that a model is shown, and those that it should find.
+
+    Attributes:
+      heldout: Interactions that the model should find: a file, a table or data. Rows are
+        matched by name. For a click model, the examples to measure on.
+      inputs: Interactions that the model is shown; by default what it was trained on.
+    """
+
+    heldout: Any = option(None, _FILE)
+    inputs: Any = option(None, _FILE, kinds=RANKING)
+
+    def counted(self) -> dict[str, Any]:
+        """The arguments of `sparsejax.evaluate` that say how interactions count."""
+        shared = Ranking.option_names() & self.option_names() - {"candidates"}
+        found = {name: getattr(self, name) for name in shared}
+        return {**found, "exclude": "inputs" if self.exclude_seen else None}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Kept(Options):
+    """Figures that are kept.
+
+    Attributes:
+      keep_rows: Keep the figures of each row, for `compare`.
+    """
+
     keep_rows: bool = option(False, shell=False)
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Ranked(Shown, Ranking, Kept):
+    """A ranking for held-out interactions."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Held(Ranking, Kept):
+    """How a model is measured, by `Run.evaluate`, by `evaluate` and by the command.
+
+    Attributes:
+      fold_in: Instead of held-out interactions, for rows that the model was not trained on:
+        the share of each row's interactions that the model is shown. It should find the others.
+      seed: Seed of the choice that fold_in=... makes.
+    """
+
+    only_with: ClassVar = {"seed": ("fold_in",)}
+
+    fold_in: float | None = option(
+        None, Flag(value="FLOAT", default=""), kinds=("items",), above=0, below=1
+    )
+    seed: int | None = option(
+        None,
+        Flag(value="INT", default="0"),
+        kinds=("items",),
+        least=0,
+        below=2**32,
+    )
+
+
 @dataclasses.dataclass(frozen=True)
-class Evaluate(Ranked, Grouping, Correcting):
+class Evaluate(Shown, Held, Grouping, Correcting):
     """How well a model finds held-out interactions, or predicts clicks.
 
     Attributes:
       heldout: Interactions that the model should find: a file, a table or data. Rows are
         matched by name. For a click model, the examples to measure on.
       history: More interactions that the model is shown and that are not recommended.
-      fold_in: Instead of held-out interactions, for rows that the model was not trained on:
-        the share of each row's interactions that the model is shown. It should find the others.
-      seed: Seed of the choice that fold_in=... makes.
       popularity: Interactions that popularity is counted from. Its items count as those that
         the model was trained on.
       baselines: Also measure models without training, made of the same interactions as
         popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
-      by: "entries" also measures items with few and with many interactions apart.
     """
+
+    only_with: ClassVar = {"history": ("heldout",)}
 
     heldout: Any = option(None, _FILE)
     _: dataclasses.KW_ONLY
@@ -171,10 +234,6 @@ class Evaluate(Ranked, Grouping, Correcting):
         ),
         kinds=("items",),
     )
-    fold_in: float | None = option(
-        None, Flag(value="FLOAT", default=""), kinds=("items",)
-    )
-    seed: int | None = option(None, Flag(value="INT", default="0"), kinds=("items",))
     popularity: Any = option(
         None, Flag(type=str | None, value="FILE", default="TRAIN"), kinds=("items",)
     )
@@ -190,6 +249,81 @@ class Evaluate(Ranked, Grouping, Correcting):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Measure(Held):
+    """A call of `evaluate`.
+
+    Attributes:
+      model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
+        histories a `SASRec`, or another `HistoryModel`; for clicks a click model, see
+        `predict`.
+      inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
+        histories, without `fold_in`; or clicks, with `groups`, `optimizer` and `batch_size` alone.
+      heldout: `[rows, items]`, what it should find. Two data sets are matched by row
+        name; otherwise row `i` belongs to row `i`. Of histories with weights, those entries
+        whose weight is positive.
+      k: Cut-off, or several.
+      fold_in: Used in place of `heldout`. It is the share of each row's entries in
+        `inputs`, a `SparseDataset`, that the model is shown; see `SparseDataset.split`.
+      features: Used with `fold_in`, where `inputs` were read with a vocabulary of their
+        own: the names of the model's features, or a data set with them. Entries of other
+        features are left out after the choice, so they count as unknown.
+      seed: Seed of the choice that `fold_in` makes; 0 by default.
+      exclude: `[rows, items]`, what is never recommended, see `recommend`. The default is
+        what the row has in `inputs`. Where there are several inputs, name one, here and
+        below. Held-out entries that are excluded count as missed, and a warning gives
+        their share. None ranks all items.
+      exclude_items: Names of items that nobody is recommended, such as those sold out, or
+        their ids. The names are those of `heldout`. The baseline leaves them out, too, and
+        "coverage" and "gini" are over the others. Held-out entries of these items count as
+        missed, as those that are excluded do, and a warning gives their share.
+      only_items: Rank only these.
+      unknown: "miss" counts held-out entries of unknown items as described above. "skip"
+        leaves them out, and with them the rows that have no others.
+      unknown_users: Rows that have no entry in `inputs`, or are not in it. "count" shows
+        the model an empty row for each, as if they were in `inputs`: they are in the means.
+        "skip" leaves them out. "users_new" is their number.
+      candidates: `[rows, items]`: for each row, rank only these items and its held-out
+        ones, for example one held-out item among 100 others. Unknown items are left out of
+        both, and a warning says how many of these items are. Rows are matched as those
+        of `heldout`. The model also needs `item_scores`; a `HistoryModel`
+        `item_scores(histories, ids)`, with `times=` if it uses them.
+      popularity: `[any rows, items]`, what the baseline counts, `inputs` by default. If
+        the model was not trained on these rows, name the training data. None leaves out
+        the baseline and "mean_popularity". This is also the training data that decides
+        which items are known. With None the inputs decide, if they are excluded. With
+        `fold_in` the inputs do not decide: then all items of the vocabulary are known,
+        unless training data is named here.
+      groups: For clicks: the name of a feature with one id an example, or `[examples]`
+        numbers or text. A warning says if several categories of a feature have one id, as
+        hashed ones may, and so are one group.
+      by: "entries" measures items apart by the number of rows that have them in the training
+        data, which `popularity` names: 0, 1 to 4, 5 to 9, 10 to 19, 20 and more. For each
+        group there are "entries[1-4]", the number of held-out entries; "recall@20[1-4]" and
+        "ndcg@20[1-4]", means over the rows with such entries, as if these alone were held
+        out; and "share@20[1-4]", the share of the recommendations that are of the group.
+        Items that the vocabulary lacks are in no group.
+      optimizer: Optimizer of the model, see `recommend`.
+      batch_size: Rows scored at a time; by default 512, of clicks 8192. Take fewer where a
+        model of your own, whose `top_k` does not take `excluded`, excludes very many items.
+      keep_rows: Keep the figures of each row, or of each example of clicks, for `compare`:
+        the result is then a `sparsejax.metrics.Measured`.
+    """
+
+    only_with: ClassVar = {"features": ("fold_in",)}
+
+    model: Recommender | HistoryModel | ClickModel
+    inputs: Sources | OfKind
+    heldout: Source | OfKind | None = option(None, kinds=RANKING)
+    _: dataclasses.KW_ONLY
+    features: SparseDataset | Iterable[object] | None = option(None, kinds=("items",))
+    exclude: Unordered = option("inputs", kinds=RANKING)
+    popularity: Unordered = option("inputs", kinds=RANKING)
+    groups: str | ArrayLike | None = option(None, kinds=("clicks",))
+    optimizer: Optimizer | None = None
+    batch_size: int | None = option(None, least=1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Paged(Shown, Grouping):
     """The contents of a page about a run.
@@ -198,6 +332,10 @@ class Paged(Shown, Grouping):
       titles: Titles to show for the names of items: a dict; or a file or a table with two columns,
         the name of an item and its title.
     """
+
+    only_with: ClassVar = dict.fromkeys(
+        ("k", "unknown", "unknown_users", "groups"), ("heldout",)
+    )
 
     titles: Any = option(None, _FILE, kinds=RANKING)
 

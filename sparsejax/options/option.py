@@ -7,13 +7,16 @@ here, so that `sparsejax --help` answers at once.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import functools
 import inspect
+import math
+import operator
 import re
 import textwrap
 from collections.abc import Callable, Collection, Mapping
-from typing import Any, ClassVar, Concatenate, Literal, Self
+from typing import Any, ClassVar, Concatenate, Literal, NamedTuple, Self
 
 # The kinds of models, and those among them that rank items.
 KindName = Literal["items", "histories", "clicks"]
@@ -60,11 +63,58 @@ class Flag:
         return f"--{self.name or option.replace('_', '-')}"
 
 
+class _Stated(NamedTuple):
+    """The facts about an option beside its name, its type and its default; see `option`."""
+
+    flags: tuple[Flag, ...] = (Flag(),)
+    kinds: Collection[KindName] = ()
+    least: float | None = None
+    above: float | None = None
+    below: float | None = None
+
+    @classmethod
+    def about(cls, field: dataclasses.Field[Any]) -> _Stated:
+        """The facts that `option` stated about a field."""
+        return field.metadata.get("stated", cls())
+
+    def check_bounds(self, value: Any, name: Callable[[], str]) -> None:
+        """Raises an error for a number, or one of several, that is out of bounds."""
+        if not self.bounds():
+            return
+        value = value.tolist() if hasattr(value, "tolist") else value
+        for each in value if isinstance(value, list | tuple) else (value,):
+            if each is None or isinstance(each, str):
+                continue
+            if isinstance(self.least, int) and not hasattr(each, "__index__"):
+                raise TypeError(f"{name()} must be a whole number, got {each!r}")
+            for is_good, bound, text in self.bounds():
+                if not is_good(each, bound):
+                    raise ValueError(f"{name()} must be {text}, got {each}")
+            if not each < math.inf:
+                raise ValueError(f"{name()} must be finite, got {each}")
+
+    def bounds(self) -> list[tuple[Callable[[Any, Any], bool], float, str]]:
+        """The bounds: a comparison, a number, and both as text."""
+        compared = (
+            (operator.ge, self.least, "at least"),
+            (operator.gt, self.above, "above"),
+            (operator.lt, self.below, "below"),
+        )
+        return [
+            (is_good, bound, f"{how} {bound:,.10g}")
+            for is_good, bound, how in compared
+            if bound is not None
+        ]
+
+
 def option(
     default: Any = dataclasses.MISSING,
     *flags: Flag,
     kinds: Collection[KindName] = (),
     shell: bool = True,
+    least: float | None = None,
+    above: float | None = None,
+    below: float | None = None,
 ) -> Any:
     """A field of `Options`.
 
@@ -73,16 +123,28 @@ def option(
       flags: its flags, if one by its name and type does not do.
       kinds: the kinds of models that have a use for it; all of them by default.
       shell: whether the command line has it.
+      least: the least value. An int asks for whole numbers.
+      above: a number that its value must be above.
+      below: a number that its value must be below.
     """
-    metadata = {"flags": flags or (Flag(),), "kinds": kinds}
-    if not shell:
-        metadata["flags"] = ()
-    return dataclasses.field(default=default, metadata=metadata)
+    own = (flags or (Flag(),)) if shell else ()
+    stated = _Stated(own, kinds, least, above, below)
+    return dataclasses.field(default=default, metadata={"stated": stated})
 
 
 def flags_of(field: dataclasses.Field[Any]) -> tuple[Flag, ...]:
     """The flags of an option."""
-    return field.metadata.get("flags", (Flag(),))
+    return _Stated.about(field).flags
+
+
+def bounds_of(field: dataclasses.Field[Any]) -> str:
+    """The bounds of an option, as text."""
+    return ", ".join(text for _, _, text in _Stated.about(field).bounds())
+
+
+def kinds_of(field: dataclasses.Field[Any]) -> Collection[KindName]:
+    """The kinds of models that have a use for an option; () stands for all."""
+    return _Stated.about(field).kinds
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,9 +153,23 @@ class Options:
 
     Attributes:
       heading: Where the options stand together in the help of a command, if they do.
+      only_with: Other options for each option that has no effect unless one of them has another
+        value than its default. Classes above this one may state more.
     """
 
     heading: ClassVar[str] = ""
+    only_with: ClassVar[Mapping[str, Collection[str]]] = {}
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            name, value = field.name, getattr(self, field.name)
+            spelled = functools.partial(self.spelled, name)
+            _Stated.about(field).check_bounds(value, spelled)
+            known = _choices(str(field.type)) if isinstance(value, str) else ()
+            if known and value not in known:
+                none = [] if field.default is not None else ["None"]
+                choices = " or ".join([*(f'"{each}"' for each in known), *none])
+                raise ValueError(f"{spelled()} is {choices}, got {value!r}")
 
     @property
     def given(self) -> frozenset[str]:
@@ -135,9 +211,14 @@ class Options:
           type_: the options of that verb.
           more: options that it has beside.
         """
-        shared = (self.option_names() & type_.option_names()) - more.keys()
-        new = type_(**{name: getattr(self, name) for name in shared}, **more)
-        return self._noted(new, (self.given & shared) | more.keys())
+        shared = self.shared_with(type_)
+        new = type_(**{**shared, **more})
+        return self._noted(new, (self.given & shared.keys()) | more.keys())
+
+    def shared_with(self, type_: type[Options]) -> dict[str, Any]:
+        """The values of the options that another verb has, too."""
+        shared = self.option_names() & type_.option_names()
+        return {name: getattr(self, name) for name in shared}
 
     def _noted[T: Options](
         self,
@@ -155,7 +236,7 @@ class Options:
         return {
             field.name: getattr(self, field.name)
             for field in dataclasses.fields(of)
-            if kind in (field.metadata.get("kinds") or (kind,))
+            if kind in (kinds_of(field) or (kind,))
         }
 
     @classmethod
@@ -164,13 +245,44 @@ class Options:
         return name
 
     def check_kind(self, kind: str) -> None:
-        """Raises ValueError if an option was given that a kind of models has no use for."""
+        """Raises ValueError if an option was given that has no effect.
+
+        Args:
+          kind: the kind of the model, which may have no use for it.
+        """
         for field in dataclasses.fields(self):
-            kinds = field.metadata.get("kinds")
+            kinds = kinds_of(field)
             if kinds and kind not in kinds and field.name in self.given:
+                name = self.spelled(field.name)
                 raise ValueError(
-                    f"{self.spelled(field.name)} is of no use for a model of {kind}: leave it out"
+                    f"{name} is of no use for a model of {kind}: leave it out"
                 )
+        self.check_effect()
+
+    def check_effect(self) -> None:
+        """Raises ValueError if an option was given without another that it needs."""
+        needed: dict[str, Collection[str]] = {}
+        for cls in reversed(type(self).__mro__):
+            needed |= vars(cls).get("only_with", {})
+        for name, others in needed.items():
+            if name in self.given and not any(map(self._is_changed, others)):
+                wanted = " or ".join(map(self.spelled, others))
+                raise ValueError(
+                    f"{self.spelled(name)} needs {wanted}, without which it has no effect"
+                )
+
+    def _is_changed(self, name: str) -> bool:
+        """Whether an option has another value than its default."""
+        (field,) = (f for f in dataclasses.fields(self) if f.name == name)
+        value, default = getattr(self, name), field.default
+        return type(value) is not type(default) or value != default
+
+
+@functools.cache
+def _choices(type_: str) -> tuple[str, ...]:
+    """The texts that an option takes, if its type names them."""
+    found = re.fullmatch(r"Literal\[([^]]+)\](?: \| None)?", type_)
+    return () if found is None else ast.literal_eval(f"({found[1]},)")
 
 
 @functools.cache
@@ -198,44 +310,93 @@ def takes[**P, S, R](
     Args:
       options: the class of the options.
     """
-    assert isinstance(options, type)
-    assert issubclass(options, Options)
-    signature = inspect.signature(options)
 
     def decorate(method: Callable[[S, Any], R]) -> Callable[Concatenate[S, P], R]:
-        own = next(iter(inspect.signature(method).parameters.values()))
+        asked = _asking(options, method.__name__)
 
         @functools.wraps(method)
         def verb(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-            try:
-                bound = signature.bind(*args, **kwargs).arguments
-            except TypeError as error:
-                raise TypeError(f"{method.__name__}(): {error}") from None
-            # None in place of a default of None is no argument.
-            given = {
-                name
-                for name, value in bound.items()
-                if value is not None or signature.parameters[name].default is not None
-            }
-            return method(self, options(**bound).noting(given=given))
+            return method(self, asked(args, kwargs))
 
-        parameters = [own, *signature.parameters.values()]
-        verb.__signature__ = signature.replace(parameters=parameters)  # type: ignore[attr-defined]
-        verb.__doc__ = _documented(method.__doc__ or "", texts_of(options), signature)
-        return verb
+        own = next(iter(inspect.signature(method).parameters.values()))
+        return _described(verb, options, own)
 
     return decorate
+
+
+def verb[**P, R](
+    options: Callable[P, Any],
+) -> Callable[[Callable[[Any], R]], Callable[P, R]]:
+    """A decorator of a function of one argument, as `takes` is one of a method.
+
+    Args:
+      options: the class of the options.
+    """
+
+    def decorate(function: Callable[[Any], R]) -> Callable[P, R]:
+        asked = _asking(options, function.__name__)
+
+        @functools.wraps(function)
+        def verb(*args: P.args, **kwargs: P.kwargs) -> R:
+            return function(asked(args, kwargs))
+
+        return _described(verb, options)
+
+    return decorate
+
+
+def _asking(
+    options: Callable[..., Any], name: str
+) -> Callable[[tuple[Any, ...], dict[str, Any]], Any]:
+    """A function that makes the options of the arguments of a call."""
+    signature = inspect.signature(options)
+
+    def asked(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        try:
+            bound = signature.bind(*args, **kwargs).arguments
+        except TypeError as error:
+            raise TypeError(f"{name}(): {error}") from None
+        # None in place of a default of None is no argument.
+        given = {
+            name
+            for name, value in bound.items()
+            if value is not None or signature.parameters[name].default is not None
+        }
+        return options(**bound).noting(given=given)
+
+    return asked
+
+
+def _described[F: Callable[..., Any]](
+    verb: F, options: Any, *own: inspect.Parameter
+) -> F:
+    """The function with the signature and the texts of its options."""
+    signature = inspect.signature(options)
+    parameters = [*own, *signature.parameters.values()]
+    verb.__signature__ = signature.replace(  # type: ignore[attr-defined]
+        parameters=parameters,
+        return_annotation=inspect.signature(verb).return_annotation,
+    )
+    verb.__doc__ = _documented(verb.__doc__ or "", texts_of(options), signature)
+    return verb
 
 
 def _documented(
     text: str, texts: Mapping[str, str], signature: inspect.Signature
 ) -> str:
-    """A docstring with an entry for each argument, in front of the errors."""
+    """A docstring with an entry for each argument, in front of the result and the errors."""
     entries = [
         textwrap.fill(
-            f"{name}: {texts[name]}", 92, initial_indent="  ", subsequent_indent="    "
+            f"{name}: {texts[name]}",
+            92,
+            initial_indent="  ",
+            subsequent_indent="    ",
+            break_on_hyphens=False,
         )
         for name in signature.parameters
     ]
-    before, errors, after = inspect.cleandoc(text).partition("\nRaises:\n")
-    return before.rstrip() + "\n\nArgs:\n" + "\n".join(entries) + f"\n{errors}{after}"
+    before, *after = re.split(
+        r"\n(?=(?:Returns|Raises):\n)", inspect.cleandoc(text), maxsplit=1
+    )
+    parts = [before.rstrip(), "", "Args:", *entries]
+    return "\n".join([*parts, *(f"\n{rest}" for rest in after)])

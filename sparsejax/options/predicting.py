@@ -5,14 +5,23 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsejax.options.measuring import Choosing, Correcting
 from sparsejax.options.option import RANKING, Flag, Options, option
 
 if TYPE_CHECKING:
+    from sparsejax.data.files.names import FeatureNames
+    from sparsejax.data.reading.histories import Unordered
+    from sparsejax.data.reading.sources import Sources
+    from sparsejax.data.sets.item_features import ItemFeatures
     from sparsejax.embeddings.row_codes import TableDtype
+    from sparsejax.engine.rank.recommender import Recommender
+    from sparsejax.kinds.clicks.model import ClickModel
+    from sparsejax.kinds.histories.next_items import HistoryModel
+    from sparsejax.kinds.kind import OfKind
+    from sparsejax.optimizers.optimizer import Optimizer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +49,7 @@ class Recommend(Choosing):
         ),
         kinds=RANKING,
     )
-    k: int = option(10, kinds=RANKING)
+    k: int = option(10, kinds=RANKING, least=1)
     _: dataclasses.KW_ONLY
     inputs: Any = None
     exclude_seen: bool = option(
@@ -59,6 +68,37 @@ class Recommend(Choosing):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class Rank(Choosing):
+    """A call of `recommend`.
+
+    Attributes:
+      model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
+        histories a `SASRec`, or another `HistoryModel`.
+      inputs: `[rows, features]`; or several by name, see `fit`; or histories.
+      k: Items per row. Where there are fewer candidates, ids end with -1.
+      exclude: "inputs" leaves out the items that a row already has; None ranks them, too.
+        Where there are several inputs, the name of one of them, or None. Or `[rows, items]`:
+        two data sets are matched by row name, and a row that `exclude`
+        lacks has nothing excluded; otherwise row `i` belongs to row `i`.
+      exclude_items: Names of items that nobody is recommended, such as those sold out; or
+        their ids.
+      only_items: Recommend only these.
+      optimizer: The model's optimizer. Pass it while rows of the weights may be behind
+        (see `Optimizer.flush`): they are then read as if they were up to date.
+      batch_size: Rows scored at a time; fewer where a model of your own, whose `top_k` does
+        not take `excluded`, excludes very many items.
+    """
+
+    model: Recommender | HistoryModel
+    inputs: Sources | OfKind
+    k: int = option(10, least=1)
+    _: dataclasses.KW_ONLY
+    exclude: Unordered = "inputs"
+    optimizer: Optimizer | None = None
+    batch_size: int = option(512, least=1)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported(Options):
     """The abilities of a predictor, see `sparsejax.export_predictor`.
@@ -73,8 +113,8 @@ class Exported(Options):
         same, and come sooner where there are many items.
     """
 
-    k: int = option(10, kinds=RANKING)
-    batch_size: int = 512
+    k: int = option(10, kinds=RANKING, least=1)
+    batch_size: int = option(512, least=1)
     table_dtype: TableDtype | None = option(None, shell=False, kinds=("clicks",))
     unknown_ids: Literal["init", "zeros"] | None = option(
         None, Flag(value="{init,zeros}", default="init"), kinds=("clicks",)
@@ -93,3 +133,37 @@ class Export(Exported, Correcting):
     path: str | os.PathLike[str] = option(
         dataclasses.MISSING, Flag(type=pathlib.Path, value="FILE", positional=True)
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class Write(Exported):
+    """A call of `export_predictor`.
+
+    Attributes:
+      model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; or
+        a `SASRec`, or another `HistoryModel`. Its rows must be up to date, as they are
+        after `fit` or `Optimizer.flush`. It may have several inputs; a dense one is
+        float32 unless `num_features` gives its dtype.
+      path: The file, which is replaced if it exists.
+      k: Most items per row that the predictor can recommend; not for clicks.
+      names: Names of the items, or a data set whose features they are. The file keeps
+        them. For a click model the data that it was trained on.
+      item_features: The content of the items that the model was built with, so that
+        `Predictor.add_items` can add others: the file keeps the names of tags, and the
+        kernels. By default a predictor knows nothing of content.
+      table_dtype: For a click model, "int8" or "float8" for its tables; by default they
+        stay as they are.
+      unknown_ids: For a click model with dynamic tables, what an id without a row reads: "init",
+        the default, is the vector that it would begin with, as in the model; or "zeros".
+      int8: For a model of items or histories with many items, a Hopper GPU holds the items'
+        vectors in int8, too, for half as much memory again. It reads these first, and finds
+        the same items with the same scores. Other devices do as without it. The model must
+        rank in bfloat16, by vectors of a multiple of 128 numbers.
+      batch_size: Most rows that the predictor scores at a time.
+    """
+
+    model: Recommender | HistoryModel | ClickModel
+    path: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    names: FeatureNames | OfKind | Iterable[object] | None = None
+    item_features: ItemFeatures | None = option(None, kinds=RANKING)

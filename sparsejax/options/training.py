@@ -5,16 +5,28 @@ from __future__ import annotations
 import dataclasses
 import os
 import pathlib
-from collections.abc import Callable, Collection, Mapping
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Callable, Collection, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsejax.options.option import RANKING, Flag, Options, option
 from sparsejax.options.reading import Reading
 
 if TYPE_CHECKING:
+    from jax.typing import ArrayLike, DTypeLike
+
     from sparsejax.codec import ModelConfig
+    from sparsejax.data import ScannedDataset
+    from sparsejax.data.reading.sources import Source, Sources
     from sparsejax.data.sets.click_schema import ClickSchema
+    from sparsejax.engine.train.checkpoint import Checkpoints
+    from sparsejax.engine.train.progress import EarlyStopping
+    from sparsejax.engine.train.resident import Targets
+    from sparsejax.kinds.clicks.model import ClickModel
+    from sparsejax.kinds.histories.next_items import HistoryModel
+    from sparsejax.kinds.kind import OfKind
     from sparsejax.nn.config import NetworkConfig
+    from sparsejax.optimizers.optimizer import Optimizer
+    from sparsejax.verbs.fit import Fittable
 
 _FILE = Flag(type=str | None, value="FILE", default="")
 _FOLDER = Flag(type=pathlib.Path | None, value="DIR", default="")
@@ -36,7 +48,9 @@ class Stepping(Options):
         None, Flag(value="STR", default="adam, of histories and clicks adamw")
     )
     batch_size: int | None = option(
-        None, Flag(value="INT", default="512, of histories 256, of clicks 64 to 4096")
+        None,
+        Flag(value="INT", default="512, of histories 256, of clicks 64 to 4096"),
+        least=1,
     )
 
 
@@ -50,9 +64,11 @@ class Repeated(Options):
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
     """
 
-    k: int = option(20, kinds=RANKING)
-    patience: int | None = option(None, Flag(value="INT", default="train all epochs"))
-    seed: int = 0
+    k: int = option(20, kinds=RANKING, least=1)
+    patience: int | None = option(
+        None, Flag(value="INT", default="train all epochs"), least=1
+    )
+    seed: int = option(0, least=0, below=2**32)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -93,9 +109,10 @@ class Watching(Repeated):
             value="INT",
             default="30, of histories 40, or more, of clicks 1",
         ),
+        least=1,
     )
     learning_rate: float | None = option(
-        None, Flag(value="FLOAT", default=".002, of clicks .005")
+        None, Flag(value="FLOAT", default=".002, of clicks .005"), least=0.0
     )
 
 
@@ -152,6 +169,13 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading):
       log: Called with the step and the metrics after each epoch, see `fit`.
     """
 
+    only_with: ClassVar = {
+        "k": ("validation",),
+        "patience": ("validation",),
+        "changes": ("follow",),
+        "export_seconds": ("changes",),
+    }
+
     data: Any = option(
         dataclasses.MISSING,
         Flag(
@@ -164,7 +188,7 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading):
     directory: str | os.PathLike[str] | None = option(None, shell=False)
     _: dataclasses.KW_ONLY
     negatives: int | None = option(
-        None, Flag(value="INT", default="all items"), kinds=("histories",)
+        None, Flag(value="INT", default="all items"), kinds=("histories",), least=1
     )
     weight_decay: float | None = option(
         None,
@@ -172,19 +196,22 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading):
             value="FLOAT",
             default="0, of adamw .0001, of histories .1, of clicks .3 to 8",
         ),
+        least=0.0,
     )
-    warmup_epochs: float = 0.0
+    warmup_epochs: float = option(0.0, least=0.0)
     decay: Literal["cosine", "none"] | None = option(
         None, Flag(value="{cosine,none}", default="cosine")
     )
-    chunk_rows: int | None = option(None, Flag(value="INT", default="all rows"))
+    chunk_rows: int | None = option(
+        None, Flag(value="INT", default="all rows"), least=1
+    )
     follow: bool = option(False, Flag(gives=True), kinds=("clicks",))
     changes: str | os.PathLike[str] | None = option(None, _FOLDER, kinds=("clicks",))
     export_seconds: float | None = option(
-        None, Flag(value="FLOAT", default="60"), kinds=("clicks",)
+        None, Flag(value="FLOAT", default="60"), kinds=("clicks",), least=0.0
     )
     fused: bool = option(False, Flag(gives=True), kinds=RANKING)
-    checkpoint_seconds: float = 30.0
+    checkpoint_seconds: float = option(30.0, least=0.0)
     resume: bool = option(False, Flag(gives=True))
     log: Callable[[int, Mapping[str, float]], None] | None = option(None, shell=False)
 
@@ -209,7 +236,9 @@ class Train(TrainMore):
     model: str | None = option(None, shell=False)
     config: NetworkConfig | ModelConfig | None = option(None, shell=False)
     schema: ClickSchema | None = option(None, shell=False, kinds=("clicks",))
-    dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
+    dynamic: int | None = option(
+        None, Flag(value="INT", default=""), kinds=("clicks",), least=1
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -244,3 +273,117 @@ class Load(Reading):
     """
 
     directory: str | os.PathLike[str] = option(dataclasses.MISSING, shell=False)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Looping(Options):
+    """How `fit` goes over the examples of every kind.
+
+    Attributes:
+      batch_size: Examples a step; a multiple of 64 on a mesh that divides batches. The
+        last batch of an epoch may be smaller. By default 512, of clicks as `recipe` has it.
+      num_epochs: Passes over the data, those before a resume included. By default 20, of
+        clicks as `recipe` has it.
+      seed: Seed of the order of examples.
+      shuffle: False trains on the rows in the order of the data, the same in each epoch.
+      early_stopping: Stop on a validation metric, and end with the best epoch's weights.
+      checkpoint_seconds: Save when this much time has passed since the last checkpoint,
+        when an epoch is the best so far, and at the end. 0 saves as often as possible.
+      resume: Continue from the newest sound checkpoint in `checkpoint_dir`, if there is
+        one. The result has the same bits as without the interruption; on a GPU this needs
+        `deterministic=True`.
+      fused: Apply the gradient of each chunk of the output's items where it is made, so
+        that no array of the size of its kernel exists beside the kernel and its state.
+        The result is the same, up to rounding.
+      deterministic: Give the same bits in every process on the same kind of GPU, which
+        can make steps slower. Without it XLA chooses programs by their time, and adds
+        some terms in any order. A resume must keep it.
+      log: Called after each epoch with the step number and that epoch's history entry,
+        by the first process if there are several. It can use model and optimizer. Rows
+        may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
+      after_epoch: Called after each epoch with its number, from 1, by every process. It
+        can use model and optimizer as `log` can, also for what all processes have to do
+        together, such as to measure or to export. It may change the parameters.
+    """
+
+    batch_size: int | None = option(None, least=1)
+    num_epochs: int | None = option(None, least=1)
+    seed: int = option(0, least=0, below=2**32)
+    shuffle: bool = True
+    early_stopping: EarlyStopping | None = None
+    checkpoint_seconds: float = option(30.0, least=0.0)
+    resume: bool = False
+    fused: bool = False
+    deterministic: bool = False
+    log: Callable[[int, Mapping[str, float]], None] | None = None
+    after_epoch: Callable[[int], None] | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit(Looping):
+    """A call of `fit`.
+
+    Attributes:
+      model: A `FeedForward`, or a module with the methods of `Fittable`; for histories a
+        `SASRec`, or a module with the methods of `HistoryModel`; for clicks a `DLRM` or
+        another click model, or a module that is called as `model(dense, ids)`.
+      optimizer: The optimizer of this model.
+      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
+        `scan_parquet` gives, which is read from disk a chunk at a time; or histories, also
+        of `scan_sequences`; or clicks, also of `scan_clicks`, from Parquet; or several by
+        name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
+        rows are those of the first source with row names. The other sources are matched
+        by row name, or by position if they have no names.
+      targets: `[rows, items]`, matched by row name if both have names; or the name of a
+        sparse input. By default the single input itself (an autoencoder). Or several
+        by name, `{name: source}`, for a model whose `loss` takes such a dict of labels. For
+        histories, the kind or kinds of events to predict, such as "purchase"; by default all
+        events. The model reads all of them.
+      weights: `[rows]`, weight of each example; 1 by default. For histories, how much each
+        event counts as a target: a weight for each kind, `{"purchase": 1, "view": 0.1}`; the
+        name of a column of numbers; or `[entries]`. See `SequenceDataset.with_targets`.
+      validation: Held-out entries of the rows of `inputs`. After each epoch they are
+        ranked among all items that the row does not have in the targets. For histories, a
+        `SequenceDataset`, as `split_last` makes it; if some history of `inputs` has an item
+        twice, items that a row has are ranked, too; `targets` and `weights` by kind say which
+        of its events are to be found. For clicks, examples of the same
+        columns, read with the same vocabularies.
+      k: Cut-off of the validation metrics of items; 20 by default.
+      wire_dtype: For clicks on a mesh, the dtype in which rows and gradients of the tables
+        cross between devices, such as bfloat16. By default that of the model's collections.
+      exchange_room: For clicks on a mesh, the number of ids that have a place between each pair
+        of devices, as a multiple of what is expected. How many of the ids of a batch differ
+        is counted in some batches. "overflows" in the history counts lookups for which the
+        places did not suffice; there is a warning if these are above one in a hundred steps.
+        By default that of the model's collections.
+      checkpoint_dir: Where to save checkpoints. Only one training at a time can use it.
+    """
+
+    only_with: ClassVar = {"early_stopping": ("validation",), "k": ("validation",)}
+
+    model: Fittable | HistoryModel | ClickModel
+    optimizer: Optimizer
+    inputs: Sources | ScannedDataset | OfKind
+    targets: Targets | ScannedDataset | Sequence[str] = None
+    _: dataclasses.KW_ONLY
+    weights: ArrayLike | Mapping[str, float] | str | None = None
+    validation: Source | OfKind | None = None
+    k: int | None = option(None, kinds=RANKING, least=1)
+    wire_dtype: DTypeLike | None = option(None, kinds=("clicks",))
+    exchange_room: float | None = option(None, kinds=("clicks",))
+    checkpoint_dir: str | pathlib.Path | Checkpoints | None = None
+
+    @property
+    def row_weights(self) -> ArrayLike | None:
+        """`weights` of examples that are rows."""
+        if isinstance(self.weights, str | Mapping):
+            raise TypeError(
+                "weights by kinds of events, or by a column, are for histories: give one "
+                "number for each row"
+            )
+        return self.weights
+
+    @property
+    def cut_off(self) -> int:
+        """`k`, or its default."""
+        return 20 if self.k is None else self.k

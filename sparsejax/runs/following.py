@@ -19,13 +19,11 @@ from sparsejax.engine.train import loop
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.following import Feed, follow
 from sparsejax.engine.train.job import Job
-from sparsejax.kinds.kind import used
 from sparsejax.kinds.reading import is_file, name_of
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.options.training import Training
+from sparsejax.options.training import Fit, Training
 from sparsejax.runs.folders import Settings
-from sparsejax.verbs.fit import fit
 
 # Between two looks into a folder, and into a store, where each costs a request.
 _LOOK_SECONDS, _LOOK_SECONDS_OF_STORE = 0.5, 5.0
@@ -48,11 +46,7 @@ def check(training: Training, directory: pathlib.Path) -> None:
       training: what was asked for.
       directory: the folder of the run.
     """
-    needs = "changes", "export_seconds"
-    given = [name for name in needs if getattr(training, name) is not None]
     if not training.follow:
-        if given:
-            raise ValueError(f"{given[0]}=... goes with follow=True: leave it out")
         return
     if getattr(training.config, "dynamic", None) is None:
         raise ValueError(
@@ -76,15 +70,10 @@ def check(training: Training, directory: pathlib.Path) -> None:
             f"{path}: follow=True needs a folder in which files appear, but this is a file"
         )
     names_in(path)  # it may be of a kind that is not followed
-    seconds = training.export_seconds
     if training.decay == "cosine":
         raise ValueError(
             "decay=cosine is of no use with follow=True, which has no last epoch: leave it out"
         )
-    if seconds is not None and training.changes is None:
-        raise ValueError("export_seconds=... goes with changes=..., the folder of them")
-    if seconds is not None and not seconds >= 0:
-        raise ValueError(f"export_seconds={seconds} must not be negative")
     if jax.process_count() > 1:
         raise NotImplementedError("follow=True works in one process")
     if not is_address(path):
@@ -116,11 +105,6 @@ def run(
     """Trains until a signal comes; see `sparsejax.engine.train.following.follow`."""
     kind = settings.kind
     folder = os.fspath(training.data)
-    options = {
-        **dict.fromkeys(("targets", "weights", "validation", "stopping")),
-        **dict.fromkeys(("k", "wire_dtype", "exchange_room")),
-    }
-    options = used(kind, fit, options)
 
     def names() -> list[str] | None:
         try:
@@ -131,7 +115,7 @@ def run(
 
     def read(name: str) -> Job | None:
         data = kind.read_followed(path_in(folder, name), known, training)
-        return None if data is None else kind.job(model, data, **options)
+        return None if data is None else kind.job(Fit(model, optimizer, data))
 
     changes = None
     if training.changes is not None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from sparsejax import optimizers
 from sparsejax.callers import warn_caller
-from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program, check_seed
+from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
 from sparsejax.kinds.kind import Defaults, Kind, kind_of
@@ -65,7 +65,6 @@ def train(
             config, chosen = kept, ""
     if chosen:
         training.say(chosen)
-    check_seed(training.seed)
     settings = settings_of(training, config, source)
     steps = steps_of_epoch(source.chunks, settings.batch_size)
     if training.num_epochs is None and settings.num_epochs * steps < _FEW_STEPS:
@@ -324,6 +323,4 @@ def _continued(
 def _early_stopping(training: Training, kind: Kind) -> EarlyStopping | None:
     if training.patience is None:
         return None
-    if training.validation is None:
-        raise ValueError("patience=... needs validation=..., the data to stop on")
     return EarlyStopping(metric=kind.metric(training.k), patience=training.patience)

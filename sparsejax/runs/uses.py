@@ -18,7 +18,7 @@ from sparsejax.kinds.reading import some_rows
 from sparsejax.kinds.source import Opened
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate, Paged
-from sparsejax.options.predicting import Export, Exported, Recommend
+from sparsejax.options.predicting import Export, Exported, Rank, Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.runs.report import examples_of, similar_to_popular
 from sparsejax.verbs.export import export_with_answer
@@ -77,7 +77,7 @@ def recommended(
 
     def ahead(shapes: Any) -> Callable[[], object]:
         data, how = shown()
-        return lower_recommend(shapes, data, **how)
+        return lower_recommend(Rank(shapes, data, **how))
 
     model = run.model(ahead)
     data, how = shown()

@@ -12,14 +12,13 @@ from flax import nnx
 from sparsejax.codec import ModelConfig
 from sparsejax.data import ItemFeatures, ScannedDataset
 from sparsejax.kinds.content import fitting, set_content, sizes_of
-from sparsejax.kinds.kind import Maker, kind_of, refused
+from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 from sparsejax.mesh.promotion import promoting
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
-from sparsejax.options.option import RANKING
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sequence.model import SequenceModel
 
@@ -58,7 +57,6 @@ def build(
 ) -> tuple[Any, Optimizer]: ...
 
 
-@refused("config", item_features=RANKING)
 def build(
     config: NetworkConfig | ModelConfig,
     data: Any,
@@ -113,6 +111,10 @@ def build(
       NotImplementedError: the data of a linear part is scanned.
     """
     kind, options = kind_of(config), {}
+    if item_features is not None and not kind.ranks_items:
+        raise ValueError(
+            f"item_features is of no use for a model of {kind.name}: leave it out"
+        )
     if rule is None:
         rule = kind.defaults_of(config).constant_rule(data)
     if item_features is not None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import pathlib
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -12,19 +11,11 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.callers import warn_caller
-from sparsejax.data.files.names import FeatureNames
-from sparsejax.data.sets.item_features import ItemFeatures
-from sparsejax.embeddings.config import Unknown
-from sparsejax.embeddings.row_codes import TableDtype
-from sparsejax.engine.rank.loop import check_positive
-from sparsejax.engine.rank.recommender import Recommender
-from sparsejax.kinds.clicks.model import ClickModel
-from sparsejax.kinds.histories.next_items import HistoryModel
-from sparsejax.kinds.kind import OfKind, kind_of_model, refused, used
+from sparsejax.kinds.kind import kind_of_model
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.promotion import promoting
-from sparsejax.options.option import RANKING
-from sparsejax.options.predicting import Exported
+from sparsejax.options.option import verb
+from sparsejax.options.predicting import Write
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.runtime import sizes_of_programs
 from sparsejax.predictors.saving import add_answer, save_predictor
@@ -36,19 +27,8 @@ from sparsejax.whole_files import check_writable, temporary_folder
 
 
 @promoting()
-@refused("model", kind_of_model, Exported, item_features=RANKING)
-def export_predictor(
-    model: Recommender | HistoryModel | ClickModel,
-    path: str | os.PathLike[str],
-    *,
-    k: int = 10,
-    names: FeatureNames | OfKind | Iterable[object] | None = None,
-    item_features: ItemFeatures | None = None,
-    table_dtype: TableDtype | None = None,
-    unknown_ids: Unknown | None = None,
-    int8: bool = False,
-    batch_size: int = 512,
-) -> None:
+@verb(Write)
+def export_predictor(asked: Write) -> None:
     """Writes a model to a file, which `sparsejax.load_predictor` reads.
 
     A predictor recommends without Flax and without the model's code. The file holds the
@@ -82,28 +62,6 @@ def export_predictor(
     Dynamic tables are written with the index of their ids. The predictor finds rows, and gives
     none to new ids.
 
-    Args:
-      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; or
-        a `SASRec`, or another `HistoryModel`. Its rows must be up to date, as they are
-        after `fit` or `Optimizer.flush`. It may have several inputs; a dense one is
-        float32 unless `num_features` gives its dtype.
-      path: the file, which is replaced if it exists.
-      k: most items per row that the predictor can recommend; not for clicks.
-      names: names of the items, or a data set whose features they are. The file keeps
-        them. For a click model the data that it was trained on.
-      item_features: the content of the items that the model was built with, so that
-        `Predictor.add_items` can add others: the file keeps the names of tags, and the
-        kernels. By default a predictor knows nothing of content.
-      table_dtype: for a click model, "int8" or "float8" for its tables; by default they
-        stay as they are.
-      unknown_ids: for a click model with dynamic tables, what an id without a row reads: "init",
-        the default, is the vector that it would begin with, as in the model; or "zeros".
-      int8: for a model of items or histories with many items, a Hopper GPU holds the items'
-        vectors in int8, too, for half as much memory again. It reads these first, and finds
-        the same items with the same scores. Other devices do as without it. The model must
-        rank in bfloat16, by vectors of a multiple of 128 numbers.
-      batch_size: most rows that the predictor scores at a time.
-
     Raises:
       FloatingPointError: a weight is NaN.
       OSError: the file cannot be written.
@@ -116,32 +74,24 @@ def export_predictor(
         Python. For clicks: `names` do not fit the tables, or a table that is to become
         smaller has a number that is not finite.
     """
-    check_positive(k=k, batch_size=batch_size)
-    _check_weights(model)
-    kind = kind_of_model(model)
-    options = {
-        "k": k,
-        "item_features": item_features,
-        "table_dtype": table_dtype,
-        "unknown_ids": unknown_ids,
-        "int8": int8,
-    }
-    options = used(kind, export_predictor, options)
-    portable = kind.portable(model, names, **options)
+    kind = kind_of_model(asked.model)
+    asked.check_kind(kind.name)
+    _check_weights(asked.model)
+    portable = kind.portable(asked)
     signature = Signature(
         kind=kind.name,
         **portable.stated,
         weights=tuple(
             Array.of(weight.like, weight.name) for weight in portable.weights
         ),
-        rows=sizes_of_programs(batch_size),
+        rows=sizes_of_programs(asked.batch_size),
         platforms=PLATFORMS,
         calling_convention=jax.config.jax_export_calling_convention_version,
         jax=jax.__version__,
     )
     made = ((n, program(signature, n, portable.function)) for n in signature.rows)
     save_predictor(
-        path,
+        asked.path,
         signature,
         portable.vocabularies,
         programs=made,
@@ -149,11 +99,8 @@ def export_predictor(
     )
 
 
-def export_with_answer(
-    model: Recommender | HistoryModel | ClickModel,
-    path: str | os.PathLike[str],
-    **options: Any,
-) -> None:
+@verb(Write)
+def export_with_answer(asked: Write) -> None:
     """Does as `export_predictor`, and writes into the file what it answers to an example.
 
     The file is loaded for that, beside the model, and a program is compiled. Runs and commands
@@ -164,15 +111,16 @@ def export_with_answer(
       FloatingPointError: a score is NaN or infinite.
       OSError: see `export_predictor`, as for all others.
     """
+    path, options = asked.path, asked.values_of(Write)
     if jax.process_count() > 1:
-        export_predictor(model, path, **options)
+        export_predictor(**options)
         return
     check_writable(path)
     where = pathlib.Path(path).resolve()  # a link stays a link
     with temporary_folder(where.parent) as folder:
         made = folder / FILE
         try:
-            export_predictor(model, made, **options)
+            export_predictor(**options | {"path": made})
             add_answer(made, StoredAnswer.of(load_predictor(made).model))
         except OSError as error:
             if error.filename != os.fspath(made):

@@ -14,7 +14,6 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.codec import ModelConfig
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
     Footprint,
@@ -31,9 +30,8 @@ from sparsejax.mesh.layout import (
     make_mesh,
     readable_bytes,
 )
-from sparsejax.nn.config import NetworkConfig
-from sparsejax.nn.item_content import ContentSizes
-from sparsejax.optimizers.rules import Rule
+from sparsejax.options import planning
+from sparsejax.options.option import verb
 from sparsejax.sparse import MAX_ENTRIES
 
 
@@ -166,25 +164,8 @@ class Plan(Footprint):
         return [f"does not fit in {into}; {more}"]
 
 
-def plan(
-    network: NetworkConfig | ModelConfig,
-    rule: Rule,
-    *,
-    inputs: int,
-    outputs: int | None = None,
-    rows: int,
-    entries: int,
-    target_entries: int | None = None,
-    values: bool = False,
-    times: bool = False,
-    batch_size: int = 512,
-    fused: bool = False,
-    content: ContentSizes | None = None,
-    data: int = 1,
-    model: int = 1,
-    memory: int | None = None,
-    compile: bool = False,
-) -> Plan:
+@verb(planning.Plan)
+def plan(asked: planning.Plan) -> Plan:
     """The memory that `fit` needs on each GPU of a mesh. No arrays of that size are made.
 
     >>> config = NetworkConfig.autoencoder((1024,))
@@ -209,31 +190,6 @@ def plan(
     Its activations are those that JAX keeps for the backward pass. What a mesh sends is
     estimated, as XLA's partitioner chooses it.
 
-    Args:
-      network: layers and loss, or the configuration of a model of histories.
-      rule: rule of the optimizer.
-      inputs: number of features.
-      outputs: number of items; by default the features, which are then the targets too.
-        Histories have none.
-      rows: number of rows of the data set; of histories those with two entries or more.
-      entries: number of entries of the inputs, over all rows. The lengths of rows are
-        assumed to have a standard deviation of 1.3 times their mean, as those of purchase
-        histories have.
-      target_entries: number of entries of the targets; `entries` by default.
-      values: whether entries have values.
-      times: whether histories have times. Only `HSTU` reads them.
-      batch_size: examples a step.
-      fused: as `fit` takes it.
-      content: the sizes of what is known of the items, see `sparsejax.nn.ContentSizes`.
-      data: devices over which batches are divided.
-      model: devices over which the first kernel is divided. The last kernel is divided
-        over all devices.
-      memory: memory of a device; by default what JAX may take of the first device here, if
-        that is known.
-      compile: also compile the program, for such a mesh of devices of the kind here. The
-        mesh may have more GPUs than there are. For more CPU devices than there are, call
-        `jax.config.update("jax_num_cpu_devices", 64)` before JAX is used.
-
     Raises:
       ValueError: a size is not positive, the mesh cannot be made or does not divide the
         batch, there are too few devices to compile for, or histories have fewer than two
@@ -241,38 +197,12 @@ def plan(
       NotImplementedError: `fused` with a tied output, with content, or with a model of
         histories.
     """
-    if outputs is None and target_entries is not None:
-        raise ValueError(
-            "target_entries needs outputs, the number of items: without it, the targets "
-            "are the inputs"
-        )
-    counts = {
-        "inputs": inputs,
-        "outputs": outputs,
-        "rows": rows,
-        "entries": entries,
-        "target_entries": target_entries,
-        "batch_size": batch_size,
-    }
-    for name, count in counts.items():
-        if count is not None and count < 1:
-            raise ValueError(f"{name} must be positive, got {count}")
+    kind = kind_of(asked.network)
+    asked.check_kind(kind.name)
+    data, model = asked.data, asked.model
     check_axis_sizes(data, model)
-    job = kind_of(network).workload(
-        network,
-        rule=rule,
-        inputs=inputs,
-        outputs=outputs,
-        rows=rows,
-        entries=entries,
-        target_entries=target_entries,
-        values=values,
-        times=times,
-        batch=dispatch.step_size(batch_size, rows, data),
-        fused=fused,
-        content=content,
-    )
-    memory = device_memory() if memory is None else memory
+    job = kind.workload(asked, dispatch.step_size(asked.batch_size, asked.rows, data))
+    memory = device_memory() if asked.memory is None else asked.memory
 
     def plan_on(model: int) -> Plan:
         return Plan(**vars(fitting(job, data, model, memory)[1]), memory=memory)
@@ -282,7 +212,7 @@ def plan(
         plan_on(model),
         least_model=next((each.model for each in larger if each.fits), None),
         compiled=_compiled(fitting(job, data, model, memory)[0], data, model)
-        if compile
+        if asked.compile
         else None,
     )
 

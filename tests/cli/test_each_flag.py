@@ -43,6 +43,7 @@ NETWORKS = {
     "--param-dtype": "bfloat16",
     "--linear": "0",
 }
+NO_MEMORY = "--normalize", "--precision"  # so that `plan` does not have them
 CONTENT = {"--item-features": "nosuch", "--columns": "nosuch", "--words": "nosuch"}
 HISTORIES = {"--width": "0", "--blocks": "0", "--heads": "0"}
 DEVICES = {
@@ -249,9 +250,7 @@ OWN = {
     "vectors items --out out.npz": {"--out": "out.txt", "--data": "nosuch"},
     "similar items item1": {"--k": "0"},
     f"{PLAN} --hidden 4": {
-        **{
-            f: w for f, w in NETWORKS.items() if f not in ("--normalize", "--precision")
-        },
+        **{f: w for f, w in NETWORKS.items() if f not in NO_MEMORY},
         **CONTENT,
         "--items": "0",
         "--rows": "0",
@@ -308,17 +307,12 @@ UNCACHED = {
     "report": "report nosuch",
     "vectors": "vectors nosuch --out out",
     "similar": "similar nosuch item1",
-    "plan": "plan --items 0 --rows 1 --entries 1 --memory 1GB",
+    "plan": "plan --items 1 --rows 1 --entries 1 --memory nosuch",
     "serve": "serve nosuch --port -1",
     "demo": "demo --report nosuch/out.html",
 }
-# The network's flags are those of `train`, but these two take no memory. `prepare` refuses the
-# third, which is a flag of all that read.
-WITHOUT_EFFECT = {
-    ("plan", "--normalize"),
-    ("plan", "--precision"),
-    ("prepare", "--no-time"),
-}
+# `prepare` refuses it, which is a flag of all that read.
+WITHOUT_EFFECT = {("prepare", "--no-time")}
 
 
 def _cases() -> dict[tuple[str, str], tuple[str, str]]:

@@ -197,7 +197,7 @@ def test_evaluate_with_several_histories(board, tmp_path, capsys):
     assert alone["mrr@2"] < measured["mrr@2"]
     argv = ["evaluate", board.run, board.files[0], "--fold-in", "0.5", *argv[3:]]
     assert main(argv) == 1
-    assert "--history goes with TEST" in capsys.readouterr().err
+    assert "--history needs TEST" in capsys.readouterr().err
 
 
 def test_rows_that_are_only_held_out_are_reported(board, tmp_path, capsys):

@@ -8,9 +8,9 @@ from sparsejax.cli.main import main
 def test_report_of_a_run(board, tmp_path, capsys):
     out = str(tmp_path / "report.html")
     train, heldout = board.files
-    argv = ["report", board.run, "--out", out, "--k", "2"]
+    argv = ["report", board.run, "--out", out]
     (tmp_path / "titles.csv").write_text('id,title\nitem3,"Tea, green"\n')
-    more = ["--train", train, "--test", heldout]
+    more = ["--train", train, "--test", heldout, "--k", "2"]
     assert main([*argv, *more, "--titles", str(tmp_path / "titles.csv")]) == 0
     assert f"the report is in {out}" in capsys.readouterr().err
     page = pathlib.Path(out).read_text()

@@ -10,10 +10,13 @@ from sparsejax.sparse import CSR
 from sparsejax.verbs import vectors
 
 
-def test_vectors_of_a_run(board, tmp_path):
+def test_vectors_of_a_run(board, tmp_path, capsys):
     assert main(["vectors", board.run, "--out", str(tmp_path / "items.npz")]) == 0
     users = ["--out", str(tmp_path / "users.parquet"), "--data", board.files[0]]
     assert main(["vectors", board.run, *users]) == 0
+    argv = ["vectors", board.run, "--out", str(tmp_path / "x.npz"), "--user", "who"]
+    assert main(argv) == 1 and not (tmp_path / "x.npz").exists()
+    assert "--user needs --data, without which it has" in capsys.readouterr().err
     model, names = folders.load_model(board.run)
     with np.load(tmp_path / "items.npz") as found:
         assert found["names"].tolist() == names.tolist()

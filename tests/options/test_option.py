@@ -1,20 +1,21 @@
 """Options are stated once: arguments, flags, texts and refusals are made of them."""
 
-import ast
 import dataclasses
 import inspect
-import pathlib
 import typing
-from typing import Any
+from typing import Any, ClassVar
 
+import option_tables
 import pytest
+from option_uses import Uses
 
-import sparsejax as sj
 from sparsejax.cli import flags, shell
-from sparsejax.options.option import Flag, Options, option, takes, texts_of
+from sparsejax.options import measuring, predicting, training
+from sparsejax.options.option import Flag, Options, option, takes, texts_of, verb
 
-LIBRARY = pathlib.Path(sj.__file__).parent
 COMMANDS = typing.get_args(flags.Command)
+STATED = [training.Train, measuring.Evaluate, measuring.Report, predicting.Recommend]
+STATED += [predicting.Export, *option_tables.FUNCTIONS.values()]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +29,30 @@ class Brewing(Options):
       lemon: Add lemon, see minutes=...
     """
 
+    only_with: ClassVar = {"lemon": ("milk", "minutes")}
+
     leaves: str = option(dataclasses.MISSING, Flag(positional=True, value="LEAVES"))
     _: dataclasses.KW_ONLY
-    minutes: float | None = option(None, Flag(value="FLOAT", default="three"))
+    minutes: float | None = option(
+        None, Flag(value="FLOAT", default="three"), above=0, below=60
+    )
     milk: bool = option(False, Flag(gives=True), kinds=("items",))
     lemon: tuple[int, ...] = option(
-        (), Flag(name="with-lemon", type=str | None, read="numbers")
+        (), Flag(name="with-lemon", type=str | None, read="numbers"), least=1
     )
+
+
+@verb(Brewing)
+def brew(asked: Brewing) -> Brewing:
+    """Brews.
+
+    Returns:
+      The tea.
+
+    Raises:
+      ValueError: there is no water.
+    """
+    return asked
 
 
 class Kettle:
@@ -71,6 +89,44 @@ def test_arguments_are_the_options():
         typing.cast(Any, Kettle()).brew("assam", sugar=1)
 
 
+def test_a_function_has_the_options_of_its_verb():
+    found = brew("assam", minutes=3)
+    assert (found, found.given) == (Brewing("assam", minutes=3), {"leaves", "minutes"})
+    signature = inspect.signature(brew)
+    assert list(signature.parameters) == ["leaves", "minutes", "milk", "lemon"]
+    text = inspect.getdoc(brew)
+    assert text is not None
+    parts = [text.index(part) for part in ("Brews.", "Args:", "Returns:", "Raises:")]
+    assert parts == sorted(parts)
+    with pytest.raises(TypeError, match=r"brew\(\): missing .*'leaves'"):
+        typing.cast(Any, brew)()
+
+
+@pytest.mark.parametrize(
+    ("given", "error", "text"),
+    [
+        ({"minutes": 0}, ValueError, "minutes must be above 0, got 0"),
+        ({"minutes": 60}, ValueError, "minutes must be below 60, got 60"),
+        ({"minutes": float("nan")}, ValueError, "minutes must be above 0, got nan"),
+        ({"lemon": (1, 0)}, ValueError, "lemon must be at least 1, got 0"),
+        ({"lemon": (2.5,)}, TypeError, "lemon must be a whole number, got 2.5"),
+    ],
+)
+def test_a_number_out_of_bounds_is_refused(given, error, text):
+    with pytest.raises(error, match=text):
+        brew("assam", **given)
+
+
+def test_an_option_without_the_other_that_it_needs_is_refused():
+    cases: list[dict[str, Any]] = [{}, {"milk": False}, {"minutes": None}]
+    for given in cases:
+        asked = brew("assam", lemon=(1,), **given)
+        with pytest.raises(ValueError, match="lemon needs milk or minutes, without"):
+            asked.check_kind("items")
+    brew("assam", lemon=(1,), milk=True).check_kind("items")
+    brew("assam").check_effect()
+
+
 def test_flags_are_the_options():
     assert parsed("assam") == Brewing("assam")
     found = parsed("assam", "--minutes", "2", "--milk", "--with-lemon", "1,2")
@@ -101,27 +157,25 @@ def test_others_with_the_same_options_know_what_was_given():
     assert told == ["hot", "hotter"]
 
 
-@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.__name__)
-def test_each_option_has_a_text_and_is_used(command, attributes):
-    texts = texts_of(command)
-    names = {field.name for field in dataclasses.fields(command)}
-    assert names <= texts.keys()
-    assert names <= attributes
+def test_the_page_of_options_is_current():
+    assert option_tables.PAGE.read_text() == option_tables.page()
 
 
 @pytest.fixture(scope="module")
-def attributes() -> set[str]:
-    """The names of attributes that the library reads, outside of the options themselves.
+def uses() -> Uses:
+    return Uses()
 
-    What is passed on as a whole is used by its name as an argument.
-    """
-    found: set[str] = set()
-    for path in LIBRARY.rglob("*.py"):
-        if path.parent.name == "options" or path.name == "flags.py":
-            continue
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Attribute):
-                found.add(node.attr)
-            elif isinstance(node, ast.arg):
-                found.add(node.arg)
-    return found
+
+@pytest.mark.parametrize("options", [*COMMANDS, *STATED], ids=lambda o: o.__qualname__)
+def test_each_option_has_a_text_and_is_used(options, uses):
+    assert options.option_names() <= texts_of(options).keys()
+    assert not uses.unread(options)
+
+
+def test_an_option_that_nothing_reads_is_found(uses):
+    @dataclasses.dataclass(frozen=True, kw_only=True)
+    class Sweetened(training.Stepping):
+        model: int = 0  # a name that others read, of other classes
+        sugar: int = 0
+
+    assert uses.unread(Sweetened) == {"model", "sugar"}

@@ -101,7 +101,9 @@ def test_evaluate_refuses_what_a_kind_has_no_use_for(kind, of_kind):
     of_no_use = names_of(sj.evaluate) - EVALUATE[kind]
     assert of_no_use
     for name in of_no_use:
-        with pytest.raises(ValueError, match=f"{name} is of no use for {kind}"):
+        with pytest.raises(
+            ValueError, match=f"{name} is of no use for a model of {kind}"
+        ):
             sj.evaluate(model, data, **({"heldout": heldout} | {name: GIVEN[name]}))  # pyrefly: ignore
 
 
@@ -114,7 +116,7 @@ def test_none_in_place_of_none_is_no_argument(of_kind):
 def test_a_seed_and_features_need_a_choice(of_kind):
     model, data, heldout = of_kind["items"]
     for name in ("seed", "features"):
-        with pytest.raises(ValueError, match=f"{name} is used only with fold_in"):
+        with pytest.raises(ValueError, match=f"{name} needs fold_in"):
             sj.evaluate(model, data, heldout, **{name: GIVEN[name]})  # pyrefly: ignore
 
 
@@ -123,7 +125,9 @@ def test_a_seed_and_features_need_a_choice(of_kind):
 def test_fit_refuses_a_cut_off_of_no_use(kind, of_kind):
     model, data, _ = of_kind[kind]
     optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
-    wanted = {"clicks": "k is of no use for clicks"}.get(kind, "give validation, too")
+    wanted = {"clicks": "k is of no use for a model of clicks"}.get(
+        kind, "k needs validation"
+    )
     for k in (5, 20):
         with pytest.raises(ValueError, match=wanted):
             sj.fit(model, optimizer, data, num_epochs=1, k=k)
@@ -137,7 +141,9 @@ def test_fit_refuses_a_cut_off_of_no_use(kind, of_kind):
 def test_export_refuses_what_a_kind_has_no_use_for(of_kind, tmp_path):
     for kind, (model, data, _) in of_kind.items():
         name, value = ("k", 10) if kind == "clicks" else ("table_dtype", "int8")
-        with pytest.raises(ValueError, match=f"{name} is of no use for {kind}"):
+        with pytest.raises(
+            ValueError, match=f"{name} is of no use for a model of {kind}"
+        ):
             sj.export_predictor(model, tmp_path / "x", names=data, **{name: value})  # pyrefly: ignore
         assert not (tmp_path / "x").exists()
 

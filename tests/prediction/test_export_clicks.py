@@ -286,8 +286,12 @@ def test_exports_that_do_not_fit(model, train, tmp_path):
         ),
         (model, {}, "has no attribute num_dense"),
         (model, {"names": train, "table_dtype": "int4"}, "table_dtype is one of"),
-        (items, {"table_dtype": "int8"}, "table_dtype is of no use for items"),
-        (histories, {"table_dtype": "int8"}, "table_dtype is of no use for histories"),
+        (items, {"table_dtype": "int8"}, "table_dtype is of no use for a model of it"),
+        (
+            histories,
+            {"table_dtype": "int8"},
+            "table_dtype is of no use for a model of his",
+        ),
     ]
     for given, options, message in cases:
         with pytest.raises(ValueError, match=message):

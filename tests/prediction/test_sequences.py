@@ -196,7 +196,9 @@ def test_wrong_arguments(model):
     data = made([3, 1], [2, 5])
     with pytest.raises(ValueError, match="give heldout, as split_last makes it"):
         sj.evaluate(model, data)
-    with pytest.raises(ValueError, match="fold_in is of no use for histories"):
+    with pytest.raises(
+        ValueError, match="fold_in is of no use for a model of histories"
+    ):
         sj.evaluate(model, data, fold_in=0.5)
     with pytest.raises(ValueError, match='exclude is data or "inputs", got'):
         sj.recommend(model, data, exclude="histories")

@@ -327,7 +327,7 @@ def test_what_is_folded_in_is_split_before_items_are_left_out(shop):
         with pytest.warns(sj.data.UnknownFeaturesWarning):
             found = sj.evaluate(model, visitors, features=features, **options)
         assert found == expected
-    with pytest.raises(ValueError, match="features is used only with fold_in"):
+    with pytest.raises(ValueError, match="features needs fold_in"):
         sj.evaluate(model, trained, trained, features=trained)
 
 

@@ -165,7 +165,7 @@ def test_the_newest_version_and_the_next(tmp_path):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--gate", "ndcg@20"], "--gate goes with --export-to"),
+        (["--gate", "ndcg@20"], "--gate needs --export-to"),
         (["--gate", "ndcg", "--export-to", "out"], "like ndcg@20, got 'ndcg'"),
         (["--gate", "auc@2", "--export-to", "out"], "metrics are hit_rate, map"),
         (["--gate", "map@2", "--export-to", "out"], "map@2 is measured on held-out"),

@@ -214,8 +214,11 @@ def test_errors_speak_python(folder, tmp_path):
         ),
         (lambda: sj.Run.train(file, negatives=3), "negatives is of no use"),
         (lambda: sj.Run.train(file, model="dlmr"), "is not one of autoencoder"),
-        (lambda: sj.Run.train(file, patience=2), "patience=... needs validation="),
-        (lambda: sj.Run.train(file, warmup_epochs=-1), "warmup_epochs=-1 must be"),
+        (lambda: sj.Run.train(file, patience=2), "patience needs validation, without"),
+        (
+            lambda: sj.Run.train(file, warmup_epochs=-1),
+            "warmup_epochs must be at least 0",
+        ),
         (lambda: sj.Run.train(file, resume=True), "needs the directory"),
         (
             lambda: sj.Run.train(sj.read(file), user="u"),

@@ -295,7 +295,9 @@ def test_what_cannot_be(features):
         sj.build(SASREC, data, item_features=wrong)
     with pytest.raises(ValueError, match="30 items without names.*content of 32"):
         sj.build(network(tied=False), items().to_scipy(), item_features=features)
-    with pytest.raises(ValueError, match="item_features is of no use for clicks"):
+    with pytest.raises(
+        ValueError, match="item_features is of no use for a model of clicks"
+    ):
         sj.build(sj.DLRMConfig(), None, item_features=features)
     model, optimizer = sj.build(network(tied=False), items(), item_features=features)
     with pytest.raises(NotImplementedError, match="cannot have a fused update"):

@@ -327,8 +327,8 @@ def test_entries_of_a_device_are_counted_in_32_bits():
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"rows": 0}, "rows must be positive, got 0"),
-        ({"batch_size": 0}, "batch_size must be positive"),
+        ({"rows": 0}, "rows must be at least 1, got 0"),
+        ({"batch_size": 0}, "batch_size must be at least 1"),
         ({"target_entries": 5}, "target_entries needs outputs"),
         ({"data": 3}, "data must be a divisor of 64, got 3"),
         ({"model": 512}, "model must be a divisor of 256"),
@@ -582,7 +582,7 @@ def test_large_outputs_of_histories():
         ({"outputs": 5}, ValueError, "targets of histories are their own items"),
         ({"values": True}, ValueError, "histories have no values"),
         ({"fused": True}, NotImplementedError, "histories are read with it"),
-        ({"rows": 0}, ValueError, "rows must be positive"),
+        ({"rows": 0}, ValueError, "rows must be at least 1"),
         ({"data": 2, "batch_size": 100}, ValueError, "must be a multiple of 64"),
     ],
 )

@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Literal
 
 import jax
 import numpy as np
@@ -38,7 +37,6 @@ from sparsejax.engine.batching import (
 )
 from sparsejax.engine.rank.denied import denied_items, mask_of
 from sparsejax.engine.rank.loop import (
-    check_positive,
     check_scores,
     denying,
     exclusion,
@@ -56,6 +54,8 @@ from sparsejax.engine.rank.tasks import METRICS, RankingTask, Tasks, measured, r
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Ranking
+from sparsejax.options.option import option
 from sparsejax.sparse import CSR
 
 
@@ -65,21 +65,14 @@ def metric_names(k: int) -> list[str]:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Setup:
+class Setup(Ranking):
     """How recommendations are measured; `evaluate` documents each choice.
 
     Attributes:
-      k: cut-off, or several.
       exclude: items of each row that are never recommended to it.
-      exclude_items: items that nobody is recommended.
-      only_items: the only items that are recommended, or None for all.
-      unknown: "miss" or "skip".
-      unknown_users: "count" or "skip".
-      candidates: the items to rank for each row, or None for all.
       popularity: data whose entries the popularity baseline counts, or None for no
         baseline.
-      batch_size: rows scored at a time.
-      by: "entries" to measure items with few and with many entries apart, or None.
+      batch_size: rows scored at a time, 512 by default.
       trained_on_inputs: whether the inputs are training data, so that an item that
         they lack is unknown.
 
@@ -88,30 +81,15 @@ class Setup:
         something else.
     """
 
-    k: int | Sequence[int] = 20
     exclude: Source | str | None = "inputs"
-    exclude_items: Iterable[str] | np.ndarray = ()
-    only_items: Iterable[str] | np.ndarray | None = None
-    unknown: Literal["miss", "skip"] = "miss"
-    unknown_users: Literal["count", "skip"] = "count"
-    candidates: Source | None = None
     popularity: Source | str | None = "inputs"
-    batch_size: int = 512
-    by: Literal["entries"] | None = None
+    batch_size: int | None = option(None, least=1)
     trained_on_inputs: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.ks:
             raise ValueError("k is empty; give at least one cut-off")
-        check_positive(k=min(self.ks), batch_size=self.batch_size)
-        if self.unknown not in ("miss", "skip"):
-            raise ValueError(f'unknown is "miss" or "skip", got {self.unknown!r}')
-        if self.by not in (None, "entries"):
-            raise ValueError(f'by is "entries" or None, got {self.by!r}')
-        if self.unknown_users not in ("count", "skip"):
-            raise ValueError(
-                f'unknown_users is "count" or "skip", got {self.unknown_users!r}'
-            )
 
     @property
     def ks(self) -> tuple[int, ...]:
@@ -167,7 +145,7 @@ def prepared_evaluation(
     _check_allowed(labels, scored, denied)
     groups: tuple[_Group, ...] = ()
     if setup.by is not None:
-        batch = rows_in_a_batch(setup.batch_size, scored.size)
+        batch = rows_in_a_batch(setup.batch_size or 512, scored.size)
         groups = _by_entries(labels, scored, given.trained, batch)
     share = None
     if given.popularity is not None:
@@ -560,7 +538,7 @@ def _tasks(
 
     The candidates do not include excluded items.
     """
-    batch_size = rows_in_a_batch(setup.batch_size, scored.size)
+    batch_size = rows_in_a_batch(setup.batch_size or 512, scored.size)
     held = held_inputs(shown)
     unwanted = ids = None
     if given.exclude is not None:

@@ -32,30 +32,15 @@ from sparsejax.mesh.layout import (
 )
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Looping
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class How:
-    """How to train; `fit` documents each choice and its errors."""
+class How(Looping):
+    """How to train. The number of examples of a step and that of epochs are decided."""
 
     batch_size: int
     num_epochs: int
-    seed: int
-    shuffle: bool
-    fused: bool
-    deterministic: bool
-    early_stopping: EarlyStopping | None
-    checkpoint_seconds: float
-    resume: bool
-    log: Callable[[int, Mapping[str, float]], None] | None
-    after_epoch: Callable[[int], None] | None
-
-    def __post_init__(self) -> None:
-        dispatching.check_epochs(self.batch_size, self.num_epochs, self.seed)
-        if not self.checkpoint_seconds >= 0:
-            raise ValueError(
-                f"checkpoint_seconds={self.checkpoint_seconds} must not be negative"
-            )
 
 
 def train(

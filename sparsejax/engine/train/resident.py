@@ -354,9 +354,12 @@ def checked_weights(weights: ArrayLike | None, rows: int) -> np.ndarray | None:
     weights = np.asarray(weights, np.float32)
     if weights.shape != (rows,):
         raise ValueError(f"weights has shape {weights.shape}, expected ({rows},)")
-    if not np.isfinite(weights).all():
-        bad = np.flatnonzero(~np.isfinite(weights))[0]
-        raise ValueError(f"weights[{bad}] is {weights[bad]}")
+    wrong = ~np.isfinite(weights) | (weights < 0)
+    if wrong.any():
+        bad = np.flatnonzero(wrong)[0]
+        raise ValueError(
+            f"weights[{bad}] is {weights[bad]}; a weight is a number that is 0 or more"
+        )
     return weights
 
 

@@ -20,7 +20,6 @@ from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.train.job import Job, Measure, metric_of
-from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import (
     Examples,
     Resident,
@@ -41,6 +40,7 @@ from sparsejax.kinds.clicks.scores import (
     logits_of,
 )
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Fit
 from sparsejax.sparse import CSR, host_rows
 from sparsejax.wide_ids import WideIds
 
@@ -246,23 +246,19 @@ class ScanOfClicks:
         return self._clicks.fingerprint()
 
 
-def click_job(
-    model: Any,
-    clicks: Clicks,
-    *,
-    weights: ArrayLike | None,
-    validation: Any,
-    stopping: EarlyStopping | None,
-    wire_dtype: jax.typing.DTypeLike | None,
-    exchange_room: float | None,
-) -> Job:
+def click_job(asked: Fit) -> Job:
     """The arguments of `fit`, checked."""
+    model, clicks, validation = asked.model, asked.inputs, asked.validation
+    assert isinstance(clicks, Clicks)  # which its kind is
     check_columns(model, clicks)
-    # Where nothing crosses, the settings are empty: they change nothing.
-    exchange, settings = exchange_of(model, clicks, wire_dtype, exchange_room)
-    metric, prepare = None, None
+    wire_dtype, exchange_room = asked.wire_dtype, asked.exchange_room
+    exchange = exchange_of(model, clicks, wire_dtype, exchange_room)
+    metric, prepare, settings = None, None, {}
+    if exchange is not None:  # elsewhere they change nothing
+        narrow = None if wire_dtype is None else jnp.dtype(wire_dtype).name
+        settings = {"wire_dtype": narrow, "exchange_room": exchange_room}
     if validation is not None:
-        metric = metric_of(stopping, METRICS[0], METRICS[:-1], "of clicks")
+        metric = metric_of(asked.early_stopping, METRICS[0], METRICS[:-1], "of clicks")
         if not isinstance(validation, ClickDataset | ScannedClicks):
             raise TypeError(
                 "clicks are validated on a ClickDataset or ScannedClicks, got "
@@ -277,9 +273,9 @@ def click_job(
             raise ValueError(_ONE_CLASS)
         prepare = functools.partial(_measure, validation)
     if isinstance(clicks, ClickDataset):
-        examples = click_examples(clicks, weights)
+        examples = click_examples(clicks, asked.row_weights)
     else:
-        examples = Stream(ScanOfClicks(clicks), weights)
+        examples = Stream(ScanOfClicks(clicks), asked.row_weights)
     return Job(examples, metric, prepare, exchange, settings, rates_of(model))
 
 

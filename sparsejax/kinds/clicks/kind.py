@@ -27,6 +27,7 @@ from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.clicks.calibrate import calibrate, calibration_curve
 from sparsejax.kinds.clicks.defaults import ClickDefaults
 from sparsejax.kinds.clicks.job import ScanOfClicks
+from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.reading import (
     fingerprint_of,
     groups_of,
@@ -55,11 +56,13 @@ from sparsejax.kinds.threads import meanwhile
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
-from sparsejax.options.measuring import Correcting, Evaluate, Paged
+from sparsejax.options.measuring import Correcting, Evaluate, Measure, Paged
 from sparsejax.options.models import BY_DEFAULT, Described
 from sparsejax.options.models import Clicks as ClickOptions
+from sparsejax.options.planning import Plan
+from sparsejax.options.predicting import Write
 from sparsejax.options.reading import Reading
-from sparsejax.options.training import Training
+from sparsejax.options.training import Fit, Training
 from sparsejax.sparse import CSR
 
 # A model with this AUC orders examples, even if its probabilities are wrong.
@@ -126,12 +129,12 @@ class Clicks(Kind):
         _check_targets(targets)
         return click_examples(inputs, weights)
 
-    def job(self, model, inputs, *, targets, **options) -> Job:
+    def job(self, asked: Fit) -> Job:
         from sparsejax.kinds.clicks.job import click_job
 
-        check_click_model(model)
-        _check_targets(targets)
-        return click_job(model, inputs, **options)
+        check_click_model(asked.model)
+        _check_targets(asked.targets)
+        return click_job(asked)
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         raise TypeError(
@@ -139,15 +142,22 @@ class Clicks(Kind):
             "probable its clicks are"
         )
 
-    def evaluate(self, model, inputs, **options):
-        return evaluate_clicks(model, inputs, **options)
+    def evaluate(self, asked: Measure) -> dict[str, float]:
+        return evaluate_clicks(
+            cast(ClickModel, asked.model),
+            cast(ClickDataset, asked.inputs),
+            groups=asked.groups,
+            optimizer=asked.optimizer,
+            batch_size=asked.batch_size or self.defaults.scored,
+            keep_rows=asked.keep_rows,
+        )
 
-    def portable(self, model, names, **options):
+    def portable(self, asked: Write):
         from sparsejax.kinds.clicks.portable import portable_clicks
 
-        return portable_clicks(model, names, **options)
+        return portable_clicks(asked)
 
-    def workload(self, network, **sizes) -> Workload:
+    def workload(self, asked: Plan, batch: int) -> Workload:
         raise TypeError("the memory of a click model is planned by plan_embeddings")
 
     def tables(
@@ -377,10 +387,6 @@ class Clicks(Kind):
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
         model, source = run.model(), correcting.calibrate
-        if source is None and correcting.method is not None:
-            raise ValueError(
-                "method=... needs calibrate=..., the examples to correct by"
-            )
         if source is None and correcting.negatives_kept is None:
             return model
         examples = None
@@ -400,7 +406,7 @@ class Clicks(Kind):
             raise ValueError(f"{name_of(source)}: {error}") from error
 
     def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
-        return self.evaluate(model, source.heldout, keep_rows=True)
+        return evaluate_clicks(model, source.heldout, keep_rows=True)
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> np.ndarray:
         read = meanwhile(
@@ -411,10 +417,6 @@ class Clicks(Kind):
     def findings(self, asked: Paged, reading: Reading, run: Opened) -> Findings:
         model = run.model()
         if asked.heldout is None:
-            if asked.groups is not None:
-                raise ValueError(
-                    "groups=... needs heldout=..., the examples to measure on"
-                )
             return Findings(model=model)
         clicks = read_like(asked.heldout, run.known, reading)
         groups = groups_of(asked, reading, run, clicks)

@@ -27,6 +27,7 @@ from sparsejax.mesh.layout import to_host_in_pieces
 from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.optimizers import gradients
 from sparsejax.optimizers.gradients import RowParam
+from sparsejax.options.predicting import Write
 from sparsejax.predictors.archive import Stored
 from sparsejax.predictors.signature import (
     ClickFeature,
@@ -38,21 +39,10 @@ from sparsejax.sparse import CSR
 from sparsejax.wide_ids import NUM_IDS
 
 
-def portable_clicks(
-    model: Any,
-    clicks: Any,
-    *,
-    table_dtype: TableDtype | None,
-    unknown_ids: Unknown | None,
-) -> Portable:
-    """A click model with its tables.
-
-    Args:
-      model: has an `EmbeddingCollection`.
-      clicks: what it was trained on, or None.
-      table_dtype: see `export_predictor`.
-      unknown_ids: the same.
-    """
+def portable_clicks(asked: Write) -> Portable:
+    """A click model with its tables, for `export_predictor`."""
+    model: Any = asked.model
+    clicks, table_dtype, unknown_ids = asked.names, asked.table_dtype, asked.unknown_ids
     check_click_model(model)
     if not collections_of(model):
         raise TypeError(

@@ -7,7 +7,7 @@ import functools
 import math
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -50,6 +50,7 @@ from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer, updates_whole
+from sparsejax.options.planning import Plan
 from sparsejax.sequence.build import model_of
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig, operand_dtype
 from sparsejax.sequence.model import SequenceModel, TokenModel
@@ -345,30 +346,30 @@ class HistoryWorkload(Workload):
         return over_data, over_model
 
 
-def history_workload(
-    network: SequenceConfig,
-    *,
-    outputs: int | None,
-    target_entries: int | None,
-    values: bool,
-    times: bool,
-    fused: bool,
-    **shared: Any,
-) -> HistoryWorkload:
-    """The arguments of `plan`, checked."""
-    if outputs is not None:
+def history_workload(asked: Plan, batch: int) -> HistoryWorkload:
+    """The arguments of `plan`, checked, for steps of `batch` rows."""
+    network = cast(SequenceConfig, asked.network)
+    if asked.outputs is not None:
         raise ValueError(
             "the targets of histories are their own items; leave out outputs"
         )
-    if values:
+    if asked.values:
         raise ValueError("histories have no values; leave out values")
-    if fused:
+    if asked.fused:
         raise NotImplementedError(
             "a fused update needs a kernel that only the output reads, and histories are "
             "read with it, too; leave out fused"
         )
-    reads = times and model_of(network).uses_times
-    return HistoryWorkload(network=network, times=reads, **shared)
+    return HistoryWorkload(
+        network=network,
+        rule=asked.rule,
+        inputs=asked.inputs,
+        rows=asked.rows,
+        entries=asked.entries,
+        times=asked.times and model_of(network).uses_times,
+        batch=batch,
+        content=asked.content,
+    )
 
 
 def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> None:

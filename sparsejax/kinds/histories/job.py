@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,6 @@ from sparsejax.data.scans.scan_sequences import ScannedSequences
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import metric_names
 from sparsejax.engine.train.job import Job, Measure, metric_of
-from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Matrix, Stream
 from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
@@ -30,6 +29,7 @@ from sparsejax.kinds.histories.next_items import (
     has_times,
 )
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Fit
 from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR, host_rows
 
@@ -228,23 +228,17 @@ def left_out_of_validation(sequences: SequenceDataset) -> Literal["inputs"] | No
     return None if repeats else "inputs"
 
 
-def sequence_job(
-    model: Any,
-    sequences: SequenceDataset | ScannedSequences,
-    *,
-    targets: Any,
-    weights: Any,
-    validation: Any,
-    stopping: EarlyStopping | None,
-    k: int,
-) -> Job:
+def sequence_job(asked: Fit) -> Job:
     """The arguments of `fit`, checked."""
+    model: Any = asked.model
+    validation, k = asked.validation, asked.cut_off
     if validation is not None and not isinstance(validation, SequenceDataset):
         raise TypeError(
             "histories are validated on a SequenceDataset, as split_last makes it, got "
             f"{type(validation).__name__}"
         )
-    sequences = with_targets(sequences, targets, weights)
+    inputs = cast(SequenceDataset | ScannedSequences, asked.inputs)
+    sequences = with_targets(inputs, asked.targets, asked.weights)
     if isinstance(sequences, ScannedSequences):
         _check(model, sequences)
         check_counted(model)
@@ -259,9 +253,9 @@ def sequence_job(
         return Job(examples, None, None)
     if validation.weights is None:
         # Weights of entries are those of the inputs; that they are 0 is what counts here.
-        by_kind = weights if isinstance(weights, str | Mapping) else None
-        validation = with_targets(validation, targets, by_kind, "validation")
-    metric = metric_of(stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
+        by_kind = asked.weights if isinstance(asked.weights, str | Mapping) else None
+        validation = with_targets(validation, asked.targets, by_kind, "validation")
+    metric = metric_of(asked.early_stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
 
     times = has_times(model, sequences)
 

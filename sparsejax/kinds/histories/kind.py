@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Collection, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
@@ -18,7 +18,7 @@ from sparsejax.data import (
 from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.scan import chunk_ends
-from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.engine.rank.evaluation import Evaluation, Setup
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.footprint import Workload
@@ -50,11 +50,13 @@ from sparsejax.kinds.reading import (
 )
 from sparsejax.kinds.source import Opened, Source
 from sparsejax.kinds.threads import meanwhile
-from sparsejax.options.measuring import Evaluate
+from sparsejax.options.measuring import Evaluate, Measure
 from sparsejax.options.models import BY_DEFAULT, Described
 from sparsejax.options.models import Histories as HistoryOptions
+from sparsejax.options.planning import Plan
+from sparsejax.options.predicting import Write
 from sparsejax.options.reading import Reading
-from sparsejax.options.training import Training
+from sparsejax.options.training import Fit, Training
 from sparsejax.sequence.config import (
     AttentionConfig,
     SequenceConfig,
@@ -104,10 +106,10 @@ class Histories(interactions.Interactions[SequenceDataset]):
 
         return sequence_examples(model, with_targets(inputs, targets, weights))
 
-    def job(self, model, inputs, **options) -> Job:
+    def job(self, asked: Fit) -> Job:
         from sparsejax.kinds.histories.job import sequence_job
 
-        return sequence_job(model, inputs, **options)
+        return sequence_job(asked)
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         shown = shown_of(model, inputs)
@@ -128,20 +130,27 @@ class Histories(interactions.Interactions[SequenceDataset]):
             )
         return encoder, shown
 
-    def evaluate(
-        self, model, inputs, *, heldout, optimizer=None, keep_rows=False, **options
-    ):
+    def evaluate(self, asked: Measure) -> dict[str, float]:
         from sparsejax.kinds.histories.evaluation import prepared_sequences
 
-        if heldout is None:
+        if asked.heldout is None:
             raise ValueError("give heldout, as split_last makes it")
-        prepared = prepared_sequences(model, inputs, heldout, **options)
+        model, inputs = asked.model, cast(SequenceDataset, asked.inputs)
+        prepared = prepared_sequences(
+            model,
+            inputs,
+            cast(SequenceDataset, asked.heldout),
+            **asked.shared_with(Setup),
+        )
         ranker = _ranker(model, inputs)
-        return prepared.run(ranker, optimizer=optimizer, keep_rows=keep_rows)
+        return prepared.run(
+            ranker, optimizer=asked.optimizer, keep_rows=asked.keep_rows
+        )
 
-    def portable(self, model, names, **options):
+    def portable(self, asked: Write):
         from sparsejax.kinds.portable import portable_ranker
 
+        model, names = asked.model, asked.names
         check_history_model(model)
         if event_shapes(model) is not None:
             raise NotImplementedError(
@@ -149,17 +158,17 @@ class Histories(interactions.Interactions[SequenceDataset]):
                 "with recommend(model, ...), or train on data.without_events()"
             )
         timed = kind_of(names) is self and has_times(model, names)
-        return portable_ranker(NextItems(model, times=timed), names, **options)
+        return portable_ranker(NextItems(model, times=timed), asked)
 
     def suit_to_memory(self, model, optimizer, data, batch_size) -> None:
         from sparsejax.kinds.histories.footprint import suit_to_memory
 
         suit_to_memory(model, optimizer, data, batch_size)
 
-    def workload(self, network, **sizes) -> Workload:
+    def workload(self, asked: Plan, batch: int) -> Workload:
         from sparsejax.kinds.histories.footprint import history_workload
 
-        return history_workload(network, **sizes)
+        return history_workload(asked, batch)
 
     def read_config(self, document: object) -> SequenceConfig:
         return SequenceConfig.from_json(document)
@@ -262,7 +271,7 @@ class Histories(interactions.Interactions[SequenceDataset]):
         heldout = self.heldout(asked.heldout, reading, train, inputs)
         how: dict[str, Any] = {"candidates": candidates, **asked.counted()}
         found = self.evaluate(
-            model, train, heldout=heldout, keep_rows=asked.keep_rows, **how
+            Measure(model, train, heldout, keep_rows=asked.keep_rows, **how)
         )
 
         def beside() -> tuple[Evaluation, SparseDataset]:

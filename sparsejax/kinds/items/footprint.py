@@ -6,7 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
@@ -36,6 +36,7 @@ from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.planning import Plan
 from sparsejax.sparse import CSR
 
 # Bytes per entry of a dispatch. The transpose has its column, row and place; the starts of
@@ -181,33 +182,30 @@ class NetworkWorkload(Workload):
         )
 
 
-def network_workload(
-    network: NetworkConfig,
-    *,
-    outputs: int | None,
-    entries: int,
-    target_entries: int | None,
-    times: bool,
-    fused: bool,
-    **shared: Any,
-) -> NetworkWorkload:
-    """The arguments of `plan`, checked."""
-    if times:
+def network_workload(asked: Plan, batch: int) -> NetworkWorkload:
+    """The arguments of `plan`, checked, for steps of `batch` rows."""
+    network, outputs = cast(NetworkConfig, asked.network), asked.outputs
+    if asked.times:
         raise ValueError("a network does not read times; leave out times")
-    if fused and network.output.tied is not None:
+    if asked.fused and network.output.tied is not None:
         raise NotImplementedError("a tied kernel cannot have a fused update")
-    if fused and shared.get("content") is not None:
+    if asked.fused and asked.content is not None:
         raise NotImplementedError(
             "vectors with content of the items cannot have a fused update"
         )
-    targets = entries if target_entries is None else target_entries
+    targets = asked.entries if asked.target_entries is None else asked.target_entries
     return NetworkWorkload(
         network=network,
-        outputs=shared["inputs"] if outputs is None else outputs,
-        entries=entries,
+        rule=asked.rule,
+        inputs=asked.inputs,
+        outputs=asked.inputs if outputs is None else outputs,
+        rows=asked.rows,
+        entries=asked.entries,
         target_entries=None if outputs is None else targets,
-        fused=fused,
-        **shared,
+        values=asked.values,
+        batch=batch,
+        fused=asked.fused,
+        content=asked.content,
     )
 
 

@@ -21,10 +21,10 @@ from sparsejax.data.scan import chunk_ends
 from sparsejax.engine.rank.evaluation import Setup, metric_names, prepared_evaluation
 from sparsejax.engine.rank.popularity import column_counts
 from sparsejax.engine.train.job import Job, Measure, metric_of
-from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.engine.train.resident import Examples, Roles, Targets, check_labels
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
+from sparsejax.options.training import Fit
 from sparsejax.sparse import CSR
 
 
@@ -86,20 +86,16 @@ def item_examples(
     return examples
 
 
-def item_job(
-    model: Any,
-    inputs: Sources | ScannedDataset,
-    *,
-    targets: Targets | ScannedDataset,
-    weights: ArrayLike | None,
-    validation: Source | None,
-    stopping: EarlyStopping | None,
-    k: int,
-) -> Job:
+def item_job(asked: Fit) -> Job:
     """The arguments of `fit`, checked."""
-    metric = None
+    model: Any = asked.model
+    inputs, validation = asked.inputs, asked.validation
+    targets = cast(Targets | ScannedDataset, asked.targets)
+    k, metric = asked.cut_off, None
     if validation is not None:
-        metric = metric_of(stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
+        metric = metric_of(
+            asked.early_stopping, f"ndcg@{k}", metric_names(k), f"with {k=}"
+        )
     Roles().check(model)
     check = functools.partial(check_labels, getattr(model, "loss_rule", None))
     if isinstance(inputs, ScannedDataset):
@@ -112,12 +108,12 @@ def item_job(
                 "evaluate with some rows of them, for example in log=..."
             )
         rows = ScannedItems(inputs, targets, functools.partial(check, whole=False))
-        return Job(Stream(rows, weights), None, None)
+        return Job(Stream(rows, asked.row_weights), None, None)
     if isinstance(targets, ScannedDataset):
         raise TypeError("targets is scanned, so inputs must be scanned too")
-    shown = Inputs.of(inputs)
+    shown = Inputs.of(cast(Sources, inputs))
     check_inputs(shown, features_of(model))
-    examples = item_examples(model, shown, targets, weights)
+    examples = item_examples(model, shown, targets, asked.row_weights)
     if not isinstance(targets, Mapping):  # else the model knows the loss of each
         roles = cast(Roles, examples.roles)
         check(examples.matrices[roles.labels[0]], whole=True)
@@ -136,7 +132,7 @@ def item_job(
             popularity=None,
             batch_size=batch_size,
         )
-        evaluation = prepared_evaluation(shown, validation, setup)
+        evaluation = prepared_evaluation(shown, cast(Source, validation), setup)
 
         def measured(model, *, optimizer, deterministic):
             found = evaluation.run(

@@ -5,14 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Collection, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 import numpy as np
 
 from sparsejax.data import ScannedDataset, SparseDataset, scan_parquet
+from sparsejax.data.reading import sources
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.sets.splits import Split
-from sparsejax.engine.rank.evaluation import Evaluation
+from sparsejax.engine.rank.evaluation import Evaluation, Setup
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.footprint import Workload
@@ -42,10 +43,12 @@ from sparsejax.kinds.source import Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs
 from sparsejax.nn.config import LinearConfig, NetworkConfig, temperature_for
-from sparsejax.options.measuring import Evaluate
+from sparsejax.options.measuring import Evaluate, Measure
 from sparsejax.options.models import BY_DEFAULT, Described, Network
+from sparsejax.options.planning import Plan
+from sparsejax.options.predicting import Write
 from sparsejax.options.reading import BY_NAME, Reading
-from sparsejax.options.training import Training
+from sparsejax.options.training import Fit, Training
 
 
 class Items(interactions.Interactions[SparseDataset]):
@@ -78,31 +81,41 @@ class Items(interactions.Interactions[SparseDataset]):
     def examples(self, model, inputs, targets, weights) -> Examples:
         return item_examples(model, Inputs.of(inputs), targets, weights)
 
-    def job(self, model, inputs, **options) -> Job:
-        return item_job(model, inputs, **options)
+    def job(self, asked: Fit) -> Job:
+        return item_job(asked)
 
     def shown(self, model, inputs, exclude) -> tuple[Recommender, Inputs, Any]:
         return finished(model), Inputs.of(inputs), exclude
 
-    def evaluate(self, model, inputs, *, optimizer=None, keep_rows=False, **options):
+    def evaluate(self, asked: Measure) -> dict[str, float]:
+        model = asked.model
         if not isinstance(model, Recommender):
             raise TypeError(
                 "items are ranked by a FeedForward, or a module with num_features, "
                 f"num_items and top_k; got {type(model).__name__}. A click model takes a "
                 "ClickDataset, a model of histories a SequenceDataset"
             )
-        prepared = prepared_for(inputs, **options)
-        return prepared.run(finished(model), optimizer=optimizer, keep_rows=keep_rows)
+        prepared = prepared_for(
+            cast(sources.Sources, asked.inputs),
+            cast(sources.Source, asked.heldout),
+            fold_in=asked.fold_in,
+            features=asked.features,
+            seed=asked.seed,
+            **asked.shared_with(Setup),
+        )
+        return prepared.run(
+            finished(model), optimizer=asked.optimizer, keep_rows=asked.keep_rows
+        )
 
-    def portable(self, model, names, **options):
+    def portable(self, asked: Write):
         from sparsejax.kinds.portable import portable_ranker
 
-        return portable_ranker(model, names, **options)
+        return portable_ranker(asked.model, asked)
 
-    def workload(self, network, **sizes) -> Workload:
+    def workload(self, asked: Plan, batch: int) -> Workload:
         from sparsejax.kinds.items.footprint import network_workload
 
-        return network_workload(network, **sizes)
+        return network_workload(asked, batch)
 
     def read_config(self, document: object) -> NetworkConfig:
         return NetworkConfig.from_json(document)
@@ -210,10 +223,6 @@ class Items(interactions.Interactions[SparseDataset]):
         if (asked.heldout is None) == (asked.fold_in is None):
             raise ValueError(
                 "give heldout=..., or fold_in=... to hold out a part of inputs=..."
-            )
-        if asked.heldout is None and asked.history:
-            raise ValueError(
-                "history=... goes with heldout=...; leave it out with fold_in"
             )
         if asked.baselines and asked.heldout is None and asked.popularity is None:
             raise ValueError(
