@@ -80,6 +80,11 @@ class Ordered(Items):
                 f"read_sequences makes it, not a {type(inputs).__name__}"
             )
         check_columns("inputs", inputs.num_features, self.num_items, "items")
+        if inputs.events is not None:
+            raise ValueError(
+                f"inputs has the columns of events {inputs.events.schema.used}, which the "
+                "predictor does not read; leave them out: inputs.without_events()"
+            )
         if self.items is not None:
             names = inputs.feature_names, self.items
             both = zip(("inputs", "the predictor"), names, strict=True)

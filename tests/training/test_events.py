@@ -132,6 +132,27 @@ def test_a_resume_gives_the_same_bits(tmp_path):
         small(data=other, num_epochs=3, **folder, resume=True)
 
 
+def test_a_mesh_trains_as_one_device_does():
+    table = world(70)
+    tags = np.random.default_rng(1).integers(0, 5, len(table))
+    table["tags"] = [["a", "b", "c", "d"][:n] for n in tags]
+    schema = dataclasses.replace(
+        SCHEMA, ids={**SCHEMA.ids, "tags": sj.data.HashedColumn(9)}
+    )
+    data = sj.read_sequences(table, events=schema)
+    assert data.events is not None and data.events["tags"].shape[1] == 4
+    how = {"data": data, "weights": {"buy": 1, "view": 0.25}, "num_epochs": 2}
+    model, history = small(**how)
+    with jax.set_mesh(sj.make_mesh(data=2, model=4)):
+        on_mesh, divided = small(**how)
+        ranked = sj.recommend(on_mesh, data, k=3, exclude=None)
+    np.testing.assert_allclose(
+        [h["loss"] for h in divided], [h["loss"] for h in history], rtol=1e-5
+    )
+    expected = sj.recommend(model, data, k=3, exclude=None)
+    np.testing.assert_allclose(ranked.scores, expected.scores, rtol=1e-3, atol=1e-4)
+
+
 def test_a_column_of_the_last_event_changes_the_answer():
     data = sj.read_sequences(world(70), events=SCHEMA)
     model, _ = small(data=data, num_epochs=1)
@@ -172,6 +193,11 @@ def test_whatever_does_not_read_columns_refuses_them(tmp_path):
         sj.recommend(model, sj.read_sequences(world(20), events=fewer), k=2)
     with pytest.raises(NotImplementedError, match="predictors do not take yet"):
         sj.export_predictor(model, tmp_path / "a.zip", names=data)
+    sj.export_predictor(plain, tmp_path / "a.zip", names=data)
+    with pytest.raises(ValueError, match="which the predictor does not read"):
+        sj.load_predictor(tmp_path / "a.zip").recommend(data, k=2)
+    with pytest.raises(NotImplementedError, match="which a run does not keep yet"):
+        sj.save_model(tmp_path / "saved", model, optimizer, data)
     data.save(tmp_path / "data.parquet")
     for source in (data, str(tmp_path / "data.parquet")):
         with pytest.raises(
