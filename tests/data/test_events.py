@@ -287,9 +287,11 @@ def test_targets_and_weights_are_those_of_the_kinds():
     )
 
 
-@pytest.mark.parametrize("n", [1, 2])
+@pytest.mark.parametrize("n", [1, 2, 99])
 def test_the_last_targets_are_held_out_and_nothing_behind_them_is_seen(n):
-    data = read(frame(80, seed=3)).with_targets("buy")
+    table = frame(80, seed=3)
+    table["user"] += [f"{row % 9}" for row in range(len(table))]  # short histories
+    data = read(table).with_targets("buy")
     train, heldout = data.split_last(n)
     assert data.weights is not None
     for row in range(data.num_rows):

@@ -212,5 +212,10 @@ def test_whatever_does_not_read_columns_refuses_them(tmp_path):
         sj.fit(plain, of_plain, scanned, targets="buy")
     with pytest.raises(ValueError, match="no columns of events"):
         sj.fit(plain, of_plain, data.without_events(), targets="buy")
+    sparse = data.to_sparse()
+    items = sj.build(sj.NetworkConfig.autoencoder((4,)), sparse)
+    for weights in ("price", {"buy": 1.0}):
+        with pytest.raises(TypeError, match="of a column, only for histories"):
+            sj.fit(*items, sparse, weights=weights)
     with pytest.raises(ValueError, match="name the kinds of events to predict"):
         sj.fit(model, optimizer, data, data.to_sparse())
