@@ -41,7 +41,7 @@ from sparsejax.kinds.clicks.reading import (
     without_rows,
 )
 from sparsejax.kinds.clicks.scores import check_click_model, evaluate_clicks, predict
-from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared
+from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared, warning_of_columns
 from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, Tuned, kind_of
 from sparsejax.kinds.reading import (
     is_last,
@@ -222,6 +222,8 @@ class Clicks(Kind):
             if training.schema is not None:
                 raise ValueError(_COLUMNS_OF_RUN)
             data = read_like(training.data, before.known, training, append=True)
+        if warning := warning_of_columns(data):
+            warn_caller(warning)
         everything = data
         heldout = validation = split = None
         asked = training.validation
