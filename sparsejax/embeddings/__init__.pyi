@@ -24,5 +24,6 @@ from .models import WideDeep as WideDeep
 from .models import build_click_model as build_click_model
 from .new_ids import add_ids as add_ids
 from .plan import EmbeddingPlan as EmbeddingPlan
+from .plan import TableSettings as TableSettings
 from .planner import plan_embeddings as plan_embeddings
 from .row_numbers import RowNumber as RowNumber

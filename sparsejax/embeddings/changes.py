@@ -4,17 +4,27 @@ from __future__ import annotations
 
 import os
 import pathlib
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from sparsejax import change_folders
-from sparsejax.change_folders import Changes, Link
+from sparsejax.change_folders import Changes, Link, Table, merged
 from sparsejax.embeddings.collection import collections_of
-from sparsejax.embeddings.dynamic import changes, taking
-from sparsejax.embeddings.dynamic.changes import Export, Part
+from sparsejax.embeddings.dynamic import changes, files
+from sparsejax.embeddings.dynamic.changes import (
+    Export,
+    Part,
+    Piece,
+    rows_now,
+    tables_of,
+)
 from sparsejax.embeddings.dynamic.state import IndexState
+from sparsejax.embeddings.host_rows import ROW
 from sparsejax.embeddings.stores.store import Store
 from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
@@ -123,10 +133,10 @@ def apply_changes(
         assert after is not None  # else there would be a base
         return after
     tables = _tables_of(model)
-    taking.check_tables(links[-1], tables.parts)
+    _check_tables(links[-1], tables.parts)
     values = links[-1].values()
     _check_values(links[-1], tables.values)
-    taking.apply(links, tables.parts, tables.stores, optimizer)
+    _apply(links, tables.parts, tables.stores, optimizer)
     for name, variable in tables.values.items():
         array = variable[...]
         variable.set_value(jax.device_put(values[name], array.sharding))
@@ -195,3 +205,112 @@ def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
             f"{link.path} is of another model: '{name}' has the dtype and the shape "
             f"{given.get(name)} there, and {wanted.get(name)} here"
         )
+
+
+def _apply(
+    links: Sequence[Link],
+    parts: Sequence[Part],
+    stores: Sequence[Store],
+    optimizer: Optimizer | None,
+) -> None:
+    """Gives tables the changes of `change_folders.chain`; see `sparsejax.apply_changes`.
+
+    An error leaves the tables as they are.
+    """
+    tables = _tables(parts)
+    stated = links[-1].manifest.tables
+    number_of = {table.name: number for number, table in enumerate(stated)}
+    with_state = optimizer is not None and any(
+        column.name.startswith(files.STATE)
+        for table in stated
+        for column in table.columns
+    )
+    step = None if optimizer is None else optimizer.step[...]
+    if with_state:  # rows are as they were at this step, those of static tables, too
+        step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
+    plans: list[tuple[Store, np.ndarray, dict[str, np.ndarray], bool]] = []
+    is_base = links[0].manifest.base is None
+    known = [variable for store in stores for variable in store.known.values()]
+    before = [variable[...] for variable in known]
+    try:
+        for table, pieces in tables.items():
+            number = number_of[table.name]
+            content = merged(link.content(number) for link in links)
+            store = stores[pieces[0].part]
+            removed = None if is_base else content.removed
+            mine = tuple(piece.table for piece in pieces)
+            places = store.placed(links[-1].path, mine, content.ids, removed)
+            for piece, rows in zip(mine, places, strict=True):
+                columns = content.columns
+                if table.num_rows:
+                    first = piece.first_column
+                    columns = {ROW: columns[ROW][:, first : first + store.stack.dim]}
+                columns, begins = _with_state(
+                    links[-1], store, columns, optimizer, with_state=with_state
+                )
+                plans.append((store, rows, columns, begins))
+    except BaseException:
+        for variable, array in zip(known, before, strict=True):
+            variable.set_value(array)
+        raise
+    for store, rows, columns, begins in plans:
+        if begins and optimizer is not None and step is not None:
+            store.begin(rows, columns, optimizer, step)
+        else:
+            store.write(rows, columns, optimizer)
+    if with_state and optimizer is not None:
+        optimizer.step.set_value(step)
+
+
+def _tables(parts: Sequence[Part]) -> dict[Table, list[Piece]]:
+    return tables_of(parts, [rows_now(part, None, state=False) for part in parts])
+
+
+def _check_tables(link: Link, parts: Sequence[Part]) -> None:
+    """Raises ValueError unless changes are of these tables."""
+    given, here = (
+        {
+            (table.name, table.num_rows, column)
+            for table in tables
+            for column in table.columns
+            if column.name == ROW
+        }
+        for tables in (link.manifest.tables, _tables(parts))
+    )
+    if given != here:
+        shown = "; ".join(
+            ", ".join(
+                f"{name} {f'[{rows}]' if rows else '(dynamic)'} x {column.width} "
+                f"{column.dtype}"
+                for name, rows, column in sorted(some, key=lambda each: each[0])
+            )
+            for some in (given, here)
+        )
+        raise ValueError(
+            f"{link.path} has changes of other tables than the model: {shown}. Give the "
+            "model, or its collection, that was exported"
+        )
+
+
+def _with_state(
+    link: Link,
+    store: Store,
+    columns: dict[str, np.ndarray],
+    optimizer: Optimizer | None,
+    *,
+    with_state: bool,
+) -> tuple[dict[str, np.ndarray], bool]:
+    """The columns that a store takes, and whether the state of their rows begins."""
+    given = {n: a for n, a in columns.items() if not n.startswith(files.STATE)}
+    if optimizer is None or not len(columns[ROW]):
+        return given, False
+    if not (with_state and store.known):
+        return given, True
+    arrays = optimizer.rows_within(store.path, store.kernel)
+    wanted = {files.STATE + name for name in arrays}
+    if wanted != columns.keys() - given.keys():
+        raise ValueError(
+            f"{link.path} has the state {sorted(columns.keys() - given.keys())}, expected "
+            f"{sorted(wanted)}: it is of another rule; leave the optimizer out"
+        )
+    return columns, False

@@ -24,22 +24,20 @@ from sparsejax.embeddings.config import (
     Placement,
     TableConfig,
     Unknown,
-    check_floating,
     feature_configs,
 )
 from sparsejax.embeddings.dynamic import changes
 from sparsejax.embeddings.dynamic.changes import Export, Part
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
-from sparsejax.embeddings.lookup import Call, Sender, Wire, sent
+from sparsejax.embeddings.lookup import Call, Sender, sent
 from sparsejax.embeddings.placement import (
     Distinct,
     Stack,
     StackedFeature,
     StackedTable,
-    stack_tables,
 )
-from sparsejax.embeddings.plan import EmbeddingPlan
+from sparsejax.embeddings.plan import EmbeddingPlan, TableSettings
 from sparsejax.embeddings.staged import Staged
 from sparsejax.embeddings.stores.kinds import make_stores, stores_of
 from sparsejax.embeddings.stores.store import Owner, Store
@@ -97,6 +95,7 @@ class EmbeddingCollection(Owner):
       rngs: random streams.
 
     Attributes:
+      settings: those that compiled programs depend on, a `TableSettings`.
       overflows: `[]` int32 variable: in how many lookups the devices of a mesh had too few
         places for the ids that they exchange, and all gathered all of them. Results are the
         same.
@@ -126,21 +125,10 @@ class EmbeddingCollection(Owner):
             raise ValueError("a collection needs at least one feature")
         self.dtype = None if dtype is None else jnp.dtype(dtype)
         self.implementation: Implementation = implementation
-        distinct = None
-        if isinstance(plan, EmbeddingPlan):
-            placements, hotness = plan.placements(tables), plan.hotness
-            distinct = plan.distinct_rows()
-        elif plan is None or isinstance(plan, Mapping):
-            placements, hotness = plan or {}, {}
-        else:
-            raise TypeError(
-                "plan must be an EmbeddingPlan or a placement for each of some tables, such "
-                f"as {{{next(iter(tables))!r}: 'rows'}}, got {plan!r}"
-            )
-        self.stacks = stack_tables(tables, configs, placements, hotness)
-        # For `add_ids`. Tuples, as a module's attributes are hashed.
-        self.asked = tuple(placements.items()), tuple(hotness.items())
-        self.given = self.wire = _wire(wire_dtype, exchange_room, distinct)
+        self.settings = self.given = TableSettings.of(
+            tables, plan, wire_dtype=wire_dtype, exchange_room=exchange_room
+        )
+        self.stacks = self.settings.stacks(configs)
         self.names = tuple(configs)
         # Ids without a row read their first vector; in a predictor it may be zeros.
         self.unknown: Unknown = "init"
@@ -234,7 +222,7 @@ class EmbeddingCollection(Owner):
     def ahead(
         self, batches: Iterable[Mapping[str, Ids] | FeatureBatch]
     ) -> Iterator[FeatureBatch]:
-        """Sends the ids of each batch to the owners of their rows while the step before works.
+        """Sends the ids of the next batch to the devices with their rows before its step begins.
 
         ::
 
@@ -243,18 +231,17 @@ class EmbeddingCollection(Owner):
                 for (dense, _, clicks), ids in zip(batches, ids):
                     step(model, optimizer, dense, ids, clicks)
 
-        A step on several devices waits twice, in the middle of its work, for whether the ids
-        have places enough (`exchange_room`), unless the batch says so. Then it does not wait,
-        and the other way of a step is not compiled, until the first batch that has too few.
-        The ids of others are sorted as often as without, and the numbers are the same. Ids of
-        dynamic tables are sent once each, if they repeat, and a device looks at its own alone.
-        Ids of tables in host memory are packed: `staged(ahead(batches), optimizer)` brings
-        their rows.
+        Without it, a step on several devices waits twice for whether the exchange has places
+        for all ids (`exchange_room`). A batch of this iterator says so beforehand. If it has
+        too few places, the batch is packed instead, and its step exchanges all ids. The first
+        such batch compiles that step. Results are equal. Each device sends an id of a dynamic
+        table once, and looks up its own ids alone. Ids of tables in host memory are packed:
+        `staged(ahead(batches), optimizer)` brings their rows.
 
         Args:
-          batches: the ids of each. One more is taken than is given, so where they come from
-            an iterator, `itertools.tee` gives the other arrays. Arrays have to stay as they are
-            until their batch is given.
+          batches: the ids of each batch. The iterator takes one batch more than it has
+            returned: if the other arrays come from the same iterator, use `itertools.tee`.
+            Do not change the arrays of a batch before it is returned.
 
         Raises:
           TypeError: see `pack`.
@@ -450,11 +437,8 @@ class EmbeddingCollection(Owner):
           wire_dtype: that which the collection was made with by default.
           exchange_room: the same.
         """
-        told = _wire(wire_dtype, exchange_room, distinct)
-        self.wire = Wire(
-            told.dtype or self.given.dtype,
-            told.room or self.given.room,
-            told.distinct or self.given.distinct,
+        self.settings = self.given.replaced(
+            distinct=distinct, wire_dtype=wire_dtype, exchange_room=exchange_room
         )
 
     @property
@@ -666,7 +650,7 @@ class EmbeddingCollection(Owner):
         """`[batch, bags, dim]` of each stack; see `look_up`."""
         batch = self._packed(ids)
         dtype = self.dtype if dtype is None else dtype
-        call = Call(self.wire, blank, dtype, after, self.implementation)
+        call = Call(self.settings, blank, dtype, after, self.implementation)
         stores = [store for store in self.stores() if store.stack.features]
         found = {store.stack.name: store.rows(batch, call) for store in stores}
         crowded = [each.crowded for each in found.values() if each.crowded is not None]
@@ -675,17 +659,6 @@ class EmbeddingCollection(Owner):
             with contextlib.suppress(errors.TraceContextError):
                 self.overflows[...] += sum(flag.astype(jnp.int32) for flag in crowded)
         return {name: each.rows for name, each in found.items()}
-
-
-def _wire(
-    dtype: jax.typing.DTypeLike | None, room: float | None, distinct: Distinct | None
-) -> Wire:
-    kind = None if dtype is None else jnp.dtype(dtype)
-    if kind is not None:
-        check_floating("wire_dtype", kind)
-    if room is not None and not room > 0:
-        raise ValueError(f"exchange_room must be positive, got {room}")
-    return Wire(kind, room, distinct)
 
 
 def sender_of(
@@ -697,7 +670,7 @@ def sender_of(
     names = tuple(name for name in collection.names if name in features)
     divided = tuple(store.divided for store in stores)
     return Sender(
-        names, tuple(store.stack for store in stores), divided, collection.wire
+        names, tuple(store.stack for store in stores), divided, collection.settings
     )
 
 

@@ -28,7 +28,8 @@ from sparsejax.embeddings.feature_batch import (
     pack,
     without_examples,
 )
-from sparsejax.embeddings.placement import Distinct, Stack
+from sparsejax.embeddings.placement import Stack
+from sparsejax.embeddings.plan import TableSettings
 from sparsejax.mesh import exchange
 from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import (
@@ -52,27 +53,11 @@ from sparsejax.sparse import CSR, Transposed
 _LONG = 64  # ids of an example
 
 
-@dataclasses.dataclass(frozen=True)
-class Wire:
-    """How a collection exchanges ids, sums and gradients over a mesh.
-
-    Attributes:
-      dtype: of sums and gradients that cross; None for that of the table.
-      room: places for ids of each pair of devices, as a multiple of what is expected; None
-        for the default of `exchange.places`.
-      distinct: how many rows of each table devices ask for, if that is known.
-    """
-
-    dtype: np.dtype | None
-    room: float | None
-    distinct: Distinct | None = None
-
-
 class Call(NamedTuple):
     """How a collection is called.
 
     Attributes:
-      wire: how devices exchange.
+      settings: those of the exchange between devices.
       blank: number of bags without ids that each example has before its other bags. They are
         room for a vector of another layer: to put it there later would copy all rows.
       dtype: of the result; by default that of the tables.
@@ -81,7 +66,7 @@ class Call(NamedTuple):
       implementation: see `gather_matmul`.
     """
 
-    wire: Wire
+    settings: TableSettings
     blank: int = 0
     dtype: jax.typing.DTypeLike | None = None
     after: jax.Array | None = None
@@ -127,13 +112,13 @@ def look_up(
       had too little room, or None if there was none.
     """
     x = jax.tree.map(jnp.asarray, x)  # NumPy's would be checked again
-    wire, blank, dtype, after, implementation = call
+    settings, blank, dtype, after, implementation = call
     if isinstance(x, DividedRows):
         check_mesh(x.parts)
         rows = _sent_with_blank(x, stack.bags, blank) if blank else x
     else:
         by_rows = gradients.is_divided(kernel)
-        rows = _rows(stack, by_rows, x, wire, blank, is_made=made)
+        rows = _rows(stack, by_rows, x, settings, blank, is_made=made)
     if order is not None and isinstance(rows, CSR):
         rows = _sorted_by(rows, jnp.asarray(order), stack.num_rows)
     if isinstance(rows, DividedRows) and gradients.is_read_once(kernel):
@@ -163,13 +148,13 @@ class Sender:
       names: of the features.
       stacks: all of the collection; none has tables in host memory.
       by_rows: whether the kernel of each is divided over "model".
-      wire: how devices exchange.
+      settings: those of the exchange between devices.
     """
 
     names: tuple[str, ...]
     stacks: tuple[Stack, ...]
     by_rows: tuple[bool, ...]
-    wire: Wire
+    settings: TableSettings
 
     def sent(
         self,
@@ -213,7 +198,7 @@ class Sender:
         self, stack: Stack, x: CSR
     ) -> tuple[DividedRows, Bool[Array, ""]] | None:
         """Where the ids went, and whether an owner has too few places; None if none cross."""
-        rows = _rows(stack, True, x, self.wire, 0, is_made=False)
+        rows = _rows(stack, True, x, self.settings, 0, is_made=False)
         if isinstance(rows, CSR) or (flag := rows.crowded()) is None:
             return None
         return rows.certain(), flag
@@ -233,9 +218,9 @@ class Sender:
             keys,
             columns >= 0,
             nse=nse,
-            room=self.wire.room,
-            wire_dtype=self.wire.dtype or stack.dtype,
-            distinct=stack.distinct_of_owner(model, examples, self.wire.distinct),
+            room=self.settings.exchange_room,
+            wire_dtype=self.settings.wire_dtype or stack.dtype,
+            distinct=stack.distinct_of_owner(model, examples, self.settings.distinct),
         )
 
 
@@ -292,7 +277,7 @@ def _rows(
     stack: Stack,
     by_rows: bool,
     x: CSR,
-    wire: Wire,
+    settings: TableSettings,
     blank: int,
     *,
     is_made: bool,
@@ -314,11 +299,11 @@ def _rows(
         parts,
         nse=nse,
         by_rows=by_rows,
-        room=wire.room,
-        wire_dtype=wire.dtype or stack.dtype,
+        room=settings.exchange_room,
+        wire_dtype=settings.wire_dtype or stack.dtype,
         share=float(owned.max() / owned.sum()),
         owner_rows=stack.bags_of_owner(model) * examples,
-        distinct=stack.distinct_of_owner(model, examples, wire.distinct),
+        distinct=stack.distinct_of_owner(model, examples, settings.distinct),
     )
 
 

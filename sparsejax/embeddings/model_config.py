@@ -7,6 +7,7 @@ from typing import Any, ClassVar, Literal, get_args
 
 from sparsejax.codec import ModelConfig
 from sparsejax.embeddings.config import Admit, DynamicTableConfig, Evict, Initializer
+from sparsejax.embeddings.row_numbers import RowNumber
 from sparsejax.ops.gather_matmul import Combiner
 
 Dtype = Literal["float32", "bfloat16"]
@@ -20,7 +21,8 @@ class DynamicTables:
     {'version': 1, 'model': 'dlrm', 'dynamic': {'num_rows': 50000000, 'evict': 'lru', ...}}
 
     Attributes:
-      num_rows: of each table, see `DynamicTableConfig`; so are the others.
+      num_rows: rows of each table, see `DynamicTableConfig` for this and the others. A
+        configuration is written to JSON, which cannot have a class: `evict` is no `RowNumber`.
     """
 
     num_rows: int
@@ -31,6 +33,11 @@ class DynamicTables:
     host_path: str | None = None
 
     def __post_init__(self) -> None:
+        if isinstance(self.evict, RowNumber):
+            raise TypeError(
+                'evict of DynamicTables is "lru", "lfu" or None, which JSON can have, got '
+                f"{self.evict!r}: take a DynamicTableConfig in a model of your own"
+            )
         self.table(1)
 
     def table(self, dim: int, init: Initializer | None = None) -> DynamicTableConfig:

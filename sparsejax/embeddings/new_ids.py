@@ -12,7 +12,7 @@ from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
-from sparsejax.embeddings.placement import Stack, spec_of, stack_tables
+from sparsejax.embeddings.placement import Stack, spec_of
 from sparsejax.embeddings.stores.host import HostStore
 from sparsejax.embeddings.stores.kinds import STORES, stores_of
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
@@ -158,14 +158,15 @@ def _with_more(
     collection: EmbeddingCollection, added: Mapping[str, int]
 ) -> tuple[Stack, ...]:
     """The stacks of a collection that is made with more ids."""
-    stacked = {t.number: t for stack in collection.stacks for t in stack.tables}
-    tables = {}
-    for _, table in sorted(stacked.items()):
-        more = table.config.num_rows + added.get(table.name, 0)
-        tables[table.name] = dataclasses.replace(table.config, num_rows=more)
+    tables = tuple(
+        (name, dataclasses.replace(table, num_rows=table.num_rows + added.get(name, 0)))
+        for name, table in collection.given.tables
+    )
+    collection.given = dataclasses.replace(collection.given, tables=tables)
+    collection.settings = dataclasses.replace(collection.settings, tables=tables)
     readers = {f.name: f.config for s in collection.stacks for f in s.features}
     features = {name: readers[name] for name in collection.names}
-    return stack_tables(tables, features, *map(dict, collection.asked))
+    return collection.settings.stacks(features)
 
 
 def _compiled(make: Callable[..., jax.Array], spec: P) -> Callable[..., jax.Array]:

@@ -310,7 +310,7 @@ def column(values: Iterable[int]) -> jax.Array:
 def stack_tables(
     tables: Mapping[str, TableConfig],
     features: Mapping[str, FeatureConfig],
-    plan: Mapping[str, Placement] | Mapping[str, TablePlacement],
+    plan: Mapping[str, Any],
     hotness: Mapping[str, float] = types.MappingProxyType({}),
 ) -> tuple[Stack, ...]:
     """The stacks of a collection.

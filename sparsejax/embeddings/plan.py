@@ -7,12 +7,98 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from sparsejax import codec
-from sparsejax.embeddings.config import TableConfig
-from sparsejax.embeddings.placement import Distinct, TablePlacement, is_range
+from sparsejax.embeddings.config import (
+    FeatureConfig,
+    Placement,
+    TableConfig,
+    check_floating,
+)
+from sparsejax.embeddings.placement import (
+    Distinct,
+    Stack,
+    TablePlacement,
+    is_range,
+    stack_tables,
+)
 from sparsejax.mesh.layout import readable_bytes
 
 VERSION = 1
+_EXCHANGE = "wire_dtype", "exchange_room"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TableSettings:
+    """The settings of the tables of a collection that its compiled programs depend on.
+
+    `EmbeddingCollection(...).settings` has them: for `fit` and loops of your own. A plan gives
+    them to the collection, and checkpoints of `fit` contain those of the exchange.
+
+    Attributes:
+      tables: the configurations by name: their capacity, where their rows are, and placements.
+      placements: for tables whose configuration has none.
+      hotness: ids of an example, by feature; one for each bag by default.
+      wire_dtype: dtype of sums and gradients that cross between devices; None for that of
+        each table.
+      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
+        None for the default of `sparsejax.mesh.exchange.places`.
+      distinct: how many rows of each table the examples of a device have ids of; None if that
+        is not known.
+    """
+
+    tables: tuple[tuple[str, TableConfig], ...]
+    placements: tuple[tuple[str, Placement | TablePlacement], ...] = ()
+    hotness: tuple[tuple[str, float], ...] = ()
+    wire_dtype: jax.typing.DTypeLike | None = None
+    exchange_room: float | None = None
+    distinct: Distinct | None = None
+
+    def __post_init__(self) -> None:
+        if self.wire_dtype is not None:
+            object.__setattr__(self, "wire_dtype", jnp.dtype(self.wire_dtype))
+            check_floating("wire_dtype", self.wire_dtype)
+        if self.exchange_room is not None and not self.exchange_room > 0:
+            raise ValueError(
+                f"exchange_room must be positive, got {self.exchange_room}"
+            )
+
+    @classmethod
+    def of(
+        cls,
+        tables: Mapping[str, TableConfig],
+        plan: EmbeddingPlan | Mapping[str, Placement] | None,
+        **exchange: Any,
+    ) -> TableSettings:
+        """The settings of a new collection; those of the exchange go before its plan."""
+        if isinstance(plan, EmbeddingPlan):
+            return plan.settings(tables).replaced(**exchange)
+        if plan is None or isinstance(plan, Mapping):
+            placements = tuple((plan or {}).items())
+            settings = cls(tables=tuple(tables.items()), placements=placements)
+            return settings.replaced(**exchange)
+        raise TypeError(
+            "plan must be an EmbeddingPlan or a placement for each of some tables, such "
+            f"as {{{next(iter(tables))!r}: 'rows'}}, got {plan!r}"
+        )
+
+    def replaced(self, **settings: Any) -> TableSettings:
+        """The settings with those that are given, and are not None, in place of theirs."""
+        given = {name: value for name, value in settings.items() if value is not None}
+        return dataclasses.replace(self, **given)
+
+    def stacks(self, features: Mapping[str, FeatureConfig]) -> tuple[Stack, ...]:
+        """The stacks of the tables, see `stack_tables`."""
+        given = dict(self.tables), features, dict(self.placements), dict(self.hotness)
+        return stack_tables(*given)
+
+    @property
+    def exchange(self) -> dict[str, Any]:
+        """The settings of the exchange, as JSON values."""
+        dtype = None if self.wire_dtype is None else jnp.dtype(self.wire_dtype).name
+        return {"wire_dtype": dtype, "exchange_room": self.exchange_room}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -91,6 +177,8 @@ class EmbeddingPlan:
         that is not known.
       tables: what it says of each table.
       devices: what it says of each device along "model".
+      wire_dtype: see `TableSettings`.
+      exchange_room: see `TableSettings`.
     """
 
     batch_size: int
@@ -101,13 +189,26 @@ class EmbeddingPlan:
     tables: tuple[PlannedTable, ...]
     devices: tuple[PlannedDevice, ...]
     distinct: dict[str, float] = dataclasses.field(default_factory=dict)
+    wire_dtype: str | None = None
+    exchange_room: float | None = None
 
-    def distinct_rows(self) -> Distinct | None:
-        """`distinct`, with its number of examples."""
-        if not self.distinct:
-            return None
-        examples = self.batch_size // (self.data * self.model)
-        return Distinct(examples, tuple(self.distinct.items()))
+    def settings(self, tables: Mapping[str, TableConfig]) -> TableSettings:
+        """The settings of a collection of these tables.
+
+        Raises:
+          ValueError: the plan was made for other tables.
+        """
+        distinct, examples = None, self.batch_size // (self.data * self.model)
+        if self.distinct:
+            distinct = Distinct(examples, tuple(self.distinct.items()))
+        return TableSettings(
+            tables=tuple(tables.items()),
+            placements=tuple(self.placements(tables).items()),
+            hotness=tuple(self.hotness.items()),
+            wire_dtype=self.wire_dtype,
+            exchange_room=self.exchange_room,
+            distinct=distinct,
+        )
 
     def of_width(self, dim: int) -> EmbeddingPlan:
         """The plan for tables of the same ids and another width, which are not cut."""
@@ -170,6 +271,10 @@ class EmbeddingPlan:
             return (
                 f'"model" is {self.model}, but there are {len(self.devices)} "devices"'
             )
+        try:
+            TableSettings(tables=(), **{n: getattr(self, n) for n in _EXCHANGE})
+        except (TypeError, ValueError) as error:
+            return str(error)
         numbers = (*self.hotness.values(), *self.distinct.values())
         if (self.memory or 0) < 0 or min(numbers, default=0) < 0:
             return '"memory", "hotness" and "distinct" must not be negative'

@@ -7,13 +7,18 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from jax.typing import ArrayLike
+from jax.typing import ArrayLike, DTypeLike
 
 from sparsejax.embeddings import search
 from sparsejax.embeddings.config import FeatureConfig, TableConfig, feature_configs
 from sparsejax.embeddings.host_slots import ROW_BYTES, SLOT_BYTES
 from sparsejax.embeddings.placement import Stack, stack_tables
-from sparsejax.embeddings.plan import EmbeddingPlan, PlannedDevice, PlannedTable
+from sparsejax.embeddings.plan import (
+    EmbeddingPlan,
+    PlannedDevice,
+    PlannedTable,
+    TableSettings,
+)
 from sparsejax.embeddings.search import Placed, Problem, sent_for
 from sparsejax.mesh import exchange
 from sparsejax.mesh.layout import check_axis_sizes, device_memory, readable_bytes
@@ -37,6 +42,8 @@ def plan_embeddings(
     popularity: Mapping[str, float | ArrayLike] | None = None,
     rule: Rule,
     memory: int | None = None,
+    wire_dtype: DTypeLike | None = None,
+    exchange_room: float | None = None,
 ) -> EmbeddingPlan:
     """Places the tables of a collection on a mesh. No arrays are made.
 
@@ -72,6 +79,10 @@ def plan_embeddings(
       rule: of the optimizer.
       memory: bytes of a device; by default what JAX may take of the first device here, if
         that is known.
+      wire_dtype: dtype in which sums and gradients cross between devices, such as bfloat16;
+        by default that of each table. A collection takes it from the plan.
+      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
+        1.5 by default. A collection takes it from the plan.
 
     Raises:
       ValueError: the memory does not suffice, the mesh cannot be made or does not divide the
@@ -97,8 +108,11 @@ def plan_embeddings(
     distinct = _distinct(
         tables, configs, hotness, popularity or {}, batch_size // (data * model)
     )
+    wire = TableSettings(
+        tables=(), wire_dtype=wire_dtype, exchange_room=exchange_room
+    ).exchange
     problem = Problem(
-        dict(tables), configs, hotness, rule, batch_size, data, model, distinct
+        dict(tables), configs, hotness, rule, batch_size, data, model, distinct, **wire
     )
     stack_tables(problem.tables, configs, {})  # raises for widths that cannot be cut
     kept = memory  # for rows and state
@@ -132,6 +146,7 @@ def plan_embeddings(
             _table(problem, name, best.placed[name], sent[name]) for name in tables
         ),
         devices=devices,
+        **wire,
     )
 
 

@@ -48,6 +48,8 @@ class Problem:
     data: int
     model: int
     distinct: dict[str, float]
+    wire_dtype: jax.typing.DTypeLike | None = None
+    exchange_room: float | None = None
 
     def known(self) -> tuple[int, Distinct | None]:
         """Examples of a device, and of how many rows they have ids."""
@@ -193,7 +195,8 @@ def sent_for(
         dim,
         data=problem.data,
         model=problem.model,
-        wire_dtype=dtype,
+        wire_dtype=problem.wire_dtype or dtype,
+        room=problem.exchange_room,
         weighted=weighted,
         share=float(owned.max() / ids),
         owner_rows=owner_bags * problem.batch // (problem.data * problem.model),

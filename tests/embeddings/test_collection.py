@@ -899,12 +899,13 @@ def test_what_is_wrong_on_a_mesh():
 
 def test_what_one_training_says_is_not_for_the_next():
     collection = collection_of(exchange_room=2.0)
-    given, seen = collection.wire, Distinct(8, (("item", 5.0),))
+    given, seen = collection.settings, Distinct(8, (("item", 5.0),))
     collection.expect(seen, wire_dtype="bfloat16", exchange_room=0.5)
-    wire = collection.wire
-    assert (wire.dtype, wire.room, wire.distinct) == (jnp.bfloat16, 0.5, seen)
+    now = collection.settings
+    assert now.exchange == {"wire_dtype": "bfloat16", "exchange_room": 0.5}
+    assert now.distinct == seen and now.tables == given.tables
     collection.expect(None)
-    assert collection.wire == given and given.room == 2.0
+    assert collection.settings == given and given.exchange_room == 2.0
 
 
 def test_bad_options():

@@ -150,11 +150,11 @@ def test_what_is_popular_crosses_once():
     """A plan knows it from the law of the ids, keeps it, and a collection has it from there."""
     plain = plan_of()
     plan = plan_of(popularity={"sum": 1.2, "recent": 1.2})
-    assert not plain.distinct and plain.distinct_rows() is None
+    assert not plain.distinct and plain.settings(TABLES).distinct is None
     assert plan.devices[0].sent < 0.85 * plain.devices[0].sent
     assert 100 < plan.distinct["big"] < 7 * BATCH / 8 and plan.distinct["small"] == 100
     assert sj.embeddings.EmbeddingPlan.from_json(plan.to_json()) == plan
-    known = plan.distinct_rows()
+    known = plan.settings(TABLES).distinct
     assert known is not None and known.examples == BATCH // 8
     # Of twice as many examples at most twice as many; of fewer, not more.
     assert (
@@ -162,6 +162,23 @@ def test_what_is_popular_crosses_once():
     )
     with pytest.raises(ValueError, match="popularity has a feature 'sums'"):
         plan_of(popularity={"sums": 1.2})
+
+
+def test_a_plan_has_the_settings_of_the_exchange():
+    plain, plan = plan_of(), plan_of(wire_dtype="bfloat16", exchange_room=2.0)
+    assert plan_of(wire_dtype="bfloat16").devices[0].sent < plain.devices[0].sent
+    given = {"wire_dtype": "bfloat16", "exchange_room": 2.0}
+    assert sj.embeddings.EmbeddingPlan.from_json(plan.to_json()) == plan
+    for room, want in (None, 2.0), (3.0, 3.0):
+        rngs = nnx.Rngs(0)
+        collection = sj.embeddings.EmbeddingCollection(
+            TABLES, FEATURES, plan=plan, exchange_room=room, rngs=rngs
+        )
+        assert collection.settings.exchange == given | {"exchange_room": want}
+        assert dict(collection.settings.tables) == TABLES
+    wrong = plan.to_json() | {"exchange_room": -1.0}
+    with pytest.raises(ValueError, match="exchange_room must be positive, got -1"):
+        sj.embeddings.EmbeddingPlan.from_json(wrong)
 
 
 def test_each_table_gets_what_is_cheapest():

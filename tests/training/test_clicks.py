@@ -189,8 +189,9 @@ def test_ids_that_repeat_cross_a_mesh_once(tmp_path, monkeypatch):
             result = sj.fit(
                 model, optimizer, clicks, batch_size=256, num_epochs=2, **options
             )
-            wire = model.embeddings.wire
-            found.update(wire=wire.dtype, counted=wire.distinct and vars(wire.distinct))
+            wire = model.embeddings.settings
+            counted = wire.distinct and vars(wire.distinct)
+            found.update(wire=wire.wire_dtype, counted=counted)
             return result
 
     want = history(None)

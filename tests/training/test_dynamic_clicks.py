@@ -17,6 +17,7 @@ import sparsejax as sj
 from sparsejax.data import ClickSchema, DenseColumn, HashedColumn, KeyColumn
 from sparsejax.data.files.stored import id_lists
 from sparsejax.embeddings import DLRMConfig, DynamicTables, WideDeep, WideDeepConfig
+from sparsejax.embeddings.row_numbers import LastSeen
 from sparsejax.engine.train import dispatch
 from sparsejax.mesh import exchange
 from sparsejax.wide_ids import NUM_IDS
@@ -373,6 +374,9 @@ def test_what_does_not_fit(clicks):
         WideDeep(WIDE_DEEP, features={"hour": 25}, **options)
     with pytest.raises(ValueError, match="must be positive|at least 1"):
         DynamicTables(num_rows=0)
+    with pytest.raises(TypeError, match="evict of DynamicTables .* which JSON can"):
+        wrong: Any = LastSeen()
+        DynamicTables(num_rows=9, evict=wrong)
     document = WIDE_DEEP.to_json()
     assert WideDeepConfig.from_json(document) == WIDE_DEEP
     with pytest.raises(ValueError, match="dynamic is of no use"):

@@ -723,7 +723,7 @@ def _read(
                 first = piece.first_column
                 columns = [columns[0][:, first : first + stack.dim]]
             else:
-                rows = _places(stack, piece, known, content.ids)
+                rows = rows_of(stack, piece, known, content.ids)
                 here = rows >= 0
                 gone = content.ids[~here]
                 words = WideIds.of(content.ids[here])
@@ -747,21 +747,6 @@ def _read(
     ]
     written = sum(link.changes.rows + link.changes.removed for link in links[1:])
     return _Memory(links[-1], put, on_host, lost, written)
-
-
-def _places(
-    stack: Stack,
-    table: StackedTable,
-    known: Mapping[str, nnx.Variable],
-    ids: np.ndarray,
-) -> np.ndarray:
-    """The row of each id of a dynamic table; -1 if it has none."""
-    used, keys = (to_host(known[name][...]) for name in ("used", "keys"))
-    here, rows = rows_of(stack, table, used, keys)
-    place = np.minimum(np.searchsorted(here, ids), max(len(here) - 1, 0))
-    if not len(here):
-        return np.full(len(ids), -1, np.int32)
-    return np.where(here[place] == ids, rows[place], -1)
 
 
 def _nothing(part: Part) -> _Told:

@@ -235,15 +235,6 @@ def _steps(
     return int(told) if given else None
 
 
-def in_blocks(
-    make: Callable[[np.ndarray], dict[str, jax.Array]], rows: np.ndarray
-) -> dict[str, np.ndarray]:
-    """Makes arrays of rows, some at a time: a device may not have room for all."""
-    starts = range(0, max(len(rows), 1), BLOCK)
-    blocks = [jax.tree.map(np.asarray, make(rows[s : s + BLOCK])) for s in starts]
-    return {name: np.concatenate([b[name] for b in blocks]) for name in blocks[0]}
-
-
 def overwritten(
     array: jax.Array,
     rows: np.ndarray,

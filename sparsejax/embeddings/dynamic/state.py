@@ -17,6 +17,7 @@ from sparsejax.embeddings.config import DynamicTableConfig
 from sparsejax.embeddings.dynamic import admission
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.embeddings.row_numbers import BUILT_IN, RowNumber, policy
+from sparsejax.mesh.layout import to_host
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 
@@ -190,9 +191,24 @@ def stats(
     return found
 
 
-def rows_of(
-    stack: Stack, table: StackedTable, used: np.ndarray, keys: np.ndarray
+def ids_and_rows(
+    stack: Stack, table: StackedTable, known: Mapping[str, nnx.Variable]
 ) -> tuple[np.ndarray, np.ndarray]:
     """The ids of a table in ascending order, and the row of the kernel of each."""
+    used, keys = (to_host(known[name][...]) for name in ("used", "keys"))
     number = stack.tables.index(table)
     return index_edits.rows_of(layout_of(stack), number, used, keys)
+
+
+def rows_of(
+    stack: Stack,
+    table: StackedTable,
+    known: Mapping[str, nnx.Variable],
+    ids: np.ndarray,
+) -> np.ndarray:
+    """The row of each id of a table; -1 if it has none."""
+    here, rows = ids_and_rows(stack, table, known)
+    if not len(here):
+        return np.full(len(ids), -1, np.int32)
+    place = np.minimum(np.searchsorted(here, ids), len(here) - 1)
+    return np.where(here[place] == ids, rows[place], -1)

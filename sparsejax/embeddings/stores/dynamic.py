@@ -191,18 +191,10 @@ class DynamicStore(Store):
         return states.stats(self.stack, totals, num_free)
 
     def ids(self, table: StackedTable) -> np.ndarray:
-        return self._ids_and_rows(table)[0]
+        return states.ids_and_rows(self.stack, table, self.known)[0]
 
     def rows_of(self, table: StackedTable, ids: np.ndarray) -> np.ndarray:
-        here, rows = self._ids_and_rows(table)
-        if not len(here):
-            return np.full(len(ids), -1, np.int32)
-        place = np.minimum(np.searchsorted(here, ids), len(here) - 1)
-        return np.where(here[place] == ids, rows[place], -1)
-
-    def _ids_and_rows(self, table: StackedTable) -> tuple[np.ndarray, np.ndarray]:
-        used, keys = (to_host(self.known[name][...]) for name in ("used", "keys"))
-        return states.rows_of(self.stack, table, used, keys)
+        return states.rows_of(self.stack, table, self.known, ids)
 
     def placed(
         self,
@@ -218,7 +210,7 @@ class DynamicStore(Store):
             self.stack.tables.index(table),
             table.name,
             self.index,
-            self._ids_and_rows(table),
+            states.ids_and_rows(self.stack, table, self.known),
             ids=ids,
             removed=removed,
         )

@@ -36,7 +36,6 @@ from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import Optimizer, first_state
-from sparsejax.optimizers.rules.base import Rule
 from sparsejax.sparse import CSR
 
 
@@ -264,6 +263,22 @@ class Store(abc.ABC):
             )
             _overwrite(columns[name], write)
 
+    def begin(
+        self,
+        rows: np.ndarray,
+        values: Mapping[str, np.ndarray],
+        optimizer: Optimizer,
+        step: jax.Array,
+    ) -> None:
+        """Replaces columns of some rows, whose state begins after some steps."""
+        rule = optimizer.rule_of(self.kernel)
+        for start in range(0, len(rows), files.BLOCK):
+            some = slice(start, start + files.BLOCK)
+            given = {name: array[some] for name, array in values.items()}
+            fresh = first_state(rule, jnp.asarray(given[ROW]), step)
+            given |= {STATE + name: np.asarray(array) for name, array in fresh.items()}
+            self.write(rows[some], given, optimizer)
+
     def _completing(
         self, table: StackedTable, read: files.Rows, *, replace: bool
     ) -> Completing:
@@ -313,13 +328,12 @@ class Store(abc.ABC):
         replace: bool,
     ) -> None:
         """Reads a table; see `EmbeddingCollection.load_table`."""
-        here, step = self.columns(optimizer), None
+        here, count = self.columns(optimizer), 0
         like = {n: _type_of(n, array[...], len(pieces)) for n, array in here.items()}
-        rule, count = None, 0
         if optimizer is not None:
-            rule, step = optimizer.rule_of(self.kernel), optimizer.step[...]
-            count = int(step)
+            count = int(optimizer.step[...])
         if sok_folders.is_dump(path):
+            rule = None if optimizer is None else optimizer.rule_of(self.kernel)
             read = sok_folders.read(path, pieces[0].name, like, rule, count)
         else:
             read = files.read(path, like, with_state=optimizer is not None)
@@ -339,9 +353,10 @@ class Store(abc.ABC):
                     name: _piece(array, number, len(pieces), here[name].shape[1:])
                     for name, array in columns.items()
                 }
-                if rule is not None and step is not None and read.steps is None:
-                    given |= begun_state(rule, given[ROW], step)
-                self.write(mine[at], given, optimizer)
+                if optimizer is not None and read.steps is None:
+                    self.begin(mine[at], given, optimizer, optimizer.step[...])
+                else:
+                    self.write(mine[at], given, optimizer)
 
     def every_row(self) -> Iterator[np.ndarray]:
         """The rows of the kernel as they lie, some at a time."""
@@ -351,12 +366,6 @@ class Store(abc.ABC):
 _NO_IDS = np.zeros(0, np.uint64)
 # Completes the columns of ids, which are at some places of a file.
 Completing = Callable[[np.ndarray, dict[str, np.ndarray]], dict[str, np.ndarray]]
-
-
-def begun_state(rule: Rule, rows: np.ndarray, step: jax.Array) -> dict[str, np.ndarray]:
-    """The columns of state of rows that begin with these weights after some steps."""
-    fresh = first_state(rule, jnp.asarray(rows), step)
-    return {STATE + name: np.asarray(array) for name, array in fresh.items()}
 
 
 def _piece(

@@ -41,8 +41,8 @@ def exchange_of(
     clicks: ClickDataset | ScannedClicks,
     wire_dtype: jax.typing.DTypeLike | None,
     exchange_room: float | None,
-) -> Callable[[int], Callable[[], int] | None] | None:
-    """`Job.exchange`.
+) -> tuple[Callable[[int], Callable[[], int] | None] | None, dict[str, Any]]:
+    """`Job.exchange`, and the settings of the exchange that a resume must repeat.
 
     Raises:
       ValueError: an argument of the exchange is given where there is none.
@@ -51,31 +51,31 @@ def exchange_of(
     divided = mesh_is_set() and any(
         stack.divided for found in collections for stack in found.stacks
     )
+    given = {"wire_dtype": wire_dtype, "exchange_room": exchange_room}
     if not divided:
-        given = {"wire_dtype": wire_dtype, "exchange_room": exchange_room}
         for name, value in given.items():
             if value is not None:
                 raise ValueError(
                     f"{name} is of no use here: it is for an EmbeddingCollection whose "
                     "tables are divided over the mesh that is set; leave it out"
                 )
-        return None
+        return None, {}
+    exchanges = [found.given.replaced(**given).exchange for found in collections]
+    settings: dict[str, Any] = exchanges[0]
+    if any(other != settings for other in exchanges):
+        settings = {"exchange": exchanges}
 
     def begun(batch_size: int) -> Callable[[], int] | None:
         data, devices = axis_sizes()
         examples = max(1, batch_size // (data * devices))
         parts = _some_ids(clicks, examples)
         for found in collections:
-            found.expect(
-                _distinct(found, parts, examples),
-                wire_dtype=wire_dtype,
-                exchange_room=exchange_room,
-            )
+            found.expect(_distinct(found, parts, examples), **given)
         if devices == 1:
             return None
         return lambda: sum(int(found.overflows[...]) for found in collections)
 
-    return begun
+    return begun, settings
 
 
 def _some_ids(

@@ -251,12 +251,11 @@ def click_job(asked: Fit) -> Job:
     model, clicks, validation = asked.model, asked.inputs, asked.validation
     assert isinstance(clicks, Clicks)  # which its kind is
     check_columns(model, clicks)
-    wire_dtype, exchange_room = asked.wire_dtype, asked.exchange_room
-    exchange = exchange_of(model, clicks, wire_dtype, exchange_room)
-    metric, prepare, settings = None, None, {}
-    if exchange is not None:  # elsewhere they change nothing
-        narrow = None if wire_dtype is None else jnp.dtype(wire_dtype).name
-        settings = {"wire_dtype": narrow, "exchange_room": exchange_room}
+    # Where nothing crosses, the settings are empty: they change nothing.
+    exchange, settings = exchange_of(
+        model, clicks, asked.wire_dtype, asked.exchange_room
+    )
+    metric, prepare = None, None
     if validation is not None:
         metric = metric_of(asked.early_stopping, METRICS[0], METRICS[:-1], "of clicks")
         if not isinstance(validation, ClickDataset | ScannedClicks):
