@@ -29,6 +29,11 @@ def dtype_of(array: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> np.dtype:
     return np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
 
 
+def in_file(array: Any) -> Any:
+    """An array, of NumPy or JAX, in the dtype that a file has."""
+    return array.astype(dtype_of(array), copy=False)
+
+
 def numpy_type(kind: pa.DataType) -> np.dtype:
     """The dtype of the numbers of a column."""
     return np.dtype(getattr(kind, "value_type", kind).to_pandas_dtype())

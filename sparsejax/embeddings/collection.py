@@ -7,8 +7,6 @@ import contextlib
 import dataclasses
 import itertools
 import math
-import os
-import pathlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -26,27 +24,23 @@ from sparsejax.embeddings.config import (
     Unknown,
     feature_configs,
 )
-from sparsejax.embeddings.dynamic import changes
-from sparsejax.embeddings.dynamic.changes import Export, Part
-from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.lookup import Call, Sender, sent
 from sparsejax.embeddings.placement import (
     Distinct,
     Stack,
     StackedFeature,
-    StackedTable,
 )
 from sparsejax.embeddings.plan import EmbeddingPlan, TableSettings
 from sparsejax.embeddings.staged import Staged
-from sparsejax.embeddings.stores.kinds import make_stores, stores_of
-from sparsejax.embeddings.stores.store import Owner, Store
+from sparsejax.embeddings.stores.store import Store
+from sparsejax.embeddings.tables import STORES, Tables, make_stores
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.optimizers.gradients import Path
 from sparsejax.optimizers.optimizer import Optimizer
 
 
-class EmbeddingCollection(Owner):
+class EmbeddingCollection(Tables):
     """Tables of embeddings, and features that read them.
 
     >>> tables = {"item": TableConfig(1000, 8), "user": TableConfig(500, 4)}
@@ -374,51 +368,14 @@ class EmbeddingCollection(Owner):
                 "staged is for tables in host memory (host=True, or host_rows), of which this "
                 "collection has none; the model takes the ids themselves"
             )
-        checked = map(self._with_ids, batches)
         return Staged(stores, optimizer).each(
-            checked, self._packed_on_host, self._is_ids
+            batches, self._packed_on_host, frozenset(self.names)
         )
-
-    def _with_ids[Batch](self, batch: Batch) -> Batch:
-        """The batch; raises ValueError unless it has ids once."""
-        nodes = jax.tree.leaves(batch, is_leaf=self._is_ids)
-        if (found := sum(map(self._is_ids, nodes))) != 1:
-            raise ValueError(
-                f"a batch has ids of the features {sorted(self.names)} {found} times, "
-                "expected once: as a dictionary with an entry for each feature, or as "
-                "`pack` makes them"
-            )
-        return batch
 
     def _packed_on_host(self, ids: Mapping[str, Ids] | FeatureBatch) -> FeatureBatch:
         if not isinstance(ids, FeatureBatch):
             ids = jax.tree.map(np.asarray, ids)
         return self._packed(ids)
-
-    def _is_ids(self, node: Any) -> bool:
-        if isinstance(node, FeatureBatch):
-            return True
-        return isinstance(node, Mapping) and node.keys() == set(self.names)
-
-    def stats(self) -> dict[str, TableStats]:
-        """Counts what became of the ids of each dynamic table, since it was made."""
-        found: dict[str, TableStats] = {}
-        for store in self.stores():
-            found |= store.stats()
-        return found
-
-    def ids(self, name: str) -> np.ndarray:
-        """`[ids]` uint64: the ids of a dynamic table that have a row, ascending."""
-        store, pieces = self._table(name)
-        return store.ids(pieces[0])
-
-    def halve_counts(self) -> None:
-        """Halves how often ids without a row were seen, for `Admit(count=...)`.
-
-        Called now and then, it forgets ids that come seldom.
-        """
-        for store in self.stores():
-            store.halve_counts()
 
     def expect(
         self,
@@ -446,167 +403,6 @@ class EmbeddingCollection(Owner):
         """Numbers that `concat` gives for an example."""
         return sum(stack.dim * stack.bags for stack in self.stacks)
 
-    def table(self, name: str) -> Float[Array, "rows dim"]:
-        """The rows of a table, in the order of ids.
-
-        Rules under which rows drift need `optimizer.flush(model)` before.
-        """
-        store, pieces = self._table(name)
-        return store.table(pieces)
-
-    def set_table(self, name: str, array: Any) -> None:
-        """Replaces the rows of a table.
-
-        Args:
-          name: of the table.
-          array: `[num_rows, dim]`, in the order of ids.
-
-        Raises:
-          ValueError: there is no such table, or the shape is another.
-        """
-        store, pieces = self._table(name)
-        expected = (pieces[0].config.num_rows, pieces[0].config.dim)
-        if np.shape(array) != expected:
-            raise ValueError(
-                f"table {name!r} is {expected[0]:,} x {expected[1]:,}, got an array of the "
-                f"shape {np.shape(array)}"
-            )
-        store.set_table(pieces, array)
-
-    def save_table(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        *,
-        names: Sequence[object] | None = None,
-        optimizer: Optimizer | None = None,
-        within: Sequence[Any] = (),
-    ) -> None:
-        """Writes the rows of a table in the order of ids, some rows at a time.
-
-        ::
-
-            .parquet    columns `id`, `name` if there are names, `row` (a list of fixed size)
-            .npy        the array `[num_rows, dim]`
-
-        Of a dynamic table `.parquet` has the columns `id` (uint64), `row`, `count` (how often
-        the id was seen), `last` (when, by the clock of `assign_rows`) and, with `optimizer`,
-        one for each array of its state. `load_table` reads it.
-
-        The file appears whole or not at all. Neither the host nor a device needs room for
-        the whole table. With several processes all call this and the first one writes.
-        Numbers are float32, those of a float64 table float64.
-
-        >>> tables = {"user": TableConfig(4, 2)}
-        >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
-        >>> embeddings.save_table("user.parquet", "user.parquet")
-        Traceback (most recent call last):
-        ValueError: there is no table 'user.parquet'; there are ['user']
-        >>> embeddings.save_table("user", "user.parquet", names=["ann", "bob"])
-
-        Args:
-          name: of the table. Under a rule whose rows drift, `optimizer.flush(model)` before.
-          path: the file, which is replaced if it exists.
-          names: what ids stand for, in their order. If these are fewer than ids, they are
-            of the last ones: those of `ClickDataset.vocabularies` begin with id 2. Not of
-            a dynamic table.
-          optimizer: of which the state of rows is written, too; of a dynamic table.
-          within: see `assign_rows`.
-
-        Raises:
-          OSError: the file cannot be written.
-          OtherProcessError: process 0 could not write the file; the message says why.
-          ValueError: there is no such table, `path` has another ending or cannot be a file,
-            there are more names than rows, an argument is for tables of the other kind, or
-            rows in host memory have the state of another optimizer.
-        """
-        store, pieces = self._table(name, within)
-        store.save(pieces, pathlib.Path(path), names, optimizer)
-
-    def load_table(
-        self,
-        name: str,
-        path: str | os.PathLike[str],
-        optimizer: Optimizer | None,
-        *,
-        replace: bool = True,
-        within: Sequence[Any] = (),
-    ) -> None:
-        """Replaces the ids and rows of a table by those of a file of `save_table`.
-
-        The mesh may be another, and a dynamic table may have more rows or fewer. An error
-        leaves the table as it is. The file is read some rows at a time, twice: the host needs
-        room for the ids.
-
-        Args:
-          name: of the table.
-          path: a Parquet file with the columns `id` and `row`. Without `count` and `last` ids
-            were seen once, at 0. Or a folder that `sok.dump` of SparseOperationKit wrote, or
-            such a folder and the name of a table that it has: "folder/user_0".
-          optimizer: that trains the model, which must have done as many steps as that whose
-            state is in the file. If the file has none, the rows have the state of a new
-            optimizer. With None the state is not touched: for a model that is not trained.
-          replace: with False other ids keep their rows. Ids that had one already keep their
-            `count` and `last`, if the file has none.
-          within: see `assign_rows`.
-
-        Raises:
-          OSError: the file cannot be read.
-          ValueError: there is no such table; the file has rows of another width or dtype, an
-            id twice, numbers that are not finite, more ids than there is room for, too few
-            for a static table, or the state of another rule or after other steps; or it is
-            damaged.
-        """
-        store, pieces = self._table(name, within)
-        store.load(pieces, pathlib.Path(path), optimizer, replace=replace)
-
-    def export_changes(
-        self,
-        folder: str | os.PathLike[str],
-        optimizer: Optimizer | None,
-        *,
-        state: bool = False,
-        within: Sequence[Any] = (),
-    ) -> Export:
-        """Writes what has changed in the tables since the last export into a folder.
-
-        `sparsejax.export_changes` does so for a whole model, whose other layers change, too.
-
-        Args:
-          folder: see there.
-          optimizer: the same.
-          state: the same.
-          within: see `assign_rows`.
-        """
-        parts = self.parts(within=within)
-        return changes.export(
-            self, pathlib.Path(folder), parts, self._seed(), optimizer, state=state
-        )
-
-    def parts(self, *, prefix: str = "", within: Sequence[Any] = ()) -> list[Part]:
-        """The stacks, as exports of changes take them.
-
-        Args:
-          prefix: of the names of tables.
-          within: see `assign_rows`.
-        """
-        return [store.part(prefix) for store in self.stores(within)]
-
-    def _seed(self) -> dict[str, jax.Array]:
-        return {"seed": self.seed[...]} if self.indexes else {}
-
-    def table_rows(self, name: str) -> Iterator[np.ndarray]:
-        """The rows of a table in the order of ids, some at a time: `[n, dim]` on the host.
-
-        With several processes all have to take all of them.
-        """
-        store, pieces = self._table(name)
-        return store.table_rows(pieces)
-
-    def stores(self, within: Sequence[Any] = ()) -> list[Store]:
-        """The stores of the stacks; `within` is as in `assign_rows`."""
-        return stores_of(self, self.stacks, within)
-
     def _features(self) -> list[tuple[Stack, list[StackedFeature]]]:
         """All features with their stacks, in the order in which they were given.
 
@@ -617,16 +413,6 @@ class EmbeddingCollection(Owner):
             for part in stack.features:
                 found.setdefault(part.name, (stack, []))[1].append(part)
         return [found[name] for name in self.names]
-
-    def _table(
-        self, name: str, within: Sequence[Any] = ()
-    ) -> tuple[Store, tuple[StackedTable, ...]]:
-        """The store and the pieces of a table."""
-        for store in self.stores(within):
-            if pieces := tuple(t for t in store.stack.tables if t.name == name):
-                return store, pieces
-        names = {table.name for stack in self.stacks for table in stack.tables}
-        raise ValueError(f"there is no table {name!r}; there are {sorted(names)}")
 
     def _packed(self, ids: Mapping[str, Ids] | FeatureBatch) -> FeatureBatch:
         batch = ids if isinstance(ids, FeatureBatch) else self.pack(ids)
@@ -651,8 +437,11 @@ class EmbeddingCollection(Owner):
         batch = self._packed(ids)
         dtype = self.dtype if dtype is None else dtype
         call = Call(self.settings, blank, dtype, after, self.implementation)
-        stores = [store for store in self.stores() if store.stack.features]
-        found = {store.stack.name: store.rows(batch, call) for store in stores}
+        found = {
+            stack.name: STORES[stack.store](self, stack).rows(batch, call)
+            for stack in self.stacks
+            if stack.features
+        }
         crowded = [each.crowded for each in found.values() if each.crowded is not None]
         if crowded:
             # In a program that Flax does not know, such as jax.jit, state cannot change.

@@ -287,7 +287,7 @@ def _rows(
     if x.indptr.ndim == 1:
         if not is_made:
             x = call_with_auto_axes(make, x, out_specs=P())
-        if x.nse == 0 or not divides_batch(x.num_rows // bags):
+        if not (x.nse and mesh_is_set() and divides_batch(x.num_rows // bags)):
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:

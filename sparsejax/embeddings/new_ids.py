@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from sparsejax.embeddings.collection import EmbeddingCollection, collections_of
 from sparsejax.embeddings.placement import Stack, spec_of
 from sparsejax.embeddings.stores.host import HostStore
-from sparsejax.embeddings.stores.kinds import STORES, stores_of
+from sparsejax.embeddings.tables import STORES
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
 from sparsejax.mesh.promotion import promoting
 from sparsejax.optimizers.gradients import Path
@@ -84,8 +84,7 @@ def add_ids(
             )
             paths = tuple((*path, "kernels", source.name) for source in sources)
             if store.stages:
-                (source,) = stores_of(collection, sources, path)
-                assert isinstance(source, HostStore)
+                (source,) = (HostStore(collection, s, path) for s in sources)
                 found[stack.name] = store.new_kernel(collection, stack)
                 hosted.append((collection, path, stack, source))
                 # The state of rows comes with them.
@@ -109,9 +108,7 @@ def add_ids(
     if optimizer is not None:
         optimizer.move_rows(model, moved)
     for collection, path, stack, source in hosted:
-        (store,) = stores_of(collection, (stack,), path)
-        assert isinstance(store, HostStore)
-        store.take(source, like, optimizer)
+        HostStore(collection, stack, path).take(source, like, optimizer)
 
 
 def _fresh(fresh: jax.Array, *before: jax.Array) -> jax.Array:

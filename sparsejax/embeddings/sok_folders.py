@@ -99,34 +99,44 @@ def read(
     if rule is not None and (slots := _slots(path, rule, step)):
         paths |= {STATE + name: _file(path, slot) for name, slot in slots.items()}
         factor = _factor(path, rule)
-    arrays = {}
-    for name, each in paths.items():
-        kind, slot = (_WEIGHT, "") if name == "row" else (_STATE, each.name)
-        slot = slot.rpartition("-")[2]
-        arrays[name] = _numbers(each, path.name, kind, slot, like[name])
-        if len(arrays[name]) != len(keys):
-            raise ValueError(
-                f"{each} has {len(arrays[name]):,} rows of {like[name].shape[1]:,} numbers, "
-                f"but {at} has {len(keys):,} keys: the table has another width, or a file "
-                "is cut off"
-            )
+    arrays = _columns(paths, path, len(keys), like)
     steps = step if len(arrays) > 1 else None
 
     def blocks() -> Iterator[tuple[np.ndarray, dict[str, np.ndarray]]]:
         for start in range(0, len(keys), files.BLOCK):
-            some = slice(start, start + files.BLOCK)
-            columns = {}
+            some, columns = slice(start, start + files.BLOCK), {}
             for name, array in arrays.items():
-                values = array[some].astype(row_files.dtype_of(like[name]))
-                columns[name] = checked(paths[name], name, values)
-                if name != "row" and factor != 1:
-                    columns[name] = (values * factor).astype(values.dtype)
+                dtype = row_files.dtype_of(like[name])
+                values = checked(paths[name], name, array[some].astype(dtype))
+                scaled = name != "row" and factor != 1
+                columns[name] = (values * factor).astype(dtype) if scaled else values
             if steps is not None and (last := like.get(STATE + "last_step")):
                 shape = len(columns["row"]), *last.shape[1:]
                 columns[STATE + "last_step"] = np.full(shape, steps, last.dtype)
             yield places[some], columns
 
     return Rows(ids, (*arrays,), steps, blocks)
+
+
+def _columns(
+    paths: Mapping[str, pathlib.Path],
+    path: pathlib.Path,
+    count: int,
+    like: Mapping[str, jax.ShapeDtypeStruct],
+) -> dict[str, np.ndarray]:
+    """The arrays of some files, with a row for each key."""
+    arrays = {}
+    for name, each in paths.items():
+        kind, slot = (_WEIGHT, "") if name == "row" else (_STATE, each.name)
+        slot = slot.rpartition("-")[2]
+        arrays[name] = _numbers(each, path.name, kind, slot, like[name])
+        if len(arrays[name]) != count:
+            raise ValueError(
+                f"{each} has {len(arrays[name]):,} rows of {like[name].shape[1]:,} numbers, "
+                f"but {_file(path, 'key')} has {count:,} keys: the table has another "
+                "width, or a file is cut off"
+            )
+    return arrays
 
 
 def _file(path: pathlib.Path, what: str) -> pathlib.Path:
@@ -153,14 +163,8 @@ def _found(path: pathlib.Path, table: str) -> pathlib.Path:
     )
 
 
-def _numbers(
-    path: pathlib.Path,
-    table: str,
-    kind: int,
-    slot: str,
-    like: jax.ShapeDtypeStruct | None,
-) -> np.ndarray:
-    """The numbers of a file, which are read when they are used; keys without `like`."""
+def _dtype(path: pathlib.Path, table: str, kind: int, slot: str) -> np.dtype:
+    """The dtype of a file, whose head has been checked."""
     with path.open("rb") as file:
         head = file.read(_HEAD.size)
     if len(head) < _HEAD.size:
@@ -180,7 +184,18 @@ def _numbers(
             f"{names[0]!r}, the kind {has_kind}, the slot {names[1]!r} and the dtype "
             f"{number}; expected the kind {kind} and the slot {slot!r}"
         )
-    dtype = _DTYPES[number]
+    return _DTYPES[number]
+
+
+def _numbers(
+    path: pathlib.Path,
+    table: str,
+    kind: int,
+    slot: str,
+    like: jax.ShapeDtypeStruct | None,
+) -> np.ndarray:
+    """The numbers of a file, which are read when they are used; keys without `like`."""
+    dtype = _dtype(path, table, kind, slot)
     if like is None:
         expected, fits, width = "integers", dtype.kind in "iu", ()
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -15,8 +16,8 @@ from sparsejax.embeddings import feature_batch
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
 from sparsejax.embeddings.host_rows import Coming, HostRows, set_number
 from sparsejax.embeddings.stores.host import HostedStore
-from sparsejax.embeddings.stores.kinds import stores_of
-from sparsejax.embeddings.stores.store import Owner, Store
+from sparsejax.embeddings.stores.store import Store
+from sparsejax.embeddings.tables import Tables
 from sparsejax.mesh import interrupts
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sparse import CSR
@@ -59,8 +60,8 @@ class Staged:
         stores = [
             store
             for path, node in nnx.iter_graph(model)
-            if isinstance(node, Owner)
-            for store in stores_of(node, node.stacks, tuple(path))
+            if isinstance(node, Tables)
+            for store in node.stores(tuple(path))
         ]
         if not any(store.stages for store in stores):
             return None
@@ -118,17 +119,21 @@ class Staged:
         self,
         batches: Iterable[Batch],
         packed: Callable[[Any], FeatureBatch],
-        is_ids: Callable[[Any], bool],
+        names: frozenset[str],
     ) -> Iterator[Batch]:
         """Batches whose rows have come; see `EmbeddingCollection.staged`.
 
         Args:
           batches: trees, each with ids somewhere.
           packed: packs ids.
-          is_ids: whether a node of a tree is ids.
+          names: names of the features.
         """
 
+        is_ids = functools.partial(_is_ids, names)
+
         def look_up(batch: Batch) -> Any:
+            _check_once(names, batch)
+
             def look(node):
                 if not is_ids(node):
                     return node
@@ -223,6 +228,22 @@ class Staged:
                 host.number = store.owner.stage
                 host.last_number = int(store.owner.stage[...])
         return found
+
+
+def _is_ids(names: frozenset[str], node: Any) -> bool:
+    """Whether a node of a tree is the ids of a batch."""
+    of_names = isinstance(node, Mapping) and node.keys() == names
+    return of_names or isinstance(node, FeatureBatch)
+
+
+def _check_once(names: frozenset[str], batch: Any) -> None:
+    is_ids = functools.partial(_is_ids, names)
+    found = sum(map(is_ids, jax.tree.leaves(batch, is_leaf=is_ids)))
+    if found != 1:
+        raise ValueError(
+            f"a batch has ids of the features {sorted(names)} {found} times, expected "
+            "once: as a dictionary with an entry for each feature, or as `pack` makes them"
+        )
 
 
 def _numbered_anew(hosts: Mapping[str, HostRows], *, moved: bool) -> int:

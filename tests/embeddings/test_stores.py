@@ -11,9 +11,9 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax.embeddings import FeatureConfig, TableConfig
-from sparsejax.embeddings.stores.kinds import STORES
 from sparsejax.embeddings.stores.static import StaticStore
 from sparsejax.embeddings.stores.store import Found
+from sparsejax.embeddings.tables import STORES
 
 ROWS, BATCH = 600, 8
 HOST: dict[str, Any] = {"host": True, "device_rows": 70}

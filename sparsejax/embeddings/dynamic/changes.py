@@ -26,7 +26,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, UInt32
 
-from sparsejax import change_folders
+from sparsejax import change_folders, row_files
 from sparsejax.change_folders import Changes, Column, Link, Table
 from sparsejax.embeddings.dynamic import files
 from sparsejax.embeddings.dynamic.state import layout_of, rows_of
@@ -437,7 +437,7 @@ def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Pi
 
 
 def _column(name: str, array: jax.Array | np.ndarray, table: StackedTable) -> Column:
-    dtype = np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
+    dtype = row_files.dtype_of(array)
     if name == ROW:
         return Column(name, dtype.name, table.config.dim)
     alone = files.is_number(name) or array.ndim == 1
@@ -545,8 +545,7 @@ def _mixed(word: Any) -> Any:
 
 def _words(column: Any, xp: Any) -> Any:
     """`[rows, words]` uint32 of the numbers that a file has of a column."""
-    if column.dtype.itemsize == 2:
-        column = column.astype(np.float32)
+    column = row_files.in_file(column)
     if column.ndim == 1:
         column = column[:, None]
     if xp is np:

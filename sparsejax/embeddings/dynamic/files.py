@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -107,14 +106,9 @@ def gathered(
 
 def _read(arrays: list[jax.Array], rows: ArrayLike) -> list[jax.Array]:
     def read(arrays, rows):
-        return [replicated(_narrowest(array[rows])) for array in arrays]
+        return [replicated(row_files.in_file(array[rows])) for array in arrays]
 
     return call_with_auto_axes(read, arrays, rows, out_specs=P())
-
-
-def _narrowest(array: jax.Array) -> jax.Array:
-    """In a dtype that files have."""
-    return array.astype(jnp.float32) if array.dtype.itemsize == 2 else array
 
 
 def read(

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from sparsejax import row_files
 from sparsejax.embeddings import table_files
 from sparsejax.embeddings.dynamic import files, vectors
 from sparsejax.embeddings.dynamic.assignment import Trained, begin, find, numbers
@@ -147,7 +148,7 @@ class HostedStore(Store):
             yield {
                 name: known[name][some]
                 if name in known
-                else _narrowest(found[name.removeprefix(STATE)])
+                else row_files.in_file(found[name.removeprefix(STATE)])
                 for name in columns
             }
 
@@ -328,8 +329,3 @@ class DynamicHostStore(HostedStore, DynamicStore):
 
 
 _find = jax.jit(find, static_argnums=0)
-
-
-def _narrowest(array: np.ndarray) -> np.ndarray:
-    """In a dtype that files have."""
-    return array.astype(np.float32) if array.dtype.itemsize == 2 else array

@@ -1,7 +1,7 @@
 """The interface between an `EmbeddingCollection` and the stores of its stacks.
 
 A store keeps the rows of one stack of tables. The collection packs the ids of a batch, asks each
-store for its rows, and joins them. A new kind of store is a subclass of `Store` in `kinds.STORES`,
+store for its rows, and joins them. A new kind of store is a subclass of `Store` in `tables.STORES`,
 and a table configuration whose `store` is its name there.
 """
 
@@ -261,7 +261,10 @@ class Store(abc.ABC):
                 by_parts=files.is_number(name),
                 divided=self.stack.divided,
             )
-            _overwrite(columns[name], write)
+            variable = columns[name]
+            inplace.overwrite(
+                [variable], lambda write=write, v=variable: ([write(v[...])], None)
+            )
 
     def begin(
         self,
@@ -300,10 +303,7 @@ class Store(abc.ABC):
                 "names out"
             )
         columns = self.columns(optimizer)
-        types = {
-            name: _type_of(name, array[...], len(pieces))
-            for name, array in columns.items()
-        }
+        types = {n: _type_of(n, v[...], len(pieces)) for n, v in columns.items()}
         steps = None if optimizer is None else int(optimizer.step[...])
         files.save(path, types, self._blocks(pieces, optimizer), steps)
 
@@ -328,6 +328,31 @@ class Store(abc.ABC):
         replace: bool,
     ) -> None:
         """Reads a table; see `EmbeddingCollection.load_table`."""
+        read = self._opened(pieces, path, optimizer)
+        for _ in read.blocks():
+            pass  # an error in any row leaves the table as it is
+        completed = self._completing(pieces[0], read, replace=replace)
+        rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
+        shapes = {n: v.shape[1:] for n, v in self.columns(optimizer).items()}
+        for at, columns in read.blocks():
+            columns = completed(at, columns)
+            for number, mine in enumerate(rows):
+                given = {
+                    name: _piece(array, number, len(pieces), shapes[name])
+                    for name, array in columns.items()
+                }
+                if optimizer is not None and read.steps is None:
+                    self.begin(mine[at], given, optimizer, optimizer.step[...])
+                else:
+                    self.write(mine[at], given, optimizer)
+
+    def _opened(
+        self,
+        pieces: tuple[StackedTable, ...],
+        path: pathlib.Path,
+        optimizer: Optimizer | None,
+    ) -> files.Rows:
+        """The rows of a file; raises ValueError for those of another table or step."""
         here, count = self.columns(optimizer), 0
         like = {n: _type_of(n, array[...], len(pieces)) for n, array in here.items()}
         if optimizer is not None:
@@ -342,21 +367,7 @@ class Store(abc.ABC):
                 f"{path} has the state after {read.steps:,} steps, but the optimizer has "
                 f"done {count:,}: set `optimizer.step[...]`, or load a file without state"
             )
-        for _ in read.blocks():
-            pass  # an error in any row leaves the table as it is
-        completed = self._completing(pieces[0], read, replace=replace)
-        rows = self.placed(path, pieces, read.ids, None if replace else _NO_IDS)
-        for at, columns in read.blocks():
-            columns = completed(at, columns)
-            for number, mine in enumerate(rows):
-                given = {
-                    name: _piece(array, number, len(pieces), here[name].shape[1:])
-                    for name, array in columns.items()
-                }
-                if optimizer is not None and read.steps is None:
-                    self.begin(mine[at], given, optimizer, optimizer.step[...])
-                else:
-                    self.write(mine[at], given, optimizer)
+        return read
 
     def every_row(self) -> Iterator[np.ndarray]:
         """The rows of the kernel as they lie, some at a time."""
@@ -383,10 +394,6 @@ def with_columns(batch: FeatureBatch, name: str, columns: jax.Array) -> FeatureB
     leaves = (x.data, columns, x.indptr, None)
     found = CSR.tree_unflatten(x.num_cols, leaves)
     return dataclasses.replace(batch, stacks={**batch.stacks, name: found})
-
-
-def _overwrite(variable: nnx.Variable, write: Callable[[jax.Array], jax.Array]) -> None:
-    inplace.overwrite([variable], lambda: ([write(variable[...])], None))
 
 
 def _zeros(stack: Stack) -> jax.Array:
