@@ -194,8 +194,9 @@ def test_embedding_collections():
 def test_dynamic_tables(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     given: dict[str, typing.Any] = {}
-    for code in quick("dynamic_tables.md"):
-        exec(compile(code, "dynamic_tables.md", "exec"), given)  # noqa: S102
+    for page in ("", "_changes", "_reference"):
+        for code in quick(name := f"dynamic_tables{page}.md"):
+            exec(compile(code, name, "exec"), given)  # noqa: S102
     stats = given["model"].embeddings.stats()
     assert stats["user"].rows > 4000 and stats["user"].refused == 0
     assert stats["query"].waiting > 7000  # all of them are seen once

@@ -56,8 +56,10 @@ def test_health_and_metadata(client):
 
 
 def test_requests_of_the_page(client):
-    page = pathlib.Path(__file__).parents[2] / "docs" / "serving.md"
-    requests = re.findall(r"model/infer -d '(.*?)'\n", page.read_text(), re.DOTALL)
+    docs = pathlib.Path(__file__).parents[2] / "docs"
+    pages = [docs / name for name in ("serving.md", "serving_reference.md")]
+    text = "".join(page.read_text() for page in pages)
+    requests = re.findall(r"model/infer -d '(.*?)'\n", text, re.DOTALL)
     assert len(requests) == 2
     for body in requests:
         assert client.ask("POST", INFER, body.encode())[0] == 200
