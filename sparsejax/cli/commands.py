@@ -26,15 +26,16 @@ from sparsejax.data import (
     SparseDataset,
     read_clicks,
 )
+from sparsejax.data.files import stored
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
 from sparsejax.data.prepared import preparation
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
-from sparsejax.kinds.kind import Kind
+from sparsejax.kinds.kind import Kind, kind_called
 from sparsejax.kinds.reading import (
-    kind_of_saved,
+    is_saved,
     read_file,
     read_histories,
     with_times,
@@ -218,30 +219,15 @@ def split(command: flags.Split) -> None:
     _check_split(command)
     files = {"train": "train.parquet", "heldout": "heldout.parquet"}
     whole_files.check_new(command.out, files.values())
-    data: SparseDataset | SequenceDataset | ClickDataset
-    if _are_clicks(command):
-        data, indptr = _clicks_to_split(command), np.zeros(1)
-    elif command.histories:
-        data = read_histories(command.data, command)
-        indptr = data.indptr
-    else:
-        data = read_file(command.data, command)
-        indptr = data.matrix.indptr
-        if command.by in ("last", "time"):
-            with_times(data, command.data)
+    data, indptr = _data_to_split(command)
     short = ""
+    repeats = {} if command.repeats is None else {"repeats": command.repeats}
     if command.by == "last":
         n = 1 if command.n is None else command.n
-        assert not isinstance(data, ClickDataset)  # as was checked
-        if isinstance(data, SequenceDataset):
-            repeats = {} if command.repeats is None else {"repeats": command.repeats}
-            parts = data.split_last(n, **repeats)
-        else:
-            parts = data.split_last(n)
+        parts = data.split_last(n, **repeats)
         short = f", rows too short: {np.sum(np.diff(indptr) <= n):,}"
     elif command.by == "time":
         at = None if command.at is None else _time(command.at, data)
-        repeats = {} if command.repeats is None else {"repeats": command.repeats}
         parts = data.split_at(at, fraction=command.fraction, **repeats)
     else:
         assert command.fraction is not None  # as was checked
@@ -303,16 +289,27 @@ def similar(command: flags.Similar) -> None:
     )
 
 
+def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
+    """The data, and where its rows begin."""
+    if _are_clicks(command):
+        return _clicks_to_split(command), np.zeros(1)
+    if command.histories:
+        histories = read_histories(command.data, command)
+        return histories, histories.indptr
+    rows = read_file(command.data, command)
+    if command.by in ("last", "time"):
+        with_times(rows, command.data)
+    return rows, np.asarray(rows.matrix.indptr)
+
+
 def _are_clicks(command: flags.Split) -> bool:
     """Whether the data is examples of clicks: a saved data set, or the flags say so."""
     given = command.given & Clicks.option_names()
-    return bool(given) or kind_of_saved(command.data) == "clicks"
+    return bool(given) or is_saved(command.data, stored.CLICKS)
 
 
 def _clicks_to_split(command: flags.Split) -> ClickDataset:
     """Reads examples, with their times if they are split by time."""
-    from sparsejax.kinds.clicks.shell import schema_of
-
     time = None if command.time is BY_NAME else command.time
     columns = Reading.option_names() - {"delimiter", "skip_bad_lines"}
     columns -= set() if time is None else {"time"}
@@ -327,7 +324,7 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
         raise ValueError(
             "--dynamic is of no use here: a column of 64-bit ids is of the kind key in --schema"
         )
-    schema = schema_of(command)
+    schema = kind_called(Clicks.describes).schema(command)
     if schema is None:
         if time is not None:
             raise ValueError("a saved data set knows its columns: leave out --time")

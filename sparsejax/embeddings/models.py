@@ -53,6 +53,8 @@ class _ClickModel(nnx.Module):
     """The base of click models: the sizes of their inputs, and tables of one width."""
 
     kind = "clicks"
+    # Whether a training step is many short fusions, see `mesh.xla_options.is_timed`.
+    short_fusions: ClassVar[bool] = True
     # Whether there is a linear part, whatever the configuration says.
     _has_linear: ClassVar[bool] = False
 

@@ -164,6 +164,7 @@ class Kind(abc.ABC):
       numbered: what the columns of the data are, in messages.
       ranks_items: whether the models have items to rank, and vectors of them.
       defaults: of training.
+      default_model: name of the model that data of this kind trains by default.
       held_out: the part of the data that `tune` holds out by default.
       tuned: the settings that `tune` draws: one of some sizes, or of a range.
     """
@@ -172,6 +173,7 @@ class Kind(abc.ABC):
     numbered: ClassVar[str] = "items"
     ranks_items: ClassVar[bool] = True
     defaults: ClassVar[Defaults]
+    default_model: ClassVar[str] = DEFAULT_MODEL
     held_out: ClassVar[str] = ".1"
     tuned: ClassVar[Tuned] = {}
 

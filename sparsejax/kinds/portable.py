@@ -13,8 +13,6 @@ from flax import nnx
 from sparsejax.data.files.names import FeatureNames, as_names, check_unique
 from sparsejax.data.reading.sources import features_of
 from sparsejax.data.sets.item_features import ItemFeatures
-from sparsejax.embeddings.collection import EmbeddingCollection
-from sparsejax.embeddings.models import DLRM
 from sparsejax.kinds.content import (
     check_same_sizes,
     content_of,
@@ -22,9 +20,7 @@ from sparsejax.kinds.content import (
     finish_vectors,
 )
 from sparsejax.mesh.layout import to_host_in_pieces, without_mesh
-from sparsejax.nn.layers import SparseLinear, SparseOutput
-from sparsejax.nn.linear_part import LinearPart
-from sparsejax.nn.models import FeedForward
+from sparsejax.nn.layers import SparseOutput
 from sparsejax.ops import coarse_top_k
 from sparsejax.options.predicting import Write
 from sparsejax.predictors.archive import Stored
@@ -33,8 +29,6 @@ from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.ranking import unflattened
 from sparsejax.predictors.signature import Array, NewItems, OutputLayer, of_ranking
 from sparsejax.predictors.stablehlo import inputs_like
-from sparsejax.sequence.model import SequenceModel
-from sparsejax.sequence.tokens import Attention
 from sparsejax.sparse import CSR
 
 
@@ -62,19 +56,11 @@ def split(model: Any) -> tuple[Callable[[Any], Any], Any]:
     The model is changed: give a copy.
     """
     for _, node in nnx.iter_graph(model):
-        if isinstance(
-            node,
-            Attention
-            | DLRM
-            | EmbeddingCollection
-            | LinearPart
-            | SparseLinear
-            | SparseOutput,
-        ):
+        if isinstance(node, nnx.Variable):
+            node.set_metadata(out_sharding=None)  # the program is for one device
+        elif hasattr(node, "implementation"):
             # A GPU program is for one platform; this program is for two.
             node.implementation = "xla"
-        elif isinstance(node, nnx.Variable):
-            node.set_metadata(out_sharding=None)  # the program is for one device
     graphdef, keys, state = nnx.split(model, nnx.RngState, ...)
     with without_mesh():
         keys = jax.tree.map(_on_this_process, keys)
@@ -92,18 +78,14 @@ def _on_this_process(state: jax.Array) -> jax.Array:
 def _ends_in_its_layer(model: Any) -> bool:
     """Whether `top_k` is that of the output layer for what `queries` gives.
 
-    It is so in the classes here. Of another class a method of that name says nothing.
+    A class says so of its own methods. A class that inherits from it may have others.
     """
-    model = getattr(model, "trained", model)
-    return isinstance(model, FeedForward | SequenceModel) and all(
-        _class_with(type(model), name) in (FeedForward, SequenceModel)
-        for name in ("queries", "top_k")
+    kind = type(getattr(model, "trained", model))
+    stated, *methods = (
+        next((each for each in kind.__mro__ if name in vars(each)), None)
+        for name in ("ranks_by_layer", "queries", "top_k")
     )
-
-
-def _class_with(kind: type, method: str) -> type:
-    """The class that a method of a class is from."""
-    return next(each for each in kind.__mro__ if method in vars(each))
+    return stated is not None and all(method is stated for method in methods)
 
 
 def _stated_layer(

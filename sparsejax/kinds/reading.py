@@ -99,14 +99,14 @@ def _baskets(source: Any) -> list[dict[str, Any]] | None:
 
 def _has_histories(source: Any) -> bool:
     """Whether a source is a `SequenceDataset`, or a file of one."""
-    return isinstance(source, SequenceDataset) or kind_of_saved(source) == "histories"
+    return isinstance(source, SequenceDataset) or is_saved(source, stored.HISTORIES)
 
 
-def kind_of_saved(source: Any) -> str | None:
-    """The kind of a saved data set, if the source is a file of one."""
+def is_saved(source: Any, form: stored.Form) -> bool:
+    """Whether a source is a file that a data set was saved to, in a form."""
     if not is_file(source) or not is_parquet(source):
-        return None
-    return stored.kind_of(first_schema(parquet_files(source))[1])
+        return False
+    return stored.form_of(first_schema(parquet_files(source))[1]) is form
 
 
 def read_histories(

@@ -83,7 +83,7 @@ def is_timed(modules: Iterable[object]) -> bool:
     A step of theirs is many short fusions. With 4,096 examples they are 4 % faster then, and
     steps of other models are not (benchmarks/notes/first_result.md).
     """
-    return any(getattr(type(module), "kind", None) == "clicks" for module in modules)
+    return any(getattr(module, "short_fusions", False) for module in modules)
 
 
 def gpu_options(

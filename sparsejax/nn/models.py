@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 
 from flax import nnx
 from jax.sharding import PartitionSpec as P
@@ -49,6 +49,8 @@ class FeedForward(nnx.Module):
     """
 
     kind = "items"
+    # Whether `top_k` is that of the output layer for `queries`, in this class.
+    ranks_by_layer: ClassVar[bool] = True
 
     def __init__(
         self,

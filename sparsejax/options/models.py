@@ -106,6 +106,7 @@ class Clicks(Options):
         {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
     """
 
+    describes: ClassVar[KindName] = "clicks"
     heading = "clicks"
 
     schema: pathlib.Path | None = option(None, _FILE, kinds=("clicks",))

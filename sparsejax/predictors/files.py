@@ -15,15 +15,8 @@ from sparsejax.predictors.new_items import Content
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
 from sparsejax.predictors.saving import ANSWER, SETTINGS
-from sparsejax.predictors.signature import LABEL, Array, Signature
+from sparsejax.predictors.signature import KINDS, LABEL, Array, Signature
 from sparsejax.predictors.stored_answer import StoredAnswer
-
-# The module and class of each kind's predictor. Imported when first needed.
-_KINDS = {
-    "items": ("ranking", "Items"),
-    "histories": ("histories", "Ordered"),
-    "clicks": ("clicks", "Clicks"),
-}
 
 
 def load_predictor(path: str | os.PathLike[str]) -> Predictor:
@@ -161,13 +154,12 @@ def model_of(
     Raises:
       ValueError: no model of the kind has this signature, or these names.
     """
-    if signature.kind not in _KINDS:
+    if (served := KINDS.get(signature.kind)) is None:
         raise ValueError(
-            f'{LABEL}: "kind" must be one of {", ".join(_KINDS)}, got {signature.kind!r}'
+            f'{LABEL}: "kind" must be one of {", ".join(KINDS)}, got {signature.kind!r}'
         )
-    module, name = _KINDS[signature.kind]
-    kind = getattr(importlib.import_module(f"{__package__}.{module}"), name)
-    return kind.of(signature, vocabularies)
+    module = importlib.import_module(f"{__package__}.{served.module}")
+    return getattr(module, served.name).of(signature, vocabularies)
 
 
 def read_signature(

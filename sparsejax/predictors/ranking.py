@@ -22,7 +22,6 @@ from sparsejax.data.reading.sources import (
     check_inputs,
     check_same_features,
 )
-from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.denied import denied_items, rows_at_a_time, with_denied
 from sparsejax.engine.rank.loop import check_positive, collect, rows_of
 from sparsejax.engine.rank.recommendations import Recommendations
@@ -365,7 +364,7 @@ class Items:
 
     def _inputs(self, inputs: Any) -> Inputs:
         """The argument `inputs`."""
-        if isinstance(inputs, SequenceDataset):
+        if hasattr(inputs, "to_sparse"):
             raise ValueError(
                 "this predictor is not of a model of histories; pass data.to_sparse()"
             )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,29 @@ from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.ops.precision import Precision
 
 VERSION = 5
+
+
+class Served(NamedTuple):
+    """The predictors of a kind.
+
+    Attributes:
+      module: the module of their methods in this package, which is imported when it is needed.
+      name: the class in that module.
+      ranks_items: whether an answer is items, rather than the probability of a click.
+      beside_items: the numbers that a request may have beside its items.
+    """
+
+    module: str
+    name: str
+    ranks_items: bool = True
+    beside_items: Literal["values", "times"] = "values"
+
+
+KINDS = {
+    "items": Served("ranking", "Items"),
+    "histories": Served("histories", "Ordered", beside_items="times"),
+    "clicks": Served("clicks", "Clicks", ranks_items=False),
+}
 LABEL = "the signature"  # what messages call it
 Platform = Literal["cpu", "cuda"]
 PLATFORMS: tuple[Platform, ...] = ("cpu", "cuda")  # that programs are written for
@@ -305,12 +328,12 @@ class Signature:
     @property
     def ranks_items(self) -> bool:
         """Whether an answer is items, rather than the probability of a click."""
-        return self.kind != "clicks"
+        return KINDS[self.kind].ranks_items
 
     @property
     def beside_items(self) -> Literal["values", "times"]:
         """The numbers that a request may have beside its items: times if these have an order."""
-        return "times" if self.kind == "histories" else "values"
+        return KINDS[self.kind].beside_items
 
     @property
     def program_inputs(self) -> tuple[Array, ...]:

@@ -42,8 +42,6 @@ from sparsejax.verbs.vectors import similar_items
 from sparsejax.whole_files import whole_folder
 
 _Path = str | os.PathLike[str]
-# The model of clicks that is trained unless another one is named.
-_OF_CLICKS = "dlrm"
 
 
 class Run:
@@ -350,8 +348,7 @@ def _model_of(data: Any, model: str | None, schema: ClickSchema | None) -> str:
       ValueError: there is no model of this name.
     """
     if model is None:
-        of_clicks = schema is not None or kind_of(data).name == "clicks"
-        return _OF_CLICKS if of_clicks else DEFAULT_MODEL
+        return kind_of(data if schema is None else schema).default_model
     if model not in MODELS:
         raise ValueError(f"model={model!r} is not one of {', '.join(MODELS)}")
     return model

@@ -75,9 +75,7 @@ def save_model(
             "keep it by fit(..., checkpoint_dir=...), and serve it by export_predictor"
         )
     kind = kind_of(config)
-    if not isinstance(data, SparseDataset | SequenceDataset | ClickDataset) or (
-        kind_of(data) is not kind
-    ):
+    if not hasattr(data, "save") or kind_of(data) is not kind:
         raise TypeError(
             f"a {type(model).__name__} was trained on a data set of {kind.name}, got "
             f"{type(data).__name__}"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 import jax
 import jax.numpy as jnp
@@ -95,6 +95,8 @@ class SequenceModel(nnx.Module):
     """
 
     kind = "histories"
+    # Whether `top_k` is that of the output layer for `queries`, in this class.
+    ranks_by_layer: ClassVar[bool] = True
     uses_times: bool = False
     events: EventVectors | None = None
 

@@ -15,7 +15,7 @@ class Histories:
 
     Attributes:
       path: path of the file.
-      kind: "items" or "histories", in which the items of a row have an order.
+      ordered: whether the items of a row have an order.
       features: the names of its items.
     """
 
@@ -26,16 +26,16 @@ class Histories:
           DataError: it is missing, is another file, or is damaged.
         """
         with stored.one_file(path).open() as file:
-            kind = stored.kind_of(file.schema_arrow)
-        if kind not in ("items", "histories"):
+            form = stored.form_of(file.schema_arrow)
+        if form is None or not form.has_rows:
             raise DataError.at(
                 path,
                 "holds no rows of items; save them with SparseDataset.save or "
                 "SequenceDataset.save",
             )
-        rows = stored.read_rows(path, kind)
+        rows = stored.read_rows(path, form)
         self.path, self.features = path, rows.feature_names
-        self.ordered = kind == "histories"
+        self.ordered = form.ordered
         self._indptr, columns = rows.entries.indptr, rows.entries.columns
         self._indices, self._values = columns["indices"], columns.get("values")
         times = columns.get("times")

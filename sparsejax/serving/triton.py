@@ -34,6 +34,8 @@ from sparsejax.whole_files import whole_folder
 
 _LIMITS = Limits()
 _CONFIG, _MODEL = "config.pbtxt", "model.py"
+# The inputs that each request has, and the outputs with several numbers a row.
+_NEEDED, _WIDE = {"items"}, {"items", "scores"}
 _TYPES = {"BYTES": "TYPE_STRING"}
 _SOURCE = '''"""Answers for Triton: the predictor beside this file, on the engine of sparsejax."""
 
@@ -105,12 +107,12 @@ def _config(name: str, predictor: Predictor, shapes: Sequence[Shape]) -> str:
     form, ranks = form_of(predictor), predictor.signature.ranks_items
     inputs = [
         _declared(each, wide=ranks)
-        + ("optional: true " if ranks and each.name != "items" else "")
+        + ("optional: true " if ranks and each.name not in _NEEDED else "")
         + ("allow_ragged_batch: true " if ranks else "")
         for each in (_inputs(form) if ranks else form.inputs)
     ]
     outputs = [
-        _declared(each, wide=each.name in ("items", "scores"))
+        _declared(each, wide=each.name in _WIDE)
         for each in form.outputs
         if each.name != "rows"  # a batch has them all, in their order
     ]

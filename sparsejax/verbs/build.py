@@ -10,7 +10,7 @@ import scipy.sparse
 from flax import nnx
 
 from sparsejax.codec import ModelConfig
-from sparsejax.data import ItemFeatures, ScannedDataset
+from sparsejax.data import ItemFeatures
 from sparsejax.kinds.content import fitting, set_content, sizes_of
 from sparsejax.kinds.kind import Maker, kind_of
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
@@ -145,7 +145,7 @@ def matrix_of(data: Any) -> Any:
     Raises:
       NotImplementedError: the data is scanned, so that it is not in memory.
     """
-    if isinstance(data, ScannedDataset):
+    if not scipy.sparse.issparse(data) and not hasattr(data, "to_scipy"):
         raise NotImplementedError(
             "the linear part of a network is computed from data in memory, and this is "
             "scanned; leave linear out of the network"

@@ -178,7 +178,7 @@ def events_of(
         _, schema = parquet.first_schema(
             f.file or parquet.parquet_files(f.path)[0] for f in files
         )
-        if stored.kind_of(schema) == "items":
+        if stored.form_of(schema) is not None:
             raise DataError.at(
                 name_of(source),
                 "is a saved data set, not a table of events; it needs no preparing: train "

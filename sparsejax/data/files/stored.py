@@ -30,10 +30,11 @@ events has version 2, so that an earlier release, which would leave them out, re
 
 from __future__ import annotations
 
+import dataclasses
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -54,13 +55,6 @@ _CATEGORIES = "categories/"
 
 # Rows of a row group, which can be read without the others: some 30 MB.
 _GROUP_ROWS = 2**16
-Kind = Literal["items", "histories", "clicks", "item features"]
-_KEYS: dict[Kind, bytes] = {
-    "items": b"sparsejax.dataset.version",
-    "histories": b"sparsejax.sequences.version",
-    "clicks": b"sparsejax.clicks",
-    "item features": b"sparsejax.item_features",
-}
 _CHECKSUM_KEY = b"sparsejax.dataset.crc32"
 
 # The file of a prepared folder that lists its parts, and the key of each part's schema,
@@ -84,6 +78,56 @@ _TIMES = (pa.int64(), pa.float64(), pa.timestamp("us"))
 
 # Columns of entries, in the order in which they are in a file.
 _ENTRIES = ("indices", "values", "times", "order", "first_times")
+
+
+@dataclasses.dataclass(frozen=True)
+class Form:
+    """The saved form of the data of one class.
+
+    Attributes:
+      key: key in the metadata of the schema, with the version, or with a document.
+      has_rows: whether a file has rows of items.
+      ordered: whether the items of a row are in the order of time.
+      other: the message about a file of another form.
+      instead: how to read a file of this form, for a reader of another one.
+    """
+
+    key: bytes
+    has_rows: bool = False
+    ordered: bool = False
+    other: str = ""
+    instead: str = ""
+
+    def stated(self, schema: pa.Schema) -> bytes:
+        """The value of the key: its version, or a document."""
+        return (schema.metadata or {}).get(self.key, b"")
+
+    def check(self, path: Path, schema: pa.Schema) -> None:
+        """Raises DataError unless a file of this schema has this form."""
+        if (found := form_of(schema)) is not self:
+            instead = "" if found is None else found.instead
+            raise DataError.at(path, self.other or instead or _not_saved(schema))
+
+
+ITEMS = Form(b"sparsejax.dataset.version", has_rows=True)
+HISTORIES = Form(
+    b"sparsejax.sequences.version",
+    has_rows=True,
+    ordered=True,
+    other="holds no saved sequences; read other files with read_sequences, and save "
+    "them with SequenceDataset.save",
+    instead="holds saved sequences: read it with read_sequences, or scan it with "
+    "scan_sequences; to_sparse() makes a SparseDataset of them",
+)
+CLICKS = Form(
+    b"sparsejax.clicks",
+    other="is not a saved data set of clicks; for other tables, give their ClickSchema to "
+    "read_clicks or scan_clicks",
+)
+ITEM_FEATURES = Form(
+    b"sparsejax.item_features",
+    other="holds no saved features of items; read other files with read_item_features",
+)
 
 
 class StoredRows(NamedTuple):
@@ -110,20 +154,16 @@ class StoredRows(NamedTuple):
         return _VERSION_OF_EVENTS if has_more else VERSION
 
 
-def kind_of(schema: pa.Schema) -> Kind | None:
-    """The kind of the saved data of a file of this schema; None if it is another file."""
+def form_of(schema: pa.Schema) -> Form | None:
+    """The form of a file of this schema; None if no data set was saved there."""
     metadata = schema.metadata or {}
-    return next((kind for kind, key in _KEYS.items() if key in metadata), None)
-
-
-def stated(schema: pa.Schema, kind: Kind) -> bytes:
-    """The value of the key of a kind: its version, or a document."""
-    return (schema.metadata or {}).get(_KEYS[kind], b"")
+    forms = ITEMS, HISTORIES, CLICKS, ITEM_FEATURES
+    return next((form for form in forms if form.key in metadata), None)
 
 
 def write(
     path: Path,
-    kind: Kind,
+    form: Form,
     columns: Mapping[str, pa.Array],
     facts: bytes,
     metadata: Mapping[bytes, bytes],
@@ -134,9 +174,9 @@ def write(
 
     Args:
       path: the file.
-      kind: kind of the data.
+      form: form of the data.
       columns: arrays by name, of any lengths.
-      facts: the facts that the metadata states under the key of the kind.
+      facts: the facts that the metadata states under the key of the form.
       metadata: further metadata.
       group_rows: rows of a row group.
 
@@ -150,7 +190,7 @@ def write(
             for name, c in columns.items()
         }
     )
-    table = table.replace_schema_metadata({_KEYS[kind]: facts, **metadata})
+    table = table.replace_schema_metadata({form.key: facts, **metadata})
     parquet.write_whole(path, table, group_rows=group_rows)
 
 
@@ -192,7 +232,7 @@ def id_lists(flat: np.ndarray, indptr: np.ndarray, size: int) -> CSR:
     return CSR.tree_unflatten(size, leaves)
 
 
-def write_rows(path: Path, kind: Kind, rows: StoredRows) -> None:
+def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
     """Writes a data set of items or histories, whole or not at all.
 
     Raises:
@@ -219,15 +259,15 @@ def write_rows(path: Path, kind: Kind, rows: StoredRows) -> None:
     if rows.facts:
         metadata[_EVENTS_KEY] = rows.facts.encode()
     facts = str(rows.version).encode()
-    write(path, kind, columns, facts, metadata, group_rows=_GROUP_ROWS)
+    write(path, form, columns, facts, metadata, group_rows=_GROUP_ROWS)
 
 
-def read_rows(path: Path, kind: Kind, *, events: bool = False) -> StoredRows:
-    """Reads a file that `write_rows` wrote of this kind.
+def read_rows(path: Path, form: Form, *, events: bool = False) -> StoredRows:
+    """Reads a file that `write_rows` wrote in this form.
 
     Args:
       path: the file.
-      kind: kind of the data.
+      form: form of the data.
       events: whether the caller has a use for weights and columns of events. Otherwise a file
         with any is an error.
 
@@ -235,13 +275,13 @@ def read_rows(path: Path, kind: Kind, *, events: bool = False) -> StoredRows:
       DataError: the file is missing, is not such a file, or is damaged.
     """
     with one_file(path).open() as file:
-        check_schema(path, file.schema_arrow, kind, events=events)
+        check_schema(path, file.schema_arrow, form, events=events)
         rows = _read_table(path, file)
         try:
             # Pages have checksums of their own, but the records of their places do not.
             if file.schema_arrow.metadata.get(_CHECKSUM_KEY) == _checksum(rows):
                 return rows
-            if kind == "items":
+            if not form.ordered:
                 rows.entries.csr(len(rows.feature_names))  # which says more
         except ValueError as error:
             raise DataError.at(path, f"is damaged: {error}") from error
@@ -266,33 +306,17 @@ def _checksum(rows: StoredRows) -> bytes:
 
 
 def check_schema(
-    path: Path, schema: pa.Schema, kind: Kind, *, events: bool = False
+    path: Path, schema: pa.Schema, form: Form, *, events: bool = False
 ) -> None:
-    """Raises DataError unless a file of this schema was made by `write_rows`, of this kind.
+    """Raises DataError unless `write_rows` made a file of this schema, in this form.
 
     See `read_rows` for the arguments.
     """
-    version = stated(schema, kind).decode(errors="replace")
-    if stated(schema, "histories") and kind == "items":
-        raise DataError.at(
-            path,
-            "holds saved sequences: read it with read_sequences, or scan it with "
-            "scan_sequences; to_sparse() makes a SparseDataset of them",
-        )
-    if kind == "histories" and not version:
-        raise DataError.at(
-            path,
-            "holds no saved sequences; read other files with read_sequences, and save "
-            "them with SequenceDataset.save",
-        )
-    if not version or not {"row", "indices", "feature"} <= set(schema.names):
-        raise DataError.at(
-            path,
-            "is Parquet, but not a saved data set: expected the columns row, indices, "
-            f"values (optional) and feature, got {', '.join(schema.names)}; "
-            "make one with SparseDataset.save",
-        )
-    if version == str(_VERSION_OF_EVENTS) and kind == "histories":
+    form.check(path, schema)
+    if not {"row", "indices", "feature"} <= set(schema.names):
+        raise DataError.at(path, _not_saved(schema))
+    version = form.stated(schema).decode(errors="replace")
+    if version == str(_VERSION_OF_EVENTS) and form.ordered:
         if events:
             return
         raise DataError.at(
@@ -306,6 +330,15 @@ def check_schema(
             f"is a saved data set of version {version}, but this release reads version "
             f"{VERSION}; install a newer release",
         )
+
+
+def _not_saved(schema: pa.Schema) -> str:
+    """The message about a file of another program."""
+    return (
+        "is Parquet, but not a saved data set: expected the columns row, indices, "
+        f"values (optional) and feature, got {', '.join(schema.names)}; "
+        "make one with SparseDataset.save"
+    )
 
 
 def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:

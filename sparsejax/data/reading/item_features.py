@@ -109,7 +109,7 @@ def read_item_features(
     """
     if is_path(source) and is_parquet(source):
         with parquet.parquet_files(source)[0].open() as file:
-            are_saved = stored.kind_of(file.schema_arrow) == "item features"
+            are_saved = stored.form_of(file.schema_arrow) is stored.ITEM_FEATURES
         if are_saved:
             for option, is_given in (
                 ("item", item is not None),

@@ -143,8 +143,8 @@ def _saved(
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)
     time_is_read = chosen.time is not None
-    is_ours = stored.kind_of(schema) in ("items", "histories")
-    if is_ours and len(files) == 1:
+    form = stored.form_of(schema)
+    if form is not None and form.has_rows and len(files) == 1:
         if chosen:
             raise ValueError(
                 f"{shown(path)}: is a saved data set, so it has no columns to name"
@@ -154,7 +154,7 @@ def _saved(
                 f"{shown(path)}: is a saved data set, whose columns of events are those "
                 "that it was saved with; leave out events"
             )
-        if stored.kind_of(schema) == "histories":
+        if form.ordered:
             data = SequenceDataset.load(path)
             if events is not None:
                 if data.events is None:

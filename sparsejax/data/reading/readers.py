@@ -290,11 +290,12 @@ def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
         return _saved(path, folder.read, asked, features)
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)
-    if stored.kind_of(schema) == "histories":
-        stored.check_schema(path, schema, "items")  # says what to do
-    if len(files) == 1 and stored.kind_of(schema) == "items":
-        load = functools.partial(SparseDataset.load, path)
-        return _saved(path, load, asked, features)
+    form = stored.form_of(schema)
+    if form is not None and form.has_rows:
+        stored.ITEMS.check(path, schema)
+        if len(files) == 1:
+            load = functools.partial(SparseDataset.load, path)
+            return _saved(path, load, asked, features)
     return _read(path, asked, features)
 
 

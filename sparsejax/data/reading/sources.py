@@ -12,7 +12,7 @@ import numpy as np
 import scipy.sparse
 
 from sparsejax.data.files.names import Names, find_names, quoted
-from sparsejax.data.scans.scan_items import ScannedDataset
+from sparsejax.data.scan import Scan
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.dense import DenseDataset, dense_rows
 from sparsejax.sparse import CSR, host_rows
@@ -198,7 +198,7 @@ def _part(name: Any, source: Any) -> NamedCSR | NamedArray:
     what = f"inputs[{name!r}]"
     if not isinstance(name, str):
         raise TypeError(f"the names of inputs are str, got {name!r}")
-    if isinstance(source, ScannedDataset):
+    if isinstance(source, Scan):
         raise NotImplementedError(
             f"{what} is scanned, but chunks of several files cannot be matched by row; "
             "read all inputs into memory, or train on one scanned input alone"

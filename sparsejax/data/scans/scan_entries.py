@@ -152,7 +152,7 @@ class SavedFiles:
         files: Iterable[ParquetPath],
         what: str,
         typed: Callable[[pa.Schema], Any],
-        kind: stored.Kind,
+        form: stored.Form,
     ) -> SavedFiles:
         """The files, of which only the vocabularies are read.
 
@@ -160,7 +160,7 @@ class SavedFiles:
           files: files of one data set or of several.
           what: "values" or "times", for messages.
           typed: finds the type of the values or times in a file's schema.
-          kind: kind of the data.
+          form: form of the data.
 
         Raises:
           DataError: a file is something else, or differs from the first one.
@@ -170,7 +170,7 @@ class SavedFiles:
         for file in files:
             with file.open() as opened:
                 schema = opened.schema_arrow
-                stored.check_schema(file.path, schema, kind)
+                stored.check_schema(file.path, schema, form)
                 features, type_ = _features(opened), typed(schema)
                 found = [_group(file, opened, n) for n in range(opened.num_row_groups)]
             first = first or (features, type_)

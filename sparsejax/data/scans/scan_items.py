@@ -181,7 +181,8 @@ def scan_parquet(
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
     parquet.check_no_part(first, schema)
-    if stored.kind_of(schema) in ("items", "histories"):
+    form = stored.form_of(schema)
+    if form is not None and form.has_rows:
         _check_own(path, chosen, features)
         return _saved(path, files, indicator, chunk_rows)
     layout = tables.find_table_layout(
@@ -222,7 +223,7 @@ def _saved(
 ) -> ScannedDataset:
     """Scans files of `SparseDataset.save`."""
     found = SavedFiles.of(
-        files, "values", lambda schema: "values" in schema.names, kind="items"
+        files, "values", lambda schema: "values" in schema.names, form=stored.ITEMS
     )
     return ScannedDataset(
         path, found.features, indicator or not found.kind, chunk_rows, found.groups

@@ -132,14 +132,15 @@ def scan_sequences(
     files = parquet.parquet_files(path)
     first, schema = parquet.first_schema(files)
     chosen = Chosen(user, item, None, time)
-    if stored.kind_of(schema) == "histories":
+    form = stored.form_of(schema)
+    if form is not None and form.ordered:
         if chosen or chosen.time is None or features is not None:
             raise ValueError(
                 f"{shown(path)}: holds saved sequences, so it has no columns to name and "
                 "has its own vocabulary; leave out user, item, time and features"
             )
         return _saved(path, files, chunk_rows)
-    if stored.kind_of(schema) == "items":
+    if form is not None and form.has_rows:
         raise DataError.at(
             path,
             "is a saved SparseDataset, whose rows are not in the order of time; read it "
@@ -165,5 +166,5 @@ def _saved(
     path: Path, files: list[ParquetPath], chunk_rows: int | None
 ) -> ScannedSequences:
     """Scans files of `SequenceDataset.save`."""
-    found = SavedFiles.of(files, "times", _times_in, kind="histories")
+    found = SavedFiles.of(files, "times", _times_in, form=stored.HISTORIES)
     return ScannedSequences(path, found.features, found.groups, None, chunk_rows)

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import numbers
 from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from sparsejax import codec
 from sparsejax.data.files.names import Names
@@ -157,6 +157,7 @@ class ClickSchema:
       TypeError: a column is of no known kind.
     """
 
+    kind: ClassVar[str] = "clicks"
     label: str
     dense: Mapping[str, DenseColumn] = dataclasses.field(default_factory=dict)
     ids: Mapping[str, IdColumn] = dataclasses.field(default_factory=dict)

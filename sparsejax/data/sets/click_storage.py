@@ -90,7 +90,9 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
         crc32=_checksum(parts),
     )
     text = codec.text({"version": _VERSION, **codec.document(facts)})
-    stored.write(path, "clicks", columns, text.encode(), {}, group_rows=_GROUP_ROWS)
+    stored.write(
+        path, stored.CLICKS, columns, text.encode(), {}, group_rows=_GROUP_ROWS
+    )
 
 
 def read_saved(path: Path) -> ClickParts:
@@ -130,14 +132,9 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
     Raises:
       DataError: `write_clicks` did not write it, or another version did.
     """
-    if stored.kind_of(schema) != "clicks":
-        raise DataError.at(
-            path,
-            "is not a saved data set of clicks; for other tables, give their ClickSchema to "
-            "read_clicks or scan_clicks",
-        )
+    stored.CLICKS.check(path, schema)
     try:
-        facts = codec.parse(stored.stated(schema, "clicks"))
+        facts = codec.parse(stored.CLICKS.stated(schema))
         facts = codec.without_version(facts, _VERSION, "its metadata")
         read = codec.read(_Stated, facts, "its metadata")
         click_schema = ClickSchema.from_json(read.schema)

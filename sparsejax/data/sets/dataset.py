@@ -84,7 +84,7 @@ class SparseDataset(NamedRows):
         finite, or only one of `times` and `order` is given.
     """
 
-    _stored: ClassVar[stored.Kind] = "items"
+    _stored: ClassVar[stored.Form] = stored.ITEMS
 
     matrix: CSR
     row_names: Names

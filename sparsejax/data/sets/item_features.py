@@ -231,7 +231,7 @@ class ItemFeatures:
         document = json.dumps(facts).encode()
         metadata = {_CHECKSUM: self.fingerprint().encode()}
         stored.write(
-            path, "item features", columns, document, metadata, group_rows=2**14
+            path, stored.ITEM_FEATURES, columns, document, metadata, group_rows=2**14
         )
 
     @classmethod
@@ -243,13 +243,8 @@ class ItemFeatures:
         """
         with stored.one_file(path).open() as file:
             schema = file.schema_arrow
-            if stored.kind_of(schema) != "item features":
-                raise DataError.at(
-                    path,
-                    "holds no saved features of items; read other files with "
-                    "read_item_features",
-                )
-            facts = json.loads(stored.stated(schema, "item features"))
+            stored.ITEM_FEATURES.check(path, schema)
+            facts = json.loads(stored.ITEM_FEATURES.stated(schema))
             if facts["version"] != VERSION:
                 raise DataError.at(
                     path,

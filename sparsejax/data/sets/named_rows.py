@@ -31,7 +31,7 @@ class NamedRows:
     entries lie in a row: `_in_order` and `_joined`.
     """
 
-    _stored: ClassVar[stored.Kind]
+    _stored: ClassVar[stored.Form]
 
     if TYPE_CHECKING:
 

@@ -137,7 +137,7 @@ class SequenceDataset(NamedRows):
     """
 
     kind: ClassVar[str] = "histories"
-    _stored: ClassVar[stored.Kind] = "histories"
+    _stored: ClassVar[stored.Form] = stored.HISTORIES
 
     indptr: np.ndarray
     indices: np.ndarray

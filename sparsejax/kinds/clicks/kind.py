@@ -12,6 +12,7 @@ import numpy as np
 
 from sparsejax import codec
 from sparsejax.callers import warn_caller
+from sparsejax.data.files import stored
 from sparsejax.data.files.names import as_names
 from sparsejax.data.reading.sources import Inputs
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
@@ -45,7 +46,7 @@ from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared, warning_of_column
 from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, Tuned, kind_of
 from sparsejax.kinds.reading import (
     is_last,
-    kind_of_saved,
+    is_saved,
     name_of,
     skips_bad_lines,
     split_name,
@@ -90,6 +91,7 @@ class Clicks(Kind):
     name = "clicks"
     numbered = "ids"
     ranks_items = False
+    default_model = "dlrm"
     defaults = ClickDefaults(
         batch_size=4096,
         least_epochs=1,
@@ -307,7 +309,7 @@ class Clicks(Kind):
     def read_followed(
         self, path: str, known: ClickDataset, reading: Reading
     ) -> ClickDataset | None:
-        if kind_of_saved(path) == "clicks":
+        if is_saved(path, stored.CLICKS):
             data = read_like(path, known, _SILENT)
             return data if data.num_rows else None
         file: Any = path

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from sparsejax.data.events.sniff import is_parquet
+from sparsejax.data.files import stored
 from sparsejax.data.files.names import Names
 from sparsejax.data.scans.scan_clicks import ScannedClicks
 from sparsejax.data.sets.click_schema import (
@@ -26,7 +27,7 @@ from sparsejax.data.sets.clicks import (
 )
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.clicks.scores import check_same_columns
-from sparsejax.kinds.reading import is_file, kind_of_saved, name_of, skips_bad_lines
+from sparsejax.kinds.reading import is_file, is_saved, name_of, skips_bad_lines
 from sparsejax.kinds.source import Opened, Source
 from sparsejax.options.measuring import Evaluate, Paged
 from sparsejax.options.reading import Reading
@@ -82,7 +83,7 @@ def read_like(
     skip = skips_bad_lines(source, reading)
     if not is_data:
         _check_source(source)
-    if is_data or (is_file(source) and kind_of_saved(source) == "clicks"):
+    if is_data or is_saved(source, stored.CLICKS):
         data = source if is_data else ClickDataset.load(source)
         try:
             if append:
@@ -189,7 +190,7 @@ def groups_of(
     if (
         not isinstance(column, HashedColumn | VocabularyColumn)
         or isinstance(source, ClickDataset)
-        or (is_file(source) and kind_of_saved(source) == "clicks")
+        or is_saved(source, stored.CLICKS)
         or reading.skip_bad_lines  # lines that are bad elsewhere are not left out
         or isinstance(clicks.ids[name], CSR)  # an error, which names the column
     ):

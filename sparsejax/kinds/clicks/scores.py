@@ -29,8 +29,9 @@ from sparsejax.embeddings.host_slots import NoRoomError
 from sparsejax.embeddings.staged import Staged
 from sparsejax.engine.batching import bucket, largest_batch
 from sparsejax.engine.rank.loop import check_positive
-from sparsejax.engine.rank.recommender import Recommender, merged, split
+from sparsejax.engine.rank.recommender import merged, split
 from sparsejax.kinds.clicks.model import ClickModel
+from sparsejax.kinds.kind import kind_of_model
 from sparsejax.mesh.layout import (
     axis_sizes,
     current_mesh,
@@ -191,7 +192,7 @@ def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
 
 def check_click_model(model: Any) -> None:
     """Raises TypeError if a model cannot predict clicks."""
-    if isinstance(model, Recommender) or not callable(model):
+    if kind_of_model(model).ranks_items or not callable(model):
         raise TypeError(
             "clicks need a click model, such as sparsejax.embeddings.DLRM, or a module that is called as "
             f"model(dense, ids); got {type(model).__name__}, "

@@ -18,7 +18,7 @@ from sparsejax.data import (
 from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.scan import chunk_ends
-from sparsejax.engine.rank.evaluation import Evaluation, Setup
+from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.footprint import Workload
@@ -26,7 +26,6 @@ from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
-from sparsejax.kinds.heldout import prepared_for
 from sparsejax.kinds.histories.next_items import (
     NextItems,
     check_history_model,
@@ -277,7 +276,7 @@ class Histories(interactions.Interactions[SequenceDataset]):
         def beside() -> tuple[Evaluation, SparseDataset]:
             rows = train.to_sparse()
             wanted = heldout.only_targets().to_sparse()
-            return prepared_for(rows, wanted, **how), rows
+            return prepared_evaluation(rows, wanted, Setup(**how)), rows
 
         return Measurement(found, beside)
 

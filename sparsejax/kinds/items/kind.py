@@ -22,7 +22,7 @@ from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
-from sparsejax.kinds.heldout import prepared_for
+from sparsejax.kinds.items.heldout import prepared_for
 from sparsejax.kinds.items.job import ScannedItems, item_examples, item_job
 from sparsejax.kinds.kind import (
     DataSizes,
