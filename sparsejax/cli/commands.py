@@ -187,30 +187,12 @@ def prepare(command: flags.Prepare) -> None:
         )
     features = None if command.features is None else read_features(command.features)
     time = None if command.split_time is None else _number(command.split_time)
-    manifest = preparation.prepare(
-        command.events,
-        command.out,
-        user=command.user,
-        item=command.item,
-        value=command.value,
-        time=None if command.time is BY_NAME else command.time,
-        format=command.format,
-        delimiter=command.delimiter,
-        separator=command.separator,
-        time_format=command.time_format,
-        duplicates=command.duplicates,
-        min_user=command.min_user,
-        min_item=command.min_item,
-        features=features,
-        indicator=command.indicator,
-        split_time=time,
-        repeats=command.repeats,
-        split_last=command.split_last,
-        split_fraction=command.split_fraction,
-        seed=command.seed,
-        skip_bad_lines=command.skip_bad_lines,
-        memory=command.memory,
-    )
+    options = command.values_of(flags.Prepare) | {
+        "time": None if command.time is BY_NAME else command.time,
+        "features": features,
+        "split_time": time,
+    }
+    manifest = preparation.prepare(**options)
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)
 
 

@@ -15,6 +15,7 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, ClassVar, NamedTuple, Protocol, runtime_checkable
 
+from flax import nnx
 from jax.typing import ArrayLike
 
 from sparsejax import codec, optimizers
@@ -117,11 +118,19 @@ class Range(NamedTuple):
 Tuned = Mapping[str, Range | tuple[int, ...]]
 
 
-@runtime_checkable
-class Maker(Protocol):
-    """Makes a new model and its optimizer, not placed on a mesh."""
+@dataclasses.dataclass(frozen=True)
+class Maker[Model: nnx.Module]:
+    """Makes a new model and its optimizer, not placed on a mesh.
 
-    def __call__(self, *, rule: Rule, seed: int) -> tuple[Any, Optimizer]: ...
+    Attributes:
+      build: makes the model, by its random numbers.
+    """
+
+    build: Callable[..., Model]
+
+    def __call__(self, *, rule: Rule, seed: int) -> tuple[Model, Optimizer]:
+        model = self.build(rngs=nnx.Rngs(seed))
+        return model, Optimizer(model, rule, seed=seed)
 
 
 class DataSizes(NamedTuple):

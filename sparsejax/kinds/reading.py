@@ -67,20 +67,8 @@ def read_file(
             f"{histories.num_entries:,} events, {data.num_entries:,} entries"
         )
         return data if features is None else data.align_features(features)
-    options = {
-        "user": reading.user,
-        "item": reading.item,
-        "value": reading.value,
-        "time": reading.time,
-        "features": features,
-        "indicator": indicator,
-        "format": reading.format,
-        "delimiter": reading.delimiter,
-        "separator": reading.separator,
-        "time_format": reading.time_format,
-        "skip_bad_lines": skips_bad_lines(source, reading),
-    }
-    data = read(source, **options)
+    options = _options(source, reading) | {"indicator": indicator}
+    data = read(source, features=features, **options)
     account = str(data.columns or account_of(data.matrix))
     if data.columns and data.times is None and reading.time is not None:
         account += "; no times"
@@ -125,18 +113,9 @@ def read_histories(
             "a SparseDataset has lost the order and the repeats of its events: read the "
             "file by read_sequences for a model of histories"
         )
-    data = read_sequences(
-        source,
-        format=reading.format,
-        user=reading.user,
-        item=reading.item,
-        time=reading.time,
-        delimiter=reading.delimiter,
-        separator=reading.separator,
-        time_format=reading.time_format,
-        features=features,
-        skip_bad_lines=skips_bad_lines(source, reading),
-    )
+    options = _options(source, reading)
+    del options["value"], options["indicator"]
+    data = read_sequences(source, features=features, **options)
     _check_no_events(data)
     sizes = data.num_rows, data.num_features, data.num_entries
     account = str(
@@ -154,6 +133,12 @@ def _check_no_events(data: SequenceDataset) -> None:
             "and commands do not read yet: train by build and fit, or leave the columns out: "
             "data.without_events()"
         )
+
+
+def _options(source: Any, reading: Reading) -> dict[str, Any]:
+    """The arguments of `read` that say how a source is read."""
+    skips = skips_bad_lines(source, reading)
+    return reading.values_of(Reading) | {"skip_bad_lines": skips}
 
 
 def skips_bad_lines(source: Any, reading: Reading) -> bool:

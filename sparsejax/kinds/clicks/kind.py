@@ -109,7 +109,7 @@ class Clicks(Kind):
         return dataclasses.replace(defaults, beside_regression=config.regression)
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
-        from sparsejax.kinds.clicks.modules import new_click_model
+        from sparsejax.embeddings.models import build_click_model
 
         _check_targets(targets)
         if kind_of(data) is not self:
@@ -118,7 +118,7 @@ class Clicks(Kind):
                 f"{type(data).__name__}"
             )
         sizes = {"num_dense": len(data.schema.dense), "features": data.features}
-        return functools.partial(new_click_model, config, **sizes)
+        return Maker(functools.partial(build_click_model, config, **sizes))
 
     def prepare(self, model: Any, data: Any) -> None:
         from sparsejax.kinds.clicks.regression import set_regression

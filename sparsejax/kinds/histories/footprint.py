@@ -38,8 +38,8 @@ from sparsejax.engine.train.footprint import (
 from sparsejax.engine.train.resident import TrainingTask
 from sparsejax.kinds.content import content_of
 from sparsejax.kinds.histories.job import SequenceTask
-from sparsejax.kinds.histories.modules import new_sequence_model
 from sparsejax.kinds.histories.next_items import has_times
+from sparsejax.kinds.kind import Maker
 from sparsejax.mesh.layout import (
     axis_sizes,
     device_memory,
@@ -51,7 +51,7 @@ from sparsejax.ops import chunked_loss, two_passes
 from sparsejax.ops.history_attention import scores_at_once
 from sparsejax.optimizers.optimizer import Optimizer, updates_whole
 from sparsejax.options.planning import Plan
-from sparsejax.sequence.build import model_of
+from sparsejax.sequence.build import build_sequence_model, model_of
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig, operand_dtype
 from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR
@@ -148,13 +148,9 @@ class HistoryWorkload(Workload):
         return self.content is not None and self.network.negatives is None
 
     def new(self) -> tuple[SequenceModel, Optimizer]:
-        model, optimizer = new_sequence_model(
-            self.network,
-            rule=self.rule,
-            inputs=self.inputs,
-            seed=0,
-            content=self.content,
-        )
+        sizes = {"items": self.inputs, "content": self.content}
+        build = functools.partial(build_sequence_model, self.network, **sizes)
+        model, optimizer = Maker(build)(rule=self.rule, seed=0)
         if model.output.content is not None:
             model.output.content.by_parts = self.by_parts
         return model, optimizer

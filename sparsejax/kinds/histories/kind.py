@@ -86,19 +86,19 @@ class Histories(interactions.Interactions[SequenceDataset]):
     }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
-        from sparsejax.kinds.histories.modules import new_sequence_model
+        from sparsejax.sequence.build import build_sequence_model
 
         if targets is not None:
             raise ValueError(
                 "the targets of histories are their own items; leave out targets"
             )
-        inputs = num_columns("data", data)
-        sizes: dict[str, Any] = {"inputs": inputs, "content": content}
+        items = num_columns("data", data)
+        sizes: dict[str, Any] = {"items": items, "content": content}
         if (events := getattr(data, "events", None)) is not None:
             from sparsejax.sequence.events import EventSizes
 
             sizes["events"] = EventSizes.of(events)
-        return functools.partial(new_sequence_model, config, **sizes)
+        return Maker(functools.partial(build_sequence_model, config, **sizes))
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         from sparsejax.kinds.histories.job import sequence_examples, with_targets

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 from collections.abc import Sequence
@@ -28,7 +29,7 @@ from sparsejax.engine.train.footprint import (
     with_content,
 )
 from sparsejax.engine.train.resident import Roles, TrainingTask
-from sparsejax.kinds.items.modules import new_network
+from sparsejax.kinds.kind import Maker
 from sparsejax.mesh.blocks import ShardedCSR
 from sparsejax.mesh.layout import padded_rows
 from sparsejax.nn import closed_form
@@ -81,7 +82,8 @@ class NetworkWorkload(Workload):
             "outputs": self.outputs,
             "content": self.content,
         }
-        return new_network(self.network, rule=self.rule, seed=0, **sizes)
+        build = functools.partial(FeedForward, self.network, **sizes)
+        return Maker(build)(rule=self.rule, seed=0)
 
     def sizes(self) -> list[tuple[int, int]]:
         """Entries and columns of the inputs, and of the targets if they are separate."""

@@ -65,7 +65,7 @@ class Items(interactions.Interactions[SparseDataset]):
     }
 
     def maker(self, config, data, targets=None, *, content=None) -> Maker:
-        from sparsejax.kinds.items.modules import new_network
+        from sparsejax.nn.models import FeedForward
 
         if (kind := kind_of(data)) is not self:
             raise ValueError(
@@ -76,7 +76,7 @@ class Items(interactions.Interactions[SparseDataset]):
         inputs = num_columns("data", data)
         outputs = inputs if targets is None else num_columns("targets", targets)
         sizes = {"inputs": inputs, "outputs": outputs, "content": content}
-        return functools.partial(new_network, config, **sizes)
+        return Maker(functools.partial(FeedForward, config, **sizes))
 
     def examples(self, model, inputs, targets, weights) -> Examples:
         return item_examples(model, Inputs.of(inputs), targets, weights)
