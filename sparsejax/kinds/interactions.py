@@ -32,18 +32,23 @@ from sparsejax.kinds.reading import (
     validation_split,
 )
 from sparsejax.kinds.source import Earlier, Findings, Opened, Source
+from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Measure, Paged
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Training
+from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
 
 # Temperatures of models whose scores are cosines, for `tune`.
 TEMPERATURES = Range(0.03, 1.0, log=True)
 
 
-class Interactions[Data: SparseDataset | SequenceDataset](Kind):
+class Interactions[
+    Config: NetworkConfig | SequenceConfig,
+    Data: SparseDataset | SequenceDataset,
+](Kind[Config, Data, Names]):
     """A kind of models that rank items."""
 
     @abc.abstractmethod
@@ -170,7 +175,7 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
         return self.matrix(shown).without_values().merge(unwanted)
 
     def add_new(
-        self, model: Any, known: Names, data: Any, optimizer: Optimizer | None
+        self, model: Any, known: Names, data: Data, optimizer: Optimizer | None
     ) -> None:
         model.add_items(data.num_features - len(known), optimizer=optimizer)
 
@@ -179,7 +184,7 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
         matrix = CSR(None, none, start, num_cols=len(known))
         return SparseDataset(matrix, known[:0], known)
 
-    def known_of(self, data: Any) -> Names:
+    def known_of(self, data: Data) -> Names:
         return data.feature_names
 
     def save_known(self, path: pathlib.Path, known: Names) -> None:
@@ -194,7 +199,7 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
     def fingerprint_of(self, known: Names) -> str:
         return fingerprint(known)
 
-    def excluded_in_validation(self, data: Any) -> Literal["inputs"] | None:
+    def excluded_in_validation(self, data: Data) -> Literal["inputs"] | None:
         """`exclude` of `evaluate` on held-out items, as `fit` validates."""
         del data
         return "inputs"
@@ -231,7 +236,7 @@ class Interactions[Data: SparseDataset | SequenceDataset](Kind):
             "content; leave item_features out, or read fewer columns"
         )
 
-    def account(self, data: Any) -> str:
+    def account(self, data: Data) -> str:
         return (
             f"{data.num_rows:,} rows, {data.num_features:,} features, "
             f"{data.num_entries:,} entries"

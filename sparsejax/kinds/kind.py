@@ -161,7 +161,7 @@ class Measurement(NamedTuple):
     beside: Callable[[], tuple[Evaluation, SparseDataset]] | None = None
 
 
-class Kind(abc.ABC):
+class Kind[Config: codec.Config, Data, Known](abc.ABC):
     """A kind of model and of its data.
 
     Verbs ask it for what they do with a model and with data in memory. Runs ask it for what
@@ -188,23 +188,25 @@ class Kind(abc.ABC):
 
     # The configuration.
 
-    def defaults_of(self, config: Any) -> Defaults:
+    def defaults_of(self, config: Config) -> Defaults:
         """The defaults of a configuration."""
         del config
         return self.defaults
 
     @abc.abstractmethod
-    def read_config(self, document: object) -> Any:
+    def read_config(self, document: object) -> Config:
         """The configuration of a JSON object."""
 
     def described(
         self, model: str, options: Described = BY_DEFAULT
-    ) -> tuple[Any, Collection[str]]:
+    ) -> tuple[Config, Collection[str]]:
         """The configuration that options describe, and its settings that data decides."""
         del options
         return self.read_config({"version": 1, "model": model}), ()
 
-    def with_negatives(self, config: Any, negatives: int | None, origin: bool) -> Any:
+    def with_negatives(
+        self, config: Config, negatives: int | None, origin: bool
+    ) -> Config:
         """The configuration with a loss over so many items.
 
         Args:
@@ -215,21 +217,21 @@ class Kind(abc.ABC):
         del negatives, origin
         return config
 
-    def with_dynamic(self, config: Any, num_rows: int | None) -> Any:
+    def with_dynamic(self, config: Config, num_rows: int | None) -> Config:
         """The configuration with dynamic tables of so many rows; None leaves it as it is."""
         del num_rows
         return config
 
     def suited(
-        self, config: Any, training: Training, source: Source
-    ) -> tuple[Any, str]:
+        self, config: Config, training: Training, source: Source
+    ) -> tuple[Config, str]:
         """The configuration as it suits the data, and what to say about it."""
         del training, source
         return config, ""
 
     def suited_to_sizes(
-        self, config: Any, suited: Collection[str], sizes: DataSizes
-    ) -> tuple[Any, str]:
+        self, config: Config, suited: Collection[str], sizes: DataSizes
+    ) -> tuple[Config, str]:
         """The configuration as `suited` makes it for data of which only the sizes are known.
 
         Args:
@@ -240,29 +242,29 @@ class Kind(abc.ABC):
         del suited, sizes
         return config, ""
 
-    def tuned_in(self, config: Any) -> dict[str, Any]:
+    def tuned_in(self, config: Config) -> dict[str, Any]:
         """The settings of a configuration that `tune` draws, with their values."""
         return {name: getattr(config, name) for name in self.tuned}
 
-    def choices(self, config: Any) -> Tuned:
+    def choices(self, config: Config) -> Tuned:
         """`tuned`, without the values that do not go with a configuration."""
         del config
         return self.tuned
 
-    def with_tuned(self, config: Any, chosen: Mapping[str, Any]) -> Any:
+    def with_tuned(self, config: Config, chosen: Mapping[str, Any]) -> Config:
         """The configuration with other values of the settings that `tune` draws."""
         return dataclasses.replace(config, **chosen)
 
     @abc.abstractmethod
     def maker(
-        self, config: Any, data: Any, targets: Any = None, *, content: Any = None
+        self, config: Config, data: Any, targets: Any = None, *, content: Any = None
     ) -> Maker:
         """A maker of models that fit the data, of which it keeps nothing. For `build`.
 
         `content` are the `ContentSizes` of what is known of the items.
         """
 
-    def prepare(self, model: Any, data: Any) -> None:
+    def prepare(self, model: Any, data: Data) -> None:
         """Computes the parts of a model that are not trained, before it is. For `build`."""
         del model, data
 
@@ -295,7 +297,7 @@ class Kind(abc.ABC):
         """
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
-    def read_followed(self, path: str, known: Any, reading: Reading) -> Any:
+    def read_followed(self, path: str, known: Known, reading: Reading) -> Data | None:
         """The rows of a file of a run that follows; None if it has none."""
         raise NotImplementedError(f"a run of {self.name} cannot follow")
 
@@ -305,30 +307,30 @@ class Kind(abc.ABC):
         return True
 
     @abc.abstractmethod
-    def account(self, data: Any) -> str:
+    def account(self, data: Data) -> str:
         """How large the data is."""
 
     @abc.abstractmethod
-    def known_of(self, data: Any) -> Any:
+    def known_of(self, data: Data) -> Known:
         """The part of the data that a run folder keeps, see `Source.known`."""
 
     @abc.abstractmethod
-    def save_known(self, path: pathlib.Path, known: Any) -> None:
+    def save_known(self, path: pathlib.Path, known: Known) -> None:
         """Writes what a run folder keeps to read other data by."""
 
     @abc.abstractmethod
-    def load_known(self, path: pathlib.Path) -> Any:
+    def load_known(self, path: pathlib.Path) -> Known:
         """Reads what `save_known` wrote."""
 
     @abc.abstractmethod
-    def num_known(self, known: Any) -> int:
+    def num_known(self, known: Known) -> int:
         """The number of known features, see `Source.num_features`."""
 
     @abc.abstractmethod
-    def fingerprint_of(self, known: Any) -> str:
+    def fingerprint_of(self, known: Known) -> str:
         """The fingerprint of `Source.known` in a run's settings."""
 
-    def like(self, known: Any) -> Any:
+    def like(self, known: Known) -> Any:
         """Data without rows, to which `maker` makes models fit."""
         return known
 
@@ -345,7 +347,7 @@ class Kind(abc.ABC):
         """The examples to train on, and how the model is measured. For `fit`."""
 
     def suit_to_memory(
-        self, model: Any, optimizer: Optimizer, data: Any, batch_size: int
+        self, model: Any, optimizer: Optimizer, data: Data, batch_size: int
     ) -> None:
         """Makes training take less memory, where it does not fit otherwise. For `fit`."""
         del model, optimizer, data, batch_size
@@ -360,7 +362,7 @@ class Kind(abc.ABC):
         """
 
     def tables(
-        self, config: Any, rule: Rule, schema: Any, examples: str | None
+        self, config: Config, rule: Rule, schema: Any, examples: str | None
     ) -> tuple[Mapping[str, Any], Mapping[str, str]] | None:
         """The tables and the features of a model whose tables are placed, for `plan`.
 
@@ -381,7 +383,7 @@ class Kind(abc.ABC):
 
     @abc.abstractmethod
     def add_new(
-        self, model: Any, known: Any, data: Any, optimizer: Optimizer | None
+        self, model: Any, known: Known, data: Data, optimizer: Optimizer | None
     ) -> None:
         """Makes a model of what is known fit data that begins with it, in place.
 

@@ -176,6 +176,7 @@ def test_clicks(tmp_path):
     good = [l for i, l in enumerate(lines) if i not in (50, 51, 90)]
     wanted = sj.read_clicks(written(tmp_path / "good.csv", good), schema)
     for found in (data, followed(path, wanted)):
+        assert found is not None
         np.testing.assert_array_equal(found.labels, wanted.labels)
         np.testing.assert_array_equal(found.dense, wanted.dense)
         np.testing.assert_array_equal(found.ids["c"], wanted.ids["c"])

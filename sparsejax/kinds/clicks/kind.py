@@ -85,7 +85,7 @@ _HELD_OUT = 0.1
 _SILENT = Reading()
 
 
-class Clicks(Kind):
+class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset]):
     """The kind of a `ClickModelConfig` and of a `ClickDataset`."""
 
     name = "clicks"
@@ -325,7 +325,7 @@ class Clicks(Kind):
         self,
         model: Any,
         known: ClickDataset,
-        data: ClickDataset,
+        data: ClickDataset | ScannedClicks,
         optimizer: Optimizer | None,
     ) -> None:
         added = {

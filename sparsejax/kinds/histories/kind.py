@@ -66,7 +66,7 @@ from sparsejax.sequence.config import (
 _WIDTHS = (32, 64, 128, 256, 512)
 
 
-class Histories(interactions.Interactions[SequenceDataset]):
+class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     """The kind of a `SequenceConfig` and of a `SequenceDataset`."""
 
     name = "histories"

@@ -51,7 +51,7 @@ from sparsejax.options.reading import BY_NAME, Reading
 from sparsejax.options.training import Fit, Training
 
 
-class Items(interactions.Interactions[SparseDataset]):
+class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
     """The kind of a `NetworkConfig`, of a `SparseDataset`, and of matrices."""
 
     name = "items"
