@@ -3,10 +3,10 @@
     python benchmarks/visible_gpus.py run [--commit NAME]     on two GPUs of one host
     python benchmarks/visible_gpus.py table                   anywhere
 
-No mesh is set and no argument is passed that the pages do not name. Each part is a process
-that trains DLRM, HSTU, SASRec and an autoencoder with `fit`, then ranks with the autoencoder.
-*one* sees the second GPU alone, *two* sees both and so runs on the first. The parts run one
-after the other.
+No mesh is set and no argument is passed that the pages do not name. Each part is a process.
+*Training* trains DLRM, HSTU and SASRec with `fit`; *ranking* trains an autoencoder and ranks
+with it, where the host takes part of the time. *one* sees the second GPU alone, *two* sees
+both and so runs on the first. The parts run one after the other.
 """
 
 from __future__ import annotations
@@ -28,14 +28,16 @@ from report import command, reported
 from workloads import DLRM_IDS, DLRM_LAYERS
 
 _PARTS = {
-    "one": {"CUDA_VISIBLE_DEVICES": "1"},
-    "two": {"CUDA_VISIBLE_DEVICES": "0,1"},
+    f"{work} {visible}": {"CUDA_VISIBLE_DEVICES": devices}
+    for work in ("training", "ranking")
+    for visible, devices in (("one", "1"), ("two", "0,1"))
 }
 _EPOCHS = 4
 _ITEMS, _USERS = 40_981, 29_858  # Gowalla's
 
 
-def _clicks(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
+def clicks(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
+    """Configuration, data, rule and batch of a DLRM with 26 tables of 128 columns."""
     import pyarrow as pa
 
     import sparsejax as sj
@@ -106,23 +108,25 @@ def _fastest(call: Callable[[], Any], times: int = 4) -> float:
 
 
 def measure(part: str) -> Iterator[dict]:
-    """Milliseconds of a step, of ranking all users, and of a request of 16 rows."""
+    """Milliseconds of a step; or of ranking all users, and of a request of 16 rows."""
     import jax
 
     import sparsejax as sj
 
+    work, visible = part.split()
     versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
 
     def result(name: str, milliseconds: float) -> dict:
         facts = {"visible": len(jax.devices()), "ms": round(milliseconds, 3)}
-        return {"case": name, "part": part, "versions": versions, **facts}
+        return {"case": name, "part": visible, "versions": versions, **facts}
 
-    cases = {
-        "DLRM, fit": lambda rng: _clicks(rng),
-        "HSTU, fit": lambda rng: _histories("hstu", rng),
-        "SASRec, fit": lambda rng: _histories("sasrec", rng),
-        "items, fit": lambda rng: _items(rng),
-    }
+    cases: dict[str, Callable[[np.random.Generator], Any]] = {"items, fit": _items}
+    if work == "training":
+        cases = {
+            "DLRM, fit": clicks,
+            "HSTU, fit": lambda rng: _histories("hstu", rng),
+            "SASRec, fit": lambda rng: _histories("sasrec", rng),
+        }
     for name, make in cases.items():
         with reported(name):
             config, data, rule, batch = make(np.random.default_rng(0))
@@ -132,6 +136,8 @@ def measure(part: str) -> Iterator[dict]:
             )
             fastest = max(entry["examples_per_second"] for entry in history)
             yield result(name, 1e3 * batch / fastest)
+    if work == "training":
+        return
     train, heldout = data.split(0.8, seed=0)
     seconds = _fastest(lambda: sj.recommend(model, train, k=10, exclude="inputs"))
     yield result("items, recommend to all", 1e3 * seconds)

@@ -59,6 +59,9 @@ Add = Callable[[CSR, jax.Array, np.dtype | None], jax.Array]
 # Places by default, as a multiple of an even share, and in deviations of a random share. From
 # 64 ids on the first is more. The number of distinct ids changes less from batch to batch.
 _ROOM, _DISTINCT_ROOM, _DEVIATIONS = 1.5, 1.2, 4
+# Places of one owner for items, as a multiple of an even share. Items are numbered as they first
+# occur, so that popular ones are neighbours. Two owners have places for all that a device has.
+_ONE_EACH_ROOM = 2.0
 
 
 def places(even: float, room: float | None, default: float = _ROOM) -> int:
@@ -217,8 +220,8 @@ class Route(NamedTuple):
         devices along "model". A distinct id has one entry, and none is its column `columns`,
         whose row nobody reads.
       asked: `[bags, model * slots]`: the slots, of all owners, that each bag of this device
-        adds. `asked`, `bags` and `beside` are None if "model" is 1: slots are then
-          bags.
+        adds. `asked`, `bags` and `beside` are None if "model" is 1 and slots are no distinct
+        ids: slots are then bags.
       bags: `[model * slots]`: the bag of each of these slots; their number if it is empty. Of
         distinct ids the transpose of `asked`: a slot has several bags.
       crowded: `[1]` whether a device has too few places for some other, on any device.
@@ -414,6 +417,8 @@ class DividedRows:
         assert self.route is not None
         beside = self.route.beside
         sums = read() if beside is None else beside(read)
+        if axis_sizes()[1] == 1:  # they stay here
+            return sums
         return _crossing(_exchanged, self._narrow(sums))
 
     def sums(
@@ -444,7 +449,8 @@ class DividedRows:
 
         # Rows cross in any case, while layers that do not need them work: the host waits for
         # the condition after that.
-        came = self.sent_back(lambda: read(owned, self.wire_dtype))
+        wire = self.wire_dtype if axis_sizes()[1] > 1 else None
+        came = self.sent_back(lambda: read(owned, wire))
         if owned.transposed is not None:
             # So they are sorted before the rows are waited for.
             asked = _after(asked, jnp.minimum(owned.transposed.indptr[0], 0))
@@ -491,6 +497,58 @@ def _cut(x: CSR, nse: int) -> CSR:
     """The matrix with a smaller capacity; rows that do not fit are overfull."""
     data = None if x.data is None else x.data[:nse]
     return CSR.tree_unflatten(x.num_cols, (data, x.indices[:nse], x.indptr, None))
+
+
+def slots_for_each(ids: int, distinct: int, *, model: int) -> Slots:
+    """Slots of `one_each` for so many ids of a device."""
+    room = 1.0 if model == 1 else _ONE_EACH_ROOM
+    return slots_for(ids, ids, model=model, room=room, distinct=distinct / model)
+
+
+def one_each(
+    ids: Int[Array, "count"],
+    num_cols: int,
+    *,
+    distinct: int,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+) -> DividedRows:
+    """Rows with one column each, and their way to the owners of a kernel's rows.
+
+    A distinct id crosses once, also along "data", where devices exchange the gradients of all
+    distinct ids.
+
+    Args:
+      ids: columns; -1 makes an empty row. All devices divide them evenly.
+      num_cols: number of columns.
+      distinct: the most distinct ids that a device has.
+      wire_dtype: dtype in which rows and gradients cross; None is the kernel's.
+    """
+    data, model = axis_sizes()
+    slots = slots_for_each(len(ids) // (data * model), distinct, model=model)
+
+    def part(ids):
+        used, count = ids >= 0, len(ids)
+        ends = sums_so_far(used)
+        places = jnp.where(used, ends - 1, count + jnp.arange(count))
+        packed = jnp.zeros_like(ids)
+        packed = packed.at[places].set(ids, mode="drop", unique_indices=True)
+        indptr = jnp.append(jnp.int32(0), ends)
+        return as_block(CSR.tree_unflatten(num_cols, (None, packed, indptr, None)))
+
+    spec = P("data", "model")
+    parts = call_on_each_device(
+        part, ids, in_specs=(P(("data", "model")),), out_specs=spec
+    )
+    rows = divided(
+        parts,
+        nse=len(ids),
+        by_rows=True,
+        room=1.0 if model == 1 else _ONE_EACH_ROOM,
+        wire_dtype=wire_dtype,
+        distinct=distinct / model,
+    )
+    fits = model == 1 or (slots.distinct and slots.count >= distinct)
+    return rows.certain() if fits else rows
 
 
 def parts_of(x: CSR) -> CSR:
@@ -555,11 +613,11 @@ def divided(
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     if not by_rows:
         return DividedRows(parts, None, nse, wire)
-    if axis_sizes()[1] == 1:
-        return DividedRows(parts, Route(parts, None, None, None), nse, wire)
     slots, mine, width = _room_of(
         parts, nse, room=room, share=share, owner_rows=owner_rows, distinct=distinct
     )
+    if axis_sizes()[1] == 1 and not slots.distinct:
+        return DividedRows(parts, Route(parts, None, None, None), nse, wire)
     count, slot_count = min(mine, slots.places), min(mine, slots.count)
 
     def part(parts):
@@ -937,6 +995,8 @@ def _keys_route(
 
 def _exchanged(values: jax.Array) -> jax.Array:
     """The p-th part of the values goes to the p-th device along "model"."""
+    if axis_sizes()[1] == 1:
+        return values
     return lax.all_to_all(values, "model", split_axis=0, concat_axis=0, tiled=True)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Generator, Iterator, Sequence
 from typing import Any, NamedTuple, cast
@@ -210,6 +211,11 @@ def axis_sizes() -> tuple[int, int]:
     return mesh.shape["data"], mesh.shape["model"]
 
 
+def num_devices() -> int:
+    """Number of devices of the mesh that is set, also under tracing; 1 without a mesh."""
+    return math.prod(axis_sizes()) if mesh_is_set() else 1
+
+
 def call_on_each_device(
     f: Callable[..., Any],
     *arguments: Any,
@@ -370,6 +376,14 @@ def replicated[Tree](tree: Tree) -> Tree:
     if axes_are_explicit():
         return reshard_if_explicit(tree, P())
     return lax.with_sharding_constraint(tree, P()) if mesh_is_set() else tree
+
+
+def divided_over_all[Tree](tree: Tree) -> Tree:
+    """The traced tree, whose rows all devices of the mesh that is set divide evenly."""
+    spec = P(("data", "model"))
+    if axes_are_explicit():
+        return reshard_if_explicit(tree, spec)
+    return lax.with_sharding_constraint(tree, spec)
 
 
 def to_host(array: jax.Array) -> np.ndarray:

@@ -31,7 +31,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from sparsejax.mesh.blocks import LookupRows, ShardedCSR
-from sparsejax.mesh.exchange import DividedRows
+from sparsejax.mesh.exchange import DividedRows, one_each
 from sparsejax.mesh.layout import (
     BY_ROWS,
     axis_sizes,
@@ -130,6 +130,27 @@ def rows_of(
     packed = jnp.zeros_like(ids).at[places].set(ids, mode="drop", unique_indices=True)
     indptr = jnp.append(jnp.int32(0), ends)
     return lookup(kernel, CSR(None, packed, indptr, num_cols=kernel.shape[0]))[:count]
+
+
+def rows_of_parts(
+    kernel: nnx.Variable,
+    ids: Int[Array, "count"],
+    *,
+    distinct: int,
+    wire_dtype: jax.typing.DTypeLike | None = None,
+) -> Float[Array, "count hidden"]:
+    """`rows_of` on a mesh, where each device asks for its own ids.
+
+    A device asks for a row once, and adds the gradients of a row before they cross.
+
+    Args:
+      kernel: a `RowParam` whose rows are divided over "model".
+      ids: row numbers, which all devices divide evenly; -1 gives zeros and touches no row.
+      distinct: the most distinct rows that a device asks for.
+      wire_dtype: dtype in which rows and gradients cross; None is the kernel's.
+    """
+    rows = one_each(ids, kernel.shape[0], distinct=distinct, wire_dtype=wire_dtype)
+    return lookup(kernel, rows)
 
 
 def whole(kernel: nnx.Variable) -> Float[Array, "rows *hidden"]:

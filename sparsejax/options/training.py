@@ -349,8 +349,9 @@ class Fit(Looping):
         of its events are to be found. For clicks, examples of the same
         columns, read with the same vocabularies.
       k: Cut-off of the validation metrics of items; 20 by default.
-      wire_dtype: For clicks on a mesh, the dtype in which rows and gradients of the tables
-        cross between devices, such as bfloat16. By default that of the model's collections.
+      wire_dtype: For clicks and histories on a mesh, the dtype in which rows and gradients of
+        tables, or of the vectors of items, cross between devices, such as bfloat16. By default
+        that of the model's collections, or of the vectors.
       exchange_room: For clicks on a mesh, the number of ids that have a place between each pair
         of devices, as a multiple of what is expected. How many of the ids of a batch differ
         is counted in some batches. "overflows" in the history counts lookups for which the
@@ -369,7 +370,7 @@ class Fit(Looping):
     weights: ArrayLike | Mapping[str, float] | str | None = None
     validation: Source | OfKind | None = None
     k: int | None = option(None, kinds=RANKING, least=1)
-    wire_dtype: DTypeLike | None = option(None, kinds=("clicks",))
+    wire_dtype: DTypeLike | None = option(None, kinds=("clicks", "histories"))
     exchange_room: float | None = option(None, kinds=("clicks",))
     checkpoint_dir: str | pathlib.Path | Checkpoints | None = None
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,19 +13,22 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from sparsejax.embeddings.config import check_floating
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import (
     BY_ROWS,
+    divided_over_all,
     item_axes,
     jit_sharded,
     mesh_is_set,
+    num_devices,
     out_sharding,
     replicated,
 )
 from sparsejax.nn.item_content import ContentSizes, with_vectors
 from sparsejax.nn.layers import SparseOutput
 from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
-from sparsejax.optimizers.gradients import RowParam
+from sparsejax.optimizers.gradients import RowParam, is_divided, rows_of_parts
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig, operand_dtype
 from sparsejax.sequence.events import EventColumns, EventSizes, EventVectors
@@ -313,7 +316,17 @@ class SequenceModel(nnx.Module):
         return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
 
     def _cross_entropy(self, h, targets, weights=None):
-        drawn = self._drawn(targets)
+        return self._loss_of_hidden(h, targets, self._drawn(targets), weights)
+
+    def _loss_of_hidden(self, h, targets, drawn, weights):
+        """The loss of hidden vectors.
+
+        Args:
+          h: hidden vectors.
+          targets: next items.
+          drawn: what `_drawn` returns for the targets.
+          weights: factors of the losses, or None.
+        """
         if drawn is None:
             return self.output.cross_entropy(h, targets, weights=weights)
         negatives, log_q = drawn
@@ -649,9 +662,33 @@ class TokenModel(SequenceModel):
         max_targets: int | None = None,
         weights: Float[Array, "batch length"] | None = None,
         events: EventColumns | None = None,
+        wire_dtype: jax.typing.DTypeLike | None = None,
     ) -> Float[Array, ""]:
+        """`SequenceModel.loss`, on a mesh with tokens on all devices.
+
+        With sampled negatives each device asks once for each item that its tokens, targets and
+        negatives have.
+
+        Args:
+          histories: up to `max_length + 1` places.
+          times: time of each place, or None.
+          max_targets: the most places that have a next item, where it is known.
+          weights: factor of the loss of each place as a target; None is 1 for each.
+          events: columns of the events, of the same places as the histories; None if the
+            model was made without.
+          wire_dtype: dtype in which vectors of items and their gradients cross between
+            devices, such as bfloat16; None is that of the vectors.
+
+        Raises:
+          ValueError: histories are longer, or have less than two places; the columns of events are
+            not those that the model was made for; or no vectors cross, and `wire_dtype` is
+            given.
+          TypeError: `wire_dtype` is no floating dtype of 16 bits or more.
+        """
         _check_two(histories)
         _check_weights(weights, histories)
+        if wire_dtype is not None:
+            check_floating("wire_dtype", wire_dtype)
         self._check_length(histories.shape[1] - 1)
         model = with_vectors(self, deterministic=False)
         broken = jnp.any(self._broken(histories[:, :-1]))
@@ -660,6 +697,7 @@ class TokenModel(SequenceModel):
         broken |= jnp.any(is_item[:, 1:] & ~is_item[:, :-1])
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
+            _check_wire(wire_dtype)
             loss = model._loss_by_turns(
                 histories, times, size, weights=weights, events=events
             )
@@ -668,9 +706,113 @@ class TokenModel(SequenceModel):
         tokens, targets, fits = Tokens.packed(histories, times, room)
         if weights is not None:
             weights = _of_targets(weights, tokens)
-        h = model._of_tokens(tokens, None, events)
-        loss = model._cross_entropy(h, targets, weights)
+        drawn = model._drawn(targets)
+        if drawn is not None and model._reads_by_device(tokens):
+            asked = Asked.of(
+                len(targets) // num_devices(),
+                len(histories) // num_devices(),
+                len(drawn[0]),
+                num_devices(),
+            )
+            vectors, of_targets, of_drawn = model._read_by_device(
+                tokens, targets, drawn[0], asked, wire_dtype
+            )
+            loss = model.output.sampled_of_vectors(
+                model._of_tokens(tokens, vectors, events),
+                of_targets,
+                of_drawn,
+                targets,
+                *drawn,
+                bias=model.output.training_bias(),
+                weights=weights,
+                dtype=model._score_dtype,
+            )
+        else:
+            _check_wire(wire_dtype)
+            h = model._of_tokens(tokens, None, events)
+            loss = model._loss_of_hidden(h, targets, drawn, weights)
         return jnp.where(fits & ~broken, loss, jnp.nan)
+
+    def _reads_by_device(self, tokens: Tokens) -> bool:
+        """Whether each device of a mesh reads the vectors of its own tokens."""
+        kernel = self.output.kernel
+        return (
+            1 < len(tokens.indptr) == num_devices()
+            and isinstance(kernel, RowParam)
+            and is_divided(kernel)
+        )
+
+    def _read_by_device(
+        self,
+        tokens: Tokens,
+        targets: Int[Array, "tokens"],
+        negatives: Int[Array, "count"],
+        asked: Asked,
+        wire_dtype: jax.typing.DTypeLike | None,
+    ) -> tuple[TokenVectors, TokenVectors, Float[Array, "count width"]]:
+        """The vectors of tokens, targets and negatives, for which each device asks once.
+
+        Args:
+          tokens: tokens of each device, from `Tokens.packed`.
+          targets: their next items.
+          negatives: items that all tokens share.
+          asked: the items that a device asks for.
+          wire_dtype: dtype in which vectors and gradients cross; None is the vectors'.
+        """
+        devices = len(tokens.indptr)
+        room, count = len(targets) // devices, len(negatives)
+        # Each device asks for its part of the negatives, and all get all.
+        each = asked.ids - 2 * room
+        shared = jnp.pad(
+            negatives, (0, devices * each - count), constant_values=PADDING
+        )
+
+        def own(ids):
+            known = (ids >= 0) & (ids < self.num_items)
+            return jnp.where(known, ids, PADDING).reshape(devices, -1)
+
+        ids = jnp.concatenate([own(tokens.ids), own(targets), own(shared)], axis=1)
+        vectors = rows_of_parts(
+            self.output.kernel,
+            divided_over_all(ids.reshape(-1)),
+            distinct=asked.distinct,
+            wire_dtype=wire_dtype,
+        ).reshape(devices, asked.ids, -1)
+
+        def taken(first, size):
+            found = vectors[:, first : first + size]
+            return divided_over_all(found.reshape(devices * size, -1))
+
+        of_negatives = replicated(taken(2 * room, each))[:count]
+        return taken(0, room), taken(room, room), of_negatives
+
+
+class Asked(NamedTuple):
+    """Items whose vectors a device of a mesh asks for, with sampled negatives.
+
+    Attributes:
+      ids: number of ids: of tokens, targets and some of the negatives.
+      distinct: the most distinct items among them.
+    """
+
+    ids: int
+    distinct: int
+
+    @classmethod
+    def of(cls, tokens: int, histories: int, drawn: int, devices: int) -> Asked:
+        """The numbers for so many tokens and histories of a device, and negatives of all."""
+        each = -(-drawn // devices)
+        # A history has one item more than it has targets.
+        return cls(2 * tokens + each, min(tokens + histories, 2 * tokens) + each)
+
+
+def _check_wire(wire_dtype: jax.typing.DTypeLike | None) -> None:
+    """Raises ValueError if a dtype is given where nothing crosses in it."""
+    if wire_dtype is not None:
+        raise ValueError(
+            "wire_dtype is of no use here: it is for sampled negatives, without content, on "
+            "a mesh of several devices that divide the histories evenly; leave it out"
+        )
 
 
 def _at_the_end(h: Vectors, histories: Ids) -> Float[Array, "batch width"]:

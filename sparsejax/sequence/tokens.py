@@ -12,20 +12,27 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from sparsejax.mesh.layout import axis_sizes, call_on_each_device, dealt, mesh_is_set
+from sparsejax.mesh.layout import (
+    call_on_each_device,
+    dealt,
+    mesh_is_set,
+    num_devices,
+)
 from sparsejax.ops.history_attention import history_attention
 from sparsejax.ops.implementations import Implementation
 from sparsejax.sparse import segment_ids, sums_so_far
 
 PADDING = -1  # where a history has ended
+# All devices divide the tokens of a batch: those along "model", too.
+_DIVIDED = P(("data", "model"))
 
 
 class Tokens(NamedTuple):
     """The tokens that a model reads of a batch of histories.
 
-    On a mesh each part of the axis "data" has its own histories, and as much room for
-    their tokens as the others; else there is one part. `packed` deals histories to the
-    parts, so that each has nearly the same number of tokens.
+    On a mesh each device has its own histories, and as much room for their tokens as the
+    others; else, or if the devices do not divide the histories, there is one part. `packed`
+    deals histories to the parts, so that each has nearly the same number of tokens.
 
     Attributes:
       ids: the items; `PADDING` where there is none.
@@ -130,12 +137,12 @@ class Tokens(NamedTuple):
         arguments = q, k, v, self.indptr, times, place_bias, time_bias
         if not _divided(len(self.indptr)):
             return of_part(*arguments)
-        # Checked, so that gradients of q, k and v are not summed over "model".
+        # Checked, so that gradients of q, k and v are not summed over devices.
         return call_on_each_device(
             of_part,
             *arguments,
-            in_specs=(*[P("data")] * 5, P(), P()),
-            out_specs=P("data"),
+            in_specs=(*[_DIVIDED] * 5, P(), P()),
+            out_specs=_DIVIDED,
             checked=True,
         )
 
@@ -179,13 +186,13 @@ class Dropout(nnx.Dropout):
 
 def _parts(batch: int) -> int:
     """Into how many parts a batch is divided."""
-    data = axis_sizes()[0] if mesh_is_set() else 1
-    return 1 if batch % data else data
+    devices = num_devices()
+    return 1 if batch % devices else devices
 
 
 def _divided(parts: int) -> bool:
     """Whether each device works on a part of its own."""
-    return mesh_is_set() and axis_sizes()[0] == parts
+    return mesh_is_set() and num_devices() == parts
 
 
 def _by_part(function, histories, times, *, deal: bool = False):
@@ -207,9 +214,10 @@ def _by_part(function, histories, times, *, deal: bool = False):
         return function(rows, histories, times)
 
     def of_dealt(*batch):
-        every = jax.tree.map(lambda x: lax.all_gather(x, "data", tiled=True), batch)
+        axes = "data", "model"
+        every = jax.tree.map(lambda x: lax.all_gather(x, axes, tiled=True), batch)
         targets = jnp.sum(every[1][:, 1:] != PADDING, axis=1)
-        own = dealt(targets, parts)[lax.axis_index("data")]
+        own = dealt(targets, parts)[lax.axis_index(axes)]
         return function(*jax.tree.map(lambda x: x[own], every))
 
     return call_on_each_device(
@@ -217,6 +225,6 @@ def _by_part(function, histories, times, *, deal: bool = False):
         rows,
         histories,
         times,
-        in_specs=P("data"),
-        out_specs=P("data"),
+        in_specs=_DIVIDED,
+        out_specs=_DIVIDED,
     )

@@ -114,6 +114,46 @@ def test_places_change_no_result(shape, rooms, distinct):
                 )
 
 
+@pytest.mark.parametrize("shape", [(8, 1), (4, 2), (1, 8)])
+def test_each_row_crosses_once(shape):
+    """Each device asks for ids of its own; with eight owners, some has too few places."""
+    rng, (_, w) = np.random.default_rng(2), operands()
+    some = rng.integers(0, FEATURES, (8, 9))
+    some[0] = np.arange(9)  # all of one owner
+    ids = np.stack([rng.choice(row, 14) for row in some]).astype(np.int32)
+    ids[rng.random(ids.shape) < 0.2] = -1
+    ids[3] = -1
+    flat, dy = ids.reshape(-1), rng.standard_normal((ids.size, HIDDEN)).astype("f4")
+    used = (flat >= 0)[:, None]
+    slopes = np.zeros(w.shape)
+    np.add.at(slopes, flat, np.where(used, dy, 0))
+
+    @functools.partial(jax.jit, static_argnums=3)
+    def both(ids, dy, w, wire):
+        x = exchange.one_each(ids, PADDED, distinct=9, wire_dtype=wire)
+        assert x.route is not None and x.route.distinct
+        assert (x.crowded() is None) == (shape[1] < 8)
+        y, pull = jax.vjp(lambda w: sj.gather_matmul(x, w), w)
+        touched, values = scatter_gradient.row_gradient([x], [dy], PADDED)
+        return y, *pull(dy), touched, values
+
+    with mesh_of(shape):
+        w = jax.device_put(w, P("model", None))
+        for wire, most in (None, 1e-5), ("bfloat16", 1e-2):
+            y, dense, touched, values = both(flat, dy, w, wire)
+            rows = np.zeros((PADDED, HIDDEN))
+            kept = np.asarray(touched) < PADDED
+            rows[np.asarray(touched)[kept]] = np.asarray(values)[kept]
+            wanted = np.where(used, np.asarray(w)[flat], 0)
+            for got, want in (y, wanted), (dense, slopes), (rows, slopes):
+                assert np.abs(got - want).max() < most * np.abs(want).max()
+            assert sorted(np.asarray(touched)[kept]) == sorted({*flat} - {-1})
+            # Along "data" alone rows stay. With too few places, all is gathered as it is.
+            narrow = wire is not None and shape[1] < 8
+            assert (np.abs(y - wanted).max() > 0) == (narrow and shape[1] == 2)
+            assert (np.abs(rows - slopes).max() > 1e-5) == narrow
+
+
 def test_narrow_numbers_on_the_wire():
     """Sums and gradients cross as bfloat16: errors are of its size, and not zero."""
     x, (dy, w) = few_each(), operands()

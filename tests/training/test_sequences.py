@@ -191,12 +191,35 @@ def test_negatives_of_the_batch_are_the_same_on_a_mesh():
         max_length=5, width=8, blocks=1, dropout=0.3, negatives=8, sampler="batch"
     )
     found = []
-    for shape in (None, (2, 2)):
+    for shape, wire in ((None, None), ((2, 2), None), ((2, 2), "bfloat16")):
         with on(shape):
             model, optimizer = sj.build(config, train, sj.optimizers.adam(0.01))
-            history = sj.fit(model, optimizer, train, batch_size=128, num_epochs=3)
+            options: dict[str, Any] = {"batch_size": 128, "wire_dtype": wire}
+            history = sj.fit(model, optimizer, train, num_epochs=3, **options)
             found.append(losses(history))
     np.testing.assert_allclose(found[1], found[0], rtol=1e-5)
+    np.testing.assert_allclose(found[2], found[0], rtol=3e-2)
+    assert np.abs(np.subtract(found[2], found[0])).max() > 1e-5
+
+
+def test_no_wire_dtype_where_no_vectors_cross():
+    sequences = made()
+    gru = sj.GRUConfig(max_length=LENGTH, width=8, negatives=5)
+    for shape, config in (
+        (None, sj.SASRecConfig(max_length=LENGTH, width=8)),
+        ((2, 1), gru),
+    ):
+        with on(shape):
+            model, optimizer = sj.build(config, sequences, sj.optimizers.adagrad(0.1))
+            with pytest.raises(ValueError, match="wire_dtype is of no use here"):
+                sj.fit(model, optimizer, sequences, wire_dtype="bfloat16")
+    with on((2, 1)):
+        model, _ = build()  # with the exact softmax
+        shown = jnp.zeros((2, 3), int)
+        with pytest.raises(ValueError, match="wire_dtype is of no use here"):
+            model.loss(shown, wire_dtype="bfloat16")
+        with pytest.raises(TypeError, match="wire_dtype must be floating"):
+            model.loss(shown, wire_dtype="int8")
 
 
 def test_streamed_histories(tmp_path):

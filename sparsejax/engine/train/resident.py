@@ -39,6 +39,7 @@ from sparsejax.mesh.layout import (
     call_on_each_device,
     dealt,
     mesh_is_set,
+    num_devices,
     put_on_mesh,
     put_rows,
     replicated,
@@ -494,7 +495,9 @@ class Resident:
                 return matrix.fullest(rows)
             if isinstance(matrix, CSR):
                 if self.roles.even:
-                    parts, size = rows.shape[1], every.shape[1]
+                    # As models of tokens divide a batch.
+                    size, parts = every.shape[1], num_devices()
+                    parts = 1 if size % parts else parts
                     largest = parts * _largest_dealt(matrix, every, parts)
                     # The mean is the mean of each epoch, so one program serves all of
                     # them.

@@ -40,6 +40,7 @@ from sparsejax.kinds.content import content_of
 from sparsejax.kinds.histories.job import SequenceTask
 from sparsejax.kinds.histories.next_items import has_times
 from sparsejax.kinds.kind import Maker
+from sparsejax.mesh.exchange import slots_for_each
 from sparsejax.mesh.layout import (
     axis_sizes,
     device_memory,
@@ -53,7 +54,7 @@ from sparsejax.optimizers.optimizer import Optimizer, updates_whole
 from sparsejax.options.planning import Plan
 from sparsejax.sequence.build import build_sequence_model, model_of
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig, operand_dtype
-from sparsejax.sequence.model import SequenceModel, TokenModel
+from sparsejax.sequence.model import Asked, SequenceModel, TokenModel
 from sparsejax.sparse import CSR
 
 # Arrays of [tokens, width] besides those that the blocks keep for the backward pass:
@@ -137,11 +138,26 @@ class HistoryWorkload(Workload):
         """Whether nothing is computed for padding."""
         return issubclass(model_of(self.network), TokenModel)
 
+    def _parts(self, data: int, model: int) -> int:
+        """Into how many parts the layers divide a batch."""
+        if not self._of_tokens:
+            return data
+        return 1 if self.batch % (data * model) else data * model
+
     def _read(self, data: int, model: int) -> int:
         """Number of tokens that each part of a batch is computed on."""
         if self._of_tokens:
-            return -(-self.capacities(data, model)[-1] // data)
+            return -(-self.capacities(data, model)[-1] // self._parts(data, model))
         return self.batch // data * self.network.max_length
+
+    def _asked(self, data: int, model: int) -> Asked | None:
+        """The items that a device asks for; None if devices do not ask for their own."""
+        parts, drawn = self._parts(data, model), self.network.negatives
+        if drawn is None or self.content is not None or not self._of_tokens:
+            return None
+        if parts == 1:
+            return None
+        return Asked.of(self._read(data, model), self.batch // parts, drawn, parts)
 
     @property
     def can_be_by_parts(self) -> bool:
@@ -173,7 +189,7 @@ class HistoryWorkload(Workload):
         batches = 4 * steps * (sum(own) + self.batch + 1)
         sorting = ORDER_SORTED * self.rows_of(data, model)
         kept = read * self._kept_of_token
-        own_targets = -(-targets // data) if self._of_tokens else targets
+        own_targets = read if self._of_tokens else targets
         of_targets = 4 * _OF_TARGETS * own_targets * width
         gradients = 4 * _GRADIENTS * read * width
         # Vectors of the items and their gradient, of the whole batch.
@@ -189,7 +205,7 @@ class HistoryWorkload(Workload):
         if self.by_parts:
             output = self._by_parts(scored)
         else:
-            made = self._output(targets, items, data)
+            made = self._output(targets, items, data, model)
             output = with_content(self, made, scored, CHUNK_ITEMS, SORTED_TAGS)
         touched = self._input_gradient(read, targets, data, model)
         stages = (
@@ -213,14 +229,15 @@ class HistoryWorkload(Workload):
             over_model=over_model,
         )
 
-    def _output(self, targets: int, items: int, data: int) -> Output:
+    def _output(self, targets: int, items: int, data: int, model: int) -> Output:
         """Memory of the softmax over all items, or over the items that are drawn."""
         dtype, width = jnp.dtype(jnp.float32), self.network.width
         temperature, drawn = self.network.temperature, self.network.negatives
         if drawn is not None:
             # Scores in float32. Slopes in bfloat16, or on a mesh, do not take their place.
-            each = 4 if operand_dtype(self.network) == "float32" and data == 1 else 6
-            return Output(0, 0, each * -(-targets // data) * drawn, True)
+            parts = self._parts(data, model)
+            each = 4 if operand_dtype(self.network) == "float32" and parts == 1 else 6
+            return Output(0, 0, each * -(-targets // parts) * drawn, True)
         scored = Scored(targets, items, width, dtype, dtype, temperature, None)
         product = chunked_loss.operand_dtype(None, dtype, targets, items)
         if product == dtype:
@@ -252,6 +269,11 @@ class HistoryWorkload(Workload):
             return 2 * 4 * read * width
         if drawn is None or self.content is not None:  # which makes all vectors
             return input_gradient(self, read, rows // data, width, dense=True)
+        if (asked := self._asked(data, model)) is not None:
+            # Rows that are asked for and come, and the gradients of those of all parts.
+            owned = model * slots_for_each(*asked, model=model).count
+            made = input_gradient(self, data * owned, rows, width, dense=False)
+            return made + 4 * (2 + data) * owned * width
         # Entries from all parts of "data" are gathered.
         entries = data * read + targets + drawn
         made = input_gradient(self, entries, rows, width, dense=False)
@@ -295,7 +317,7 @@ class HistoryWorkload(Workload):
     def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
         """The bytes that a device sends. What XLA's partitioner chooses is estimated."""
         width, drawn = self.network.width, self.network.negatives
-        read = 4 * data * self._read(data, model) * width
+        read = 4 * self._parts(data, model) * self._read(data, model) * width
         hidden, whole = 4 * targets * width, data * model
         over_data: dict[str, int] = {}
         over_model: dict[str, int] = {}
@@ -305,7 +327,38 @@ class HistoryWorkload(Workload):
             over["vectors of the items"] = summed(read, whole)
         if whole > 1 and drawn is None:
             over["normalisers"] = gathered(4 * 4 * targets * whole, whole)
+        between = sum(
+            v.part
+            for v in laid
+            if v.path[0] == 0
+            and (v.path[1] != "output" or v.path[2:] in CONTENT_KERNELS)
+        )
+        if self._of_tokens and whole > 1:
+            shown = 4 * (1 + self.times) * self.batch * self.window
+            over["histories of the batch"] = gathered(shown, whole)
+            over["sums of hidden gradients"] = summed(between, whole)
+        if (asked := self._asked(data, model)) is not None:
+            rows = 4 * model * slots_for_each(*asked, model=model).count * width
+            items = padded_rows(self.inputs)
+            is_whole = self.rule.drifts and updates_whole(items, whole * asked.ids)
+            if model > 1:
+                over_model["vectors of the items and their gradients"] = 2 * gathered(
+                    rows, model
+                )
+            if data > 1:
+                over_data["gradients of the vectors of items"] = (
+                    summed(4 * items // model * width, data)
+                    if is_whole
+                    else gathered(data * rows, data)
+                )
+            assert drawn is not None
+            over["vectors of the negatives"] = 3 * gathered(4 * drawn * width, whole)
+            return over_data, over_model
         if model > 1:
+            if drawn is None and self._of_tokens:
+                over_model["hidden vectors of the batch"] = gathered(
+                    hidden // data, model
+                )
             if drawn is None:
                 over_model["gradient of the last hidden layer"] = summed(
                     hidden // data, model
@@ -318,26 +371,19 @@ class HistoryWorkload(Workload):
                 hidden // model, data
             ) + gathered(hidden, data)
             over_data["gradient of the last hidden layer"] = gathered(hidden, data)
-        if data > 1 and self._of_tokens:
-            shown = 4 * (1 + self.times) * self.batch * self.window
-            over_data["histories of the batch"] = gathered(shown, data)
-        if data > 1:
-            if drawn is None:
-                over_data["gradient of the vectors"] = gathered(read, data)
-            else:
-                entries = data * self._read(data, model) + targets + drawn
-                rows, found = padded_rows(self.inputs) // model, gathered
-                if self.rule.drifts and updates_whole(rows, entries):
-                    entries, found = 2 * rows, summed
-                over_data["gradients of the vectors of items"] = found(
-                    4 * entries * width, data
-                )
-            between = sum(
-                v.part
-                for v in laid
-                if v.path[0] == 0
-                and (v.path[1] != "output" or v.path[2:] in CONTENT_KERNELS)
+        if self._of_tokens and drawn is None and whole > 1:
+            over["gradient of the vectors"] = gathered(read, whole)
+        elif data > 1 and drawn is None:
+            over_data["gradient of the vectors"] = gathered(read, data)
+        elif data > 1 and drawn is not None:
+            entries = data * self._read(data, model) + targets + drawn
+            rows, found = padded_rows(self.inputs) // model, gathered
+            if self.rule.drifts and updates_whole(rows, entries):
+                entries, found = 2 * rows, summed
+            over_data["gradients of the vectors of items"] = found(
+                4 * entries * width, data
             )
+        if data > 1 and not self._of_tokens:
             over_data["sums of hidden gradients"] = summed(between, data)
         return over_data, over_model
 

@@ -28,6 +28,7 @@ from sparsejax.kinds.histories.next_items import (
     event_shapes,
     has_times,
 )
+from sparsejax.mesh.layout import num_devices
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit
 from sparsejax.sequence.model import SequenceModel, TokenModel
@@ -45,9 +46,11 @@ class SequenceTask:
 
     Attributes:
       packs: whether the loss of the model takes `max_targets`.
-      even: whether it deals rows to batches and to the parts of "data" by their entries.
+      even: whether it deals rows to batches and to devices by their entries.
       events: names of the columns of events that the model reads.
       weighted: whether the data have weights.
+      wire_dtype: dtype in which vectors of items and their gradients cross between devices;
+        None is that of the vectors.
     """
 
     packs: bool
@@ -55,15 +58,19 @@ class SequenceTask:
     even: bool = dataclasses.field(repr=False)
     events: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     weighted: bool = dataclasses.field(default=False, repr=False)
+    wire_dtype: str | None = dataclasses.field(default=None, repr=False)
 
     @classmethod
-    def of_model(cls, model: Any, data: Any = None) -> SequenceTask:
+    def of_model(
+        cls, model: Any, data: Any = None, wire_dtype: str | None = None
+    ) -> SequenceTask:
         """The task of a model, and of data, which may have weights."""
         return cls(
             isinstance(model, SequenceModel),
             isinstance(model, TokenModel),
             tuple(event_shapes(model) or ()),
             getattr(data, "weights", None) is not None,
+            wire_dtype,
         )
 
     @property
@@ -93,6 +100,8 @@ class SequenceTask:
             named["events"] = dict(zip(self.events, reversed(columns), strict=True))
         if more:
             named["times"] = more[0]
+        if self.wire_dtype is not None:
+            named["wire_dtype"] = self.wire_dtype
         return model.loss(histories, **named)
 
     def staging(self, model: Any, optimizer: Optimizer, deterministic: bool) -> None:
@@ -161,7 +170,9 @@ def with_targets(
     return dataclasses.replace(data, weights=data.weights * of_kinds)
 
 
-def sequence_examples(model: Any, sequences: SequenceDataset) -> Examples:
+def sequence_examples(
+    model: Any, sequences: SequenceDataset, wire_dtype: str | None = None
+) -> Examples:
     """The examples for a model: the rows with a target that another entry precedes.
 
     Raises:
@@ -180,7 +191,7 @@ def sequence_examples(model: Any, sequences: SequenceDataset) -> Examples:
     if content_of(model) is not None:
         counts = np.bincount(sequences.indices, minlength=sequences.num_features)
         count_entries(model, counts)
-    task = SequenceTask.of_model(model, sequences)
+    task = SequenceTask.of_model(model, sequences, wire_dtype)
     matrices = (
         host_rows(m, kept) if isinstance(m, CSR) else m[kept]
         for m in task.matrices(model, sequences)
@@ -197,9 +208,11 @@ def _check(model: Any, data: Any) -> None:
 class ScanOfSequences:
     """Histories on disk, see `streaming.Scanned`."""
 
-    def __init__(self, model: Any, sequences: ScannedSequences):
+    def __init__(
+        self, model: Any, sequences: ScannedSequences, wire_dtype: str | None = None
+    ):
         self._model, self._sequences = model, sequences
-        self.roles = SequenceTask.of_model(model)
+        self.roles = SequenceTask.of_model(model, wire_dtype=wire_dtype)
         self.num_rows = sequences.num_rows
         self.chunk_rows: int | None = sequences.chunk_rows
 
@@ -232,6 +245,16 @@ def sequence_job(asked: Fit) -> Job:
     """The arguments of `fit`, checked."""
     model: Any = asked.model
     validation, k = asked.validation, asked.cut_off
+    narrow = None
+    if asked.wire_dtype is not None:
+        if not isinstance(model, TokenModel) or num_devices() == 1:
+            raise ValueError(
+                "wire_dtype is of no use here: it is for HSTU and SASRec on a mesh of "
+                "several devices; leave it out"
+            )
+        narrow = jnp.dtype(asked.wire_dtype).name
+    # Elsewhere it changes nothing.
+    settings = {"wire_dtype": narrow} if num_devices() > 1 else {}
     if validation is not None and not isinstance(validation, SequenceDataset):
         raise TypeError(
             "histories are validated on a SequenceDataset, as split_last makes it, got "
@@ -247,10 +270,11 @@ def sequence_job(asked: Fit) -> Job:
                 "validation needs the histories in host memory, and these are scanned; "
                 "call evaluate with some of them, for example in log=..."
             )
-        return Job(Stream(ScanOfSequences(model, sequences), None), None, None)
-    examples = sequence_examples(model, sequences)
+        scanned = ScanOfSequences(model, sequences, narrow)
+        return Job(Stream(scanned, None), None, None, settings=settings)
+    examples = sequence_examples(model, sequences, narrow)
     if validation is None:
-        return Job(examples, None, None)
+        return Job(examples, None, None, settings=settings)
     if validation.weights is None:
         # Weights of entries are those of the inputs; that they are 0 is what counts here.
         by_kind = asked.weights if isinstance(asked.weights, str | Mapping) else None
@@ -281,4 +305,4 @@ def sequence_job(asked: Fit) -> Job:
 
         return measured
 
-    return Job(examples, metric, measure)
+    return Job(examples, metric, measure, settings=settings)
