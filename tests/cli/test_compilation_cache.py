@@ -169,10 +169,13 @@ def test_damaged_programs(damage, similar, programs, folder):
         file.write_bytes(content[:size])
     out, err = similar()
     assert out == expected.out
-    assert err.count("\n") == 1
+    # On a slow machine a line also says for how long a program is being compiled.
+    assert err.count("warning:") == 1
     assert f"the compiled programs in {folder} are damaged and were removed" in err
     programs()
-    assert similar() == expected and similar() == expected
+    for _ in range(2):
+        out, err = similar()
+        assert out == expected.out and "warning:" not in err
     assert programs()[1] == asked  # the last one found all
 
 
