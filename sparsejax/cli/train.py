@@ -18,6 +18,7 @@ from sparsejax.kinds.content import sizes_among
 from sparsejax.kinds.kind import DataSizes, Kind, kind_for, kind_of
 from sparsejax.kinds.kind import config_of as read_config
 from sparsejax.mesh import processes
+from sparsejax.options.planning import Sized
 from sparsejax.runs import folders, publishing, training
 from sparsejax.runs.training import named_rule
 from sparsejax.verbs import plan as planning
@@ -126,12 +127,8 @@ def _planned(
         outputs=None if features is None else items,
         rows=rows,
         entries=entries,
-        target_entries=command.target_entries,
-        values=command.values,
-        times=command.times,
-        fused=command.fused,
         content=None if content is None else sizes_among(content, items),
-        compile=command.compile,
+        **command.values_of(Sized),
         **how,
     )
 
