@@ -14,7 +14,7 @@ import typing
 from collections.abc import Collection, Iterator
 
 from sparsejax.cli import flags
-from sparsejax.options import measuring, planning, predicting, training
+from sparsejax.options import measuring, planning, predicting, reading, training
 from sparsejax.options.option import (
     Options,
     bounds_of,
@@ -38,6 +38,7 @@ FUNCTIONS: dict[str, type[Options]] = {
     "recommend": predicting.Rank,
     "export_predictor": predicting.Write,
     "plan": planning.Plan,
+    "prepare": reading.Prepare,
 }
 HEAD = """# All options
 

@@ -45,7 +45,7 @@ from sparsejax.metrics import comparison
 from sparsejax.options.measuring import Evaluate
 from sparsejax.options.models import Clicks
 from sparsejax.options.option import Options
-from sparsejax.options.reading import BY_NAME, Reading
+from sparsejax.options.reading import BY_NAME, Prepare, Reading
 from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
 from sparsejax.verbs import vectors as vector_files
@@ -163,7 +163,9 @@ def convert(command: flags.Convert) -> None:
     """`sparsejax convert`."""
     to = command.to or _format_of(command.output)
     whole_files.check_writable(command.output)
-    features = None if command.features is None else read_features(command.features)
+    features = (
+        None if command.features is None else read_features(str(command.features))
+    )
     data = read_file(command.input, command.as_type(Reading), features=features)
     if to == "parquet":
         data.save(command.output)
@@ -181,18 +183,13 @@ def convert(command: flags.Convert) -> None:
 
 def prepare(command: flags.Prepare) -> None:
     """`sparsejax prepare`."""
-    if command.time is None:
-        raise ValueError(
-            "--no-time is of no use for prepare, which reads times only if they are needed"
-        )
-    features = None if command.features is None else read_features(command.features)
-    time = None if command.split_time is None else _number(command.split_time)
-    options = command.values_of(flags.Prepare) | {
-        "time": None if command.time is BY_NAME else command.time,
-        "features": features,
-        "split_time": time,
-    }
-    manifest = preparation.prepare(**options)
+    features = (
+        None if command.features is None else read_features(str(command.features))
+    )
+    time = None if command.split_time is None else _number(str(command.split_time))
+    values = command.values_of(Prepare) | {"features": features, "split_time": time}
+    given = {name: value for name, value in values.items() if name in command.given}
+    manifest = preparation.prepare(**given)
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)
 
 

@@ -10,7 +10,7 @@ import pathlib
 from typing import Any, ClassVar, Literal
 
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
-from sparsejax.options import measuring, planning, predicting, training
+from sparsejax.options import measuring, planning, predicting, reading, training
 from sparsejax.options.models import Clicks, Described
 from sparsejax.options.option import RANKING, Flag, Options, flags_of, option
 from sparsejax.options.reading import (
@@ -336,7 +336,7 @@ class Convert(Columns):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Prepare(Reading):
+class Prepare(reading.Prepare, InShell):
     """Turns events into a data set in a folder; they need not fit in memory.
 
     Other commands take the folder: OUT is what to train on, OUT/test what was held out.
@@ -364,18 +364,6 @@ class Prepare(Reading):
 
     events: str = option(dataclasses.MISSING, Flag(positional=True, value="EVENTS"))
     out: str = option(dataclasses.MISSING, Flag(positional=True, value="OUT"))
-    duplicates: Literal["add", "last", "max"] = "add"
-    min_user: int = 1
-    min_item: int = 1
-    features: str | None = option(None, Flag(value="FILE", default="keep all"))
-    split_time: str | None = option(None, Flag(value="TIME", default=""))
-    repeats: Literal["new", "all"] | None = option(
-        None, Flag(value="{new,all}", default="")
-    )
-    split_last: int | None = option(None, Flag(value="INT", default=""))
-    split_fraction: float | None = option(None, Flag(value="FLOAT", default=""))
-    seed: int = 0
-    memory: str | None = option(None, Flag(value="SIZE", default="80 % of all"))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

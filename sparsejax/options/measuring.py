@@ -260,7 +260,7 @@ class Measure(Held):
       inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
         histories, without `fold_in`; or clicks, with `groups`, `optimizer` and `batch_size` alone.
       heldout: `[rows, items]`, what it should find. Two data sets are matched by row
-        name; otherwise row `i` belongs to row `i`. Of histories with weights, those entries
+        name; otherwise row `i` belongs to row `i`. For histories with weights, the entries
         whose weight is positive.
       k: Cut-off, or several.
       fold_in: Used in place of `heldout`. It is the share of each row's entries in

@@ -1,12 +1,17 @@
-"""How files and tables are read."""
+"""How files and tables are read, and how events are prepared."""
 
 from __future__ import annotations
 
 import dataclasses
 import enum
-from typing import Literal
+import os
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsejax.options.option import RANKING, Flag, Options, option
+
+if TYPE_CHECKING:
+    from sparsejax.data.sets.assemble import Features
+    from sparsejax.data.sets.split import Time
 
 Column = int | str | None
 
@@ -87,3 +92,65 @@ class Reading(Columns):
     """
 
     format: Format | None = option(None, FORMATS, kinds=RANKING)
+
+
+@dataclasses.dataclass(frozen=True)
+class Prepare(Reading):
+    """A call of `prepare`.
+
+    Attributes:
+      events: Files, or a table in memory; see `read`. Tables may have a list of items on
+        each row.
+      out: The folder to make, or an address in a store.
+      time: Column with the times. It is read only if `split_time`, `split_last` or
+        `duplicates="last"` needs it.
+      duplicates: The value of an entry that has several events: their sum ("add"), the
+        value of the latest ("last"; the largest of equally late ones), or the largest
+        ("max").
+      min_user: Leave out users with fewer entries, before the split. As this may make
+        items rare, and the other way round, both are repeated until nothing changes.
+      min_item: Leave out items with fewer users.
+      features: Vocabulary to prepare against: names or a data set. By default it is the
+        items, in the order of `vocabulary_order`.
+      split_time: Hold out the events at or after this time, as
+        `SparseDataset.split_at`. Each part has the entries and the values of its own
+        events. The vocabulary is then that of the earlier events. Later entries of
+        other items are left out and counted.
+      repeats: With `split_time`, how an entry counts that has events on both sides. "new",
+        the default: it is not held out, and the manifest counts it. "all": it is in both
+        parts.
+      split_last: Number of last entries of each row to hold out, as by
+        `SparseDataset.split_last`. At equal times the greater name is later.
+      split_fraction: Share of the entries that stays in train. The others are held out
+        at random, as by `SparseDataset.split(fraction, seed=seed)`.
+      seed: Seed of the random choice by `split_fraction`.
+      skip_bad_lines: Leave out lines that cannot be read, of which at most one in a hundred may
+        be bad; and of tables events without a user or an item, with a value that is not finite
+        as float32, or without a time where it is needed. The manifest has their number.
+      memory: How much memory the engine may take, like "4GB"; by default 80 % of all.
+    """
+
+    only_with: ClassVar = {"repeats": ("split_time",), "seed": ("split_fraction",)}
+
+    events: Any
+    out: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    time: Column = option(None, COLUMN)
+    duplicates: Literal["add", "last", "max"] = "add"
+    min_user: int = option(1, least=1)
+    min_item: int = option(1, least=1)
+    features: Features = option(
+        None, Flag(type=str | None, value="FILE", default="keep all")
+    )
+    split_time: Time | None = option(
+        None, Flag(type=str | None, value="TIME", default="")
+    )
+    repeats: Literal["new", "all"] | None = option(
+        None, Flag(value="{new,all}", default="")
+    )
+    split_last: int | None = option(None, Flag(value="INT", default=""), least=1)
+    split_fraction: float | None = option(
+        None, Flag(value="FLOAT", default=""), above=0, below=1
+    )
+    seed: int = option(0, least=0, below=2**32)
+    memory: str | None = option(None, Flag(value="SIZE", default="80 % of all"))

@@ -465,9 +465,8 @@ def test_flags_that_do_not_go_together(tmp_path):
     with contextlib.redirect_stderr(io.StringIO()) as stderr:
         both = ["--time", "time", "--no-time"]
         assert main(["convert", source, str(tmp_path / "out.csv"), *both])
-        assert main(["prepare", source, str(tmp_path / "out"), "--no-time"])
+        assert main(["prepare", source, str(tmp_path / "out"), "--no-time"]) == 2
     assert "give --time or --no-time, not both" in stderr.getvalue()
-    assert "--no-time is of no use for prepare" in stderr.getvalue()
 
 
 def test_a_column_of_times_that_is_empty(tmp_path):

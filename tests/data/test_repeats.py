@@ -152,7 +152,7 @@ def test_prepared_as_read(tmp_path):
         assert manifest.repeats == split.repeats
         assert ("repeats left out" in str(manifest)) == (split.repeats > 0)
         assert (split.repeats > 0) == (repeats == "new")
-    with pytest.raises(ValueError, match="repeats='new' goes with split_time"):
+    with pytest.raises(ValueError, match="repeats needs split_time"):
         sj.prepare(table, tmp_path / "no", repeats="new", split_last=1)
 
 

@@ -12,7 +12,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Generator, Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -51,6 +51,8 @@ from sparsejax.data.prepared.folder_files import (
 from sparsejax.data.sets import split
 from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.vocabulary import popularity_ranks
+from sparsejax.options.option import verb
+from sparsejax.options.reading import Prepare
 from sparsejax.whole_files import temporary_folder, whole_folder
 
 _BATCH = 2**18  # sorted entries that come from the engine at a time
@@ -238,31 +240,8 @@ class Asked:
         }
 
 
-def prepare(
-    events: Any,
-    out: Path,
-    *,
-    user: Column = None,
-    item: Column = None,
-    value: Column = None,
-    time: Column = None,
-    format: str | None = None,
-    delimiter: str | None = None,
-    separator: str | None = None,
-    time_format: str | None = None,
-    duplicates: Literal["add", "last", "max"] = "add",
-    min_user: int = 1,
-    min_item: int = 1,
-    features: Features = None,
-    indicator: bool = False,
-    split_time: split.Time | None = None,
-    repeats: split.Repeats | None = None,
-    split_last: int | None = None,
-    split_fraction: float | None = None,
-    seed: int = 0,
-    skip_bad_lines: bool = False,
-    memory: str | None = None,
-) -> Manifest:
+@verb(Prepare)
+def prepare(asked: Prepare) -> Manifest:
     """Turns events into a data set in a folder, which need not fit in memory.
 
     >>> table = {"user": ["ann", "ann", "bob"], "item": ["tea", "rye", "tea"]}
@@ -285,49 +264,6 @@ def prepare(
     not at all. In a store the manifest is written last, and a folder without it is
     unfinished: repeat the call.
 
-    Args:
-      events: files, or a table in memory; see `read`. Tables may have a list of items on
-        each row.
-      out: the folder to make, or an address in a store.
-      user: the column with the users; see `read`.
-      item: the column with the items.
-      value: the column with the values.
-      time: the column with the times. It is read only if `split_time`, `split_last` or
-        `duplicates="last"` needs it.
-      format: format of files: "text", "pairs", "jsonl", "adjacency" or "parquet". By
-        default the file's name or its first lines decide.
-      delimiter: text between the columns of pairs, one or two characters; by default it
-        is found.
-      separator: text between the items in a cell, like "|" in `Drama|War`. By default a
-        cell is one item.
-      time_format: format of times that are text, for `strptime`: "%d.%m.%Y %H:%M". By
-        default they are ISO 8601.
-      duplicates: the value of an entry that has several events: their sum ("add"), the
-        value of the latest ("last"; the largest of equally late ones), or the largest
-        ("max").
-      min_user: leave out users with fewer entries, before the split. As this may make
-        items rare, and the other way round, both are repeated until nothing changes.
-      min_item: leave out items with fewer users.
-      features: vocabulary to prepare against: names or a data set. By default it is the
-        items, in the order of `vocabulary_order`.
-      indicator: ignore values.
-      split_time: hold out the events at or after this time, as
-        `SparseDataset.split_at`. Each part has the entries and the values of its own
-        events. The vocabulary is then that of the earlier events. Later entries of
-        other items are left out and counted.
-      repeats: with `split_time`, how an entry counts that has events on both sides. "new",
-        the default: it is not held out, and the manifest counts it. "all": it is in both
-        parts.
-      split_last: number of last entries of each row to hold out, as by
-        `SparseDataset.split_last`. At equal times the greater name is later.
-      split_fraction: share of the entries that stays in train. The others are held out
-        at random, as by `SparseDataset.split(fraction, seed=seed)`.
-      seed: seed of the random choice by `split_fraction`.
-      skip_bad_lines: leave out lines that cannot be read, of which at most one in a hundred may
-        be bad; and of tables events without a user or an item, with a value that is not finite
-        as float32, or without a time where it is needed. The manifest has their number.
-      memory: how much memory the engine may take, like "4GB"; by default 80 % of all.
-
     Raises:
       DataError: the events cannot be read, or some are wrong: the message counts them and
         has one. Nothing is left, or nothing is held out.
@@ -337,39 +273,25 @@ def prepare(
       OSError: `out` cannot be written.
       ValueError: an argument is wrong.
     """
-    asked = Asked(
-        user=user,
-        item=item,
-        value=value,
-        time=time,
-        duplicates=duplicates,
-        min_user=min_user,
-        min_item=min_item,
-        features=features,
-        indicator=indicator,
-        split_time=split_time,
-        repeats=repeats,
-        split_last=split_last,
-        split_fraction=split_fraction,
-        seed=seed,
-        skip_bad_lines=skip_bad_lines,
-    )
-    before = prepared_before(out, asked.settings)
-    with _writing(out, before) as folder, _engine(folder, memory) as engine:
+    asked.check_effect()
+    known = asked.values_of(Prepare)
+    settings = Asked(**{f.name: known[f.name] for f in dataclasses.fields(Asked)})
+    before = prepared_before(asked.out, settings.settings)
+    with _writing(asked.out, before) as folder, _engine(folder, asked.memory) as engine:
         found = events_of(
-            events,
-            chosen=asked.chosen,
-            format=format,
-            delimiter=delimiter,
-            indicator=indicator,
-            with_time=asked.with_time,
-            skip_bad_lines=skip_bad_lines,
-            separator=separator,
-            time_format=time_format,
+            asked.events,
+            chosen=settings.chosen,
+            format=asked.format,
+            delimiter=asked.delimiter,
+            indicator=asked.indicator,
+            with_time=settings.with_time,
+            skip_bad_lines=asked.skip_bad_lines,
+            separator=asked.separator,
+            time_format=asked.time_format,
         )
-        found.vocabulary = asked.known
-        preparation = _Preparation(engine, found, asked.cut, asked.settings)
-        return preparation.run(folder, asked.known, before)
+        found.vocabulary = settings.known
+        preparation = _Preparation(engine, found, settings.cut, settings.settings)
+        return preparation.run(folder, settings.known, before)
 
 
 def prepared_before(out: Path, settings: Mapping[str, Any]) -> DataFolder | None:
