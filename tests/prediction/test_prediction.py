@@ -465,7 +465,7 @@ def test_errors_of_folding_in(problem, model):
         evaluate(model, data, data, fold_in=0.8)
     with pytest.raises(TypeError, match="must be a SparseDataset, got csr_array"):
         evaluate(model, problem[0], fold_in=0.8)
-    with pytest.raises(ValueError, match="fraction must lie in"):
+    with pytest.raises(ValueError, match="fold_in must be below 1"):
         evaluate(model, data, fold_in=1.0)
 
 

@@ -215,7 +215,7 @@ def test_whatever_does_not_read_columns_refuses_them(tmp_path):
     sparse = data.to_sparse()
     items = sj.build(sj.NetworkConfig.autoencoder((4,)), sparse)
     for weights in ("price", {"buy": 1.0}):
-        with pytest.raises(TypeError, match="of a column, only for histories"):
+        with pytest.raises(TypeError, match="are for histories: give one number"):
             sj.fit(*items, sparse, weights=weights)
     with pytest.raises(ValueError, match="name the kinds of events to predict"):
         sj.fit(model, optimizer, data, data.to_sparse())

@@ -348,16 +348,10 @@ def checked_weights(weights: Any, rows: int) -> np.ndarray | None:
     """Weights of `rows` examples in float32.
 
     Raises:
-      TypeError: they are a text or a mapping, which only histories take.
       ValueError: there are more or fewer, or one is not finite.
     """
     if weights is None:
         return None
-    if isinstance(weights, str | Mapping):
-        raise TypeError(
-            "weights are a number for each row; by the kinds of events, or the name of a "
-            f"column, only for histories. Got {type(weights).__name__}"
-        )
     weights = np.asarray(weights, np.float32)
     if weights.shape != (rows,):
         raise ValueError(f"weights has shape {weights.shape}, expected ({rows},)")
