@@ -35,7 +35,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 import pallas_kernels
 import sparsejax
-from sparsejax import kept_files
+from sparsejax import kept_files, processors
 from sparsejax.mesh.layout import default_device, device_memory, mesh_is_set
 
 # The least recently used programs are removed beyond this.
@@ -424,7 +424,7 @@ def sources(folder: pathlib.Path, since: float) -> str:
 def _processor() -> Any:
     """The CPU that a program is compiled for: its features, and the number of cores."""
     names = "flags", "Features", "model name"
-    found: list[Any] = [len(os.sched_getaffinity(0))]
+    found: list[Any] = [len(processors.usable())]
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
         found += [x for x in lines.splitlines() if x.startswith(names)]

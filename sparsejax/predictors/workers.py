@@ -25,7 +25,7 @@ from typing import Any
 
 import jax
 
-from sparsejax import codec
+from sparsejax import codec, processors
 from sparsejax.predictors.files import Kept
 from sparsejax.predictors.parts import Parts
 
@@ -69,7 +69,7 @@ class Scorer:
             environment["CUDA_VISIBLE_DEVICES"] = gpu
         # The cores are chosen before libraries count them.
         start = (
-            f"import os; os.sched_setaffinity(0, {sorted(cores)}); "
+            f"from {processors.__name__} import keep_to; keep_to({sorted(cores)}); "
             f"from {__name__} import serve; serve()"
         )
         self._process = subprocess.Popen(
@@ -149,7 +149,7 @@ def write_parts(parts: Parts, *, workers: int | None = None) -> int:
         raise ValueError(f"workers must be 1 or more, got {workers}")
     waiting = collections.deque(parts.missing())
     workers = min(workers, len(waiting))
-    cores = sorted(os.sched_getaffinity(0))
+    cores = processors.usable()
     begun: collections.Counter[int] = collections.Counter()
     wrote = 0
     with contextlib.ExitStack() as stack:

@@ -10,12 +10,13 @@ import pytest
 from option_uses import Uses
 
 from sparsejax.cli import flags, shell
-from sparsejax.options import measuring, predicting, training
+from sparsejax.options import measuring, planning, predicting, reading, training
 from sparsejax.options.option import Flag, Options, option, takes, texts_of, verb
 
 COMMANDS = typing.get_args(flags.Command)
 STATED = [training.Train, measuring.Evaluate, measuring.Report, predicting.Recommend]
-STATED += [predicting.Export, *option_tables.FUNCTIONS.values()]
+STATED += [predicting.Export, training.Fit, measuring.Measure, predicting.Rank]
+STATED += [predicting.Write, planning.Plan, reading.Prepare]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
-from sparsejax import codec
+from sparsejax import codec, processors
 from sparsejax.data.events.stream import Events, events_of
 from sparsejax.data.files import arrow
 from sparsejax.data.files.columns import BY_NAME, Chosen, Column
@@ -369,7 +369,7 @@ def _engine(folder: Place, memory: str | None) -> Generator[Any]:
         engine.execute("SET temp_directory = $1", [os.fspath(spill)])
         # By itself it takes a thread for each core of the machine, also under `taskset`.
         [[threads]] = engine.execute("SELECT current_setting('threads')").fetchall()
-        cores = len(os.sched_getaffinity(0))
+        cores = len(processors.usable())
         engine.execute("SET threads = $1", [min(threads, cores)])
         engine.execute("SET preserve_insertion_order = false")
         if memory is not None:
