@@ -12,15 +12,15 @@ from jaxtyping import Array, Float
 
 
 class Calibrated(nnx.Module):
-    """A click model with logits that are corrected behind it; `calibrate` makes it.
+    """A click model whose logits are corrected; `calibrate` makes it.
 
     ::
 
         z = slope model(dense, ids) + offset
-        logit = z, or where there are knots what lies between them on straight lines
+        logit = z without knots, else the value at z of the straight lines through the knots
 
-    Beyond the first and the last knot, the logit is that of the knot. `predict`,
-    `evaluate` and `export_predictor` take it like the model itself, which it holds.
+    Below the first and above the last knot, the logit is constant. `predict`, `evaluate` and
+    `export_predictor` accept this module like the click model inside it.
 
     >>> def same(dense, ids):
     ...     return jnp.array([-1.0, 3.0])
@@ -29,8 +29,8 @@ class Calibrated(nnx.Module):
 
     Args:
       model: the click model.
-      slope: of the line.
-      offset: of the line.
+      slope: factor of the model's logits.
+      offset: number added to the scaled logits.
       knots: pairs of a logit and the corrected one, both ascending; none by default.
     """
 

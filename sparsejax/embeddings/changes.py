@@ -68,8 +68,9 @@ def export_changes(
 
     Args:
       model: its tables are those of each `EmbeddingCollection` in it.
-      folder: of the changes; it is made if there is none.
-      optimizer: that trains the model. With None rows are written as they are.
+      folder: folder that collects the exports; it is created if it does not exist.
+      optimizer: the optimizer that trains the model. With None the rows are written as they
+        are.
       state: write the state of the rows of dynamic tables, too. Under most rules it changes in
         each step for each row, so that each export has all rows.
 
@@ -112,12 +113,15 @@ def apply_changes(
     All files are read and checked before the model changes, so an error leaves it as it was.
 
     Args:
-      model: the same model as the one that was exported; or an `EmbeddingCollection`, if that
-        was. Its mesh and the sizes of its dynamic tables may be others.
-      folder: of the changes.
-      optimizer: that trains this model. Rows get the state that the changes have, and
-        `optimizer.step` becomes that of the export; without it, that of a new optimizer.
-      after: what was taken before.
+      model: a model with the layers and tables of the exported one; or an
+        `EmbeddingCollection`, if a collection was exported. Its mesh and the sizes of its
+        dynamic tables may differ.
+      folder: folder that `export_changes` has filled.
+      optimizer: the optimizer that trains this model. Rows get the optimizer state stored in
+        the changes, and `optimizer.step` the step of the export. If the changes have no state,
+        rows get the state of a new optimizer.
+      after: the changes that an earlier call returned. Only later ones are applied. By default
+        reading begins with the last base.
 
     Returns:
       The last changes that were taken.
@@ -148,7 +152,7 @@ class _Tables(NamedTuple):
 
     Attributes:
       parts: the stacks of its collections.
-      stores: of these stacks.
+      stores: the store of each stack, in the order of `parts`.
       values: other variables by name.
     """
 

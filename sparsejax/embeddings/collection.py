@@ -75,24 +75,26 @@ class EmbeddingCollection(Tables):
     gives the same tables on every mesh, and a checkpoint fits every mesh.
 
     Args:
-      tables: by name.
-      features: by name; a string is short for `FeatureConfig(table)`.
-      dtype: of the results; that of the tables by default.
-      plan: of `plan_embeddings`, or a placement for each of some tables whose configuration
-        has none. By default tables of one width, dtype and rule are replicated if they have
-        up to 2^20 numbers together, and else divided by rows.
-      wire_dtype: in which sums and gradients cross between devices, such as bfloat16; they are
-        added in float32. By default the dtype of the table.
-      exchange_room: for how many ids there are places between each pair of devices, as a
-        multiple of an even share. By default 1.5, and more for few ids.
-      implementation: see `sparsejax.gather_matmul`.
+      tables: configuration of each table, by the table's name.
+      features: configuration of each feature, by the feature's name; a string is short for
+        `FeatureConfig(table)`.
+      dtype: dtype of the results; by default the dtype of the tables.
+      plan: a plan made by `plan_embeddings`, or a placement for each of some tables whose
+        configuration has none. By default tables of one width, dtype and rule are replicated if
+        they have up to 2^20 numbers together, and else divided by rows.
+      wire_dtype: dtype in which sums and gradients cross between devices, such as bfloat16;
+        they are added in float32. By default the dtype of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share. By default 1.5, and more for few ids.
+      implementation: implementation of the lookup, one of those of `sparsejax.gather_matmul`.
+        None picks the fastest one for the device.
       rngs: random streams.
 
     Attributes:
-      settings: those that compiled programs depend on, a `TableSettings`.
-      overflows: `[]` int32 variable: in how many lookups the devices of a mesh had too few
-        places for the ids that they exchange, and all gathered all of them. Results are the
-        same.
+      settings: settings that compiled programs depend on, a `TableSettings`.
+      overflows: `[]` int32 variable: number of lookups in which the devices of a mesh had too
+        few places for the ids that they exchange. Each device then gathered all ids. The
+        results are equal.
 
     Raises:
       ValueError: there is no feature, a feature or `plan` names an unknown table, the plan
@@ -193,16 +195,16 @@ class EmbeddingCollection(Tables):
         *,
         nse: Mapping[str, int] | None = None,
     ) -> FeatureBatch:
-        """The ids of a batch as one matrix for each stack, which calls take in place of ids.
+        """Packs the ids of a batch into one matrix for each stack, for calls to take.
 
-        A call does it itself. An input pipeline can do it ahead: NumPy arrays give NumPy
+        A call packs ids itself. An input pipeline can do it earlier: NumPy arrays give NumPy
         arrays.
 
         Args:
-          ids: of each feature.
-          nse: by the name of a stack, how many ids there is room for; by default for as many
-            as the arguments have room. One program serves all batches of one `nse`. An id
-            of a table that is cut by columns counts once for each piece.
+          ids: ids of each feature, by the feature's name.
+          nse: number of ids that there is room for in each stack, by the stack's name; by
+            default as many as the arguments have room for. One program serves all batches of
+            one `nse`. An id of a table that is cut by columns counts once for each piece.
 
         Raises:
           ValueError: a feature is missing or unknown; shapes do not fit. If all ids are NumPy
@@ -238,8 +240,9 @@ class EmbeddingCollection(Tables):
             Do not change the arrays of a batch before it is returned.
 
         Raises:
-          TypeError: see `pack`.
-          ValueError: see `pack`.
+          TypeError: ids are not int32.
+          ValueError: a feature is missing or unknown; shapes do not fit; or, if all ids are
+            NumPy arrays, an id is outside its table or a list is too long.
         """
         stores = [store for store in self.stores() if not store.stages]
         sender = sender_of(self, stores)
@@ -298,11 +301,12 @@ class EmbeddingCollection(Tables):
         on the order of ids in a batch, nor on the mesh. See docs/dynamic_tables.md.
 
         Args:
-          ids: of each feature, or what `pack` made of them.
-          optimizer: that trains the model.
+          ids: ids of each feature, by the feature's name, or the batch that `pack` made of
+            them.
+          optimizer: the optimizer that trains the model.
           clock: the time, an integer that fits into int32 and does not fall. By default
-            the number of steps that the optimizer has done. With a clock of your own, rows of earlier batches
-            of the same step are not protected: do not accumulate gradients with it.
+            the number of steps that the optimizer has done. With a clock of your own, rows of
+            earlier batches of a step are not protected: do not accumulate gradients with it.
           within: the path of this collection in the model, if the model has several
             collections with dynamic tables of one width.
 
@@ -353,10 +357,12 @@ class EmbeddingCollection(Tables):
         docs/host_tables.md.
 
         Args:
-          batches: each is the ids of all features, or what `pack` made of them, or a tuple,
-            list or dictionary that has them somewhere. Ids are arrays of the host.
-          optimizer: that trains the model on these batches. Without it rows are only read.
-          within: see `assign_rows`.
+          batches: ids of all features; or a batch that `pack` made; or a tuple, list or
+            dictionary that has one of these somewhere. Ids are arrays of the host.
+          optimizer: the optimizer that trains the model on these batches. Without it rows are
+            only read.
+          within: the path of this collection in the model, if the model has several collections
+            with dynamic tables of one width.
 
         Raises:
           ValueError: a batch has no ids of this collection; it has ids of more rows than
@@ -384,15 +390,17 @@ class EmbeddingCollection(Tables):
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
     ) -> None:
-        """Says what the exchange has room for, as `fit` does, which has seen the ids.
+        """Sets the room of the exchange, as `fit` does, which has seen the ids.
 
-        What an earlier call said is forgotten.
+        Arguments of an earlier call are forgotten.
 
         Args:
-          distinct: how many rows of each table the examples of a device ask for; that of
-            the plan by default.
-          wire_dtype: that which the collection was made with by default.
-          exchange_room: the same.
+          distinct: average number of different rows of each table that the examples of a device
+            read; by default that of the plan.
+          wire_dtype: dtype in which sums and gradients cross between devices; by default the
+            one that the collection was made with.
+          exchange_room: places for ids between each pair of devices, as a multiple of an even
+            share; by default the number that the collection was made with.
         """
         self.settings = self.given.replaced(
             distinct=distinct, wire_dtype=wire_dtype, exchange_room=exchange_room

@@ -37,23 +37,23 @@ class TableConfig:
     Attributes:
       num_rows: ids are `0 .. num_rows - 1`.
       dim: numbers in a row.
-      init: makes a row: `init(key, (1, dim), dtype)`, with a key for each row. Its scale must
-        not depend on the number of rows, as that of `glorot_uniform` does. By default
-        numbers are uniform between `-1 / sqrt(num_rows)` and `1 / sqrt(num_rows)`.
-      dtype: of the numbers.
-      placement: how the table lies on a mesh: "rows" divides its rows over "model",
+      init: function that makes a row: `init(key, (1, dim), dtype)`, with a key for each row.
+        Its scale must not depend on the number of rows, as the scale of `glorot_uniform` does.
+        By default numbers are uniform between `-1 / sqrt(num_rows)` and `1 / sqrt(num_rows)`.
+      dtype: dtype of the numbers.
+      placement: how the table is placed on a mesh: "rows" divides its rows over "model",
         "table" puts all of them on one device, "columns" cuts its width into pieces, each on
         one device, "replicated" puts the whole table on every device. By default
         `EmbeddingCollection` decides.
-      pieces: of the width, with the placement "columns". A rule with one number a row has
-        one for each piece.
-      rule: how its rows are trained; by default by the rule of the `Optimizer`.
-      host: whether the rows lie in the memory of the host. The devices then have some of
-        them at a time, see docs/host_tables.md.
-      device_rows: with `host`, how many: at least as many as a batch has different ids; by
-        default a fifth of all.
-      host_path: with `host`, a folder, as on a local disk: the rows lie in files there, which
-        the system keeps in memory as far as there is room. The files have no names, and end
+      pieces: number of pieces into which the placement "columns" cuts the width. A rule that
+        keeps one number for each row keeps one for each piece of it.
+      rule: how its rows are trained; by default the rule of the `Optimizer`.
+      host: whether the rows are in host memory. The devices then have some of them at a time,
+        see docs/host_tables.md.
+      device_rows: with `host`, the number of rows on the devices: at least as many as a batch
+        has different ids. By default a fifth of all.
+      host_path: with `host`, a folder, best on a local disk. The rows are in files there, which
+        the system keeps in memory as far as there is room. The files have no names, and vanish
         with the model.
     """
 
@@ -180,23 +180,24 @@ class DynamicTableConfig(TableConfig):
     docs/dynamic_tables.md.
 
     Attributes:
-      num_rows: how many ids have a row at most. It is rounded up to a multiple of 256, as
-        rows are dealt to 256 parts by a hash of the id. With `host_rows` it is how many rows
-        the devices have, and becomes `device_rows`; `num_rows` is then that of all.
+      num_rows: largest number of ids that have a row. It is rounded up to a multiple of 256, as
+        rows are divided into 256 parts by a hash of the id. With `host_rows`, pass the number
+        of rows on the devices here: it becomes `device_rows`, and the attribute `num_rows` is
+        then the number of all rows.
       dim: numbers in a row.
-      init: see `TableConfig`. The row of an id depends on it, the seed, the table and the
-        id alone.
-      evict: which ids lose their row when a part has none left for new ones: "lru" those
-        that were not seen for longest, "lfu" those seen least often. With None no id loses
-        its row, unless `time_to_live` has passed; new ids then have none. A `RowNumber` is a
-        policy of your own.
-      time_to_live: ids that were not seen for longer lose their row first. In units of the
-        clock of `assign_rows`: steps, if it has none.
+      init: function that makes a row: `init(key, (1, dim), dtype)`. The first row of an id
+        depends on this function, the seed, the table and the id alone.
+      evict: which ids lose their row when a part has none left for new ones: "lru" the ids that
+        were not seen for the longest time, "lfu" the ids seen least often. With None no id
+        loses its row, unless `time_to_live` has passed; new ids then get none. A `RowNumber` is
+        a policy of your own.
+      time_to_live: age after which ids lose their row first, counted from when they were last
+        seen. Its unit is that of the clock of `assign_rows`: steps, if no clock is given.
       admit: which new ids get a row; by default all.
-      host_rows: how many ids have a row at most, if the rows lie in the memory of the host;
-        the devices have `num_rows` of them at a time, at least as many as a batch has
-        different ids. See docs/host_tables.md.
-      host_path: with `host_rows`, see `TableConfig`.
+      host_rows: largest number of ids that have a row, if the rows are in host memory. The
+        devices have `num_rows` of them at a time, at least as many as a batch has different
+        ids. See docs/host_tables.md.
+      host_path: with `host_rows`, a folder for the files of the rows, as in `TableConfig`.
     """
 
     _: dataclasses.KW_ONLY
@@ -284,15 +285,15 @@ class FeatureConfig:
 
     Attributes:
       table: name of the table with its rows. Features can share a table.
-      combiner: "sum", "mean" or "sqrtn" of the rows, see `sparsejax.gather_matmul`. With
-        None the rows stay apart, in the order of the ids. The default is that of TorchRec,
-        and of a product with a sparse matrix; Keras and SparseOperationKit take "mean".
-      length: with the combiner None, the most ids that an example has.
-      outside: what to do about an id that the table does not have: "error" or "drop".
-        Where ids are traced or on a device, an error is a row of NaN.
-      longer: with the combiner None, what to do about a list of more than `length` ids:
-        "error", or "last", which reads the last `length` ids. In an array, -1 behind the last
-        id of a row is no part of its list.
+      combiner: how the rows of an example are combined: "sum", "mean" or "sqrtn", as in
+        `sparsejax.gather_matmul`. With None the rows stay apart, in the order of the ids. "sum"
+        is also the default of TorchRec; Keras and SparseOperationKit take "mean".
+      length: with the combiner None, the largest number of ids in an example.
+      outside: reaction to an id that the table does not have: "error" or "drop". Where ids are
+        traced or on a device, an error is a row of NaN.
+      longer: with the combiner None, reaction to a list of more than `length` ids: "error", or
+        "last", which reads the last `length` ids. In an array, -1 behind the last id of a row
+        is no part of its list.
     """
 
     table: str

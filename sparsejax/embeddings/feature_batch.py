@@ -154,8 +154,9 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
     """The ids, with NumPy's of 64 bits as two words; a program would take 32 bits of them.
 
     Raises:
-      TypeError: see `pack`.
-      ValueError: see `pack`, of NumPy's ids.
+      TypeError: ids are not int32.
+      ValueError: NumPy's ids have a wrong shape, an id is outside its table, or a list is too
+        long.
     """
     features, found = {f.name: f for stack in stacks for f in stack.features}, dict(ids)
     for name in features.keys() & ids.keys():
@@ -378,11 +379,11 @@ def _ends_of_bags(xp: ModuleType, stack: Stack, batch: int, lists) -> Array:
 
 
 def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
-    """Ids of dynamic tables get no row where an example does not exist.
+    """Removes the ids of examples that do not exist, so that they get no row in dynamic tables.
 
     Args:
-      batch: whose ids are one for each example and feature.
-      exists: `[batch]` bool.
+      batch: a batch with one id for each example and feature.
+      exists: `[batch]` bool: which examples exist.
     """
 
     def of(x: CSR) -> CSR:

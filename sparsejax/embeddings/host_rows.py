@@ -71,9 +71,10 @@ class _Gathered(NamedTuple):
     """The rows that a batch lacks, on their way to the devices.
 
     Attributes:
-      wanted: these rows.
-      known: `[devices * room]` flags of each; None if the host knows all of all rows.
-      values: by name, `[devices * room, ...]`.
+      wanted: numbers of these rows.
+      known: `[devices * room]` flags of each row; None if the host has numbers and state of
+        all.
+      values: arrays of these rows by name, `[devices * room, ...]`.
     """
 
     wanted: Wanted
@@ -89,8 +90,8 @@ class Coming(NamedTuple):
     """A batch whose rows were looked up.
 
     Attributes:
-      looked: its rows.
-      gathered: those that it lacks; None if it lacks none.
+      looked: the batch, and which rows have no slot.
+      gathered: the rows that the batch lacks; None if it lacks no row.
     """
 
     looked: Looked
@@ -98,7 +99,7 @@ class Coming(NamedTuple):
 
 
 class Touched:
-    """Which rows have changed since somebody looked.
+    """Marks the rows that have changed since the marks were last read.
 
     Attributes:
       rows: `[num_rows]`; all are true at first.
@@ -109,15 +110,16 @@ class Touched:
 
 
 class HostRows:
-    """The rows of a stack, with what an optimizer keeps of them.
+    """The rows of a stack in host memory, with the optimizer's state of them.
 
-    It is part of the metadata of the stack's parameter. All of these are equal, so that
-    programs that are compiled for a model serve others of the same tables. Such a program keeps
-    it, so it keeps the parameter weakly, and lets go of all rows when that is gone.
+    It is part of the metadata of the stack's parameter. All objects of this class compare
+    equal, so that programs compiled for one model serve other models with such tables. A
+    compiled program keeps this object alive. So this object has only a weak reference to the
+    parameter, and frees all rows when the parameter is gone.
 
     Args:
-      stack: of the tables.
-      key: of the random numbers of rows of static tables that were not seen yet.
+      stack: stack of the tables.
+      key: random key for the rows of static tables that were not read yet.
     """
 
     def __init__(self, stack: Stack, key: nnx.Variable):
@@ -155,17 +157,18 @@ class HostRows:
         *,
         reading: bool = False,
     ) -> None:
-        """Says which variables have the slots.
+        """Sets the variables that have the slots on the devices.
 
         Args:
           kernel: the parameter of the stack.
-          state: of its optimizer; None leaves that as it was.
-          rule: of the optimizer.
-          reading: whether rows will not change, so that this optimizer begins nothing.
+          state: arrays of its optimizer state; None leaves the present ones.
+          rule: rule of the optimizer.
+          reading: whether the rows will not change. Then this optimizer does not create their
+            state.
 
         Raises:
-          ValueError: they are those of a copy of the model; or of another optimizer than
-            that of the rows, for reading.
+          ValueError: the variables belong to a copy of the model; or, for reading, to another
+            optimizer than the one whose state the rows have.
         """
         if self._kernel is not None and self._kernel() is not kernel:
             raise ValueError(
@@ -219,13 +222,14 @@ class HostRows:
         *,
         reading: bool = False,
     ) -> None:
-        """`attach` to the state that an optimizer has; without one it stays as it was.
+        """Does `attach` with the state that an optimizer has. Without one the state stays.
 
         Args:
-          path: of the kernel in the model, or the end of it.
+          path: path of the kernel in the model, or the end of this path.
           kernel: the parameter of the stack.
-          optimizer: that trains it, or None.
-          reading: see `attach`.
+          optimizer: the optimizer that trains it, or None.
+          reading: whether the rows will not change. Then this optimizer does not create their
+            state.
         """
         state, rule = None, None
         if optimizer is not None:
@@ -526,14 +530,14 @@ class HostRows:
         before: concurrent.futures.Future[None] | None,
         mesh: jax.sharding.Mesh | None,
     ) -> _Gathered | None:
-        """Gathers the rows that a batch lacks; in a thread, beside the step before.
+        """Gathers the rows that a batch lacks, in a thread while the step before runs.
 
         Args:
           table: the slots.
           looked: the batch.
-          arrays: the rows here.
-          before: puts rows here that have just left.
-          mesh: of the batch.
+          arrays: the rows in host memory.
+          before: the task that writes rows that have just left the devices into host memory.
+          mesh: mesh of the batch, or None.
         """
         with _on(mesh):
             wanted = table.wanted(looked)
@@ -626,11 +630,11 @@ class HostRows:
         self._leaving = None
 
     def _put(self, rows: np.ndarray, arrays: Mapping[str, jax.Array]) -> None:
-        """Writes rows here that are on their way.
+        """Writes rows that are on their way from the devices into host memory.
 
         Args:
           rows: `[devices, room]`; -1 for none.
-          arrays: by name, what `leaving` began to copy.
+          arrays: arrays by name, whose copies to the host `leaving` has begun.
         """
         found = {name: arrived(array) for name, array in arrays.items()}
         self.bytes_moved += sum(array.nbytes for array in arrays.values())
@@ -740,21 +744,23 @@ def _swap(
     window: int,
     training: bool,
 ) -> tuple[dict[str, jax.Array], Index, jax.Array, jax.Array, dict[str, jax.Array]]:
-    """Gives rows the slots of others.
+    """Gives rows that come from the host the slots of rows that leave.
 
     Args:
       kind: the stack, and the rule of its optimizer.
-      missing: these rows, see `Looked`.
+      missing: the rows that come, as `Looked` has them.
       columns: all rows of the batch.
-      known: what the host knows of the missing rows; None if it knows all.
-      values: as far as the host knows them.
-      room: at least as many as are missing.
-      window: see `Wanted`.
+      known: flags that say which numbers and state of the missing rows the host has; None if it
+        has all.
+      values: arrays of the missing rows by name; places that the host has not filled are
+        arbitrary.
+      room: number of places for rows that come; at least as many as are missing.
+      window: number of slots that are examined.
       training: whether the batch changes its rows.
 
     Returns:
       The arrays and the index; the slots of the batch; the rows that have left and may have
-      changed, else -1; and what was in their slots.
+      changed, else -1; and the former values of their slots.
     """
 
     def part(arrays, index, key, missing, columns, known, values):
@@ -793,7 +799,7 @@ def _swap(
 
 
 def _on(mesh: jax.sharding.Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Within it this mesh is set, or none."""
+    """Sets this mesh, or none, while the context is open."""
     return without_mesh() if mesh is None else jax.set_mesh(mesh)
 
 

@@ -60,16 +60,16 @@ class Index(NamedTuple):
 
 
 class Looked(NamedTuple):
-    """A batch, and the rows that it lacks.
+    """A batch whose rows were looked up, and the rows that have no slot.
 
     Attributes:
-      columns: `[entries]`: its rows; negative ones are padding.
-      number: of this look.
+      columns: `[entries]`: rows of the batch; negative ones are padding.
+      number: number of this look-up.
       training: whether the batch changes its rows.
-      missing: `[devices, 2 + most]`: how many rows have no slot, and how many slots the batch
-        has; then these rows, ascending, by the numbers of the device. A row that has just
-        left is `-2 - row`. Then -1.
-      on_host: the same, on its way to the host.
+      missing: `[devices, 2 + most]`: first the number of rows without a slot, and the number of
+        slots that the batch has; then the rows without a slot, ascending, as the device numbers
+        them; then -1. A row that has just left is `-2 - row`.
+      on_host: copy of `missing`, on its way to the host.
     """
 
     columns: jax.Array
@@ -80,13 +80,14 @@ class Looked(NamedTuple):
 
 
 class Wanted(NamedTuple):
-    """Rows that have to get slots.
+    """Rows that need slots.
 
     Attributes:
-      rows: `[devices, room]`, by the numbers of the device; then -1.
-      has_left: the same shape: whether it left just now, so the host may not have it yet.
-      counts: `[devices]`: how many rows.
-      window: how many slots are looked at.
+      rows: `[devices, room]`: rows as the device numbers them; then -1.
+      has_left: `[devices, room]`: whether the row has just left, so that the host may not have
+        it yet.
+      counts: `[devices]`: number of rows.
+      window: number of slots that are examined.
     """
 
     rows: np.ndarray
@@ -98,13 +99,13 @@ class Wanted(NamedTuple):
 class Slots:
     """The slots of a stack.
 
-    The row that leaves is the one that was not used for longest, among the slots that a hand
-    passes; in a small table, among all.
+    The row that leaves is the least recently used one of the examined slots. A pointer that
+    moves around the slots says which ones are examined; in a small table all are.
 
     Args:
-      num_rows: of the stack.
-      slots: fewer.
-      devices: over which rows are divided.
+      num_rows: number of rows in the stack.
+      slots: number of slots, which is smaller.
+      devices: number of devices over which rows are divided.
     """
 
     def __init__(self, num_rows: int, slots: int, devices: int):
@@ -208,14 +209,14 @@ class Slots:
 def taken(
     index: Index, missing: jax.Array, *, room: int, window: int, training: bool
 ) -> tuple[Index, jax.Array, jax.Array, jax.Array]:
-    """Gives the rows that the last batch lacks the slots of others, on a device.
+    """Gives rows that the last batch lacks the slots of other rows, on a device.
 
     Args:
-      index: of the device.
-      missing: of the device, see `Looked`.
-      room: at least as many as rows are missing.
-      window: how many slots are looked at. Enough of them are not in use.
-      training: whether the rows will change.
+      index: index of the device.
+      missing: rows without a slot on the device, as `Looked` has them.
+      room: number of places for rows; at least as many as are missing.
+      window: number of slots that are examined. Enough of them are not in use.
+      training: whether the batch changes its rows.
 
     Returns:
       The index; `[room]` the rows, -1 for padding; their slots, outside for padding; and the
@@ -349,7 +350,7 @@ def find(slot: jax.Array, columns: jax.Array, size: int) -> jax.Array:
     """`[entries]`: the slot of each row, numbered over all devices; on a device.
 
     Args:
-      slot: of the device's index.
+      slot: slots of the rows in the device's index.
       columns: `[entries]` rows; negative ones stay as they are.
       size: slots of a device.
     """

@@ -57,13 +57,13 @@ class Call(NamedTuple):
     """How a collection is called.
 
     Attributes:
-      settings: those of the exchange between devices.
+      settings: settings of the exchange between devices.
       blank: number of bags without ids that each example has before its other bags. They are
         room for a vector of another layer: to put it there later would copy all rows.
-      dtype: of the result; by default that of the tables.
-      after: an array that is made while rows of other devices cross; they are waited for when
-        it is there. It is divided as the batch is.
-      implementation: see `gather_matmul`.
+      dtype: dtype of the result; by default the dtype of the tables.
+      after: an array that is computed while rows of other devices arrive; the program waits for
+        them when it is computed. It is divided as the batch is.
+      implementation: implementation of the lookup, one of those of `gather_matmul`.
     """
 
     settings: TableSettings
@@ -98,13 +98,14 @@ def look_up(
     """Looks up the rows of all features of a stack for a batch.
 
     Args:
-      stack: which features these are.
-      kernel: its tables.
-      x: its matrix of a `FeatureBatch`, in which its ids may have been sent.
-      call: see there.
+      stack: the tables, and the features that read them.
+      kernel: rows of the tables.
+      x: matrix of the stack in a `FeatureBatch`, whose ids may have been sent to the devices
+        that have their rows.
+      call: settings of this lookup.
       made: whether `x` has its combiners and blank bags already.
       order: the row of each entry of `x`, if the rows of the kernel are in any order.
-      beside: vectors to be added.
+      beside: vectors to be added, such as those of ids without a row.
 
     Returns:
       `[batch, bags, dim]`; on a mesh the batch is divided over all its devices, if it is a
@@ -145,10 +146,10 @@ class Sender:
     """How the ids of a collection are sent before the step that reads their rows.
 
     Attributes:
-      names: of the features.
-      stacks: all of the collection; none has tables in host memory.
-      by_rows: whether the kernel of each is divided over "model".
-      settings: those of the exchange between devices.
+      names: names of the features.
+      stacks: all stacks of the collection; none has tables in host memory.
+      by_rows: whether the kernel of each stack is divided over "model".
+      settings: settings of the exchange between devices.
     """
 
     names: tuple[str, ...]

@@ -139,8 +139,9 @@ class DCNConfig(ClickModelConfig):
 
     Attributes:
       cross: number of cross layers.
-      rank: of the matrix of a cross layer; None is full.
-      hidden: sizes of the layers behind them; a last one of size 1 follows.
+      rank: rank of the matrix in a cross layer; None stands for a full matrix.
+      hidden: sizes of the layers that follow the cross layers; a last layer of size 1 follows
+        them.
     """
 
     model = "dcn"

@@ -198,11 +198,15 @@ class DLRM(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has a table of its own; 2^64 ids have
-        one of `config.dynamic`. The name of another feature stands for its ids and its table.
-      plan: see `EmbeddingCollection`.
-      wire_dtype: the same.
-      exchange_room: the same.
+      features: number of ids of each feature, by the feature's name. Each feature has its own
+        table; the number 2^64 makes a dynamic table, by `config.dynamic`. The name of another
+        feature in place of a number means that this feature reads that one's table.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
       rngs: random streams.
     """
 
@@ -266,11 +270,15 @@ class DCN(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has a table of its own; 2^64 ids have
-        one of `config.dynamic`. The name of another feature stands for its ids and its table.
-      plan: see `EmbeddingCollection`.
-      wire_dtype: the same.
-      exchange_room: the same.
+      features: number of ids of each feature, by the feature's name. Each feature has its own
+        table; the number 2^64 makes a dynamic table, by `config.dynamic`. The name of another
+        feature in place of a number means that this feature reads that one's table.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
       rngs: random streams.
     """
 
@@ -323,12 +331,15 @@ class DeepFM(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has two tables of its own; 2^64 ids
-        have those of `config.dynamic`. The name of another feature stands for its ids and its
-        tables.
-      plan: see `EmbeddingCollection`.
-      wire_dtype: the same.
-      exchange_room: the same.
+      features: number of ids of each feature, by the feature's name. Each feature has two
+        tables of its own; the number 2^64 makes dynamic tables, by `config.dynamic`. The name
+        of another feature in place of a number means that this feature reads that one's tables.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
       rngs: random streams.
     """
 
@@ -380,12 +391,15 @@ class WideDeep(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each. Each has two tables of its own; 2^64 ids
-        have those of `config.dynamic`. The name of another feature stands for its ids and its
-        tables.
-      plan: see `EmbeddingCollection`.
-      wire_dtype: the same.
-      exchange_room: the same.
+      features: number of ids of each feature, by the feature's name. Each feature has two
+        tables of its own; the number 2^64 makes dynamic tables, by `config.dynamic`. The name
+        of another feature in place of a number means that this feature reads that one's tables.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
       rngs: random streams.
     """
 
@@ -422,10 +436,10 @@ class DIN(_ClickModel):
         h = sum over t of w_t e_t
         logit = hidden(dense, embeddings of the other features, h of each history)
 
-    Weights are not normalized, so that a history with much of interest has a long sum. Of a
-    history of more than `length` ids the last ones are read. The layers have ReLU where the
-    paper has PReLU or Dice, whose statistics over a batch would tie an answer to its
-    neighbours.
+    Weights are not normalized, so that a history with many items of interest has a long sum. If
+    a history has more than `length` ids, the last ones are read. The layers have ReLU where the
+    paper has PReLU or Dice: their statistics over a batch would make an example's answer depend
+    on the other examples.
 
     >>> features = {"user": 50, "item": 90, "had": "item"}
     >>> model = DIN(DINConfig(length=3), num_dense=0, features=features, rngs=nnx.Rngs(0))
@@ -436,11 +450,15 @@ class DIN(_ClickModel):
     Args:
       config: widths, and the dtype of the layers.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each, or the name of another feature, whose
-        history this one is. 2^64 ids have a table of `config.dynamic`.
-      plan: see `EmbeddingCollection`.
-      wire_dtype: the same.
-      exchange_room: the same.
+      features: number of ids of each feature, by the feature's name; the number 2^64 makes a
+        dynamic table, by `config.dynamic`. The name of another feature in place of a number
+        makes this feature a history of that one.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
       rngs: random streams.
 
     Raises:
@@ -580,13 +598,17 @@ def build_click_model(
     'DCN'
 
     Args:
-      config: of one of the models.
+      config: configuration of one of the models.
       num_dense: number of dense columns; may be 0.
-      features: by name, the number of ids of each; or the name of another feature, with the
-        same ids, whose table this one reads, too. `ClickDataset.features` has them.
-      plan: see `EmbeddingCollection`.
-      wire_dtype: the same.
-      exchange_room: the same.
+      features: number of ids of each feature, by the feature's name; or the name of another
+        feature, which has these ids, too, and whose table this feature reads.
+        `ClickDataset.features` is such a mapping.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
       rngs: random streams.
     """
     make = _MODELS.get(getattr(config, "model", ""))

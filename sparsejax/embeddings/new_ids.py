@@ -179,14 +179,14 @@ def _moved(
     start: jax.Array,
     *arrays: jax.Array,
 ) -> jax.Array:
-    """An array with a row for each row of a stack, from those of the stacks before.
+    """Moves the rows of an array from former stacks into a new one.
 
     Args:
       before: the stacks that had its tables.
       after: the stack.
-      like: the id whose row is that of new ones, too; None leaves these as they are in `start`.
-      start: what other rows are.
-      arrays: one for each stack before.
+      like: id whose row new ids copy; None leaves their rows as they are in `start`.
+      start: array of the new stack, with the rows that were not moved.
+      arrays: one array for each former stack.
     """
     pieces = {
         (table.name, table.first_column): (stack, table, array)

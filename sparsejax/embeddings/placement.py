@@ -90,8 +90,9 @@ class TablePlacement:
     """How a table lies on a mesh.
 
     Attributes:
-      kind: of placement.
-      ranges: of hands: one for "table", one a piece for "columns".
+      kind: kind of the placement.
+      ranges: ranges of hands that have the table: one for "table", one for each piece for
+        "columns".
     """
 
     kind: Placement
@@ -116,11 +117,11 @@ class Place(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Distinct:
-    """How many rows of each table some examples have ids of, on average.
+    """Average number of different rows of each table that a group of examples reads.
 
     Attributes:
-      examples: so many.
-      rows: of each table with its name.
+      examples: number of examples in the group.
+      rows: pairs of a table's name and its number of different rows.
     """
 
     examples: int
@@ -137,11 +138,11 @@ class StackedTable:
     """A table within a stack, or a piece of a table that is cut by its columns.
 
     Attributes:
-      name: of the table.
+      name: name of the table.
       number: its place among all tables of the collection; names its random numbers.
-      config: of the table.
-      first_column: of the table that is here.
-      place: of its rows.
+      config: configuration of the table.
+      first_column: column of the table with which this piece begins.
+      place: where its rows are in the stack.
     """
 
     name: str
@@ -167,11 +168,11 @@ class StackedFeature:
     """A feature whose table is in a stack; one for each piece of the table.
 
     Attributes:
-      name: of the feature.
+      name: name of the feature.
       first_bag: its first bag among the bags of an example.
       table: its table.
-      config: of the feature.
-      hotness: ids of an example.
+      config: configuration of the feature.
+      hotness: number of ids in an example.
     """
 
     name: str
@@ -191,16 +192,16 @@ class Stack:
     """Tables of one width, dtype and rule that are divided over the mesh, or replicated.
 
     Attributes:
-      name: of the stack.
+      name: name of the stack.
       dim: numbers in a row.
-      dtype: of the numbers.
+      dtype: dtype of the numbers.
       divided: whether its rows are divided over "model".
       rule: how its rows are trained; None is the rule of the optimizer.
-      num_rows: of the parameter, which has rows beyond those of the tables.
-      tables: in the order of the collection.
-      features: those that read these tables, in the order of the collection.
-      device_rows: if rows lie in host memory, how many of them the parameter has in truth;
-        see `sparsejax.embeddings.host_rows`. None if it has all.
+      num_rows: number of rows of the parameter, which has some beyond those of the tables.
+      tables: tables in the order of the collection.
+      features: features that read these tables, in the order of the collection.
+      device_rows: number of rows that the parameter has on the devices, if the stack is in host
+        memory, see `sparsejax.embeddings.host_rows`. None if the parameter has all rows.
       store: the kind of store that has its rows, see `sparsejax.embeddings.stores`.
     """
 
@@ -316,10 +317,10 @@ def stack_tables(
     """The stacks of a collection.
 
     Args:
-      tables: by name.
-      features: by name; their tables exist.
+      tables: configurations by name.
+      features: configurations by name; each names an existing table.
       plan: placements of tables whose configuration has none, and ranges of hands.
-      hotness: ids of an example, by feature. By default one for each of its bags.
+      hotness: number of ids in an example, by feature. By default one for each of its bags.
 
     Raises:
       ValueError: `plan` names an unknown table or placement, pieces do not divide a width, or
@@ -502,12 +503,12 @@ def rows_at(stack: Stack, key: jax.Array, rows: jax.Array) -> jax.Array:
 def drawn_rows(
     stack: Stack, keys: jax.Array, table: jax.Array | np.ndarray
 ) -> jax.Array:
-    """`[keys, dim]`: what tables, by their places in the stack, begin with.
+    """Initial rows of tables, given by their places in the stack: `[keys, dim]`.
 
     Args:
-      stack: of the tables.
+      stack: stack of the tables.
       keys: a random key for each row.
-      table: the table of each.
+      table: place of each row's table in the stack.
     """
     # A piece of a table has its part of the numbers that are drawn for a whole row.
     first = column(t.first_column for t in stack.tables)[table]

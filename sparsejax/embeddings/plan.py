@@ -106,13 +106,14 @@ class PlannedTable:
     """The figures of a table in a plan.
 
     Attributes:
-      name: of the table.
-      num_rows: of the table.
+      name: name of the table.
+      num_rows: number of its rows.
       dim: numbers in a row.
-      placement: how it lies on a mesh.
+      placement: how it is placed on a mesh.
       why: the reason, in words.
-      memory: bytes of its rows and their state, once; of a dynamic table with its index.
-      entries: ids of a batch.
+      memory: bytes of its rows and their state, counted once; for a dynamic table with its
+        index.
+      entries: number of ids in a batch.
       sent: its part of the bytes that each device sends in a step.
       host: bytes of `memory` that are in the memory of the host.
     """
@@ -169,16 +170,18 @@ class EmbeddingPlan:
 
     Attributes:
       batch_size: examples of a step, on all devices.
-      data: size of the axis.
-      model: size of the axis.
-      memory: bytes of a device that there are; None if that is not known.
-      hotness: ids of an example, by feature.
-      distinct: how many rows of each table the examples of one device have ids of; empty if
-        that is not known.
-      tables: what it says of each table.
-      devices: what it says of each device along "model".
-      wire_dtype: see `TableSettings`.
-      exchange_room: see `TableSettings`.
+      data: size of the mesh axis "data".
+      model: size of the mesh axis "model".
+      memory: memory of a device in bytes; None if it is not known.
+      hotness: number of ids in an example, by feature.
+      distinct: number of different rows of each table that the examples of one device read;
+        empty if that is not known.
+      tables: figures of each table.
+      devices: figures of each device along "model".
+      wire_dtype: dtype of sums and gradients that cross between devices; None for the dtype of
+        each table.
+      exchange_room: places for ids of each pair of devices, as a multiple of an even share;
+        None for the default of `EmbeddingCollection`.
     """
 
     batch_size: int

@@ -66,18 +66,18 @@ def plan_embeddings(
     itself are not counted.
 
     Args:
-      tables: by name. Those with a placement keep it.
-      features: by name, as `EmbeddingCollection` takes them.
+      tables: configurations by name. Tables that have a placement keep it.
+      features: features by name, as `EmbeddingCollection` takes them.
       batch_size: examples of a step, on all devices.
       data: devices that repeat the tables.
       model: devices over which tables are divided.
-      hotness: ids of an example that there is room for, by feature. By default 1, and `length`
-        for a feature in order.
+      hotness: number of ids in an example that there is room for, by feature. By default 1, and
+        `length` for a feature whose rows stay in order.
       popularity: how often ids of a feature occur, by feature: how many times each id was
-        counted, `[n]`, or the exponent of Zipf's law. Rows of which many ids ask then cross
-        once. By default all ids of a device differ.
-      rule: of the optimizer.
-      memory: bytes of a device; by default what JAX may take of the first device here, if
+        counted, `[n]`, or the exponent of Zipf's law. A row that several ids of a batch read
+        then crosses once. By default all ids of a device differ.
+      rule: rule of the optimizer.
+      memory: bytes of a device; by default as much as JAX may use of the first device here, if
         that is known.
       wire_dtype: dtype in which sums and gradients cross between devices, such as bfloat16;
         by default that of each table. A collection takes it from the plan.
@@ -207,8 +207,8 @@ class _Figures(NamedTuple):
     """The figures of the stacks that a collection makes.
 
     Attributes:
-      devices: of the plan.
-      sent: by table, its part of the bytes that each device sends.
+      devices: figures of each device along "model".
+      sent: bytes that each device sends in a step for a table, by the table's name.
     """
 
     devices: tuple[PlannedDevice, ...]

@@ -36,7 +36,7 @@ class RowNumber:
     FirstSeen()
 
     Attributes:
-      name: of the column in files; no other number of the tables has it.
+      name: name of the column in files; it differs from those of the table's other numbers.
       dtype: int32 or float32.
     """
 
@@ -47,7 +47,7 @@ class RowNumber:
         """The number of a new row.
 
         Args:
-          times: how often the batch has the id.
+          times: number of times that the batch has the id.
           now: the clock of `assign_rows`.
         """
         raise NotImplementedError(f"{type(self).__name__} needs a method initial")
@@ -57,8 +57,8 @@ class RowNumber:
 
         Args:
           value: the number before.
-          times: see `initial`.
-          now: the same clock.
+          times: number of times that the batch has the id.
+          now: the clock of `assign_rows`.
         """
         del times, now
         return value

@@ -91,7 +91,7 @@ class Placed(NamedTuple):
     """A choice for a table.
 
     Attributes:
-      kind: of placement.
+      kind: kind of the placement.
       parts: the device of each piece.
     """
 

@@ -83,7 +83,7 @@ def read(
       path: the folder, or the folder and the table's name in it.
       table: our name of the table, for which a folder is searched.
       like: arrays of all rows by column.
-      rule: that of the optimizer, whose arrays are all in `like`; None without one.
+      rule: rule of the optimizer, whose arrays are all in `like`; None without an optimizer.
       step: the steps that the optimizer has done.
 
     Raises:

@@ -27,8 +27,8 @@ class LookedUp(NamedTuple):
     """A batch whose rows were looked up, and which are now in use.
 
     Attributes:
-      batch: of some collections, with any axes before those of its arrays.
-      rows: the rows of each stack in host memory that it has.
+      batch: batch of some collections. Its arrays may have further leading axes.
+      rows: looked-up rows of the batch in each stack in host memory, by the stack's name.
     """
 
     batch: FeatureBatch
@@ -39,8 +39,8 @@ class Staged:
     """Brings rows for all collections of a model, which are given the same ids.
 
     Args:
-      stores: of all stacks of these collections; some have rows in host memory.
-      optimizer: that trains the model; None if rows are only read.
+      stores: stores of all stacks of these collections; some have rows in host memory.
+      optimizer: the optimizer that trains the model; None if rows are only read.
     """
 
     def __init__(self, stores: Iterable[Store], optimizer: Optimizer | None):

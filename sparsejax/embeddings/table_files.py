@@ -33,11 +33,11 @@ def table_rows(
 ) -> Iterator[np.ndarray]:
     """The rows of a table in the order of ids, some at a time: `[n, dim]`.
 
-    With several processes all have to take all of them.
+    With several processes each one has to read all pieces.
 
     Args:
-      stack: that the table is in.
-      pieces: of the table, each with some of its columns.
+      stack: the stack that the table is in.
+      pieces: the pieces of the table, each with some of its columns.
       kernel: the array of the stack.
     """
     rows, dim = pieces[0].config.num_rows, pieces[0].config.dim

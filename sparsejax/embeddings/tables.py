@@ -79,11 +79,11 @@ class Tables(Owner):
         """Replaces the rows of a table.
 
         Args:
-          name: of the table.
+          name: name of the table.
           array: `[num_rows, dim]`, in the order of ids.
 
         Raises:
-          ValueError: there is no such table, or the shape is another.
+          ValueError: there is no such table, or the shape is wrong.
         """
         store, pieces = self._table(name)
         expected = (pieces[0].config.num_rows, pieces[0].config.dim)
@@ -126,13 +126,16 @@ class Tables(Owner):
         >>> embeddings.save_table("user", "user.parquet", names=["ann", "bob"])
 
         Args:
-          name: of the table. Under a rule whose rows drift, `optimizer.flush(model)` before.
+          name: name of the table. If rows drift under its rule, call `optimizer.flush(model)`
+            before.
           path: the file, which is replaced if it exists.
-          names: what ids stand for, in their order. If these are fewer than ids, they are
-            of the last ones: those of `ClickDataset.vocabularies` begin with id 2. Not of
-            a dynamic table.
-          optimizer: of which the state of rows is written, too; of a dynamic table.
-          within: see `assign_rows`.
+          names: names of the ids, in the order of ids; not for a dynamic table. If there are
+            fewer names than ids, they belong to the last ids: `ClickDataset.vocabularies` begin
+            with id 2.
+          optimizer: an optimizer whose state of the rows is written, too; only for a dynamic
+            table.
+          within: the path of this collection in the model, if the model has several collections
+            with dynamic tables of one width.
 
         Raises:
           OSError: the file cannot be written.
@@ -160,16 +163,18 @@ class Tables(Owner):
         room for the ids.
 
         Args:
-          name: of the table.
+          name: name of the table.
           path: a Parquet file with the columns `id` and `row`. Without `count` and `last` ids
             were seen once, at 0. Or a folder that `sok.dump` of SparseOperationKit wrote, or
             such a folder and the name of a table that it has: "folder/user_0".
-          optimizer: that trains the model, which must have done as many steps as that whose
-            state is in the file. If the file has none, the rows have the state of a new
-            optimizer. With None the state is not touched: for a model that is not trained.
-          replace: with False other ids keep their rows. Ids that had one already keep their
-            `count` and `last`, if the file has none.
-          within: see `assign_rows`.
+          optimizer: the optimizer that trains the model. If the file has the state of an
+            optimizer, this one must have done as many steps. If it has none, the rows have the
+            state of a new optimizer. With None the state is not touched: for a model that is
+            not trained.
+          replace: whether ids that the file does not have lose their rows. Ids that had a row
+            already keep their `count` and `last`, if the file has none.
+          within: the path of this collection in the model, if the model has several collections
+            with dynamic tables of one width.
 
         Raises:
           OSError: the file cannot be read.
@@ -194,10 +199,13 @@ class Tables(Owner):
         `sparsejax.export_changes` does so for a whole model, whose other layers change, too.
 
         Args:
-          folder: see there.
-          optimizer: the same.
-          state: the same.
-          within: see `assign_rows`.
+          folder: folder that collects the exports; it is created if it does not exist.
+          optimizer: the optimizer that trains the model. With None the rows are written as they
+            are.
+          state: write the optimizer state of the rows of dynamic tables, too. Under most rules
+            it changes in each step for each row, so that each export has all rows.
+          within: the path of this collection in the model, if the model has several collections
+            with dynamic tables of one width.
         """
         parts = self.parts(within=within)
         values = {"seed": self.seed[...]} if self.indexes else {}
@@ -205,11 +213,12 @@ class Tables(Owner):
         return changes.export(self, path, parts, values, optimizer, state=state)
 
     def parts(self, *, prefix: str = "", within: Sequence[Any] = ()) -> list[Part]:
-        """The stacks, as exports of changes take them.
+        """The stacks in the form that exports of changes take.
 
         Args:
-          prefix: of the names of tables.
-          within: see `assign_rows`.
+          prefix: path of this collection, with which the names of tables begin.
+          within: the path of this collection in the model, if the model has several collections
+            with dynamic tables of one width.
         """
         return [store.part(prefix) for store in self.stores(within)]
 

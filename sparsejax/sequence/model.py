@@ -324,7 +324,7 @@ class SequenceModel(nnx.Module):
         Args:
           h: hidden vectors.
           targets: next items.
-          drawn: what `_drawn` returns for the targets.
+          drawn: negatives and their log probabilities; with None the loss is over all items.
           weights: factors of the losses, or None.
         """
         if drawn is None:

@@ -48,13 +48,13 @@ def admit(
     now: jax.Array,
     first_part: int | jax.Array,
 ) -> tuple[UInt8[Array, "parts depth width"], Bool[Array, "keys"]]:
-    """The sketch with these ids, and which of them get a row.
+    """Counts ids in the sketch, and decides which of them get a row.
 
     Args:
-      configs: of the tables.
-      sketch: of some parts.
+      configs: configurations of the tables.
+      sketch: counters of the parts that this device has.
       of: ids without a row.
-      counts: how often each occurs.
+      counts: how often each id occurs.
       seed: two words of 32 bits.
       now: the clock.
       first_part: the number of the first of these parts.

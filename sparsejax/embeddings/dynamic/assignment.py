@@ -64,12 +64,12 @@ class Trained(NamedTuple):
 
 
 class Moment(NamedTuple):
-    """Numbers of a step, the same on each device.
+    """Numbers of a step, equal on each device.
 
     Attributes:
       seed: two words of 32 bits.
       now: the clock.
-      step: of the optimizer.
+      step: number of steps that the optimizer has done.
     """
 
     seed: jax.Array
@@ -90,10 +90,10 @@ class Assign:
     """Gives the ids of a batch their rows.
 
     Attributes:
-      stack: of dynamic tables.
-      rule: that trains the rows.
-      keeps_seen: rows last seen at this very moment stay, as earlier batches of this step
-        may have seen them.
+      stack: stack of dynamic tables.
+      rule: rule that trains the rows.
+      keeps_seen: whether rows last seen at this very moment stay, as earlier batches of this
+        step may have seen them.
     """
 
     stack: Stack
@@ -203,11 +203,11 @@ class Assign:
         """Gives rows that have come from host memory their first vector and state.
 
         Args:
-          trained: what the devices have.
-          slots: where the row of each id is there.
-          keys: of the ids.
-          new: of which ids the rows begin; of one for each row.
-          moment: of the step.
+          trained: rows and optimizer state on the devices.
+          slots: slot of each id's row.
+          keys: keys of the ids.
+          new: which ids have rows to begin: true for one id of each new row.
+          moment: numbers of the step.
         """
 
         def part(device, trained, slots, keys, new, moment):

@@ -57,11 +57,11 @@ class Part(NamedTuple):
     """A stack of a model.
 
     Attributes:
-      prefix: of the names of its tables: the path of its collection.
-      stack: it.
+      prefix: path of its collection, with which the names of its tables begin.
+      stack: the layout of its tables.
       kernel: its rows.
-      known: of dynamic tables, the arrays of their `State`.
-      numbers: the names of those that are kept for each row.
+      known: the arrays of the `State` of dynamic tables; empty for static tables.
+      numbers: the names of the numbers that are kept for each row.
       within: the path of the kernel.
       host: its rows, if they are in host memory.
     """
@@ -99,9 +99,9 @@ class Rows(NamedTuple):
 
     Attributes:
       columns: arrays on the devices by the names of columns.
-      keys: of dynamic tables, the key of each row.
-      used: of dynamic tables, whether a row has a key.
-      hosted: further columns.
+      keys: the key of each row of dynamic tables; None for static tables.
+      used: whether each row of dynamic tables has a key; None for static tables.
+      hosted: further columns, in host memory.
     """
 
     columns: dict[str, jax.Array]
@@ -130,12 +130,12 @@ class _OnHost(NamedTuple):
 
 
 class _Told(NamedTuple):
-    """The state of each row of a stack in the folder.
+    """The contents of the folder for each row of a stack.
 
     Attributes:
-      hashes: of what it has in columns on the devices.
-      used: whether it has the row.
-      keys: of dynamic tables, the key that it has there.
+      hashes: hashes of the row's columns on the devices, as the folder has them.
+      used: whether the folder has the row.
+      keys: the key that the folder has for the row, for dynamic tables; else None.
     """
 
     hashes: UInt32[Array, "rows 2"]
@@ -147,9 +147,9 @@ class _Difference(NamedTuple):
     """Differences between the rows of a stack and a folder.
 
     Attributes:
-      changed: whether the folder shall have a row that it has not.
-      gone: whether it has a key of a row that has another now, or none.
-      keys: of dynamic tables, those that it has.
+      changed: whether the row has to be written, as it differs or is missing in the folder.
+      gone: whether the folder has a key for the row that the row has lost.
+      keys: the keys that the folder has for the rows of dynamic tables; else None.
     """
 
     changed: np.ndarray
@@ -268,14 +268,14 @@ def export(
     *,
     state: bool,
 ) -> Export:
-    """Writes what differs from the folder; see `sparsejax.export_changes`.
+    """Writes the difference from a folder into it; see `sparsejax.export_changes`.
 
     Args:
-      owner: the module whose tables these are. What is known of folders is kept by it.
-      folder: of the changes.
+      owner: the module whose tables these are. It keeps the hashes of what folders contain.
+      folder: folder that collects the exports.
       parts: the stacks.
       values: other arrays by name.
-      optimizer: that trains the rows.
+      optimizer: the optimizer that trains the rows.
       state: whether the state of dynamic tables is exported.
     """
     if jax.process_count() > 1:

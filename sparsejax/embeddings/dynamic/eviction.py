@@ -34,15 +34,15 @@ def evict(
 ) -> State:
     """Makes room in parts of tables that need more rows than are free.
 
-    Rows whose time is over are freed, all of them; then those of the lowest (score, key),
-    until a 32nd of the part's rows is free, or what is needed if that is more.
+    All rows whose time is over are freed. Then rows with the lowest (score, key) are freed,
+    until a 32nd of the part's rows is free, or as many as are needed, if that is more.
 
     Args:
-      configs: of the tables.
-      layout: of the index.
-      state: of some parts.
-      needed: how many new ids each part has of each table.
-      kept: rows that stay.
+      configs: configurations of the tables.
+      layout: layout of the index.
+      state: state of the parts that this device has.
+      needed: number of new ids that each part has of each table.
+      kept: which rows stay.
       now: the clock.
     """
     index, numbers = state.index, dict(state.numbers)

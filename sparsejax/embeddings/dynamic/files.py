@@ -43,11 +43,11 @@ class Rows(NamedTuple):
     """The rows of a table in a file.
 
     Attributes:
-      ids: uint64, ascending.
-      names: of their columns.
+      ids: ids with a row, uint64, ascending.
+      names: names of the columns.
       steps: steps of the optimizer whose state is among the columns; None if it is not.
-      blocks: reads the columns, some rows at a time: the places of these rows among `ids`, and
-        an array for each column, `[rows]`, `[rows, 1]` or `[rows, dim]`.
+      blocks: function that reads the columns, some rows at a time: the places of these rows
+        among `ids`, and an array for each column, `[rows]`, `[rows, 1]` or `[rows, dim]`.
     """
 
     ids: np.ndarray
@@ -65,10 +65,11 @@ def save(
     """Writes ids with their columns; see `EmbeddingCollection.save_table`.
 
     Args:
-      path: of the file.
+      path: the file.
       columns: their types by name.
       pieces: ids, ascending, and their columns, some rows at a time.
-      steps: see `Rows`.
+      steps: steps that the optimizer has done whose state is among the columns; None if there
+        is no state.
     """
     path = pathlib.Path(path)
     if path.suffix != ".parquet":
@@ -120,7 +121,7 @@ def read(
     """The rows of a file, whose columns are to be those of `like`, as far as it has them.
 
     Args:
-      path: of the file.
+      path: the file.
       like: arrays of all rows by column.
       with_state: whether there is an optimizer, whose arrays are all in `like`.
 
@@ -241,10 +242,10 @@ def overwritten(
 
     Args:
       array: `[rows, ...]`, or `[parts, rows of a part]`.
-      rows: of it, or of all parts one after the other.
-      values: of each row.
-      by_parts: whether it is the second form.
-      divided: whether it lies over "model".
+      rows: numbers of the rows to replace; with `by_parts`, counted through all parts.
+      values: new values of these rows.
+      by_parts: whether `array` has the second form.
+      divided: whether it is divided over the axis "model".
     """
     spec = P("model") if by_parts or array.ndim == 1 else BY_ROWS
     spec = spec if divided else P()

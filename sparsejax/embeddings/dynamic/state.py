@@ -30,10 +30,10 @@ class State(NamedTuple):
     """Arrays of 256 parts, or of some of them on each device.
 
     Attributes:
-      index: which key has which row.
-      numbers: those that are kept for each row, by name: `RowNumber`s.
-      sketch: how often keys without a row were seen; of width 1 if nobody asks.
-      totals: of each table, two words of 32 bits for each number.
+      index: the row of each key.
+      numbers: arrays of the `RowNumber`s that are kept for each row, by name.
+      sketch: approximate counts of keys without a row; of width 1 if no policy reads them.
+      totals: counters of each table, two words of 32 bits for each counter.
     """
 
     index: Index

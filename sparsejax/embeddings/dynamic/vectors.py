@@ -27,13 +27,13 @@ _BLOCK_OF_PREDICTOR = 256
 
 
 class Guests(NamedTuple):
-    """Ids without a row, in the order of the bags; those behind the first `count` are arbitrary.
+    """Ids without a row, in the order of the bags; those beyond `count` are arbitrary.
 
     Attributes:
-      keys: of the ids.
-      bag: that each is in.
-      weight: of its vector.
-      count: how many there are.
+      keys: keys of the ids.
+      bag: number of the bag that each id is in.
+      weight: weight of each id's vector.
+      count: number of ids without a row.
     """
 
     keys: TableKeys
@@ -101,10 +101,10 @@ def _moved[Tree](mask: Bool[Array, "ids"], values: Tree) -> Tree:
 
 @dataclasses.dataclass(frozen=True)
 class _WithGuestsOfOwner:
-    """Within: rows that cross, with the vectors of ids without a row.
+    """Adds the vectors of ids without a row to the rows that cross between devices.
 
     Attributes:
-      stack: of the tables.
+      stack: stack of the tables.
     """
 
     stack: Stack

@@ -103,9 +103,10 @@ class HostedStore(Store):
         """A batch whose ids have the numbers of their rows; new ids get a row.
 
         Args:
-          batch: as `pack` made it.
-          optimizer: trains the model on it; without one, rows are only found.
-          ahead: how many steps come before that of the batch.
+          batch: a batch that `pack` made.
+          optimizer: the optimizer that trains the model on it; without one, rows are only
+            found.
+          ahead: number of steps that come before that of the batch.
         """
         del optimizer, ahead
         return batch

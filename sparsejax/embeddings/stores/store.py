@@ -56,12 +56,12 @@ class Owner(nnx.Module):
 
     Attributes:
       stacks: groups of tables.
-      names: of the features.
-      kernels: for each stack.
-      indexes: for each stack with dynamic tables, what is known of their ids.
-      unknown: what ids without a row read.
-      implementation: see `sparsejax.gather_matmul`.
-      seed: of the rows of dynamic tables.
+      names: names of the features.
+      kernels: rows of each stack.
+      indexes: index and counters of each stack with dynamic tables.
+      unknown: vectors that ids without a row read: "init" for their initial ones, or "zeros".
+      implementation: implementation of the lookup, one of those of `sparsejax.gather_matmul`.
+      seed: seed of the rows of dynamic tables.
       first: the random key of rows in host memory.
       stage: number of the state of the devices' tables, if rows are in host memory.
     """
@@ -195,13 +195,13 @@ class Store(abc.ABC):
         ids: np.ndarray,
         removed: np.ndarray | None,
     ) -> list[np.ndarray]:
-        """Gives ids a row that they do not have, and takes those of removed ones.
+        """Gives a row to ids that have none, and takes the rows of removed ids.
 
         Args:
-          path: of the file with the ids.
-          pieces: of the table.
-          ids: ascending.
-          removed: ids that lose their row; None stands for all others.
+          path: the file with the ids, for messages.
+          pieces: the pieces of the table.
+          ids: ids to have a row, ascending.
+          removed: ids that lose their row; with None all ids that are not in `ids`.
 
         Returns:
           The rows of the ids in each piece.
