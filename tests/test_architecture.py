@@ -18,7 +18,7 @@ def floors() -> list[set[str]]:
 
 def drawn() -> tuple[dict[str, set[str]], set[tuple[str, str]]]:
     """The modules that each box of the drawing stands for, and the arrows."""
-    drawing, _ = re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL)  # now, and before
+    [drawing] = re.findall(r"```mermaid\n(.*?)```", PAGE, re.DOTALL)
     boxes = re.findall(r'(\w+)\["([\w, ]+)<br>', drawing)
     arrows = re.findall(r"(\w+) --> (\w+)", drawing)
     return {box: set(names.split(", ")) for box, names in boxes}, set(arrows)
