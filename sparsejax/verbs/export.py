@@ -111,7 +111,8 @@ def export_with_answer(asked: Write) -> None:
       FloatingPointError: a score is NaN or infinite.
       OSError: see `export_predictor`, as for all others.
     """
-    path, options = asked.path, asked.values_of(Write)
+    path = asked.path
+    options = {name: getattr(asked, name) for name in asked.given}
     if jax.process_count() > 1:
         export_predictor(**options)
         return
