@@ -97,8 +97,8 @@ def set_content(model: Any, features: ItemFeatures, *, new: bool) -> None:
     """Gives a model the content of its items.
 
     Args:
-      model: made for content of these sizes.
-      features: of its items, in their order.
+      model: a model made for content of these sizes.
+      features: content of its items, in their order.
       new: whether the model is not trained yet.
     """
     content = content_of(model)

@@ -96,7 +96,7 @@ class Interactions[
         Args:
           validation: a share, or "last"; or data.
           data: the data.
-          path: where it was read from, for messages.
+          path: name of its source, for messages.
         """
         del path
         return validation_split(validation, data)

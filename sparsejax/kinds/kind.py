@@ -55,14 +55,14 @@ class Defaults:
 
     Attributes:
       batch_size: examples of a step.
-      least_epochs: passes over the data.
-      least_steps: few rows take more epochs, until there are this many steps.
-      optimizer: name of the rule.
-      options: of this rule.
-      learning_rate: the highest one. It was chosen on held-out training entries of six data
-        sets: docs/choosing.md.
-      most_epochs: with more epochs, little data would be learned by heart.
-      scored: rows that are scored at a time, to measure a model.
+      least_epochs: smallest number of passes over the data.
+      least_steps: smallest number of steps: few rows take more epochs.
+      optimizer: name of the optimizer's rule.
+      options: options of this rule.
+      learning_rate: learning rate at its highest. It was chosen on held-out training entries of
+        six data sets: docs/choosing.md.
+      most_epochs: largest number of passes. With more, little data would be learned by heart.
+      scored: number of rows that are scored at a time, to measure a model.
     """
 
     batch_size: int
@@ -83,7 +83,7 @@ class Defaults:
         """The settings for some data.
 
         Args:
-          data: to train on, or how many examples it has. A stream has none yet.
+          data: data to train on, or its number of examples. A stream has none yet.
           continued: whether a trained model is trained on.
         """
         del data, continued
@@ -154,7 +154,8 @@ class Measurement(NamedTuple):
 
     Attributes:
       metrics: the metrics.
-      beside: gives what baselines are measured on and made of, if the model ranks items.
+      beside: function that returns the data on which baselines are measured, and the data that
+        they are made of, if the model ranks items.
     """
 
     metrics: Mapping[str, float]
@@ -164,15 +165,15 @@ class Measurement(NamedTuple):
 class Kind[Config: codec.Config, Data, Known](abc.ABC):
     """A kind of model and of its data.
 
-    Verbs ask it for what they do with a model and with data in memory. Runs ask it for what
-    they do with names: of files, of a run folder, of options. Arguments of methods that are
-    called as a verb are those of the verb.
+    Verbs call it to work with a model and with data in memory. Runs call it where they have
+    names: names of files, of a run folder, of options. Arguments of a method that is called
+    like a verb are those of the verb.
 
     Attributes:
-      name: what the rows are: "items", "histories" or "clicks".
-      numbered: what the columns of the data are, in messages.
+      name: name of the kind of rows: "items", "histories" or "clicks".
+      numbered: word for the columns of the data, in messages.
       ranks_items: whether the models have items to rank, and vectors of them.
-      defaults: of training.
+      defaults: default settings of a training.
       default_model: name of the model that data of this kind trains by default.
       held_out: the part of the data that `tune` holds out by default.
       tuned: the settings that `tune` draws: one of some sizes, or of a range.
@@ -388,10 +389,11 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Makes a model of what is known fit data that begins with it, in place.
 
         Args:
-          model: the model.
-          known: what it knows, see `Source.known`.
-          data: to train on.
-          optimizer: the model's, if it is kept.
+          model: a trained model.
+          known: names of the features, or the data set without examples, that the model was
+            made for.
+          data: data to train on. Its features begin with those of `known`.
+          optimizer: the optimizer of the model, if its state is kept.
         """
 
     def doubts(self, model: Any, source: Source, k: int) -> str | None:
@@ -399,20 +401,20 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
         Args:
           model: the trained model.
-          source: what it was trained on, and what was held out.
-          k: the cut-off of metrics of rankings.
+          source: the data that the model was trained on, and the held-out part.
+          k: cut-off of ranking metrics.
         """
         del model, source, k
         return None
 
     @abc.abstractmethod
     def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
-        """The metrics of what was held out, as `fit` validates, with the figures of its rows.
+        """The metrics of held-out data, as `fit` measures them, with the figures of its rows.
 
         Args:
-          model: what is measured.
-          source: has the data and what is held out of it.
-          k: the cut-off.
+          model: the trained model.
+          source: the data, and the held-out part.
+          k: cut-off of ranking metrics.
         """
 
     # Uses of a model.

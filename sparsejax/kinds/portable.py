@@ -36,11 +36,11 @@ class Portable(NamedTuple):
     """The parts that a kind of model gives to a predictor.
 
     Attributes:
-      stated: what the signature says of inputs and outputs, by the names of its fields.
+      stated: descriptions of inputs and outputs in the signature, by the names of its fields.
       function: `(weights, inputs) -> outputs`, see `predictors.stablehlo`.
       weights: the function's first argument.
-      vocabularies: names, by what they are names of.
-      beside: arrays that the file has behind the weights.
+      vocabularies: names, by the sort of things that they name.
+      beside: arrays that follow the weights in the file.
     """
 
     stated: dict[str, Any]

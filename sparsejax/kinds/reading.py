@@ -48,9 +48,10 @@ def read_file(
 
     Args:
       source: the file, the table or the data set.
-      reading: names the format and the columns.
-      features: see `read`.
-      indicator: ignore values, whatever `reading` says.
+      reading: settings of reading: the format and the columns.
+      features: vocabulary of the columns: names, or a data set with them. With None the file's
+        own.
+      indicator: whether values are ignored, even if `reading` says otherwise.
     """
     indicator = indicator or reading.indicator
     if (rows := _baskets(source)) is not None:
@@ -257,12 +258,12 @@ def split_name(validation: Any) -> str:
 def some_rows[Data: SparseDataset | SequenceDataset](
     data: Data, rows: Collection[str], hint: str = ""
 ) -> Data:
-    """The rows of these names, in this order.
+    """The rows with these names, in this order.
 
     Args:
-      data: where they are.
+      data: data set that has the rows.
       rows: the names.
-      hint: what to say after an error about them.
+      hint: advice to append to an error about the names.
 
     Raises:
       ValueError: there is no row of a name.

@@ -20,16 +20,16 @@ class Source:
 
     Attributes:
       data: the rows to train on, in memory or on disk.
-      everything: all rows, also what is held out of them.
+      everything: all rows, also held-out ones.
       chunks: number of rows in each chunk of the data.
-      fingerprint: of the data.
-      num_features: columns of the data; of clicks all ids.
-      known: what the run folder keeps to read other data by: the names of the features; of
-        clicks a data set without examples.
+      fingerprint: fingerprint of the data.
+      num_features: number of columns of the data; for clicks the number of all ids.
+      known: names of the features, or for clicks a data set without examples. The run folder
+        keeps it, so that other data can be read with the same numbers of columns.
       indicator: whether the data has no values, or its values are ignored.
-      heldout: what to measure on after each epoch, if there is anything.
-      validation: `fingerprint` of what is held out.
-      split: how it was chosen from the data, unless a file has it.
+      heldout: data to measure the model on after each epoch, or None.
+      validation: fingerprint of the held-out data.
+      split: description of how it was held out from the data; None if a file has it.
       features: content of the items, in the order of `known`, if it is given.
     """
 
@@ -50,8 +50,8 @@ class Earlier(NamedTuple):
     """The parts of a run that the data of a run after it depends on.
 
     Attributes:
-      name: of its folder, in messages.
-      known: see `Source.known`.
+      name: name of the run's folder, for messages.
+      known: names of the features, or for clicks a data set without examples.
       item_features: content of its items, if they have some.
     """
 
@@ -80,13 +80,13 @@ class Findings:
     """The facts of a report about a model and its data.
 
     Attributes:
-      model: the model.
+      model: the trained model.
       facts: texts about the data.
       measured: metrics, if something was held out.
       calibration: predicted and true shares of clicks, see `write_report`.
       counts: `[items]` how often each occurs; None if the model ranks no items.
       shown: the rows that the model is shown, if there are some.
-      heldout: what was held out of them.
+      heldout: held-out entries of the rows in `shown`, if there are some.
     """
 
     model: Any

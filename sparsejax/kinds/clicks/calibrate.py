@@ -30,9 +30,9 @@ def calibrate(
 
         negatives_kept=r    logit + log r: the odds before all but a share r of the examples
                             without a click were dropped from the training data
-        method="platt"      a logit + b, of the least log loss on the examples (Platt 1999),
-                            of labels (n_1 + 1) / (n_1 + 2) and 1 / (n_0 + 2)
-        method="isotonic"   the shares of clicks that never fall as the logit rises, of the
+        method="platt"      a logit + b, with the least log loss on the examples (Platt 1999),
+                            for labels (n_1 + 1) / (n_1 + 2) and 1 / (n_0 + 2)
+        method="isotonic"   the shares of clicks that never fall as the logit rises, with the
                             least squared error (pool adjacent violators), on straight lines
                             between the mean logits of the parts
 
@@ -49,9 +49,9 @@ def calibrate(
     Isotonic corrections need thousands of examples, and make ties.
 
     Args:
-      model: see `ClickModel`.
-      clicks: examples that the model was not trained on, none of which were dropped; or None
-        for `negatives_kept` alone.
+      model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
+      clicks: examples that the model was not trained on, none of which were dropped; or None to
+        correct by `negatives_kept` alone.
       method: how the correction is fitted on `clicks`.
       negatives_kept: the share of the examples without a click that the training data kept.
 

@@ -32,10 +32,10 @@ def assigned(
     is packed, and has no ids of examples that do not exist.
 
     Args:
-      model: whose tables are asked.
-      optimizer: that trains it.
+      model: model whose dynamic tables give rows to the ids.
+      optimizer: the optimizer that trains it.
       ids: one for each example and feature.
-      exists: `[batch]` bool, which examples exist. Ids of others get no row.
+      exists: `[batch]` bool: which examples exist. Ids of the others get no row.
 
     Raises:
       ValueError: two collections have stacks of one name.

@@ -177,7 +177,7 @@ class _Tables(NamedTuple):
 
     Attributes:
       stack: its tables are in the order of ids.
-      numbers: of each row of codes: scale, and offset if there is one.
+      numbers: scale of each row of codes, and its offset if there is one.
     """
 
     stack: Stack

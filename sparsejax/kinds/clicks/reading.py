@@ -67,12 +67,12 @@ def read_like(
     labelled: bool = True,
     append: bool = False,
 ) -> ClickDataset:
-    """Reads examples of the same columns, with the same ids, and says what was read.
+    """Reads examples with the columns and ids of earlier data, and reports what was read.
 
     Args:
       source: the file, or a data set.
-      known: whose columns and ids they are.
-      reading: is told what was read.
+      known: the earlier data.
+      reading: settings of reading; its `say` is called with a summary.
       labelled: whether labels are read.
       append: whether new categories get ids behind the known ones.
 

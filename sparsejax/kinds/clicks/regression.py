@@ -256,7 +256,7 @@ def _fitted(
     Args:
       x: `[examples, columns]`.
       y: labels.
-      variance: of the weights.
+      variance: prior variance of the weights, which sets the penalty.
       offsets: added to the logits.
       first: weights and intercept to begin with.
     """

@@ -70,9 +70,9 @@ def predict(
     Labels are not read. On a mesh, batches are divided over it.
 
     Args:
-      model: see `ClickModel`.
+      model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
       clicks: examples; scanned ones are read a chunk at a time.
-      optimizer: the optimizer of the model, if rows of its tables may be behind, as in `log`
+      optimizer: the model's optimizer, if rows of its tables may not be up to date, as in `log`
         of `fit`.
       batch_size: examples scored at a time.
 
@@ -118,10 +118,11 @@ def evaluate_clicks(
     """`sparsejax.evaluate` of clicks.
 
     Args:
-      model: see `ClickModel`.
+      model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
       clicks: examples with labels.
       groups: the name of a feature with one id an example, or `[examples]` numbers or text.
-      optimizer: see `predict`.
+      optimizer: the model's optimizer, if rows of its tables may not be up to date, as in `log`
+        of `fit`.
       batch_size: examples scored at a time.
       deterministic: give the same bits in every process on the same kind of GPU.
       keep_rows: return a `Measured`, with the figures of each example.

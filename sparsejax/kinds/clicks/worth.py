@@ -27,9 +27,10 @@ class Comparison:
 
     Attributes:
       examples: number of examples.
-      log_loss: of the model, of a constant share of clicks, and of a logistic regression.
-      auc: of the model, and of a logistic regression.
-      errors: standard errors: of the differences of the model's log loss from those of the
+      log_loss: log losses of the model, of a constant share of clicks, and of a logistic
+        regression.
+      auc: AUC of the model, and of a logistic regression.
+      errors: standard errors of the differences of the model's log loss from those of the
         constant share and of the regression.
     """
 

@@ -418,9 +418,9 @@ def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> N
     """Lets a model with content train by parts where the memory does not suffice otherwise.
 
     Args:
-      model: of histories.
-      optimizer: of the model.
-      data: what it is trained on.
+      model: model of histories.
+      optimizer: optimizer of the model.
+      data: data that the model is trained on.
       batch: rows of a step.
     """
     content, memory = content_of(model), device_memory()

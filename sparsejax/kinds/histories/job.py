@@ -133,7 +133,7 @@ def with_targets(
     weights: Any,
     what: str = "inputs",
 ) -> Any:
-    """Histories with the targets and weights that `fit` was given.
+    """Adds to histories the targets and weights that `fit` was given.
 
     Args:
       data: the histories.
@@ -142,8 +142,9 @@ def with_targets(
       what: name of the data, for messages.
 
     Raises:
-      NotImplementedError: they are scanned.
-      ValueError: see `SequenceDataset.with_targets`.
+      NotImplementedError: the histories are scanned from disk.
+      ValueError: the events have no kinds, or not these; a weight is negative or not finite; or
+        no event is a target.
     """
     if targets is None and weights is None:
         return data
