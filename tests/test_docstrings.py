@@ -159,11 +159,3 @@ def test_entries_begin_with_a_noun(section, begin):
     assert not lines("seed of draws") and not lines("None, as by default")
     unnamed = f'"""Draws.\n\nReturns:\n  {begin} and\n  of all.\n"""'
     assert [text.line for text in texts.faults(unnamed)] == [4]
-
-
-def test_unchecked_wings_have_faults():
-    """A wing without faults leaves the list of those that are not checked."""
-    for wing in texts.UNCHECKED:
-        folder = texts.ROOT / "sparsejax" / wing
-        paths = [folder] if folder.is_file() else folder.glob("**/*.py")
-        assert any(texts.faults(path.read_text(encoding="utf-8")) for path in paths)

@@ -19,10 +19,11 @@ _FILE, _FUNCTION = os.path.join("jax", "_src", "compiler.py"), "backend_compile"
 def told_if_long(
     say: Callable[[float], object], *, after: float = 5.0
 ) -> Generator[None]:
-    """Within it, `say` is called once for each program that compiles for long.
+    """Calls `say` once for each program that compiles for long, while this context is open.
 
     Args:
-      say: called in another thread, with the seconds up to now.
+      say: function that is called in another thread, with the seconds since the compilation
+        began.
       after: seconds after which it is called.
     """
     ended = threading.Event()

@@ -118,12 +118,12 @@ def check_lists(command: type[Options], argv: Sequence[str]) -> None:
 
 
 def command_of[C: Options](command: type[C], parsed: Any, argv: Sequence[str]) -> C:
-    """The options that a command line states.
+    """The options that a command line has.
 
     Args:
       command: the class of the options.
       parsed: an object of `parser_of(command)`.
-      argv: the words of the command line, which say what was given.
+      argv: words of the command line, which show which options were given.
 
     Raises:
       ValueError: a value cannot be read, or two flags contradict each other.

@@ -37,9 +37,9 @@ def in_flags(text: str, command: type[Options] | None) -> str:
     For `export`, "batch_size=0 must be positive" is "--batch-size 0 must be positive".
 
     Args:
-      text: may hold arguments as `name=value`, `name=True`, `name=...`, or by name alone
-        where the name has an underscore, which no other word has.
-      command: whose flags they are, if there is one.
+      text: a message. It may hold arguments as `name=value`, `name=True`, `name=...`, or by
+        name alone where the name has an underscore, which no other word has.
+      command: the command that has these flags, or None.
     """
     if command is None:
         return text

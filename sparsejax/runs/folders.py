@@ -61,10 +61,10 @@ class Settings(Recorded):
       data_fingerprint: `fingerprint` of the rows that were read from the file.
       vocabulary_fingerprint: `fingerprint` of the names of the features.
       validation: `fingerprint` of the held-out entries; None if no entries are held out.
-      validation_split: how the held-out entries were chosen from the data: a share, or
-        "last". None if a file holds them.
+      validation_split: way in which entries were held out from the data: a share, or "last".
+        None if a file holds them.
       origin: the folder of the run whose model was trained on, as it was named.
-      content: the sizes of what is known of the items; None if they have no content.
+      content: sizes of the content of the items; None if they have none.
       item_features: `fingerprint` of their content.
     """
 
@@ -94,7 +94,8 @@ class Settings(Recorded):
         The arrays of a linear part are 0.
 
         Args:
-          known: see `load_run`.
+          known: names of the features, or for clicks a data set without examples, from
+            `load_run`.
 
         Raises:
           ValueError: no such network can be built.
@@ -107,7 +108,8 @@ class Settings(Recorded):
         """Does `build` with shapes in place of arrays: a checkpoint is restored into them.
 
         Args:
-          known: see `load_run`.
+          known: names of the features, or for clicks a data set without examples, from
+            `load_run`.
 
         Raises:
           ValueError: no such network can be built.
@@ -285,7 +287,7 @@ class Folder:
     Attributes:
       directory: the folder.
       settings: its settings.
-      known: see `load_run`.
+      known: names of the features, or for clicks a data set without examples, from `load_run`.
     """
 
     directory: str | pathlib.Path
@@ -362,9 +364,10 @@ def continued(
     Args:
       directory: the folder of the earlier run.
       run: its settings.
-      known: see `load_run`.
-      settings: of the new run, with more features, or as many.
-      data: to train on, over the features of the new run.
+      known: names of the earlier features, or for clicks a data set without examples, from
+        `load_run`.
+      settings: settings of the new run. It has as many features, or more.
+      data: data to train on, with the features of the new run.
 
     Returns:
       The model, the optimizer, and whether that has the state of the earlier one. It has
@@ -437,10 +440,10 @@ def restored_modules(
     Args:
       directory: the folder of the run.
       run: its settings.
-      known: see `load_run`.
-      ahead: lowers what the model will run, and returns what compiles it. That is done in
-        another thread, while the checkpoint is read, where it is of use. It is called with a
-        model that has shapes in place of arrays.
+      known: names of the features, or for clicks a data set without examples, from `load_run`.
+      ahead: function that lowers the program that the model will run, and returns a function
+        that compiles it. Where it helps, this happens in another thread while the checkpoint is
+        read. The model that it gets has shapes in place of arrays.
     """
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
@@ -503,7 +506,7 @@ def begun(
     Args:
       directory: the folder.
       run: the settings.
-      known: see `load_run`.
+      known: names of the features, or for clicks a data set without examples, from `load_run`.
       resume: continue if the folder exists. As long as it has no checkpoint, nothing
         was trained, so other settings may replace those in it.
       features: content of the items, if they have some.

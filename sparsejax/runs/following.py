@@ -43,7 +43,7 @@ def check(training: Training, directory: pathlib.Path) -> None:
     """Raises an error for arguments of following that do not go together.
 
     Args:
-      training: what was asked for.
+      training: settings of the training.
       directory: the folder of the run.
     """
     if not training.follow:

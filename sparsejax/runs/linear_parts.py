@@ -39,15 +39,15 @@ def linear_part(
 ) -> Arrays:
     """The result of `closed_form`, or the same bits from a command before.
 
-    They are kept on a best effort: a damaged file is computed anew, and a warning says why
-    one cannot be written. Several processes that train together compute for themselves:
-    those that find other bits would train another model.
+    Results are kept in files. A damaged file is computed anew, and a warning says why a file
+    cannot be written. Several processes that train together do not read files: processes that
+    find different bits would train different models.
 
     Args:
       data: the rows.
-      config: what is computed of them.
-      fingerprint: of the data.
-      keep: whether to look for it in `folder()`, and to keep it there.
+      config: settings of the linear part.
+      fingerprint: fingerprint of the data.
+      keep: whether to read the result from `folder()`, and to keep it there.
 
     Raises:
       NotImplementedError: the data is scanned.

@@ -73,10 +73,10 @@ def check(
     """Raises ValueError before a training after which `publish` would not work.
 
     Args:
-      folder: of versions.
+      folder: folder of versions.
       gate: a metric, or None.
       kind: the kind of the run.
-      validation: what is held out, or None.
+      validation: held-out data, or a share, or None.
     """
     if folder.exists() and not folder.is_dir():
         raise ValueError(f"{folder}: expected a folder of versions, but this is a file")
@@ -159,7 +159,7 @@ def publish(
     Args:
       run: folder of the run.
       source: the data of the run, with held-out events if there is a gate.
-      folder: of versions. It is made if it does not exist.
+      folder: folder of versions. It is created if it does not exist.
       gate: a metric, or None.
       k: most items that the version can recommend, unless the newest one or the gate has
         more.

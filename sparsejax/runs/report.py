@@ -85,18 +85,18 @@ def write_report(
     Args:
       path: the file. An existing one is replaced.
       model: the trained model.
-      history: what `fit` returned, or one entry per epoch of a training of one's own: its
-        numbers by name. "epoch" is 1, 2, ... if the entries do not say it.
+      history: the list that `fit` returned; or for your own training loop a mapping from names
+        to numbers for each epoch. "epoch" is 1, 2, ... if the entries do not have it.
       title: heading of the page.
-      measured: what `evaluate` returned, of any kind of data. With `keep_rows=True` the page
-        also has an interval of each metric.
-      calibration: for parts of the examples of clicks, in the order of the first number, the
-        mean of the predicted probabilities and the share of clicks.
+      measured: metrics that `evaluate` returned, for any kind of data. With `keep_rows=True`
+        the page also has an interval of each metric.
+      calibration: pairs of the mean predicted probability and the share of clicks, for groups
+        of examples, in the order of the first number.
       examples: an `Example` for each row whose recommendations the page shows.
       similar: `{item: most similar items}`, all by name.
-      settings: `{name: value}` of how the model was trained.
-      data: what the model was shown: its size, its dates.
-      titles: by the name of an item, what to show in its place.
+      settings: settings of the training, by name.
+      data: sentences about the data of the model, such as its size and its dates.
+      titles: titles to show in place of names of items, by name.
 
     Raises:
       OSError: the file cannot be written.
@@ -149,11 +149,12 @@ def examples_of(
     """Examples of the first rows with enough items to be shown and some item to find.
 
     Args:
-      model: see `recommend`.
+      model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
+        histories a `SASRec`, or another `HistoryModel`.
       shown: entries that the model is shown, perhaps histories.
       heldout: entries that it should find, with the same features, of the same rows or
         of some of them.
-      keep_seen: whether what a row has in `shown` may be recommended to it.
+      keep_seen: whether a row's items in `shown` may be recommended to it.
       rows: largest number of examples.
       k: number of items recommended to each row.
     """
@@ -183,7 +184,7 @@ def similar_to_popular(
     """For the items with the highest counts: the most similar items, by name.
 
     Args:
-      model: see `similar_items`.
+      model: a `FeedForward`, or a module with a `SparseOutput` called `output`.
       names: `[items]` names.
       counts: `[items]` how often each occurs.
       rows: number of items with high counts.

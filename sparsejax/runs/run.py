@@ -155,7 +155,7 @@ class Run:
 
     @takes(TrainMore)
     def train_more(self, asked: TrainMore) -> None:
-        """Trains the model on: this run becomes that of the new training.
+        """Continues the training: this run becomes the run of the new training.
 
         Items, and categories of clicks, that the model does not know are added behind those
         that it knows, and no known row moves before training. A new category of clicks begins
@@ -168,7 +168,7 @@ class Run:
         unless columns are named.
 
         Raises:
-          ValueError: see `train`.
+          ValueError: settings do not go together, or are of no use for this kind of model.
         """
         if is_file(asked.data):
             names = self._reading.given - asked.given
@@ -219,7 +219,8 @@ class Run:
         """How well the model finds held-out items, or predicts clicks; see `evaluate`.
 
         Raises:
-          ValueError: see `evaluate`; or `inputs` are needed.
+          ValueError: `inputs` are needed, or nothing is held out. An argument does not fit the
+            model or another argument, or this kind of data has no use for it.
         """
         asked.check_kind(self._kind.name)
         asked = asked.replaced(inputs=self._inputs("evaluate", asked.inputs))
@@ -316,7 +317,7 @@ class _Kept:
 
     Attributes:
       opened: the folder.
-      data: what the model was trained on, and what was held out of it; or None.
+      data: the data that the model was trained on, and the held-out part; or None.
     """
 
     def __init__(self, opened: Folder, data: Any = None, *, owned: bool = False):

@@ -55,9 +55,9 @@ def save_model(
       directory: the folder, which must be new or empty.
       model: a model with a configuration, such as `FeedForward`, `SASRec` or `DLRM`.
       optimizer: its optimizer.
-      data: what the model was trained on. The names of its items or categories are kept, and
-        its schema, but no rows.
-      history: what `fit` returned, for the report.
+      data: the data that the model was trained on. The folder keeps its schema, and the names
+        of its items or categories, but no rows.
+      history: the list that `fit` returned, for the report.
       item_features: the content of the items, if the model has some: the run keeps it.
 
     Raises:

@@ -41,13 +41,14 @@ def train(
     log: Log | None = None,
     summary: Callable[[str, Any], None] | None = None,
 ) -> Source:
-    """Trains a model into a folder, and returns what it was trained on.
+    """Trains a model into a folder, and returns the data that it was trained on.
 
     Args:
       directory: the folder, new or empty, or of a run that is resumed.
-      training: what is trained, on what, and how.
-      log: called after each epoch.
-      summary: told how large the data is, and given the model.
+      training: model, data and settings of the training.
+      log: function that is called after each epoch.
+      summary: function that is called with a sentence about the size of the data, and the
+        model.
     """
     check = functools.partial(folders.check_folder, directory, resume=training.resume)
     processes.in_first(check)
@@ -181,9 +182,9 @@ def rule_of(
     """The optimizer's rule. A schedule counts the steps that `fit` does.
 
     Args:
-      training: names the optimizer.
-      defaults: for what it does not say.
-      steps: of an epoch.
+      training: settings, with the name of the optimizer.
+      defaults: values for settings that `training` does not have.
+      steps: number of steps in an epoch.
       epochs: number of epochs.
 
     Raises:

@@ -30,8 +30,8 @@ def measured(asked: Evaluate, reading: Reading, run: Opened) -> Mapping[str, flo
     """The metrics of a run.
 
     Args:
-      asked: what is measured.
-      reading: how files are read.
+      asked: settings of the evaluation.
+      reading: settings of reading.
       run: the run.
     """
     found = run.settings.kind.measured(asked, reading, run)
@@ -49,14 +49,14 @@ def recommended(
     check: Callable[[Names], None] | None = None,
     hint: str = "",
 ) -> tuple[Names, Recommendations]:
-    """The names of rows, and their recommendations.
+    """The names of rows, and the recommendations for them.
 
     Args:
-      asked: what is recommended.
-      reading: how files are read.
-      run: by which run.
-      check: called with the names of rows before the model is.
-      hint: what to say after an error about these names.
+      asked: settings of the recommendation.
+      reading: settings of reading.
+      run: the run whose model recommends.
+      check: function that is called with the names of rows before the model runs.
+      hint: advice to append to an error about these names.
     """
     kind = run.settings.kind
 
@@ -132,13 +132,13 @@ def _with_baselines(
     train: SparseDataset,
     say: Callable[[str], None],
 ) -> Mapping[str, float]:
-    """The metrics, behind those of each baseline, with its name before that of the metric.
+    """Appends the metrics of each baseline, with its name before that of the metric.
 
     Args:
       measured: the metrics of the model.
-      prepared: on which the baselines are measured.
-      train: of which they are made.
-      say: is told which of them need too much memory.
+      prepared: data on which the baselines are measured.
+      train: data that the baselines are made of.
+      say: function that is called with a line about each baseline that needs too much memory.
     """
     found: dict[str, float] = {}
     for name, baseline in BASELINES.items():

@@ -88,14 +88,14 @@ def build(
         SciPy matrix; or histories, also of `scan_sequences`; or clicks, also of
         `scan_clicks`. Only its number of columns counts, or of the ids of each feature,
         unless the network has a linear part, which is computed from it.
-      rule: how parameters move; `sparsejax.optimizers.adam(1e-3)` by default, of clicks
-        `adamw(2e-3)` with a weight decay that follows from the number of examples. That of
-        `sparsejax.training.recipe` suits a training with a known end better.
-      targets: `[rows, items]`, of the same types; `data` itself by default. Models of
+      rule: rule by which parameters change; by default `sparsejax.optimizers.adam(1e-3)`, for
+        clicks `adamw(2e-3)` with a weight decay that follows from the number of examples. The
+        rule of `sparsejax.training.recipe` suits a training with a known end better.
+      targets: `[rows, items]`, of the types of `data`; by default `data` itself. Models of
         histories and of clicks have none.
-      item_features: what the items are, which `read_item_features` reads. They are matched
-        by name. Then an item's vector is the sum of its own and of its content, and an item
-        without entries has its content alone: see `sparsejax.nn.ItemContent`.
+      item_features: content of the items, as `read_item_features` reads it. Items are matched
+        by name. Then an item's vector is the sum of its own and of its content's, and an item
+        without entries has the vector of its content alone: see `sparsejax.nn.ItemContent`.
       seed: seed of the random initial parameters, of the noise in training, and of the
         rounding of parameters in bfloat16.
 

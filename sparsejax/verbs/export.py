@@ -101,15 +101,16 @@ def export_predictor(asked: Write) -> None:
 
 @verb(Write)
 def export_with_answer(asked: Write) -> None:
-    """Does as `export_predictor`, and writes into the file what it answers to an example.
+    """Does as `export_predictor`, and also writes the answer to an example into the file.
 
-    The file is loaded for that, beside the model, and a program is compiled. Runs and commands
-    do so, whose files are served; `export_predictor` does not, since it needs no room for a
-    second model on the device. Several processes write no answer.
+    To get the answer, the file is loaded, beside the model, and a program is compiled. Runs and
+    commands call this, as their files are served. `export_predictor` does not, since it needs
+    no room for a second model on the device. Several processes write no answer.
 
     Raises:
       FloatingPointError: a score is NaN or infinite.
-      OSError: see `export_predictor`, as for all others.
+      OSError: the file cannot be written.
+      ValueError: a model or an argument does not fit, as in `export_predictor`.
     """
     path = asked.path
     options = {name: getattr(asked, name) for name in asked.given}

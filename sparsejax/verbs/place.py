@@ -27,7 +27,8 @@ def place(
       inputs: `[rows, features]`, or several by name, or histories, or clicks, see `fit`.
       targets: `[rows, items]`, see `fit`; a single input itself by default.
       weights: `[rows]`, weight of each example; 1 by default.
-      model: for histories, the model that is trained: it says how long they are.
+      model: the history model that is trained, which has the length of histories; only for
+        histories.
 
     Raises:
       TypeError: a source has another type, or histories come without a model.

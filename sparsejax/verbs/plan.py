@@ -69,34 +69,35 @@ class Plan(Footprint):
       data: devices over which batches are divided.
       model: devices over which the first kernel is divided. The last kernel is divided
         over all devices.
-      steps: steps of a dispatch.
-      entries: number of entries of the inputs or of the targets, whichever is larger, on
-        the fullest device; of histories the places that have a next item.
+      steps: number of steps in a dispatch.
+      entries: number of entries of the inputs or of the targets, whichever is larger, on the
+        fullest device; for histories the number of places that have a next item.
       weights: parameters, and content of the items.
       state: state of the optimizer.
-      dataset: inputs and targets; of histories their last items, and where targets are.
+      dataset: inputs and targets; for histories their last items, and the places of targets.
       order: order of the rows in an epoch.
-      batches: batches of all steps of a dispatch, and what a step makes of its entries.
+      batches: batches of all steps in a dispatch, and arrays that a step makes from their
+        entries.
       hidden: activations of the hidden layers, or of the blocks, and their gradients.
       operand: a copy of the last kernel in bfloat16, and factors of cosines; or the items'
         vectors, if they have content.
-      output_gradient: gradient of the last kernel, if it is not applied where it is made.
+      output_gradient: gradient of the last kernel, if it is not applied chunk by chunk.
       chunk: scores of a part of the items, and the gradient of their rows.
       input_gradient: gradient of the rows of the first kernel that a batch touches; or of
         the vectors of the items, as histories read them.
-      sorting: what it takes to sort the entries of a dispatch, or the rows of an epoch.
-      linear: what it takes to compute the linear part of the network, before training,
-        on the first device.
-      temporary: the most of these eight that exists at once: before training, while
+      sorting: arrays for sorting the entries of a dispatch, or the rows of an epoch.
+      linear: arrays for computing the linear part of the network, before training, on the first
+        device.
+      temporary: the largest sum of the eight above that exist at once: before training, while
         sorting, in the output layer, or in the input layer.
       by_parts: whether vectors of items with content are made part by part, and not stored,
         as `fit` does where they do not fit otherwise.
       over_data: `{purpose: bytes}` that are sent along "data" in a step, by a ring.
-      over_model: the same along "model".
+      over_model: `{purpose: bytes}` that are sent along "model" in a step.
       memory: memory of a device; None if it is not known.
-      least_model: the smallest `model` that fits, with this `data`; None if no `model`
-        fits, or the memory is not known.
-      compiled: the compiler's figures, if they were asked for.
+      least_model: the smallest `model` that fits, with this `data`; None if no `model` fits, or
+        the memory is not known.
+      compiled: figures of the compiler, if they were asked for.
     """
 
     memory: int | None = None

@@ -90,14 +90,14 @@ def recipe(
 
     Args:
       config: the network, or the model of histories or of clicks.
-      data: what is trained on; or its number of rows, of histories those with two entries
+      data: the data to train on; or its number of rows, for histories of rows with two entries
         or more.
-      batch_size: instead of 512, of histories 256; of clicks the power of 2 that is nearest
-        to the root of the number of rows, 64 to 4,096.
-      num_epochs: instead of as many as 200 steps take, but at least 30; of histories as
-        many as 3,500 steps take, but 40 to 300; of clicks as many as 1,000 steps take, but
-        at most 10.
-      peak: the learning rate of the first step; .002 by default, of clicks .005.
+      batch_size: number of rows in a step. By default 512, for histories 256; for clicks the
+        power of 2 that is nearest to the root of the number of rows, 64 to 4,096.
+      num_epochs: number of passes over the data. By default as many as 200 steps take, but at
+        least 30; for histories as many as 3,500 steps take, but 40 to 300; for clicks as many
+        as 1,000 steps take, but at most 10.
+      peak: the learning rate of the first step; .002 by default, for clicks .005.
     """
     rows = data if isinstance(data, int) else data.num_examples
     defaults = kind_of(config).defaults_of(config).for_data(data)

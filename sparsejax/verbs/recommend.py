@@ -103,9 +103,9 @@ class _Steps(NamedTuple):
 
     Attributes:
       ranker: the model.
-      rows: all of them.
-      batch_size: rows scored at a time.
-      batches: what `recommended` is given of each, behind the model.
+      rows: all rows.
+      batch_size: number of rows scored at a time.
+      batches: arguments of `recommended` after the model, for each batch.
     """
 
     ranker: Recommender
@@ -115,7 +115,7 @@ class _Steps(NamedTuple):
 
 
 def _steps(asked: Rank) -> _Steps:
-    """Checks the arguments of `recommend`, and gives what it runs."""
+    """Checks the arguments of `recommend`, and returns its batches."""
     inputs, batch_size = asked.inputs, asked.batch_size
     ranker, shown, exclude = kind_of(inputs).shown(asked.model, inputs, asked.exclude)
     check_inputs(shown, features_of(ranker))

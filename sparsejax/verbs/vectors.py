@@ -114,7 +114,8 @@ def user_vectors(
 ) -> np.ndarray:
     """The last hidden layer's output for each row of `inputs`, `[rows, hidden]` float32.
 
-    Of a history it is the vector of its last entry, which depends on all before it.
+    The vector of a history is the one of its last entry, which depends on all entries before
+    it.
 
     >>> user_vectors(model, train).shape
     (32711, 64)
@@ -123,7 +124,8 @@ def user_vectors(
       model: a `FeedForward`, or a module with `num_features` and `encode`; for histories a
         `SequenceModel`, or a `HistoryModel` with `last`.
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
-      optimizer: see `recommend`.
+      optimizer: the model's optimizer. Pass it while rows of the weights may not be up to date
+        (see `Optimizer.flush`): they are then read as if they were up to date.
       batch_size: rows at a time.
 
     Raises:
@@ -160,7 +162,8 @@ def similar_items(
     [['/...', '/...', '/...']]
 
     Args:
-      model: as for `item_vectors`.
+      model: a `FeedForward`, or a module with a `SparseOutput` called `output`. Its rows must
+        be up to date, as they are after `fit`, `load_model` or `Optimizer.flush`.
       items: `[n]` numbers of items, or their names.
       k: similar items for each.
       names: names of all items, or a data set whose features they are; needed if `items`
