@@ -99,13 +99,13 @@ class Modelled(Described, training.Content):
     """A model, and content of its items.
 
     Attributes:
-      model: autoencoder learns which items go together. sasrec, hstu and gru learn what
-        comes next: histories are in the order of --time, or else of the file, and an item
-        may be in one many times. dlrm, dcn, deepfm, wide_deep and din predict clicks. --config
-        has their options.
+      model: autoencoder learns which items go together. sasrec, hstu and gru predict the next
+        item: histories are in the order of --time, or else of the file, and an item may be in
+        one many times. dlrm, dcn, deepfm, wide_deep and din predict clicks. --config has their
+        options.
       content_columns: The columns of --item-features to read.
-      words: Columns of --item-features whose words are tags, such as titles. Without it,
-        titles are left out.
+      words: Columns of --item-features whose words are tags, such as titles. Without it, titles
+        are ignored.
     """
 
     model: Model | None = option(
@@ -270,7 +270,7 @@ class Predict(predicting.Recommend, Reading, Devices, Compilation):
       run: Folder of the run that train wrote.
       inputs: File of the interactions to recommend from, or of examples of clicks.
       out: File to write. An existing file is replaced.
-      parts: Write recommendations in so many parts, to a folder.
+      parts: Write recommendations in this many parts, to a folder.
       part: With --parts: write only the part of this number, from 0. Without it all parts
         are written, and the manifest.
       workers: With --parts: number of processes that make all parts here. They share the
@@ -349,14 +349,14 @@ class Prepare(reading.Prepare, InShell):
       duplicates: Value of an entry that has several events: their sum (add), that of the
         latest (last), or the largest (max).
       min_user: Leave out users with fewer items, again and again until all have as many.
-      min_item: Leave out items with fewer users, likewise.
+      min_item: Leave out items with fewer users, again and again until all have as many.
       features: Keep only the features of this file, such as a run's vocabulary.parquet,
         in the order of that file.
       split_time: Hold out all interactions from this point in time on, written as in the
         file; a date as 2024-12-31.
       repeats: With --split-time: new, the default, holds out only items that a user did not
         have before; all also holds out repeats.
-      split_last: Hold out so many of the last interactions of each user.
+      split_last: Number of last interactions of each user to hold out.
       split_fraction: Hold out a random part; this is the share that stays in train.
       seed: Seed of the random choice.
       memory: Memory for the engine, for example 4GB.
@@ -384,10 +384,10 @@ class Split(Clicks, Reading):
       fraction: With time, random, rows and items: share that stays in train.
       seed: With random, rows and items: seed of the random choice.
       repeats: With time, or with last of histories: new holds out only items that a user did
-        not have before; all also holds out repeats. new is the default with time, all with
+        not have before; all also holds out repeats. The default is new with time, and all with
         last.
-      histories: Keep the order and all repeats, for models of histories. Without times
-        the order in DATA is that of time.
+      histories: Keep the order and all repeats, for models of histories. Without times the
+        order in DATA counts as the order in time.
     """
 
     data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
@@ -476,7 +476,7 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
 
     Attributes:
       items: Number of items.
-      rows: Number of rows of the data; of histories those with two entries or more.
+      rows: Number of rows of the data; for histories of rows with two entries or more.
       entries: Number of entries of the data, over all rows.
       features: Number of input features, if they are not the items. The targets are
         separate data then.
@@ -537,16 +537,17 @@ class Serve(Compilation):
       max_wait: Seconds for which a batch that is not full waits on an idle device.
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
-      keep: Versions before the one that serves which still answer, in memory, who names them.
-      swap: Where a newer version is loaded. beside: while the older one serves, so the device
-        needs room for both. drain: after the older one has answered what it has; until the
-        newer one is loaded requests are answered with status 503.
-      histories: A saved data set of what users had before: a request may then name users.
+      keep: Number of older versions that stay in memory, and still answer requests that name
+        them.
+      swap: Time at which a newer version is loaded. beside: while the older one serves, so the
+        device needs room for both. drain: after the older one has answered its requests; until
+        the newer one is loaded requests are answered with status 503.
+      histories: A saved data set of the users' former items: a request may then name users.
       similar: Serve a second model, called similar: items like given items.
-      exclude_file: Recommend none of these items, such as those sold out: a file with a name on
-        each line. It is read again when it changes.
+      exclude_file: Items that are not recommended, such as those sold out: a file with a name
+        on each line. It is read again when it changes.
       changes: Folder of changes that train --follow writes: the tables of a click model become
-        what they were at the last export, without a restart.
+        those of the last export, without a restart.
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is
         127.0.0.1 unless it is given.

@@ -33,10 +33,10 @@ class Counting(Options):
 
     Attributes:
       k: Number of recommendations that count, or several numbers, such as 5,10.
-      unknown: Held-out interactions with items that were not trained on: miss counts
-        them as missed; skip leaves them out, and with them the users who have no others.
-      unknown_users: Users who have no interactions that the model is shown: count ranks
-        items for them, too; skip leaves them out.
+      unknown: Held-out interactions with items that were not trained on: miss counts them as
+        missed; skip ignores them, and users who have only such interactions.
+      unknown_users: Users without interactions that the model is shown: count ranks items for
+        them, too; skip ignores them.
     """
 
     heading = "counting"
@@ -75,7 +75,7 @@ class Choosing(Options):
     """Which items may be ranked.
 
     Attributes:
-      exclude_items: Rank none of these items, such as those sold out. Held-out interactions
+      exclude_items: Items that are not ranked, such as those sold out. Held-out interactions
         with them count as missed.
       only_items: Rank only these items.
     """
@@ -110,7 +110,7 @@ class Ranking(Counting, Choosing):
     """How recommendations are measured.
 
     Attributes:
-      candidates: For each row, rank only the items that it has here, and the held-out ones.
+      candidates: For each row, rank only its items in this data, and its held-out items.
       by: "entries" also measures items with few and with many interactions apart.
     """
 
@@ -151,7 +151,7 @@ class Shown(Counting, Seen):
     Attributes:
       heldout: Interactions that the model should find: a file, a table or data. Rows are
         matched by name. For a click model, the examples to measure on.
-      inputs: Interactions that the model is shown; by default what it was trained on.
+      inputs: Interactions that the model is shown; by default those that it was trained on.
     """
 
     heldout: Any = option(None, _FILE)
@@ -185,8 +185,8 @@ class Held(Ranking, Kept):
     """How a model is measured, by `Run.evaluate`, by `evaluate` and by the command.
 
     Attributes:
-      fold_in: Instead of held-out interactions, for rows that the model was not trained on:
-        the share of each row's interactions that the model is shown. It should find the others.
+      fold_in: Share of each row's interactions that the model is shown, in place of held-out
+        interactions. It should find the others. For rows that the model was not trained on.
       seed: Seed of the choice that fold_in=... makes.
     """
 
@@ -214,8 +214,9 @@ class Evaluate(Shown, Held, Grouping, Correcting):
       history: More interactions that the model is shown and that are not recommended.
       popularity: Interactions that popularity is counted from. Its items count as those that
         the model was trained on.
-      baselines: Also measure models without training, made of the same interactions as
-        popularity: nearest items (ItemKNN), and EASE if its matrices fit in memory.
+      baselines: Also measure models without training, made from the interactions that
+        popularity is counted from: nearest items (ItemKNN), and EASE if its matrices fit in
+        memory.
     """
 
     only_with: ClassVar = {"history": ("heldout",)}
@@ -255,45 +256,46 @@ class Measure(Held):
 
     Attributes:
       model: A `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
-        histories a `SASRec`, or another `HistoryModel`; for clicks a click model, see
-        `predict`.
-      inputs: `[rows, features]`, what the model is shown; or several by name, see `fit`; or
-        histories, without `fold_in`; or clicks, with `groups`, `optimizer` and `batch_size` alone.
-      heldout: `[rows, items]`, what it should find. Two data sets are matched by row
-        name; otherwise row `i` belongs to row `i`. For histories with weights, the entries
+        histories a `SASRec`, or another `HistoryModel`; for clicks a click model, as `predict`
+        takes it.
+      inputs: `[rows, features]`, the entries that the model is shown; or several by name, see
+        `fit`; or histories, without `fold_in`; or clicks, with `groups`, `optimizer` and
+        `batch_size` alone.
+      heldout: `[rows, items]`, the entries that it should find. Two data sets are matched by
+        row name; otherwise row `i` belongs to row `i`. For histories with weights, the entries
         whose weight is positive.
       k: Cut-off, or several.
-      fold_in: Used in place of `heldout`. It is the share of each row's entries in
-        `inputs`, a `SparseDataset`, that the model is shown; see `SparseDataset.split`.
-      features: Used with `fold_in`, where `inputs` were read with a vocabulary of their
-        own: the names of the model's features, or a data set with them. Entries of other
-        features are left out after the choice, so they count as unknown.
+      fold_in: Share of each row's entries in `inputs`, a `SparseDataset`, that the model is
+        shown, in place of `heldout`; see `SparseDataset.split`.
+      features: Names of the model's features, or a data set with them. Used with `fold_in`,
+        where `inputs` were read with a vocabulary of their own. Entries of other features are
+        dropped after the choice, so they count as unknown.
       seed: Seed of the choice that `fold_in` makes; 0 by default.
-      exclude: `[rows, items]`, what is never recommended, see `recommend`. The default is
-        what the row has in `inputs`. Where there are several inputs, name one, here and
-        below. Held-out entries that are excluded count as missed, and a warning gives
-        their share. None ranks all items.
-      exclude_items: Names of items that nobody is recommended, such as those sold out, or
-        their ids. The names are those of `heldout`. The baseline leaves them out, too, and
-        "coverage" and "gini" are over the others. Held-out entries of these items count as
-        missed, as those that are excluded do, and a warning gives their share.
+      exclude: `[rows, items]`, the items that are never recommended to a row, see `recommend`.
+        By default these are the row's items in `inputs`. Where there are several inputs, name
+        one, here and below. Held-out entries that are excluded count as missed, and a warning
+        gives their share. None ranks all items.
+      exclude_items: Names or ids of items that are recommended to no row, such as those sold
+        out. The names are those of `heldout`. The baseline excludes them, too, and "coverage"
+        and "gini" are over the other items. Held-out entries of these items count as missed,
+        like all excluded ones, and a warning gives their share.
       only_items: Rank only these.
       unknown: "miss" counts held-out entries of unknown items as described above. "skip"
-        leaves them out, and with them the rows that have no others.
-      unknown_users: Rows that have no entry in `inputs`, or are not in it. "count" shows
-        the model an empty row for each, as if they were in `inputs`: they are in the means.
-        "skip" leaves them out. "users_new" is their number.
-      candidates: `[rows, items]`: for each row, rank only these items and its held-out
-        ones, for example one held-out item among 100 others. Unknown items are left out of
-        both, and a warning says how many of these items are. Rows are matched as those
-        of `heldout`. The model also needs `item_scores`; a `HistoryModel`
-        `item_scores(histories, ids)`, with `times=` if it uses them.
-      popularity: `[any rows, items]`, what the baseline counts, `inputs` by default. If
-        the model was not trained on these rows, name the training data. None leaves out
-        the baseline and "mean_popularity". This is also the training data that decides
-        which items are known. With None the inputs decide, if they are excluded. With
-        `fold_in` the inputs do not decide: then all items of the vocabulary are known,
-        unless training data is named here.
+        ignores them, and rows that have only such entries.
+      unknown_users: Rows that have no entry in `inputs`, or are not in it. "count" shows the
+        model an empty row for each, as if they were in `inputs`: they are in the means. "skip"
+        ignores them. "users_new" is their number.
+      candidates: `[rows, items]`: for each row, rank only these items and its held-out ones,
+        for example one held-out item among 100 others. Unknown items are dropped from both, and
+        a warning says how many candidates are unknown. Rows are matched as those of `heldout`.
+        The model also needs `item_scores`; a `HistoryModel` `item_scores(histories, ids)`, with
+        `times=` if it uses them.
+      popularity: `[any rows, items]`, the entries that the baseline counts, by default
+        `inputs`. If the model was not trained on these rows, name the training data. With None
+        there is no baseline and no "mean_popularity". This is also the training data that
+        decides which items are known. With None the inputs decide, if they are excluded. With
+        `fold_in` the inputs do not decide: then all items of the vocabulary are known, unless
+        training data is named here.
       groups: For clicks: the name of a feature with one id an example, or `[examples]`
         numbers or text. A warning says if several categories of a feature have one id, as
         hashed ones may, and so are one group.
@@ -303,9 +305,10 @@ class Measure(Held):
         "ndcg@20[1-4]", means over the rows with such entries, as if these alone were held
         out; and "share@20[1-4]", the share of the recommendations that are of the group.
         Items that the vocabulary lacks are in no group.
-      optimizer: Optimizer of the model, see `recommend`.
-      batch_size: Rows scored at a time; by default 512, of clicks 8192. Take fewer where a
-        model of your own, whose `top_k` does not take `excluded`, excludes very many items.
+      optimizer: Optimizer of the model. Pass it while rows of the weights may not be up to
+        date, as in `recommend`.
+      batch_size: Number of rows scored at a time; by default 512, for clicks 8192. Take fewer
+        if your own model's `top_k` does not take `excluded`, and very many items are excluded.
       keep_rows: Keep the figures of each row, or of each example of clicks, for `compare`:
         the result is then a `sparsejax.metrics.Measured`.
     """

@@ -30,11 +30,11 @@ class Flag:
 
     Attributes:
       name: the flag's name without dashes; by default that of the option.
-      value: how help shows the flag's value.
-      default: how help shows the default; "" shows none, and None the default itself.
+      value: text for the flag's value in help.
+      default: text for the default in help; "" shows none, and None the default itself.
       type: the type of the flag's value, if it is not that of the option.
-      read: the form of the flag's value: "numbers" are whole numbers with commas between;
-        "names" likewise, or a file with one a line.
+      read: form of the flag's value: "numbers" are whole numbers with commas between; "names"
+        are words with commas between, or a file with a name on each line.
       positional: whether it is an argument without a flag.
       repeated: whether it may be given several times.
       gives: the option's value if the flag is given, which then has no value of its own.
@@ -152,7 +152,7 @@ class Options:
     """A call of a verb, with all of its options.
 
     Attributes:
-      heading: Where the options stand together in the help of a command, if they do.
+      heading: Heading of the options in the help of a command, if they stand together.
       only_with: Other options for each option that has no effect unless one of them has another
         value than its default. Classes above this one may state more.
     """

@@ -48,7 +48,7 @@ class Plan(Sized):
       inputs: Number of features.
       outputs: Number of items; by default the features, which are then the targets too.
         Histories have none.
-      rows: Number of rows of the data set; of histories those with two entries or more.
+      rows: Number of rows of the data set; for histories of rows with two entries or more.
       entries: Number of entries of the inputs, over all rows. The lengths of rows are
         assumed to have a standard deviation of 1.3 times their mean, as those of purchase
         histories have.
@@ -57,11 +57,11 @@ class Plan(Sized):
       times: Whether histories have times. Only `HSTU` reads them.
       batch_size: Examples a step.
       fused: Plan for training with `fused=True`.
-      content: The sizes of what is known of the items, see `sparsejax.nn.ContentSizes`.
+      content: Sizes of the content of the items, a `sparsejax.nn.ContentSizes`.
       data: Devices over which batches are divided.
       model: Devices over which the first kernel is divided. The last kernel is divided
         over all devices.
-      memory: Memory of a device; by default what JAX may take of the first device here, if
+      memory: Memory of a device; by default as much as JAX may use of the first device here, if
         that is known.
       compile: Also compile the program, for such a mesh of devices of the kind here. The
         mesh may have more GPUs than there are. For more CPU devices than there are, call

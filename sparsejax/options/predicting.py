@@ -31,9 +31,10 @@ class Recommend(Choosing):
     Attributes:
       users: Only these rows, in this order; all rows by default.
       k: Number of items for each row.
-      inputs: The rows, also of new users; by default what the model was trained on. Lists
-        of names of items will do, such as `[["tea", "milk"], ["rye"]]`, in their order.
-      exclude_seen: Do not recommend what a row has in the inputs.
+      inputs: The rows, also of new users; by default the data that the model was trained on. A
+        list with a list of names of items for each row, such as `[["tea", "milk"], ["rye"]]`,
+        is data, too.
+      exclude_seen: Do not recommend items that a row has in the inputs.
       exclude: Also do not recommend a row's interactions here: a file, a table or data. Rows
         are matched by name; nothing is excluded for a row that is not in it.
     """
@@ -77,17 +78,17 @@ class Rank(Choosing):
         histories a `SASRec`, or another `HistoryModel`.
       inputs: `[rows, features]`; or several by name, see `fit`; or histories.
       k: Items per row. Where there are fewer candidates, ids end with -1.
-      exclude: "inputs" leaves out the items that a row already has; None ranks them, too.
-        Where there are several inputs, the name of one of them, or None. Or `[rows, items]`:
-        two data sets are matched by row name, and a row that `exclude`
-        lacks has nothing excluded; otherwise row `i` belongs to row `i`.
-      exclude_items: Names of items that nobody is recommended, such as those sold out; or
-        their ids.
+      exclude: "inputs" excludes the items that a row already has; None ranks them, too. Where
+        there are several inputs, the name of one of them, or None. Or `[rows, items]`: two data
+        sets are matched by row name, and a row that `exclude` lacks has nothing excluded;
+        otherwise row `i` belongs to row `i`.
+      exclude_items: Names or ids of items that are recommended to no row, such as those sold
+        out.
       only_items: Recommend only these.
-      optimizer: The model's optimizer. Pass it while rows of the weights may be behind
+      optimizer: The model's optimizer. Pass it while rows of the weights may not be up to date
         (see `Optimizer.flush`): they are then read as if they were up to date.
-      batch_size: Rows scored at a time; fewer where a model of your own, whose `top_k` does
-        not take `excluded`, excludes very many items.
+      batch_size: Number of rows scored at a time. Take fewer if your own model's `top_k` does
+        not take `excluded`, and very many items are excluded.
     """
 
     model: Recommender | HistoryModel
@@ -106,11 +107,12 @@ class Exported(Options):
     Attributes:
       k: Largest number of items that the predictor recommends to a row.
       batch_size: Largest number of rows that the predictor scores at a time.
-      table_dtype: For clicks, the type in which tables are written, see `export_predictor`.
-      unknown_ids: For dynamic tables, what an id without a row reads: init is the vector that it
-        would begin with.
-      int8: On a Hopper GPU items are also held in 8 bits, which are read first: the answers are the
-        same, and come sooner where there are many items.
+      table_dtype: Type in which the tables of a click model are written: int8 or float8. By
+        default they stay as they are.
+      unknown_ids: Vectors that ids without a row in a dynamic table read: init, the vector that
+        the id's row would begin with; or zeros.
+      int8: Also keep the vectors of the items in 8 bits, which a Hopper GPU reads first. The
+        answers are equal, and come sooner if there are many items.
     """
 
     k: int = option(10, kinds=RANKING, least=1)
@@ -151,13 +153,14 @@ class Write(Exported):
       item_features: The content of the items that the model was built with, so that
         `Predictor.add_items` can add others: the file keeps the names of tags, and the
         kernels. By default a predictor knows nothing of content.
-      table_dtype: For a click model, "int8" or "float8" for its tables; by default they
-        stay as they are.
-      unknown_ids: For a click model with dynamic tables, what an id without a row reads: "init",
-        the default, is the vector that it would begin with, as in the model; or "zeros".
-      int8: For a model of items or histories with many items, a Hopper GPU holds the items'
-        vectors in int8, too, for half as much memory again. It reads these first, and finds
-        the same items with the same scores. Other devices do as without it. The model must
+      table_dtype: Type of the tables of a click model: "int8" or "float8". By default they stay
+        as they are.
+      unknown_ids: Vectors that ids without a row in a dynamic table of a click model read:
+        "init", the default, is the vector that the id's row would begin with, as in the model;
+        or "zeros".
+      int8: Whether a Hopper GPU also keeps the items' vectors in int8, for half as much memory
+        again; for a model of items or histories with many items. The GPU reads these first, and
+        finds the same items with the same scores. Other devices ignore this. The model must
         rank in bfloat16, by vectors of a multiple of 128 numbers.
       batch_size: Most rows that the predictor scores at a time.
     """

@@ -51,7 +51,7 @@ class Columns(Options):
       time: Column of times, or of lists of times. None leaves the times out.
       delimiter: Separator of the columns of a CSV file: one or two characters.
       separator: Separator of the items in a cell, if cells hold lists: ' ' or '|'.
-      time_format: Format of times, as of strptime: '%d.%m.%Y %H:%M'.
+      time_format: Format of times in the notation of strptime: '%d.%m.%Y %H:%M'.
       indicator: Ignore the values: every entry counts 1.
       skip_bad_lines: Leave out lines that cannot be read, of clicks too. A warning counts them
         and says which they are. More than one in a hundred is an error.
@@ -112,12 +112,11 @@ class Prepare(Reading):
       min_item: Leave out items with fewer users.
       features: Vocabulary to prepare against: names or a data set. By default it is the
         items, in the order of `vocabulary_order`.
-      split_time: Hold out the events at or after this time, as
-        `SparseDataset.split_at`. Each part has the entries and the values of its own
-        events. The vocabulary is then that of the earlier events. Later entries of
-        other items are left out and counted.
-      repeats: With `split_time`, how an entry counts that has events on both sides. "new",
-        the default: it is not held out, and the manifest counts it. "all": it is in both
+      split_time: Hold out the events at or after this time, as `SparseDataset.split_at` does.
+        Each part has the entries and the values of its own events. The vocabulary is then that
+        of the earlier events. Later entries of other items are dropped and counted.
+      repeats: With `split_time`, the treatment of an entry that has events on both sides.
+        "new", the default: it is not held out, and the manifest counts it. "all": it is in both
         parts.
       split_last: Number of last entries of each row to hold out, as by
         `SparseDataset.split_last`. At equal times the greater name is later.
@@ -127,7 +126,7 @@ class Prepare(Reading):
       skip_bad_lines: Leave out lines that cannot be read, of which at most one in a hundred may
         be bad; and of tables events without a user or an item, with a value that is not finite
         as float32, or without a time where it is needed. The manifest has their number.
-      memory: How much memory the engine may take, like "4GB"; by default 80 % of all.
+      memory: Memory that the engine may use, like "4GB"; by default 80 % of all.
     """
 
     only_with: ClassVar = {"repeats": ("split_time",), "seed": ("split_fraction",)}

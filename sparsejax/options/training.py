@@ -93,9 +93,9 @@ class Watching(Repeated):
         out the last interaction of each row by time. Other commands then use the model
         of the best epoch. A file called last is written ./last. For clicks, a file or a
         share of the examples.
-      num_epochs: Number of passes over the data, including those before a resume. By default
-        as many as 200 steps take, but at least 30; of histories as many as 3,500 steps
-        take, but 40 to 300; of clicks as many as 1,000 steps take, but at most 10.
+      num_epochs: Number of passes over the data, including those before a resume. By default as
+        many as 200 steps take, but at least 30; for histories as many as 3,500 steps take, but
+        40 to 300; for clicks as many as 1,000 steps take, but at most 10.
       learning_rate: Learning rate of the optimizer, at its highest.
     """
 
@@ -136,14 +136,14 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading):
 
     Attributes:
       data: A file, a folder or an address, see `read`; a table of polars, pandas or Arrow; or a
-        data set. Histories are a `SequenceDataset`, or what `read_sequences` takes; clicks a
-        `ClickDataset`, or what `read_clicks` takes.
+        data set. For histories a `SequenceDataset`, or a source for `read_sequences`; for
+        clicks a `ClickDataset`, or a source for `read_clicks`.
       directory: Folder to write the run to: settings, vocabulary and checkpoints. It must be
         new or empty, except with resume=True. Without one the run is kept in a temporary folder
         until it is saved.
-      negatives: The loss of a model of histories is over this many items, drawn for each
-        batch, instead of all. For catalogues where all take too long; a second training that
-        goes on from this run, without it, ends with all of them.
+      negatives: Number of items that are drawn for each batch: the loss of a model of histories
+        is over these instead of all items. For catalogues where all items take too long; a
+        second training that goes on from this run, without it, ends with all of them.
       weight_decay: In each step, subtract from each weight this share of it, times the
         learning rate. Only for adamw, sgd, momentum and nesterov. The default for clicks is
         4 (12,000 / examples)^(1/3), but at most 5; up to 8 for many rare categories.
@@ -155,18 +155,18 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading):
         that does not fit in memory: saved data sets, tables with a list of items on each
         row, or pairs sorted by user; or clicks. No batch mixes rows of two chunks. Cannot
         be used with validation=..., except with a file of clicks.
-      follow: Train on each file of a folder or a store once, in the order of their names,
-        and on those that come later, until SIGTERM or Ctrl-C. For clicks with dynamic
-        tables. A file must be whole when it gets its name. The learning rate stays. A resume goes on.
+      follow: Train on each file of a folder or a store once, in the order of their names, and
+        on files that arrive later, until SIGTERM or Ctrl-C. For clicks with dynamic tables. A
+        file must be whole when it gets its name. The learning rate stays. A resume goes on.
       changes: With follow=True, folder to which the changes of the tables are exported, see
-        `export_changes`: a service takes them.
+        `export_changes`: a service reads them.
       export_seconds: Seconds between two exports of changes.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with a tied kernel.
       checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
       resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
         settings must be those the run was begun with; only num_epochs=... may be higher.
-      log: Called with the step and the metrics after each epoch, see `fit`.
+      log: Function that is called with the step and the metrics after each epoch, see `fit`.
     """
 
     only_with: ClassVar = {
@@ -222,7 +222,7 @@ class Train(TrainMore):
 
     Attributes:
       model: autoencoder, the default, learns which items go together. It sees neither order nor
-        repeats, also of histories. sasrec, hstu and gru learn what comes next: histories are in
+        repeats, even in histories. sasrec, hstu and gru predict the next item: histories are in
         the order of their times, or else of the file, and an item may be in one many times.
         dlrm, the default for clicks, dcn, deepfm, wide_deep and din predict clicks.
       config: The configuration of the model, in place of one that suits the data.
@@ -247,12 +247,12 @@ class Training(Train):
 
     Attributes:
       suited: The settings of the configuration that the data decides.
-      origin: Folder of a run whose model is trained on. Items and categories of the data that it
-        does not know are added behind those that it knows, and no known row moves before
-        training. Its network and the columns of clicks are taken over; so is the optimizer's
-        state, if the optimizer is of the same kind and the learning rate is constant. The data
-        should hold all interactions that count: what only the earlier data has is gradually
-        forgotten.
+      origin: Folder of a run whose model is trained on. Items and categories of the data that
+        it does not know are added behind those that it knows, and no known row moves before
+        training. The new run has its network and its columns of clicks. It also has the
+        optimizer's state, if the optimizer is of the same kind and the learning rate is
+        constant. The data should hold all interactions that count: interactions that only the
+        earlier data has are gradually forgotten.
       keep_linear: Whether linear parts are kept in the user's cache folder.
     """
 
@@ -280,30 +280,32 @@ class Looping(Options):
     """How `fit` goes over the examples of every kind.
 
     Attributes:
-      batch_size: Examples a step; a multiple of 64 on a mesh that divides batches. The
-        last batch of an epoch may be smaller. By default 512, of clicks as `recipe` has it.
-      num_epochs: Passes over the data, those before a resume included. By default 20, of
-        clicks as `recipe` has it.
+      batch_size: Number of examples in a step; a multiple of 64 on a mesh that divides batches.
+        The last batch of an epoch may be smaller. By default 512; for clicks the batch size of
+        `recipe`.
+      num_epochs: Number of passes over the data, including those before a resume. By default
+        20; for clicks the number of `recipe`.
       seed: Seed of the order of examples.
-      shuffle: False trains on the rows in the order of the data, the same in each epoch.
+      shuffle: False trains on the rows in the order of the data, in each epoch.
       early_stopping: Stop on a validation metric, and end with the best epoch's weights.
       checkpoint_seconds: Save when this much time has passed since the last checkpoint,
         when an epoch is the best so far, and at the end. 0 saves as often as possible.
-      resume: Continue from the newest sound checkpoint in `checkpoint_dir`, if there is
-        one. The result has the same bits as without the interruption; on a GPU this needs
+      resume: Continue from the newest sound checkpoint in `checkpoint_dir`, if there is one.
+        The result has the bits of a training without interruption; on a GPU this needs
         `deterministic=True`.
-      fused: Apply the gradient of each chunk of the output's items where it is made, so
-        that no array of the size of its kernel exists beside the kernel and its state.
-        The result is the same, up to rounding.
-      deterministic: Give the same bits in every process on the same kind of GPU, which
-        can make steps slower. Without it XLA chooses programs by their time, and adds
-        some terms in any order. A resume must keep it.
-      log: Called after each epoch with the step number and that epoch's history entry,
-        by the first process if there are several. It can use model and optimizer. Rows
-        may not be up to date: pass `optimizer=optimizer` to `evaluate` and `recommend`.
-      after_epoch: Called after each epoch with its number, from 1, by every process. It
-        can use model and optimizer as `log` can, also for what all processes have to do
-        together, such as to measure or to export. It may change the parameters.
+      fused: Apply the gradient of each chunk of the output's items as soon as it is computed,
+        so that no array of the size of its kernel exists beside the kernel and its state. The
+        result is equal, up to rounding.
+      deterministic: Give the same bits in every process on the same kind of GPU, which can make
+        steps slower. Without it XLA chooses programs by their time, and adds some terms in any
+        order. A resume must keep it.
+      log: Function that is called after each epoch with the step number and that epoch's
+        history entry, by the first process if there are several. It can use model and
+        optimizer. Rows may not be up to date: pass `optimizer=optimizer` to `evaluate` and
+        `recommend`.
+      after_epoch: Function that is called after each epoch with its number, from 1, by every
+        process. It can use model and optimizer as `log` can, also for work that all processes
+        have to do together, such as measuring or exporting. It may change the parameters.
     """
 
     batch_size: int | None = option(None, least=1)
@@ -328,12 +330,12 @@ class Fit(Looping):
         `SASRec`, or a module with the methods of `HistoryModel`; for clicks a `DLRM` or
         another click model, or a module that is called as `model(dense, ids)`.
       optimizer: The optimizer of this model.
-      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or what
-        `scan_parquet` gives, which is read from disk a chunk at a time; or histories, also
-        of `scan_sequences`; or clicks, also of `scan_clicks`, from Parquet; or several by
-        name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`. The
-        rows are those of the first source with row names. The other sources are matched
-        by row name, or by position if they have no names.
+      inputs: `[rows, features]`: a `SparseDataset`, a `CSR` or a SciPy matrix; or the result of
+        `scan_parquet`, which is read from disk a chunk at a time; or histories, also those of
+        `scan_sequences`; or clicks, also those of `scan_clicks`, from Parquet; or several
+        sources by name, `{name: source}`, among them `DenseDataset`s and arrays `[rows, ...]`.
+        The rows are those of the first source with row names. The other sources are matched by
+        row name, or by position if they have no names.
       targets: `[rows, items]`, matched by row name if both have names; or the name of a
         sparse input. By default the single input itself (an autoencoder). Or several
         by name, `{name: source}`, for a model whose `loss` takes such a dict of labels. For
@@ -349,15 +351,15 @@ class Fit(Looping):
         of its events are to be found. For clicks, examples of the same
         columns, read with the same vocabularies.
       k: Cut-off of the validation metrics of items; 20 by default.
-      wire_dtype: For clicks and histories on a mesh, the dtype in which rows and gradients of
-        tables, or of the vectors of items, cross between devices, such as bfloat16. By default
-        that of the model's collections, or of the vectors.
-      exchange_room: For clicks on a mesh, the number of ids that have a place between each pair
-        of devices, as a multiple of what is expected. How many of the ids of a batch differ
-        is counted in some batches. "overflows" in the history counts lookups for which the
-        places did not suffice; there is a warning if these are above one in a hundred steps.
-        By default that of the model's collections.
-      checkpoint_dir: Where to save checkpoints. Only one training at a time can use it.
+      wire_dtype: Dtype in which rows and gradients of tables, or of the vectors of items, cross
+        between devices, such as bfloat16; for clicks and histories on a mesh. By default that
+        of the model's collections, or of the vectors.
+      exchange_room: Number of ids that have a place between each pair of devices, as a multiple
+        of the expected number; for clicks on a mesh. Some batches are examined for how many of
+        their ids differ. "overflows" in the history counts lookups for which the places did not
+        suffice; there is a warning if these are above one in a hundred steps. By default that
+        of the model's collections.
+      checkpoint_dir: Folder to save checkpoints in. Only one training at a time can use it.
     """
 
     only_with: ClassVar = {"early_stopping": ("validation",), "k": ("validation",)}
