@@ -62,8 +62,9 @@ def evaluate(command: flags.Evaluate) -> None:
 
 def compare(command: flags.Compare) -> None:
     """`sparsejax compare`."""
-    asked = command.as_type(Evaluate).replaced(keep_rows=True)
     runs = command.run, command.other
+    # Its errors name flags.
+    asked = command.as_type(flags.Evaluate, run=command.run).replaced(keep_rows=True)
     found = comparison.compare(*(_measured(run, asked, command) for run in runs))
     print(found)
     print(found.to_json())
@@ -183,6 +184,7 @@ def convert(command: flags.Convert) -> None:
 
 def prepare(command: flags.Prepare) -> None:
     """`sparsejax prepare`."""
+    command.check_effect()  # whose errors name flags
     features = (
         None if command.features is None else read_features(str(command.features))
     )

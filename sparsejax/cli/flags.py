@@ -416,7 +416,10 @@ class Report(measuring.Paged, Reading, Devices, Compilation):
       out: File to write. An existing file is replaced.
     """
 
-    only_with: ClassVar = dict.fromkeys(Reading.option_names(), ("inputs", "heldout"))
+    only_with: ClassVar = {
+        **dict.fromkeys(Reading.option_names(), ("inputs", "heldout")),
+        "exclude_seen": ("inputs",),
+    }
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     inputs: Any = option(

@@ -142,6 +142,11 @@ class Interactions[
             raise ValueError(
                 "validation=... needs all of the data; leave out chunk_rows"
             )
+        for name in ("format", "delimiter", "separator", "time_format"):
+            if getattr(training, name) not in (None, "parquet"):
+                raise ValueError(
+                    f"{name}=... is for data in memory; leave out chunk_rows"
+                )
         data, chunks = self.scan(training)
         return Source(
             data=data,

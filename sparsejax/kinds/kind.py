@@ -453,15 +453,13 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def read_shown(self, source: Any, reading: Reading, run: Opened) -> Any:
         """The rows of a file or of data that the model of a run is shown, to rank items."""
-        raise ValueError(
-            f"data=...: a model of {self.name} has vectors of items only; leave it out"
-        )
+        raise ValueError(f"a model of {self.name} has no items to rank: use predict")
 
     def excluded(
         self, asked: Recommend, reading: Reading, run: Opened, shown: Any
     ) -> Any:
         """The items that a run is not to recommend to the rows that it is shown."""
-        raise ValueError(f"a model of {self.name} has no items to rank: use predict")
+        del asked, reading, run, shown
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:
         """The probability of a click of each example."""

@@ -11,11 +11,10 @@ import ast
 import dataclasses
 import functools
 import inspect
-import math
 import operator
 import re
 import textwrap
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, ClassVar, Concatenate, Literal, NamedTuple, Self
 
 # The kinds of models, and those among them that rank items.
@@ -82,16 +81,17 @@ class _Stated(NamedTuple):
         if not self.bounds():
             return
         value = value.tolist() if hasattr(value, "tolist") else value
-        for each in value if isinstance(value, list | tuple) else (value,):
-            if each is None or isinstance(each, str):
+        several = isinstance(value, Sequence) and not isinstance(value, str)
+        for each in value if several else (value,):
+            if each is None:
                 continue
-            if isinstance(self.least, int) and not hasattr(each, "__index__"):
-                raise TypeError(f"{name()} must be a whole number, got {each!r}")
+            is_whole = isinstance(self.least, int)
+            if not hasattr(each, "__index__" if is_whole else "__float__"):
+                what = "a whole number" if is_whole else "a number"
+                raise TypeError(f"{name()} must be {what}, got {each!r}")
             for is_good, bound, text in self.bounds():
                 if not is_good(each, bound):
                     raise ValueError(f"{name()} must be {text}, got {each}")
-            if not each < math.inf:
-                raise ValueError(f"{name()} must be finite, got {each}")
 
     def bounds(self) -> list[tuple[Callable[[Any, Any], bool], float, str]]:
         """The bounds: a comparison, a number, and both as text."""

@@ -199,6 +199,7 @@ def test_tune(clicks, tmp_path, monkeypatch, capsys):
         ("evaluate RUN TEST --k 20", "--k is of no use for a model of clicks"),
         ("evaluate RUN TEST --keep-seen", "--keep-seen is of no use"),
         ("evaluate RUN TEST --groups color", "groups names the feature 'color'"),
+        ("compare RUN RUN TEST --k 5", "--k is of no use for a model of clicks"),
         ("predict RUN TEST --out x --exclude-seen", "--keep-seen is of no use"),
         ("predict RUN TEST --out x --keep-seen", "--keep-seen is of no use"),
         ("predict RUN TEST --out x --k 10", "--k is of no use for a model of clicks"),

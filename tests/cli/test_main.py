@@ -114,6 +114,8 @@ TRAIN = "train data --run new --format text "
         ("predict run user.parquet --out out --keep-seen --exclude board", "'user 1'"),
         ("report missing", "missing: is not a run folder"),
         ("report run --test board", "--test needs --train"),
+        ("report run --keep-seen", "--keep-seen needs --train"),
+        ("prepare data new --repeats all", "--repeats needs --split-time"),
         ("report run --train unknown --format text", "unknown: all 2 entries"),
         ("report run --out no/page.html", "there is no folder"),
         ("vectors missing --out items.npy", "missing: is not a run folder"),

@@ -194,6 +194,10 @@ def test_train_on_a_part_of_the_data_at_a_time(small, tmp_path, capsys):
     assert "leave out --chunk-rows" in capsys.readouterr().err
     assert main(["train", *small[1:], "--chunk-rows", "10", "--resume"]) == 1
     assert "is not a Parquet file" in capsys.readouterr().err
+    for flag in (["--separator", "|"], ["--format", "text"]):  # not read in chunks
+        assert main([*train, "--resume", *flag]) == 1
+        said = capsys.readouterr().err
+        assert f"{flag[0]} is for data in memory; leave out --chunk-rows" in said
 
 
 @pytest.mark.parametrize(

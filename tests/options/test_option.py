@@ -2,6 +2,7 @@
 
 import dataclasses
 import inspect
+import math
 import typing
 from typing import Any, ClassVar
 
@@ -111,11 +112,18 @@ def test_a_function_has_the_options_of_its_verb():
         ({"minutes": float("nan")}, ValueError, "minutes must be above 0, got nan"),
         ({"lemon": (1, 0)}, ValueError, "lemon must be at least 1, got 0"),
         ({"lemon": (2.5,)}, TypeError, "lemon must be a whole number, got 2.5"),
+        ({"lemon": range(2)}, ValueError, "lemon must be at least 1, got 0"),
+        ({"lemon": "2"}, TypeError, "lemon must be a whole number, got '2'"),
+        ({"minutes": "2"}, TypeError, "minutes must be a number, got '2'"),
     ],
 )
 def test_a_number_out_of_bounds_is_refused(given, error, text):
     with pytest.raises(error, match=text):
         brew("assam", **given)
+
+
+def test_seconds_without_an_end_are_taken():
+    assert training.Looping(checkpoint_seconds=math.inf).checkpoint_seconds == math.inf
 
 
 def test_an_option_without_the_other_that_it_needs_is_refused():

@@ -203,6 +203,8 @@ def test_tables_histories_and_clicks_in_memory(folder, tmp_path):
     assert run.evaluate(read) == sj.evaluate(run.model, read)
     run.report(tmp_path / "clicks.html", test)
     assert "Calibration" in (tmp_path / "clicks.html").read_text()
+    with pytest.raises(ValueError, match="has no items to rank: use predict"):
+        run.recommend(inputs=test)
 
 
 def test_errors_speak_python(folder, tmp_path):

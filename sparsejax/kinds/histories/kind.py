@@ -219,6 +219,8 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return read_histories(source, reading, features=features)
 
     def scan(self, training: Training) -> tuple[ScannedSequences, Sequence[int]]:
+        if training.value is not None:
+            raise ValueError("value=...: histories have no values; leave it out")
         rows = training.chunk_rows or 1
         histories = scan_sequences(
             training.data,
