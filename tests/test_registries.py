@@ -20,6 +20,7 @@ from sparsejax.embeddings import config, row_codes
 from sparsejax.engine.rank import nearest
 from sparsejax.kinds.clicks import calibrate
 from sparsejax.kinds.models import MODELS
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.nn.activations import ACTIVATIONS
 from sparsejax.ops import gather_matmul, history_attention, implementations, precision
 from sparsejax.optimizers import rules
@@ -120,18 +121,7 @@ TABLE: dict[str, dict[str, str]] = {
         "softmax_cross_entropy": "ops/test_output_loss.py::test_equals_the_oracle",
     },
     "metrics": {
-        **dict.fromkeys(
-            (
-                "recall_at_k",
-                "truncated_recall_at_k",
-                "ndcg_at_k",
-                "precision_at_k",
-                "hit_rate_at_k",
-                "mrr_at_k",
-                "map_at_k",
-            ),
-            _RANKING,
-        ),
+        **dict.fromkeys((f.__name__ for f in METRICS.values()), _RANKING),
         "is_label": "metrics/test_ranking.py::test_padding_is_not_a_label",
         "coverage": _CATALOGUE,
         "mean_popularity": _CATALOGUE,

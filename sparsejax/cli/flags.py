@@ -143,8 +143,8 @@ class Train(Configured, Clicks, training.Training, Devices, Compilation):
         as the version before.
       gate: Write the version only if it is clearly better in this metric than the newest one
         in the folder that loads, on the events that --validation, last or a file, holds out:
-        hit_rate, map, mrr, ndcg or recall. The newest one must not have been trained on them.
-        Clearly: the 95 % interval of the difference is above 0.
+        ndcg, recall or another one that evaluate prints. The newest one must not have been
+        trained on them. Clearly: the 95 % interval of the difference is above 0.
     """
 
     only_with: ClassVar = {"k": ("validation", "export_to"), "gate": ("export_to",)}

@@ -183,6 +183,18 @@ def map_at_k(
     return jnp.sum(hits * precision, axis=1) / possible + _nan_where_broken(labels)
 
 
+# The metrics of rows, by the names that `evaluate` returns them by, and in its order.
+METRICS: dict[str, Callable[..., Float[Array, "batch"]]] = {
+    "recall": recall_at_k,
+    "truncated_recall": truncated_recall_at_k,
+    "ndcg": ndcg_at_k,
+    "precision": precision_at_k,
+    "hit_rate": hit_rate_at_k,
+    "mrr": mrr_at_k,
+    "map": map_at_k,
+}
+
+
 def recommendation_counts(
     ids: Int[Array, "batch k_max"], num_items: int, k: int | None = None
 ) -> Int[Array, "items"]:

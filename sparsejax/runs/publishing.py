@@ -7,7 +7,6 @@ import os
 import pathlib
 import re
 import warnings
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,20 +20,13 @@ from sparsejax.data.reading.histories import unordered
 from sparsejax.kinds.kind import Kind, kind_called
 from sparsejax.kinds.reading import validation_share
 from sparsejax.kinds.source import Source
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.versions import FILE, following, numbered
 from sparsejax.runs.folders import Folder
 from sparsejax.verbs.export import export_with_answer
 from sparsejax.whole_files import temporary_folder, whole_folder
-
-_METRICS: dict[str, Callable[..., Any]] = {
-    "hit_rate": metrics.hit_rate_at_k,
-    "map": metrics.map_at_k,
-    "mrr": metrics.mrr_at_k,
-    "ndcg": metrics.ndcg_at_k,
-    "recall": metrics.recall_at_k,
-}
 
 
 class Gate(NamedTuple):
@@ -59,10 +51,10 @@ class Gate(NamedTuple):
           ValueError: it is something else.
         """
         found = re.fullmatch(r"(\w+)@([1-9]\d{0,5})", text)
-        if not found or found[1] not in _METRICS:
+        if not found or found[1] not in METRICS:
             raise ValueError(
                 f"a gate is a metric with its cut-off, like ndcg@20, got {text!r}; the "
-                f"metrics are {', '.join(_METRICS)}"
+                f"metrics are {', '.join(METRICS)}"
             )
         return cls(found[1], int(found[2]))
 
@@ -229,7 +221,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
     places = find_names(predictor.items, source.known)
     ids = np.where(found.ids >= 0, places[found.ids], -1)
     labels = jax.tree.map(jnp.asarray, heldout.align_rows(names).matrix)
-    found = _METRICS[gate.metric](jnp.asarray(ids), labels, gate.k)
+    found = METRICS[gate.metric](jnp.asarray(ids), labels, gate.k)
     figures = np.asarray(found, np.float64)
     rows = metrics.Rows(names, {str(gate): figures})
     return metrics.Measured({str(gate): float(figures.mean())}, rows)

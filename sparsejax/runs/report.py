@@ -21,10 +21,10 @@ from sparsejax.codec import Config
 from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.files.names import Names, find_names
 from sparsejax.engine.rank.recommender import Recommender
-from sparsejax.engine.rank.tasks import METRICS
 from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.mesh import processes
 from sparsejax.metrics import Measured
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.verbs.recommend import recommend
 from sparsejax.verbs.vectors import HasItems, similar_items
 from sparsejax.whole_files import check_writable, whole_text_file

@@ -12,17 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from sparsejax import metrics
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.sparse import CSR
 
-METRICS = {
-    "recall": metrics.recall_at_k,
-    "truncated_recall": metrics.truncated_recall_at_k,
-    "ndcg": metrics.ndcg_at_k,
-    "precision": metrics.precision_at_k,
-    "hit_rate": metrics.hit_rate_at_k,
-    "mrr": metrics.mrr_at_k,
-    "map": metrics.map_at_k,
-}
 ITEMS = 6
 
 

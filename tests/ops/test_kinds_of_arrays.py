@@ -13,6 +13,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax import metrics
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.sparse import CSR
 
 # Annotations are of JAX's arrays: they are what comes back.
@@ -168,18 +169,7 @@ OPERATIONS: dict[str, tuple[Callable[..., Any], tuple[np.ndarray, ...]]] = {
         (drawn(ROWS, 2), IDS[:, 0]),
     ),
     "metrics of a ranking": (
-        lambda ids: [
-            f(ids, LABELS, 2)
-            for f in (
-                metrics.recall_at_k,
-                metrics.truncated_recall_at_k,
-                metrics.ndcg_at_k,
-                metrics.precision_at_k,
-                metrics.hit_rate_at_k,
-                metrics.mrr_at_k,
-                metrics.map_at_k,
-            )
-        ],
+        lambda ids: [metric(ids, LABELS, 2) for metric in METRICS.values()],
         (np.array([[1, 2], [3, -1], [0, 6]], np.int32),),
     ),
     "metrics.recommendation_counts": (

@@ -14,6 +14,7 @@ from sparsejax.engine.batching import on_device
 from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
 from sparsejax.engine.rank.popularity import Popularity
 from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.nn.models import FeedForward
 from sparsejax.optimizers.optimizer import Optimizer
@@ -28,9 +29,6 @@ def all_items_known(inputs, heldout) -> dict[str, int]:
     """The counts of `evaluate` where there are no unknown items."""
     new = (inputs.sum(axis=1) == 0) & (heldout.sum(axis=1) > 0)
     return ALL_KNOWN | {"users_new": int(new.sum())}
-
-
-METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
 
 
 def random_matrix(rows, cols, density=0.2, seed=0):

@@ -167,7 +167,10 @@ def test_the_newest_version_and_the_next(tmp_path):
     [
         (["--gate", "ndcg@20"], "--gate needs --export-to"),
         (["--gate", "ndcg", "--export-to", "out"], "like ndcg@20, got 'ndcg'"),
-        (["--gate", "auc@2", "--export-to", "out"], "metrics are hit_rate, map"),
+        (
+            ["--gate", "auc@2", "--export-to", "out"],
+            "metrics are recall, truncated_recall",
+        ),
         (["--gate", "map@2", "--export-to", "out"], "map@2 is measured on held-out"),
         (
             ["--gate", "map@2", "--export-to", "out", "--validation", ".1"],

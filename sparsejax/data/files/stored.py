@@ -372,8 +372,12 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
     }
     of_rows = known(left_out=leaves.pop("left_out", None))
     entries = Entries.of_lengths(np.concatenate(lengths), leaves, of_rows)
-    facts = (file.schema_arrow.metadata or {}).get(_EVENTS_KEY, b"").decode(
-        errors="replace"  # the checksum then differs
+    facts = (
+        (file.schema_arrow.metadata or {})
+        .get(_EVENTS_KEY, b"")
+        .decode(
+            errors="replace"  # the checksum then differs
+        )
     )
     names = [name.removeprefix(_CATEGORIES) for name in named]
     return StoredRows(

@@ -50,9 +50,10 @@ from sparsejax.engine.rank.recommender import (
     recommended,
     split,
 )
-from sparsejax.engine.rank.tasks import METRICS, RankingTask, Tasks, measured, ranked
+from sparsejax.engine.rank.tasks import RankingTask, Tasks, measured, ranked
 from sparsejax.mesh.layout import using_auto_axes
 from sparsejax.mesh.promotion import promoting
+from sparsejax.metrics.ranking import METRICS
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Ranking
 from sparsejax.options.option import option

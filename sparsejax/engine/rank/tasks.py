@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
 from collections.abc import Iterator
 
 import jax
@@ -17,8 +18,14 @@ from sparsejax.engine.rank.recommender import merged, recommended
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import replicated
 from sparsejax.mesh.xla_options import Programs
+from sparsejax.metrics.ranking import METRICS
 
-METRICS = ("recall", "truncated_recall", "ndcg", "precision", "hit_rate", "mrr", "map")
+# Metrics that count held-out entries without an item number, too.
+_WITH_LEFT_OUT = {
+    name
+    for name, metric in METRICS.items()
+    if "left_out" in inspect.signature(metric).parameters
+}
 
 
 @jax.tree_util.register_dataclass
@@ -135,14 +142,10 @@ def measured(
 
 def _values(ids, labels: SparseRows, left_out: Array | None, k: int):
     """`[batch]` each of `METRICS`, in this order."""
+    further = {"left_out": left_out}
     return [
-        metrics.recall_at_k(ids, labels, k, left_out=left_out),
-        metrics.truncated_recall_at_k(ids, labels, k, left_out=left_out),
-        metrics.ndcg_at_k(ids, labels, k, left_out=left_out),
-        metrics.precision_at_k(ids, labels, k),
-        metrics.hit_rate_at_k(ids, labels, k),
-        metrics.mrr_at_k(ids, labels, k),
-        metrics.map_at_k(ids, labels, k, left_out=left_out),
+        metric(ids, labels, k, **(further if name in _WITH_LEFT_OUT else {}))
+        for name, metric in METRICS.items()
     ]
 
 
