@@ -32,13 +32,14 @@ class Missed:
     """The operands with which programs bring rows up to date.
 
     Attributes:
-      catch_up: works element by element, in float32, on pieces of a row.
+      catch_up: function that works element by element, in float32, on pieces of a row.
       state: `[num_rows, hidden]` arrays beside the kernel.
       last: `[num_rows]`, the step at which each row was up to date; -1 if it has missed none.
       count: `[]` steps done. No row that is read has missed more than the table has lines for.
       table: a line for each number of missed steps, from 0.
       shared: numbers that are the same for all rows.
-      place: rounds a bfloat16 kernel at random, see `row_update`; None rounds to nearest.
+      place: key and row by which a bfloat16 kernel is rounded at random, see `row_update`; None
+        rounds to nearest.
     """
 
     catch_up: CatchUp = dataclasses.field(metadata={"static": True})
@@ -88,7 +89,7 @@ class Read(Sequence[jax.Array]):
     """Numbers in memory. Each is read where it is asked for, so a branch reads its own.
 
     Attributes:
-      read: reads the number at a place.
+      read: function that reads the number at a place.
       places: indices of the numbers.
     """
 

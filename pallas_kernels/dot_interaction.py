@@ -211,13 +211,13 @@ def _run(name, start, work, rows, smem, operands, out, scratch):
 
     Args:
       name: the name that a profiler shows.
-      start: makes values that all tiles share, from references to `operands`.
-      work: called with a tile's number, its slot, the result of `start`, the tile in
-        shared memory, references to `operands` and the result, and `scratch`. It has a
+      start: function that makes values that all tiles share, from references to `operands`.
+      work: function that is called with a tile's number, its slot, the result of `start`, the
+        tile in shared memory, references to `operands` and the result, and `scratch`. It has a
         barrier
       rows: `[batch, vectors, dim]`.
       smem: shared memory for tiles of them.
-      operands: other arrays.
+      operands: further arrays.
       out: the result.
       scratch: more shared memory.
     """

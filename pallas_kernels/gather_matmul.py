@@ -104,8 +104,8 @@ def gather_matmul(
       w: float32 or bfloat16, with at least `num_cols` rows. Later rows are not read.
       num_cols: number of columns.
       dtype: dtype of the result, float32 or bfloat16; that of `w` by default.
-      missed: brings rows of `w` up to date where they are read. `takes_narrow` must allow
-        `hidden`, or it must be a multiple of 128.
+      missed: record of missed steps, by which rows of `w` are brought up to date where they are
+        read. `takes_narrow` must allow `hidden`, or it must be a multiple of 128.
       config: how the work is cut; by default `default_config` for the shape.
 
     Raises:

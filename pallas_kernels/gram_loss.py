@@ -70,7 +70,7 @@ def squared_gradient(
       centre: float32, like all vectors.
       total: float32.
       rest: float32.
-      bias: where it is -inf and `of_labels` is finite, both results are 0.
+      bias: float32; where it is -inf and `of_labels` is finite, both results are 0.
       of_labels: float32.
       weight: float32.
       start: first item, a multiple of 128.

@@ -43,8 +43,8 @@ def find(
     """The row of each key among the rows of all parts, one part after the other; or -1.
 
     Args:
-      places: where each key may stand: its part, its two buckets in that part, which
-        differ if there are two, and its tag, 1 to 255.
+      places: places where each key may be: its part, its two buckets in that part, which differ
+        if there are two, and its tag, 1 to 255.
       tags: 4 of them a word, the first one lowest; 0 is a slot without a row.
       slots: the row of each slot.
       keys: low and high word of each row's key.

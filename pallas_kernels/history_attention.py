@@ -862,10 +862,10 @@ def _run(
       name: the name that a profiler shows.
       scores: factory of the scores of such tiles.
       spans: which columns count for a row.
-      work: called for a tile and a head: (scores, blocks of rows, blocks of columns, sums,
-        the biases or None, carry). It returns the carry for the next tile, the biases for
-        the next head, and the slopes of the scores.
-      finish: called with the sums and the carry after a row's last tile.
+      work: function that is called for a tile and a head: (scores, blocks of rows, blocks of
+        columns, sums, the biases or None, carry). It returns the carry for the next tile, the
+        biases for the next head, and the slopes of the scores.
+      finish: function that is called with the sums and the carry after a row's last tile.
       rows: `[tokens, heads, dim]`, of which a warpgroup has 64 rows.
       columns: `[tokens, heads, dim]`, whose tiles are visited one after the other.
       sums: number of `[64, dim]` sums; the results are as many. Without sums the result is
@@ -877,7 +877,7 @@ def _run(
       with_biases: whether the gradients of the biases are made.
       together: heads whose sums a program has at once, at most, where there are biases:
         those of a tile are found once for them.
-      start: makes the carry before a row's first tile.
+      start: function that makes the carry before a row's first tile.
     """
     tokens, heads, dim = rows[0].shape
     dtype, size, stages = rows[0].dtype, config.columns, config.stages

@@ -50,15 +50,16 @@ def matmul_tiles(
 
     Args:
       num_tiles: number of tiles of all programs.
-      tile_of: maps a tile's number to the value that the other functions get as `tile`.
+      tile_of: function that maps a tile's number to the value that the other functions get as
+        `tile`.
       operands: (matrix, shape of a step's block, place), where `place(tile, k)` is the
         first row and column of the block of step k.
-      factors: maps a step's number, its blocks, the constants and a warpgroup's number to the
-        two operands of `wgmma`, for each `[64, columns]` part of the tile that the
-        warpgroup has.
-      finish: called with the tile, the warpgroup, a function that makes the sums of each
-        part (float32, of int8 int32), and `scratch`. Data that it loads before it calls the
-        function has arrived when the sums are complete.
+      factors: function that maps a step's number, its blocks, the constants and a warpgroup's
+        number to the two operands of `wgmma`, for each `[64, columns]` part of the tile that
+        the warpgroup has.
+      finish: function that is called with the tile, the warpgroup, a function that makes the
+        sums of each part (float32, of int8 int32), and `scratch`. Data that it loads before it
+        calls the function has arrived when the sums are complete.
       columns: number of columns of each part.
       steps: number of steps of a tile.
       warpgroups: number of warpgroups that compute, 2 or 4.

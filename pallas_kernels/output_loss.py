@@ -121,8 +121,8 @@ def slopes(
     `1 + odds`.
 
     Args:
-      function: gets float32 arrays `[rows, columns]`. Only `listed` is bool: it says
-        which items are labels. The function may only use operations that Mosaic GPU can
+      function: function that gets float32 arrays `[rows, columns]`. Only `listed` is bool: it
+        says which items are labels. The function may only use operations that Mosaic GPU can
         lower.
       h: bfloat16; the number of rows is a multiple of 128.
       kernel: bfloat16, see `score_tiles.unsupported`.

@@ -174,17 +174,17 @@ def sum_body(
         `w`; its factor, if `valued`; then any others.
       cut_rows_gmem: `[2, programs]`, written: for each range, the row that begins in it
         and is cut, or -1 if no row is; and the range in which that row ends.
-      store: called with a row, the columns, the row's sum, the values of its last
-        entry, and the result of `ready` for that entry.
-      read_ahead: called for each entry when its row of `w` is loaded, with the columns
-        and the entry's values.
-      ready: called for each entry when all of them are read, with the entry's values
-        and the result of `read_ahead`. Teams of a warp do it together; each calls
+      store: function that is called with a row, the columns, the row's sum, the values of its
+        last entry, and the result of `ready` for that entry.
+      read_ahead: function that is called for each entry when its row of `w` is loaded, with the
+        columns and the entry's values.
+      ready: function that is called for each entry when all of them are read, with the entry's
+        values and the result of `read_ahead`. Teams of a warp do it together; each calls
         `store` alone.
-      load: called with the columns and an index, returns the values that are read for
-        it; by default the row of `w`.
-      value: computes the row to sum from the result of `load`. All values that are
-        needed at once are read first.
+      load: function that is called with the columns and an index, and returns the values that
+        are read for it; by default the row of `w`.
+      value: function that computes the row to sum from the result of `load`. All values that
+        are needed at once are read first.
       team: the threads that this is a program of.
     """
     nse, num_rows = entries_gmem[0].shape[0], indptr_gmem.shape[0] - 1

@@ -94,9 +94,9 @@ def row_update(
     elements of `dy`, and reads and writes the touched rows of each array once.
 
     Args:
-      update: works element by element, in float32, on pieces of a row. Arrays that it
-        makes itself must be scalars. If an array has one number a row, `update` gets whole
-        rows, that number as a scalar, and a function that gives the mean over a row.
+      update: function that works element by element, in float32, on pieces of a row. Arrays
+        that it makes itself must be scalars. If an array has one number a row, `update` gets
+        whole rows, that number as a scalar, and a function that gives the mean over a row.
       arrays: kernel and state, float32 or bfloat16, `[num_rows, hidden]`, as far as `takes`
         allows; an array of the state may be `[num_rows, 1]`.
       data: values, or None if every entry is 1.
@@ -105,14 +105,14 @@ def row_update(
         number of entries; entries beyond it are ignored.
       targets: int32; at the last entry of each touched row the number of that row in the
         arrays, and -1 at the other entries. No row occurs twice.
-      lags: at the last entry of each touched row its missed steps, which `update` gets as
-        float32; or None.
+      lags: missed steps of each touched row, at its last entry, which `update` gets as float32;
+        or None.
       dy: float32 or bfloat16.
       scalars: further numbers that `update` gets, shared by all rows.
-      table: brings each row up to date, with its line of the first array, and the second
-        one, see `catch_up`. `update` then gets no `lag_u`.
-      place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
-        number is that of the arrays' first row. Without it they are rounded to nearest.
+      table: table of missed steps, whose lines bring rows up to date, and numbers shared by all
+        rows, see `catch_up`. `update` then gets no `lag_u`.
+      place: key (`Noise.key`) by which bfloat16 arrays are rounded at random, and number of the
+        arrays' first row. Without it they are rounded to nearest.
       config: how the work is cut; see `gather_matmul`.
 
     Raises:
@@ -257,9 +257,10 @@ class _Mover:
     """How a team moves a row.
 
     Attributes:
-      team: has the row, or a piece of it.
-      update: computes the new values of a row, as in `row_update`.
-      catch_up: brings a row up to date by a table of missed steps; None without one.
+      team: team that has the row, or a piece of it.
+      update: function that computes the new values of a row, as in `row_update`.
+      catch_up: function that brings a row up to date by a table of missed steps; None without
+        one.
       by_row: whether some arrays have one number a row.
       num_scalars: how many numbers `update` gets, before those that round at random.
     """

@@ -61,7 +61,7 @@ def maxima(
       words: bits of the items to leave out, counted, see `output_loss.label_words`; or None.
       start: first item.
       size: number of items, a multiple of 256.
-      limit: from this row of the kernel on there are no items.
+      limit: row of the kernel from which on there are no items.
       with_scores: whether to return all scores in place of the maxima of each 128. Then the
         number of rows is a multiple of 128.
       margins: for int8 the margin and the unit of each row, float32; None for bfloat16.

@@ -107,10 +107,10 @@ def gradient_tiles(
       h_gmem: `[batch, hidden]`.
       summing_gmem: `summing_operands`.
       sums_gmem: arrays of `sums_type`. They are written when `finish` makes the product.
-      finish: called as `matmul_tiles` says. `tile` is the first row and the first column
-        of `[128, tile_columns(hidden)]`, and the number of tiles that the program had
-        before. A warpgroup has 64 rows of the tile. The function that `finish` gets
-        returns the product alone, without the sums.
+      finish: function that is called as `matmul_tiles` says. `tile` is the first row and the
+        first column of `[128, tile_columns(hidden)]`, and the number of tiles that the program
+        had before. A warpgroup has 64 rows of the tile. The function that `finish` gets returns
+        the product alone, without the sums.
       scratch: shared memory.
       options: further arguments of `matmul_tiles`.
     """

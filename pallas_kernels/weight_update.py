@@ -69,16 +69,16 @@ def weight_update(
     Reads and writes each row of the arrays once. Reads `slopes` once for each 256 columns.
 
     Args:
-      update: works element by element, in float32. Arrays that it makes itself must be
-        scalars.
+      update: function that works element by element, in float32. Arrays that it makes itself
+        must be scalars.
       slopes: bfloat16; `batch` is a multiple of 64, `size` of 128.
       h: bfloat16; `hidden` is a multiple of 64.
       arrays: kernel and state, float32 or bfloat16, as far as `fits` allows.
       operand: a copy of the kernel in bfloat16, or None.
       start: first row, a multiple of 128.
       scalars: further numbers that `update` gets.
-      place: rounds bfloat16 arrays at random, with this key (`Noise.key`); the other
-        number is that of the arrays' first row. Without it they are rounded to nearest.
+      place: key (`Noise.key`) by which bfloat16 arrays are rounded at random, and number of the
+        arrays' first row. Without it they are rounded to nearest.
       with_sums: whether to return the sums.
 
     Returns:

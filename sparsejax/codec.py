@@ -71,7 +71,7 @@ def parse(text: str | bytes, *, finite: bool = True) -> Any:
     {'k': 10}
 
     Args:
-      text: to be read.
+      text: text to read.
       finite: refuse NaN and infinities, which JSON has not, but Python writes.
 
     Raises:
@@ -261,7 +261,7 @@ def value(hint: Any, given: object, label: str, key: str = "") -> Any:
       hint: the type, see `read`.
       given: the value.
       label: name of the object that has the value, for messages.
-      key: where it is in that, for messages.
+      key: name or index of the value in that object, for messages.
 
     Raises:
       ValueError: it is of another type.

@@ -64,7 +64,8 @@ def working(advice: Callable[[], str] | None = None) -> Iterator[None]:
     """Within it the main thread is given time to end by itself.
 
     Args:
-      advice: makes the end of the line that says that the process was interrupted.
+      advice: function that makes the end of the line that says that the process was
+        interrupted.
     """
     global _working, _advice
     before, _working, _advice = (_working, _advice), True, advice

@@ -34,7 +34,7 @@ class ElementwiseLoss(abc.ABC):
     differentiated in `scores` with `jax.jvp`.
 
     Attributes:
-      ignore_zeros: only labels count; the loss of all other items is 0 (explicit
+      ignore_zeros: whether only labels count; the loss of all other items is 0 (explicit
         feedback, such as ratings; DSSTNE's `SparseIgnoreZero`).
     """
 
@@ -187,8 +187,8 @@ class ScaledMarginalCrossEntropy(ElementwiseLoss):
     DSSTNE any listed label counts as 1, whatever its value.
 
     Attributes:
-      one_target: from this probability on, an item with a label has no loss.
-      zero_target: up to this probability, an item without a label has no loss.
+      one_target: probability from which on an item with a label has no loss.
+      zero_target: probability up to which an item without a label has no loss.
       one_scale: weight of the items with a label.
       zero_scale: weight of the items without a label.
 
@@ -256,7 +256,7 @@ class SoftmaxCrossEntropy:
     with n labels weighs n times as much as a row with one label.
 
     Attributes:
-      label_smoothing: this share of each label is spread over all items.
+      label_smoothing: share of each label that is spread over all items.
       z_loss: weight of `lse^2`, which keeps the scores near those whose exponentials sum
         to 1 (PaLM's z-loss is 1e-4).
 

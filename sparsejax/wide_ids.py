@@ -33,7 +33,7 @@ class WideIds:
     Attributes:
       low: the lower 32 bits, uint32: `[batch]`, `[batch, n]`, or one behind the other.
       high: the upper ones.
-      present: where there is an id; None is everywhere. For ids in a fixed shape.
+      present: which places have an id; None if all have one. For ids in a fixed shape.
       offsets: `[batch + 1]` int32: where the ids of each example begin, if they lie one
         behind the other.
       weights: weights of ids with offsets; all 1 by default.

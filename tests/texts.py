@@ -20,7 +20,10 @@ _BEGINS = {
     "comment": r"(Of|What|That|Those|Whose|Lest|But for)\b",
     "message": r"(of|that|those|whose|lest|but for)\b",
     # An entry has a noun first, or an adjective with its noun: "seed: seed of the draws".
-    "entry": r"(?i:of|what|that|those|who|whom|whose|by|as|so|see|like|lest|the same)\b",
+    "entry": (
+        r"(?i:of|what|that|those|who|whom|whose|by|as|so|see|like|lest|the same|to|from|where|has"
+        r"|called|makes|gives|gets|takes|brings|returns|adds|added|initialises|computes)\b"
+    ),
 }
 # "None if there is none" is plain; "What is none has time 0" is not.
 _WITHIN = (

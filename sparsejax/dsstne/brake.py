@@ -20,7 +20,7 @@ class Brake(nnx.Module):
     their recent size, which sees the braked ones: their 24 steps are hardly shorter.
 
     Args:
-      steps: after so many steps it starts anew.
+      steps: number of steps after which the brake starts anew.
     """
 
     def __init__(self, steps: int):

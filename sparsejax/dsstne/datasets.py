@@ -68,7 +68,7 @@ class FileDataset:
         is row `i`.
       weights: the weight of each example, or of each row if there are as many weights as
         rows (Weighted); None if they are all 1.
-      ignore_zeros: only listed entries count in a loss (SparseIgnoreZero); see the
+      ignore_zeros: whether only listed entries count in a loss (SparseIgnoreZero); see the
         `ignore_zeros` of losses.
       feature_names: `[up to columns]` text, or None.
       row_names: `[examples]` text, or None.

@@ -97,7 +97,7 @@ class Definition:
     'Sigmoid'
 
     Attributes:
-      layers: in the order of the file; a layer may read a later one.
+      layers: layers in the order of the file; a layer may read a later one.
       name: name of the network.
       kind: "FeedForward" or "AutoEncoder", which have one meaning.
       error_function: one of `ERROR_FUNCTIONS`, of all outputs.

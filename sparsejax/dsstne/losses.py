@@ -176,7 +176,7 @@ def of_output(
     examples each label is 1.
 
     Args:
-      network: has the error function and its numbers.
+      network: description of the network, with the error function and its numbers.
       layer: an output.
       sparse: whether the data set of the targets is. A sparse one has labels at some
         items; a dense one has a label at every item.

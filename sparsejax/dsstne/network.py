@@ -88,7 +88,8 @@ class Network(nnx.Module):
       weighted: whether examples have weights of their own, which `fit` is then given.
         With SoftMax labels are then 1, not 1 / n.
       ignore_zeros: whether only items with labels have a loss, as for `of_output`.
-      brake_steps: after so many steps DSSTNE's brake starts anew; see `Brake`. 0: no brake.
+      brake_steps: number of steps after which DSSTNE's brake starts anew; see `Brake`. With 0
+        there is no brake.
       rngs: random streams: "params" for the parameters, "dropout" for noise.
 
     Raises:

@@ -73,7 +73,7 @@ class Normalization:
 
     Attributes:
       scale: the normalised sums are multiplied with it.
-      bias: and this is added to them.
+      bias: number that is then added to them.
       mean: running mean of the sums.
       variance: running variance of the sums.
     """

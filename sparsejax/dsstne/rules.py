@@ -67,7 +67,7 @@ class DsstneRule(Rule):
     """The common base of DSSTNE's rules.
 
     Attributes:
-      l1: each weight's gradient grows by `l1 sign(w)`.
+      l1: factor of the penalty `l1 sign(w)` that is added to each weight's gradient.
     """
 
     elementwise = True

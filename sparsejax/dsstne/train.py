@@ -76,7 +76,7 @@ class Train:
         all devices along "model".
       validation: two files, like `inputs` and `outputs`, whose error is measured after
         each epoch.
-      interval: after so many epochs alpha is multiplied by `multiplier`, and the brake
+      interval: number of epochs after which alpha is multiplied by `multiplier`, and the brake
         starts anew. 0: the rate stays, and the brake starts anew with each epoch.
       multiplier: factor of alpha after each `interval`.
       kept: beginning of the names of network files that are written during the

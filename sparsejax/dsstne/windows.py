@@ -26,7 +26,7 @@ def convolved(
     """The sums of a convolutional layer, `[batch, units]`.
 
     Args:
-      layer: has the window.
+      layer: description of the layer, with the window.
       before: the layer that is read.
       x: its values, `[batch, its units]`.
       kernel: the weights, of the shape of `weight_shape`.
@@ -53,7 +53,7 @@ def pooled(
     """The values of a pooling layer, from the layers that it reads: `[batch, units]`.
 
     Args:
-      layer: has the function and, if that needs one, the window.
+      layer: description of the layer, with the function and, if that needs one, the window.
       lrn: settings of the function LRN.
       sources: the layers that are read, each with its values, `[batch, its units]`.
     """

@@ -153,7 +153,7 @@ class _Tables(NamedTuple):
     Attributes:
       parts: the stacks of its collections.
       stores: the store of each stack, in the order of `parts`.
-      values: other variables by name.
+      values: further variables by name.
     """
 
     parts: list[Part]

@@ -143,7 +143,7 @@ class Admit:
     Attributes:
       count: ids that have been seen this often, up to 255. How often is counted in little
         memory, so a few ids get their row sooner, see docs/dynamic_tables.md.
-      probability: each id, each time that a batch has it, with this probability.
+      probability: probability with which an id gets a row, each time that a batch has it.
     """
 
     count: int | None = None

@@ -405,7 +405,7 @@ class _Entries(NamedTuple):
 
     Attributes:
       row: the bag of each id.
-      column: where its row lies; `WRONG` for an id that the table does not have.
+      column: column of its row; `WRONG` for an id that the table does not have.
       kept: whether it counts. Others are left out.
       first: the first entry of this bag. Entries of a bag lie behind each other.
       weight: its weight, or None if all are 1.

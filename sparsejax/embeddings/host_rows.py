@@ -382,9 +382,9 @@ class HostRows:
         """Takes rows of others, as far as they are known.
 
         Args:
-          other: has them.
-          rows: where they come to lie.
-          there: where they are.
+          other: object that has the rows.
+          rows: numbers of the rows to write here.
+          there: numbers of the rows in `other`.
         """
         arrays = other.arrays()
         if not arrays:
@@ -419,7 +419,8 @@ class HostRows:
         """Copies of some rows, by name, up to date; nothing is written.
 
         Args:
-          rows: each has its numbers here: of a dynamic table, an id.
+          rows: numbers of rows whose vectors are in host memory; rows of a dynamic table need
+            an id.
           settled: None if rows are up to date.
         """
         found = {name: array[rows] for name, array in self._arrays.items()}

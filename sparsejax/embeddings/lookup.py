@@ -253,7 +253,7 @@ def _sorted_by(x: CSR, order: jax.Array, size: int) -> CSR:
     sorts the entries of large tables, but not those of small ones.
 
     Args:
-      x: has no entries by column yet.
+      x: matrix that has no entries by column yet.
       order: `[nse]` a number of each entry's column, which no other column has.
       size: greater than all these numbers.
     """

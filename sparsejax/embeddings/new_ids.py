@@ -53,7 +53,7 @@ def add_ids(
     twice. All rows of a larger table in host memory take memory from then on.
 
     Args:
-      model: has one `EmbeddingCollection` or more.
+      model: model that has one `EmbeddingCollection` or more.
       added: numbers of new ids, by the names of tables. Collections with a table of the same
         name all get them.
       like: the id whose row is copied.

@@ -142,7 +142,7 @@ class StackedTable:
       number: its place among all tables of the collection; names its random numbers.
       config: configuration of the table.
       first_column: column of the table with which this piece begins.
-      place: where its rows are in the stack.
+      place: place of its rows in the stack.
     """
 
     name: str

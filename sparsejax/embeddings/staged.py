@@ -125,7 +125,7 @@ class Staged:
 
         Args:
           batches: trees, each with ids somewhere.
-          packed: packs ids.
+          packed: function that packs ids.
           names: names of the features.
         """
 

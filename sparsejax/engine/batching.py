@@ -119,7 +119,7 @@ class Batches:
       matrix: all rows, on the device; with a mesh on the host.
       rows: `[steps, batch]` int32. -1 fills up the last batch.
       nse: room for the entries of a batch, or of a block of a batch.
-      mesh: each batch is put on its devices, in blocks.
+      mesh: mesh on whose devices each batch is put, in blocks.
     """
 
     matrix: CSR
@@ -132,9 +132,9 @@ class Batches:
         """Batches of `rows: [n]` in their order; -1 is an empty row.
 
         Args:
-          matrix: from `for_batches`.
+          matrix: matrix from `for_batches`.
           rows: row numbers of the matrix.
-          batch_size: from `rows_in_a_batch`.
+          batch_size: batch size from `rows_in_a_batch`.
         """
         batches = _in_batches(rows, batch_size)
         if not mesh_is_set():
@@ -159,7 +159,7 @@ class DenseBatches:
     Attributes:
       array: all rows, on the device; with a mesh on the host.
       rows: `[steps, batch]` int32. -1 fills up the last batch.
-      mesh: each batch is divided over its axis "data".
+      mesh: mesh over whose axis "data" each batch is divided.
     """
 
     array: Array

@@ -12,7 +12,7 @@ def check_hashable(graphdef: nnx.GraphDef, *models: Any) -> None:
 
     Args:
       graphdef: graph of the model, perhaps with its optimizer.
-      models: to say which of their attributes is wrong.
+      models: models whose wrong attribute the message names.
     """
     try:
         hash(graphdef)

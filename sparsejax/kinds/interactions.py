@@ -64,7 +64,7 @@ class Interactions[
 
         Args:
           source: the file, the table or a data set.
-          reading: names the format and the columns.
+          reading: settings of reading: the format and the columns.
           features: names of the features, or a data set that has them; by default those of the
             source.
           indicator: whether values are ignored, whatever `reading` says.
@@ -293,10 +293,10 @@ def with_content(
     """The data with the items that only the content has, and the content of all items.
 
     Args:
-      training: has the content.
+      training: settings of the training, with the content.
       before: the run that is trained on, if there is one.
       data: the events.
-      counts: returns for each item of data how many events it has.
+      counts: function that returns for each item of data how many events it has.
 
     Raises:
       ValueError: a run that goes on from another one has content and the other has none,

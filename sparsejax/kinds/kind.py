@@ -123,7 +123,7 @@ class Maker[Model: nnx.Module]:
     """Makes a new model and its optimizer, not placed on a mesh.
 
     Attributes:
-      build: makes the model, by its random numbers.
+      build: function that makes the model, given random streams.
     """
 
     build: Callable[..., Model]
@@ -212,7 +212,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
         Args:
           config: the configuration.
-          negatives: how many; None for all of them.
+          negatives: number of items; None for all items.
           origin: whether it is that of a run that is trained on.
         """
         del negatives, origin
@@ -281,7 +281,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """All of the data, and what is held out.
 
         Args:
-          training: names the files.
+          training: settings of the training, with its files.
           before: the run that is trained on, if there is one.
         """
 
@@ -293,7 +293,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """The data of a run that follows: it has no rows yet, only columns.
 
         Args:
-          training: names the folder.
+          training: settings of the training, with its folder.
           before: the run that is trained on, if there is one.
         """
         raise NotImplementedError(f"a run of {self.name} cannot follow")

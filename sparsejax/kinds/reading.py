@@ -165,10 +165,10 @@ def check_heldout[Data: SparseDataset | SequenceDataset](
     """Held-out entries of rows of `data`; warns of rows that `data` does not have.
 
     Args:
-      path: where they were read from, for messages.
+      path: name of their source, for messages.
       heldout: the entries.
       data: the data set whose rows count.
-      data_path: where `data` was read from, for messages.
+      data_path: name of the source of `data`, for messages.
 
     Raises:
       DataError: `data` has none of the rows.

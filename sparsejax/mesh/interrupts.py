@@ -49,7 +49,7 @@ def noted(advice: Callable[[], str] | None = None) -> Iterator[None]:
     the process ends soon in any case.
 
     Args:
-      advice: makes the end of the line that reports the interrupt, such as how to
+      advice: function that makes the end of the line that reports the interrupt, such as how to
         continue.
     """
     global _told_to_end, _number

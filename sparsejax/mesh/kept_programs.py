@@ -70,9 +70,10 @@ def kept_in(folder: pathlib.Path, *, since: float) -> Generator[None]:
     Errors are ignored: a program that cannot be read is compiled.
 
     Args:
-      folder: only this user can write there. A program that is read can do anything.
-      since: when this process began to import modules. If one of ours was changed later,
-        nothing is kept: the file may differ from the imported module.
+      folder: folder in which only this user can write, since a program that is read can do
+        anything.
+      since: time at which this process began to import modules. If one of ours was changed
+        later, nothing is kept: the file may differ from the imported module.
     """
     global _folder
     before, _folder = _folder, _Folder(folder, since)
@@ -104,7 +105,7 @@ class Keepable:
       static_argnames: names of the static arguments, as for `jax.jit`.
       inside_others: whether it may be called inside other programs, even with options
         for the compiler. The options of the outermost program hold.
-      options: other options of `jax.jit`.
+      options: further options of `jax.jit`.
 
     Attributes:
       program: the function under `jax.jit`, whose programs are not kept.

@@ -49,7 +49,8 @@ def watch(when_lost: Callable[[], None]) -> None:
     JAX's heartbeats notice a loss.
 
     Args:
-      when_lost: called just before the process ends with status 1, in another thread.
+      when_lost: function that is called just before the process ends with status 1, in another
+        thread.
     """
     if jax.process_count() == 1:
         return

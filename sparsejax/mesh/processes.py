@@ -61,8 +61,8 @@ def join_processes(
         `jax.distributed.initialize`.
       num_processes: how many processes there are.
       process_id: the number of this process, from 0.
-      when_lost: called in another thread just before this process ends because another
-        one was lost. By default it prints a line to standard error.
+      when_lost: function that is called in another thread just before this process ends because
+        another one was lost. By default it prints a line to standard error.
 
     Raises:
       ValueError: no cluster was found, or only some of the arguments are given.

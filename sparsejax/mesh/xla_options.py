@@ -95,7 +95,7 @@ def gpu_options(
     whether a profile is being recorded.
 
     Args:
-      loops_in_graphs: each loop shall be one CUDA graph, without the host. Left out on
+      loops_in_graphs: whether each loop shall be one CUDA graph, without the host. Left out on
         a mesh of several devices: such graphs were not tried with their collectives.
       timed_fusions: fusions are compiled in two ways, to time them. Left out on a mesh of
         several devices, where it was not tried.
@@ -155,7 +155,7 @@ class Programs:
       loops_in_graphs: whether each loop becomes one CUDA graph, without the host.
       timed_fusions: whether fusions are compiled in two ways, to time them; never in
         the deterministic form.
-      options: other options of `jax.jit`.
+      options: further options of `jax.jit`.
     """
 
     def __init__(

@@ -39,8 +39,8 @@ class InputConfig:
     Attributes:
       name: name by which other layers refer to it.
       normalize: divide each row by its L2 norm.
-      corruption: in training, drop each entry with this probability and scale what
-        stays by `1 / (1 - corruption)` (a denoising autoencoder).
+      corruption: probability with which an entry is dropped in training. The others are
+        multiplied by `1 / (1 - corruption)` (a denoising autoencoder).
     """
 
     kind: ClassVar[str] = "input"
@@ -91,7 +91,7 @@ class OutputConfig:
       name: name by which other layers refer to it.
       source: the layer that it reads; by default the one before it.
       use_bias: whether each item has a bias.
-      temperature: if given, scores are cosines divided by it.
+      temperature: divisor of scores, which are then cosines; None for dot products.
       tied: name of a hidden layer whose kernel this layer shares: the one that reads
         the input.
       dtype: "float32" or "bfloat16", the dtype of the operands of the products with the
@@ -236,7 +236,7 @@ class NetworkConfig(codec.Config):
     'softmax_cross_entropy'
 
     Attributes:
-      layers: from input to output.
+      layers: layers from input to output.
       loss: name of a loss in `sparsejax.losses`.
       loss_options: its parameters, as `(name, value)` pairs.
       precision: "highest", "high" or "default", of products of float32 matrices: in the

@@ -324,7 +324,7 @@ def with_vectors[Model: HasItems](model: Model, *, deterministic: bool = True) -
     """A model whose items have finished vectors: one without content stays as it is.
 
     Args:
-      model: in any mode.
+      model: a model in any mode.
       deterministic: whether all items keep their rows R, also in training. The loss in
         training passes False.
 

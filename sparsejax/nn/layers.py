@@ -74,8 +74,8 @@ class SparseLinear(nnx.Module):
       dtype: dtype of the result; that of the kernel by default.
       param_dtype: dtype of kernel and bias. `sparsejax.Optimizer` rounds bfloat16 at
         random, so that small steps are not lost.
-      kernel_init: initialises the `[in_features, out_features]` kernel.
-      bias_init: initialises the bias.
+      kernel_init: function that initialises the `[in_features, out_features]` kernel.
+      bias_init: function that initialises the bias.
       combiner: "sum", "mean" or "sqrtn", see `sparsejax.gather_matmul`.
       kernel: a parameter to share, such as that of a tied `SparseOutput`; by default the
         layer makes one.
@@ -147,17 +147,17 @@ class SparseOutput(nnx.Module):
       in_features: size of `h`.
       num_items: number of items.
       use_bias: whether each item has a bias.
-      temperature: makes scores cosines divided by it.
+      temperature: divisor of scores, which are then cosines.
       dtype: dtype of the operands of the products. By default it is bfloat16 if the
         kernel is; else the finer one of those of `h` and the kernel. Sums are made in
         float32.
       param_dtype: dtype of kernel and bias. `sparsejax.Optimizer` rounds bfloat16 at
         random, so that small steps are not lost.
-      kernel_init: initialises the `[num_items, in_features]` kernel.
-      bias_init: initialises the bias.
+      kernel_init: function that initialises the `[num_items, in_features]` kernel.
+      bias_init: function that initialises the bias.
       kernel: a parameter to share; by default the layer makes one.
-      linear: adds its scores to those of `h` where `u`, the result of its `encode`, is
-        given; `loss` never adds them.
+      linear: linear part that adds its scores to those of `h` where `u`, the result of its
+        `encode`, is given; `loss` never adds them.
       content: sizes of the content of items, as for `sparsejax.nn.ItemContent`: then an
         item's vector is not its row of the kernel W alone, but the sum with its
         content.
@@ -251,7 +251,7 @@ class SparseOutput(nnx.Module):
           kernel: the vectors.
           unseen: whether an item has no entries in the training data, where others have
             some.
-          content: to be added to the vectors.
+          content: content to be added to the vectors.
         """
         made = copy.copy(self)
         # Not by attributes, which cannot be set within another trace.

@@ -210,9 +210,9 @@ def sampled_cross_entropy(
       negatives: items, as `NegativeSampler.sample` draws them.
       log_q: the logarithm of the probability of each negative, which `sample` returns.
       loss: "softmax" or "sigmoid".
-      bias: added to the scores. None is 0.
-      scale: makes the factor of each score, `[n]`, from the rows of the kernel, `[n, hidden]`;
-        such as `SparseOutput.score_scale`, for cosines. None is 1.
+      bias: numbers added to the scores. None is 0.
+      scale: function that makes the factor of each score, `[n]`, from the rows of the kernel,
+        `[n, hidden]`; such as `SparseOutput.score_scale`, for cosines. None is 1.
       weights: factors of the rows' losses. None is 1 for each.
       dtype: dtype of the operands of the products with negatives and of their
         derivatives, whose sums are float32. None is that of `kernel`.
@@ -295,8 +295,9 @@ def of_vectors(
       log_q: the logarithm of the probability of each negative; None counts each as one
         item.
       loss: "softmax" or "sigmoid".
-      bias: added to the scores. None is 0.
-      scale: makes the factor of each score from the rows of the kernel. None is 1.
+      bias: numbers added to the scores. None is 0.
+      scale: function that makes the factor of each score from the rows of the kernel. None is
+        1.
       weights: factors of the rows' losses. None is 1 for each.
       dtype: dtype of the operands of the products with negatives; None is that of the
         kernel.

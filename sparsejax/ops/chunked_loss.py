@@ -107,7 +107,8 @@ class Updates[Carry]:
     """The functions that use the gradients of a chunk.
 
     Attributes:
-      layer: takes the operands of the scores from the carry, or returns constants.
+      layer: function that takes the operands of the scores from the carry, or returns
+        constants.
       update: `update(start, gradients, carry)` returns the new carry. None if only the
         losses are wanted.
       update_kernel: a function that updates the kernel in place of `update`, where its
@@ -331,8 +332,8 @@ def over_items(
     """Calls `f(shard, batch, arrays)` on each device, with its parts.
 
     Args:
-      f: returns, as `loss_and_updates` does: an array with a row for each row of the
-        batch; another such array, or None; and a tree of arrays with a row for each item,
+      f: function that returns, as `loss_and_updates` does: an array with a row for each row of
+        the batch; another such array, or None; and a tree of arrays with a row for each item,
         or None.
       batch: the rows.
       arrays: a tree of arrays with a row for each item.

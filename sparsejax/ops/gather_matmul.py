@@ -68,7 +68,7 @@ def gather_matmul(
     Args:
       x: `[batch, features]`. An entry outside `[0, features)`, or a row that does not
         fit in an overfull CSR, makes its row NaN.
-      w: at least `x.num_cols` rows; further rows are never read.
+      w: matrix with at least `x.num_cols` rows; further rows are never read.
       combiner: how the rows of a bag are combined.
       kernel_spec: how `w` is divided over the mesh that is set: `P("model", None)` divides
         its rows. Then each device sums the rows it has for its part of the batch, and the

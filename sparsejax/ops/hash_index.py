@@ -116,9 +116,9 @@ class Distinct(NamedTuple):
       keys: the keys, some of them several times.
       part: the part to which each key belongs.
       first: whether this is the first one of equal keys, and counts.
-      start: where the first one of equal keys is.
+      start: place of the first one of equal keys.
       group: ascending numbers of (part, table).
-      place: where each key was before.
+      place: former place of each key.
     """
 
     keys: TableKeys
@@ -185,8 +185,8 @@ def find(
     Args:
       layout: sizes of the index.
       index: some parts of it.
-      keys: each of any part.
-      wanted: others are not looked for, and have no row.
+      keys: keys, each of any part.
+      wanted: which keys are looked for; others have no row.
       first_part: the number of the first of these parts.
       implementation: "xla" or "mosaic_gpu", see `implementations`.
     """

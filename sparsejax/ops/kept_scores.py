@@ -110,8 +110,8 @@ class Packed(NamedTuple):
       rows: the rows of the batch.
       wanted: number of rows with a target.
       limit: kernel rows of the device from this one on are padding.
-      finish: converts the losses and the gradient of `h` from the order of `rows` to
-        that of the batch.
+      finish: function that converts the losses and the gradient of `h` from the order of `rows`
+        to that of the batch.
     """
 
     rows: ScoredRows

@@ -82,7 +82,7 @@ def linear_cross_entropy(
       kernel: a row for each item.
       targets: `[*batch]` integers: an item, or -1. In a NumPy array every other number is
         an error. In a JAX array, which may be on a device, it makes the loss NaN.
-      bias: added to the scores. -inf excludes an item, which no row may have as its
+      bias: numbers added to the scores. -inf excludes an item, which no row may have as its
         target. Smoothing leaves excluded items out of the mean. None is 0.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       weights: factors of the rows' losses. None is 1 for each.

@@ -84,7 +84,7 @@ def output_loss(
       h: hidden vectors.
       kernel: one row for each item; it, `bias` and `scale` may have more rows than
         `labels` has columns. Those are padding: no loss, and a gradient of zeros.
-      bias: added to the scores. -inf excludes an item: its loss is 0, or infinite if
+      bias: numbers added to the scores. -inf excludes an item: its loss is 0, or infinite if
         the item has a label. None is 0.
       labels: `[batch, items]`, indices unique in a row. Labels in blocks on a mesh also
         say how the operands are divided: the kernel's rows (a multiple of 256) over

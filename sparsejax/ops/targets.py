@@ -109,7 +109,7 @@ def check_targets(targets: Any, shape: tuple[int, ...], num_items: int) -> None:
     Only NumPy arrays are looked at, as JAX's may be on a device or traced.
 
     Args:
-      targets: given by a user.
+      targets: targets given by a user.
       shape: shape of the rows.
       num_items: number of items; targets are smaller.
     """
@@ -134,7 +134,7 @@ def check_item_ids(ids: Any, num_rows: int, num_items: int) -> None:
     Only NumPy arrays are looked at; see `only_of_items` for others.
 
     Args:
-      ids: given by a user.
+      ids: ids given by a user.
       num_rows: number of rows, each of which asks for the same number of items.
       num_items: ids are below it.
     """

@@ -184,7 +184,7 @@ def value_and_grad(
     only for its shapes, so side effects in plain Python (as `print`) happen twice.
 
     Args:
-      f: called as `f(model, ...)`, returns a scalar.
+      f: function that is called as `f(model, ...)`, and returns a scalar.
       wrt: which Variables to differentiate.
       has_aux: whether `f` returns `(loss, aux)`.
       dense: how to treat a `RowParam` that the loss also reads elsewhere, not through

@@ -36,7 +36,7 @@ def add_rows(
       parameter: `[padded_rows(known), ...]`; it gets `padded_rows(known + added)` rows.
       known: rows that count.
       added: number of new rows.
-      zeros: make the new rows 0.
+      zeros: whether the new rows are 0.
     """
     array = parameter[...]
     if len(array) != padded_rows(known):

@@ -51,7 +51,7 @@ def overwrite[Result](
 
     Args:
       variables: the program may donate their arrays; it reads them when called.
-      program: returns an array for each variable, and a result that is passed on.
+      program: function that returns an array for each variable, and a result that is passed on.
     """
     with interrupts.uninterrupted():
         unshare(variables)
@@ -115,8 +115,8 @@ class Flattened:
         """Runs a program on the values, see `overwrite`.
 
         Args:
-          program: takes a value for each variable and may donate it; returns as many, and a
-            result that is passed on.
+          program: function that takes a value for each variable and may donate it; it returns
+            as many, and a result that is passed on.
         """
         return overwrite(
             self.variables,

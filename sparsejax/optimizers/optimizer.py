@@ -60,8 +60,8 @@ class Moved(NamedTuple):
 
     Attributes:
       sources: the paths of the parameters before.
-      make: makes an array with a row for each row of the parameter. It is called with
-        an array of initial rows, and one for each source.
+      make: function that makes an array with a row for each row of the parameter. It is called
+        with an array of initial rows, and one for each source.
     """
 
     sources: tuple[Path, ...]
@@ -116,7 +116,8 @@ class HostRows(Protocol):
         """Brings all rows up to date.
 
         Args:
-          settled: takes and gives some rows, "row", and the arrays of their state.
+          settled: function that takes and returns some rows, "row", and the arrays of their
+            state.
           everywhere: whether rows that no batch has touched yet are included.
         """
         ...
@@ -324,7 +325,7 @@ class Optimizer(nnx.Pytree):
 
         Args:
           model: the parameters are updated in place.
-          grads: from `value_and_grad`, also clipped or accumulated.
+          grads: gradients from `value_and_grad`, also clipped or accumulated.
           updated: paths of parameters that are no `RowParam` and that the caller updates
             in this step, together with their `state_of`. Their gradients are not read.
 
@@ -473,7 +474,7 @@ class Optimizer(nnx.Pytree):
         this step.
 
         Args:
-          model: has the new parameters.
+          model: the model with the new parameters.
           moved: for the path of each new parameter, how its rows are made.
         """
         step, kernels = self.step[...], gradients.row_params(model, self.wrt)

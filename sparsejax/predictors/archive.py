@@ -229,7 +229,7 @@ def again[Loaded](
     """The call that loads the same file again, in any process, for pickling.
 
     Args:
-      load: takes a path and the `identity` that the file must have.
+      load: function that takes a path and the `identity` that the file must have.
       path: path or address of the file.
       file: the file, opened.
     """

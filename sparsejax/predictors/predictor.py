@@ -88,7 +88,7 @@ class Predictor:
       names_in_file: names of items and of tags, or the categories of each vocabulary.
       content: parts that make the vectors of new items; None if the file does not have
         them.
-      again: loads the same file again, see `archive.again`; or None.
+      again: function that loads the same file again, see `archive.again`; or None.
       taken: changes that it has taken from a folder.
       answer: example with its answer in the file, without changes; or None.
     """

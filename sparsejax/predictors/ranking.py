@@ -48,7 +48,7 @@ class NameLists(NamedTuple):
 
     Attributes:
       names: names of all histories.
-      indptr: where each begins and ends.
+      indptr: places at which histories begin and end.
       numbers: numbers of the names among the predictor's items, -1 for unknown ones, if
         they were found already; else None.
     """
@@ -86,7 +86,7 @@ class Known(NamedTuple):
 
     Attributes:
       numbers: numbers of the items of all histories, one after the other.
-      indptr: where each begins and ends.
+      indptr: places at which histories begin and end.
     """
 
     numbers: np.ndarray

@@ -42,9 +42,9 @@ def save_predictor(
       path: the file.
       signature: signature of the predictor.
       vocabularies: lists of names, by the kind of thing that they name.
-      programs: with their numbers of rows.
+      programs: programs with their numbers of rows.
       weights: the weights of the signature, then the kernels of `Signature.new_items`.
-      answer: to an example, or None.
+      answer: answer to an example, or None.
     """
     counts = {name: len(some) for name, some in vocabularies.items()}
     documents = {SETTINGS: signature.to_json(), names.COUNTS: counts}

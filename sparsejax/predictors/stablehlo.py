@@ -90,7 +90,7 @@ def program(
     Args:
       signature: inputs and outputs of the function.
       rows: number of rows of a request.
-      function: returns as many arrays as there are `program_outputs`.
+      function: function that returns as many arrays as there are `program_outputs`.
 
     Raises:
       ValueError: the function does something that a program may not do.

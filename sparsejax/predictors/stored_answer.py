@@ -34,7 +34,7 @@ class Given:
       values: values of its entries, or all numbers of a dense row; None if entries have
         none.
       indices: columns of the entries of a sparse row.
-      indptr: where each of its bags begins and ends.
+      indptr: places at which its bags begin and end.
     """
 
     values: tuple[float, ...] | None = None

@@ -38,7 +38,7 @@ class Tokens(NamedTuple):
       ids: the items; `PADDING` where there is none.
       places: place of each token in its history.
       rows: row of the batch to which each token belongs.
-      indptr: where histories begin and end, counted within their part.
+      indptr: places at which histories begin and end, counted within their part.
       times: time of each token, or None. Times do not fall within a history.
     """
 

@@ -209,7 +209,7 @@ class _Batch(NamedTuple):
     Attributes:
       histories: items of each row, oldest first; the last place is a target only.
       times: ascending within a history.
-      indptr: where the tokens of each history begin and end.
+      indptr: places at which the tokens of each history begin and end.
       places: the place of each token, numbered through the batch.
     """
 
@@ -318,7 +318,7 @@ class _Window(NamedTuple):
       row: the history of each token.
       place: its place there; 0 for padding.
       used: whether it is a token.
-      indptr: where histories begin and end in the turn; histories of other turns are
+      indptr: places at which histories begin and end in the turn; histories of other turns are
         empty.
     """
 

@@ -347,9 +347,9 @@ async def _body(
 
     Args:
       scope: description of the request.
-      receive: gives its parts.
+      receive: function that returns its parts.
       service: the service whose limits apply.
-      hold: is called with the bytes of each part, and may refuse them.
+      hold: function that is called with the bytes of each part, and may refuse them.
 
     Raises:
       RefusedError: it is too large, or does not come in time.

@@ -118,10 +118,10 @@ class Batcher:
         """Starts two threads. One packs the next batch while the device works for the other.
 
         Args:
-          engine: runs the batches.
+          engine: engine that runs the batches.
           max_wait: seconds that a batch which is not full may wait on an idle device.
           max_rows: number of rows that may wait; further requests are refused.
-          observe: called with each batch, in a thread of the batcher.
+          observe: function that is called with each batch, in a thread of the batcher.
           failures: a count that it shares with other batchers of the device.
 
         Raises:
@@ -168,10 +168,10 @@ class Batcher:
 
         Args:
           given: for each input of the programs its rows.
-          future: gets the outputs in order, each `[rows, ...]`. It raises FloatingPointError if
-            one is NaN, TimeoutError if the deadline passed before the rows were on the
-            device, and DeviceError if the device failed.
-          deadline: on the clock of `time.monotonic`.
+          future: future that gets the outputs in order, each `[rows, ...]`. It raises
+            FloatingPointError if one is NaN, TimeoutError if the deadline passed before the
+            rows were on the device, and DeviceError if the device failed.
+          deadline: latest time, on the clock of `time.monotonic`.
 
         Raises:
           BusyError: too many rows wait.

@@ -61,7 +61,7 @@ class Changing:
         """Looks again and again, until it is cancelled.
 
         Args:
-          serving: gives the predictor that serves, if there is one.
+          serving: function that returns the predictor that serves, if there is one.
           seconds: between two looks.
         """
         while True:

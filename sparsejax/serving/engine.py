@@ -136,8 +136,8 @@ class Engine:
           predictor: the predictor to serve.
           shapes: shapes to compile for. By default those for rows of usual length, on a
             CPU for up to 64 of them, and one for a single row of 1,024 entries.
-          programs: other ones than those for all items. Of the shapes those with the fewest
-            rows are compiled, and the smallest with the most entries.
+          programs: programs in place of those for all items. Of the shapes those with the
+            fewest rows are compiled, and the smallest with the most entries.
 
         Raises:
           ValueError: the predictor has no program of so many rows, gives NaN for an empty one, or

@@ -66,7 +66,7 @@ class Vocabulary:
       table: table of the names.
 
     Attributes:
-      index: in which names are found.
+      index: index in which names are found.
     """
 
     def __init__(self, table: NameTable):
@@ -429,7 +429,7 @@ def _reached(at: np.ndarray, after: np.ndarray) -> np.ndarray:
 
     Args:
       at: places, which ascend.
-      after: to which each of them leads, if it is one of them.
+      after: place to which each of them leads, if that is one of them.
     """
     step = np.searchsorted(at, after)
     is_place = at[np.minimum(step, len(at) - 1)] == after

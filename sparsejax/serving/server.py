@@ -78,7 +78,7 @@ def run(
       path: path of the predictor, or its address in a store; or a folder of versions.
       name: name of the model.
       settings: settings of the service.
-      address: where it listens.
+      address: address on which it listens.
       grace: seconds after SIGTERM in which the process ends. For up to half of them
         requests are still taken.
       watch: seconds between looks for a newer version in the folder; None never looks.

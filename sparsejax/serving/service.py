@@ -158,9 +158,9 @@ class _Request:
     """A request in hand; see `Service.predict`.
 
     Attributes:
-      begun: when it came, on the clock of `time.monotonic`.
+      begun: time at which it came, on the clock of `time.monotonic`.
       seconds: number of seconds that it may take.
-      future: gets its answer.
+      future: future that gets its answer.
       batcher: the queue that the request is put into, as soon as it is read.
       told: the version that answers it, its tensors, and the wanted outputs, as soon as
         it is read.
@@ -432,8 +432,9 @@ class Service:
         Args:
           model: name of the model that is asked.
           number: number of the version, or None for the one that serves.
-          read: gives the request.
-          write: makes the answer of the request, the model's name, the version's, and outputs.
+          read: function that reads the request.
+          write: function that makes the answer from the request, the model's name, the
+            version's, and outputs.
           size: bytes of the request that are read by NumPy.
           seconds: number of seconds after which the client has no more use for an
             answer.

@@ -60,7 +60,7 @@ class _Trouble:
     Attributes:
       reason: reason why the last try failed.
       times: how often it was tried.
-      passed: in how many further looks it is passed over.
+      passed: number of further looks in which it is not tried.
     """
 
     reason: str

@@ -204,7 +204,7 @@ class _Preparation:
     """The steps from events to files.
 
     Attributes:
-      kept: drops the data that Spark keeps for the steps that follow.
+      kept: function that drops the data that Spark keeps for the steps that follow.
     """
 
     session: Any

@@ -62,8 +62,8 @@ class RunCopy:
     """A run folder and its copy.
 
     Attributes:
-      folder: on this machine.
-      place: in the store.
+      folder: folder on this machine.
+      place: folder in the store.
     """
 
     folder: pathlib.Path

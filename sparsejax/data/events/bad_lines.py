@@ -42,9 +42,9 @@ def find_bad_lines(
 
     Args:
       file: the file, of which some bad lines may be known.
-      attempt: reads some lines. It is called with later lines after earlier ones, and
-        may remember the lines that it has read, if it forgets those for which it raised
-        an error.
+      attempt: function that reads some lines. It is called with later lines after earlier ones,
+        and may remember the lines that it has read, if it forgets those for which it raised an
+        error.
       delimiter: delimiter of the columns, if records may have several lines, in quotes.
       first_line: the line behind the header, counted from 1.
       header: the text of the header, or None.

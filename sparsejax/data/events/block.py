@@ -55,7 +55,8 @@ class Cells(NamedTuple):
     Attributes:
       columns: `[rows]` the cells of each column, by its name; of events by its role. A
         column may have lists.
-      error: makes the error for a row, from its number in `columns` and a message.
+      error: function that makes the error for a row, from its number in `columns` and a
+        message.
       path: the source.
     """
 
@@ -164,7 +165,7 @@ class Check:
         columns.
       names: the name of each role's column, for messages; None for lines of text.
       encoded: encode names as text in dictionaries. If False, they keep their type.
-      wrong: where to count faults; None if the check is strict.
+      wrong: counter of faults; None if the check is strict.
       skips: give the events behind a wrong one, too. Otherwise they are only counted.
       valued: whether entries have values. None before the first entry.
       kind: kind of the times, "" if entries have none. None before the first entry.

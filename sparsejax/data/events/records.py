@@ -269,7 +269,7 @@ def record_blocks(
       header: the header's text, if there is one.
       block_bytes: about the size of a block.
       max_record_bytes: most bytes of a record that continues behind a block.
-      tell: called with the warning.
+      tell: function that is called with the warning.
 
     Raises:
       DataError: a quote is not closed.

@@ -51,14 +51,15 @@ class Asked:
       indicator: ignore values.
       with_time: read times.
       needs_time: whether a source without times is an error.
-      wrong: where faults of tables are counted. By default the first one is an error.
+      wrong: counter of the faults of tables. By default the first one is an error.
       skips: whether events behind a wrong one are read, too. Otherwise they are only
         counted.
       separator: text between the parts of cells that are lists.
       time_format: format of times that are text, for `strptime`.
       skip_bad_lines: leave out lines of text that cannot be read.
       further: names of columns to read that have no role, see `Block.beside`.
-      check_further: raises an error for their cells; used with `skip_bad_lines`.
+      check_further: function that raises an error for wrong cells of these columns; used with
+        `skip_bad_lines`.
     """
 
     chosen: Chosen = dataclasses.field(default_factory=Chosen)
@@ -85,7 +86,7 @@ class Source:
       path: name of the source in messages.
       columns: the columns that are read; None if the source has none.
       cells: the cells of these columns, by role.
-      check: checks them.
+      check: function that checks the cells.
     """
 
     path: Path

@@ -63,7 +63,7 @@ class TableLayout:
       time: the column with the times, or None.
       source: names with types of these columns, for messages. It does not count when
         two layouts are compared.
-      path: where the columns were found.
+      path: path of the file in which the columns were found.
       optional: the column that was found for the values and that for the times, or None.
         Only roles for which a column was looked for are there.
       further: columns that were asked for and have no role.
@@ -313,7 +313,7 @@ def table_blocks(
     """Parses tables of one layout, one after the other.
 
     Args:
-      tables: each with the path that messages name.
+      tables: tables, each with the path that messages name.
       layout: the columns to read.
       first: number of the first row of each table, for messages.
       valued: True if all entries must have a value. None if either all or none must.
@@ -335,7 +335,7 @@ def table_cells(
     """Some rows of tables at a time.
 
     Args:
-      tables: each with the path that messages name.
+      tables: tables, each with the path that messages name.
       names: the column for each key of the result.
       first: number of the first row of each table, for messages.
     """

@@ -223,7 +223,7 @@ def account_of(matrix: CSR, *, is_opinion: bool = False) -> str:
     """Counts rows, items and entries of data, and says how values will be used.
 
     Args:
-      matrix: on the host, without padding.
+      matrix: matrix on the host, without padding.
       is_opinion: whether a low value may be a dislike.
     """
     use = "every entry counts 1"

@@ -29,8 +29,8 @@ class EncodedNames(Sequence[str]):
 
     Args:
       data: bytes, in which all names are UTF-8.
-      starts: where each name begins.
-      ends: where each ends.
+      starts: place where each name begins.
+      ends: place where each name ends.
     """
 
     def __init__(self, data: bytes, starts: np.ndarray, ends: np.ndarray):
@@ -300,7 +300,7 @@ def _hashed(
 
     Args:
       data: bytes; see `_first_words`.
-      starts: where each name begins.
+      starts: place where each name begins.
       lengths: bytes of each.
       words: the first ones.
     """
@@ -342,7 +342,7 @@ def _first_words(
 
     Args:
       data: bytes, so many words more than the last name has.
-      starts: where each name begins.
+      starts: place where each name begins.
       lengths: bytes of each.
       width: how many words.
     """

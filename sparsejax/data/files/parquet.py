@@ -54,7 +54,7 @@ class ParquetPath:
       path: the path that messages name.
       filesystem: the file system with the file.
       inner: the path of the file in that file system.
-      size: in bytes.
+      size: size in bytes.
       crc32: checksum of its bytes, if a manifest has it.
       constants: the columns that it has from the names of its folders.
       table: the columns of the table that it is a file of, for example of Delta Lake.

@@ -57,7 +57,7 @@ class DataFile:
 
     Attributes:
       path: its path in the folder.
-      size: in bytes.
+      size: size in bytes.
       crc32: checksum of its bytes.
       groups: number of rows and number of entries of each row group.
     """

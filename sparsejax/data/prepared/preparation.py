@@ -330,7 +330,7 @@ def check_same(before: DataFolder, identity: str) -> Manifest:
     """The manifest of a folder, if it was prepared from the same events, too.
 
     Raises:
-      FileExistsError: from other events.
+      FileExistsError: the folder was prepared from other events.
     """
     if before.manifest.id != identity:
         raise FileExistsError(

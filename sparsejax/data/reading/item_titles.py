@@ -31,8 +31,8 @@ def read_titles(
     Args:
       source: a mapping; or a file or a table, whose first column has the names and whose
         second one has the titles. A title may be missing.
-      say: called with a line about titles that are missing, and about rows that repeat
-        another one.
+      say: function that is called with a line about titles that are missing, and about rows
+        that repeat another one.
 
     Raises:
       DataError: the source cannot be read, a name is empty, or an item has several titles.

@@ -23,7 +23,7 @@ class UnseenUsers(NamedTuple):
 
     Attributes:
       train: users to train on, whole.
-      validation: other users: the entries that the model is shown, and those that it
+      validation: entries of other users: the entries that the model is shown, and those that it
         should find.
       test: yet other users, for the end.
     """

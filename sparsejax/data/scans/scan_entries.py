@@ -159,7 +159,7 @@ class SavedFiles:
         Args:
           files: files of one data set or of several.
           what: "values" or "times", for messages.
-          typed: finds the type of the values or times in a file's schema.
+          typed: function that finds the type of the values or times in a file's schema.
           form: form of the data.
 
         Raises:

@@ -102,7 +102,7 @@ def without_bad_clicks(
       piece: the file.
       schema: types of the columns.
       names: names of the columns that the file has.
-      check: raises an error for examples that are wrong.
+      check: function that raises an error for examples that are wrong.
 
     Raises:
       DataError: too many lines are bad.

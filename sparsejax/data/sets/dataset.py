@@ -246,9 +246,9 @@ class SparseDataset(NamedRows):
           time: events at or after it are held out. If times are numbers, it is a number.
             If they are dates, it is a datetime, a date or text of ISO 8601, in UTC unless
             it has a time zone.
-          fraction: given in place of `time`: the share of the entries to train on, in
-            (0, 1), by their latest events. Entries of the same time stay together, and
-            repeats are in train, too, so the share may differ.
+          fraction: share of the entries to train on, in place of `time`, in (0, 1), by their
+            latest events. Entries of the same time stay together, and repeats are in train,
+            too, so the share may differ.
           repeats: how a row's feature counts that has events on both sides. "new": it is in
             train, and only features that a row did not have before are held out; the
             result counts the others. "all": it is in both parts.

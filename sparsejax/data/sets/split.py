@@ -192,7 +192,7 @@ def time_of_share(times: np.ndarray, fraction: float) -> np.number | np.datetime
 
     Args:
       times: `[entries]`.
-      fraction: in (0, 1).
+      fraction: share in (0, 1).
 
     Raises:
       ValueError: `fraction` is outside (0, 1), or all times are equal.

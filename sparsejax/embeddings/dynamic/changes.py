@@ -85,7 +85,7 @@ class Hosted(NamedTuple):
 
     Attributes:
       like: arrays of all rows by the names of columns; they may not be up to date.
-      read: makes copies of some rows that are.
+      read: function that copies some rows, up to date.
       drifts: whether rows change that no step has touched.
     """
 
@@ -230,7 +230,7 @@ class Piece(NamedTuple):
 
     Attributes:
       part: the number of its stack.
-      table: in the stack.
+      table: the table in its stack.
     """
 
     part: int
@@ -274,7 +274,7 @@ def export(
       owner: the module whose tables these are. It keeps the hashes of what folders contain.
       folder: folder that collects the exports.
       parts: the stacks.
-      values: other arrays by name.
+      values: further arrays by name.
       optimizer: the optimizer that trains the rows.
       state: whether the state of dynamic tables is exported.
     """

@@ -210,7 +210,7 @@ class HostStore(HostedStore, StaticStore):
         Args:
           other: its tables have the same names.
           like: the id whose row new ids get.
-          optimizer: trains the rows.
+          optimizer: the optimizer that trains the rows.
         """
         host = self.attached(optimizer)
         before = {table.name: table for table in other.stack.tables}

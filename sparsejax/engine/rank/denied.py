@@ -38,7 +38,8 @@ def denied_items(
       exclude_items: names of items, or their ids.
       only_items: the only items that may be recommended; all others are excluded. None
         allows all.
-      tell: called with a line about names that are no items; by default a warning.
+      tell: function that is called with a line about names that are no items; by default a
+        warning.
 
     Raises:
       ValueError: there is no item with such an id, or no item is left.

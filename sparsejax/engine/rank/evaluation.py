@@ -176,7 +176,7 @@ class Evaluation:
       inputs: the data that the model is shown, all rows of it.
       heldout: the held-out entries, all rows of them.
       rows: `[users]` the rows of `heldout` that have entries.
-      tasks: these rows in batches.
+      tasks: batches of these rows.
       denied: ids of the items that are excluded in all rows.
       users_new: number of rows of `heldout` that have no entry in the inputs.
       users_unknown: number of rows of `heldout` whose items are all unknown.

@@ -116,7 +116,7 @@ def measured(
     `measured[deterministic]` is it, in one of the two forms of `Programs`.
 
     Args:
-      found: from `ranked`, with at least `max(ks)` columns.
+      found: result of `ranked`, with at least `max(ks)` columns.
       labels: items that the model should find.
       left_out: `[batch]` number of held-out entries that have no item number, or None.
       counts: `[len(ks), items]` int32, of the batches before.

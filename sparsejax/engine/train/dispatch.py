@@ -88,7 +88,7 @@ class Dispatch:
       data: the examples on the devices.
       rows: `[steps, data, batch_size / data]` rows of each step of an epoch, or of a
         chunk of streamed data; -1 stands for no row.
-      first: where in `rows` the steps of this dispatch begin.
+      first: place in `rows` at which the steps of this dispatch begin.
       examples: for each step of this dispatch, how many examples it has.
       sizes: sizes that the program is compiled for.
       is_last: whether the steps are the last ones of `rows`.
@@ -124,7 +124,7 @@ class Epochs:
     batches, which is looked up before the first of these epochs begins.
 
     Args:
-      examples: from `place`.
+      examples: examples from `place`.
       batch_size: examples of a step; a multiple of 64 on a mesh that divides batches. The
         last batch of an epoch may be smaller.
       num_epochs: how many epochs there will be.
@@ -168,7 +168,7 @@ class Epochs:
         """The dispatches of an epoch, one after the other.
 
         Args:
-          epoch: from 0 to `num_epochs - 1`.
+          epoch: number of the epoch, from 0 to `num_epochs - 1`.
           position: number of steps to leave out at the beginning: the sum of `count` over
             the epoch's first dispatches.
 
@@ -561,7 +561,7 @@ def entries_of_step(
 
     Args:
       capacities: for each matrix the room in a device's block of a batch.
-      parts: in which batches are divided.
+      parts: number of parts into which batches are divided.
       sparse_inputs: the places of the matrices that are sorted.
     """
     by_column = sum(capacities[i] for i in sparse_inputs)
@@ -666,7 +666,7 @@ def evened(
     Args:
       order: `[steps, data, batch / data]` from `epoch_order`.
       loads: `[rows]` integers.
-      key: makes other batches in each epoch.
+      key: random key of the epoch.
       num_rows: rows of the epoch.
     """
     steps, size = len(order), math.prod(order.shape[1:])

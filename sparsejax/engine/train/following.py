@@ -58,9 +58,9 @@ class Feed:
     """Files that appear.
 
     Attributes:
-      names: returns the names of the files that exist, in the order in which they
+      names: function that returns the names of the files that exist, in the order in which they
         count; None if that is unknown now.
-      read: reads the file of a name. A file without rows gives None.
+      read: function that reads the file with a name. A file without rows gives None.
       seconds: between two looks, while there is nothing to do.
     """
 
@@ -106,13 +106,15 @@ def follow(
       feed: source of the files.
       batch_size: examples of a step; the last one of a file may have fewer.
       deterministic: whether the training gives the same bits in every run, as in `fit`.
-      checkpoints: to go on from, and to write. There is one before the first file is read.
-      checkpoint_seconds: from one checkpoint to the next.
-      export: called when `export_seconds` have passed since the last call, if there were steps
-        since then or it has failed; first before the first file is read, and once more at the
-        end.
-      export_seconds: between two exports.
-      log: called after each file with the number of steps and the file's history entry.
+      checkpoints: checkpoints to go on from, and to write. There is one before the first file
+        is read.
+      checkpoint_seconds: seconds from one checkpoint to the next.
+      export: function that is called when `export_seconds` have passed since the last call, if
+        there were steps since then or it has failed; first before the first file is read, and
+        once more at the end.
+      export_seconds: seconds between two exports.
+      log: function that is called after each file with the number of steps and the file's
+        history entry.
 
     Raises:
       FloatingPointError: a loss is not finite.

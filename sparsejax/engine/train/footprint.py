@@ -174,7 +174,7 @@ class Laid(NamedTuple):
     """A variable of the model or of the optimizer, and how it lies on a mesh.
 
     Attributes:
-      path: where it is in `nnx.state((model, optimizer))`.
+      path: its path in `nnx.state((model, optimizer))`.
       spec: which of its axes lie over which axis of the mesh.
       size: bytes of the whole.
       part: bytes on each device.

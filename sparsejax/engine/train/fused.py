@@ -163,7 +163,7 @@ def train_step(
       x: the input of the model's `encode`.
       labels: labels of the output.
       weights: factors of the examples' losses.
-      derived: from the output layer as it is now, see `derive`.
+      derived: arrays from the output layer as it is now, see `derive`.
       chunk_scores: about how many scores of the output exist at a time; None picks the
         fastest here.
 

@@ -30,14 +30,15 @@ class Job:
       examples: the data to train on.
       metric: the validation metric that decides which epoch is the best; None without
         validation.
-      prepare: makes the validation data ready for batches of some size; None without it.
-      exchange: makes the model ready to exchange ids of batches of some size over a
-        mesh. It returns a function that counts the lookups that had too little room for
-        them, if any can have.
+      prepare: function that makes the validation data ready for batches of some size; None
+        without it.
+      exchange: function that makes the model ready to exchange ids of batches of some size over
+        a mesh. It returns a function that counts the lookups that had too little room for them,
+        if any can have.
       settings: further JSON values that a resume must repeat. A checkpoint without one takes
         any value.
-      rates: called before an epoch; returns a function that is called after it, for
-        further numbers of its history entry.
+      rates: function that is called before an epoch, and returns a function that is called
+        after it, for further numbers of its history entry.
     """
 
     examples: Examples | Stream
@@ -55,7 +56,7 @@ def metric_of(
 
     Args:
       stopping: may name it.
-      default: if it does not.
+      default: name of the metric without `stopping`, or if it names none.
       known: the metrics that exist.
       what: name of the metrics' subject, for the message.
 

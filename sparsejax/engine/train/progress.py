@@ -164,7 +164,7 @@ class Saver:
     Args:
       checkpoints: checkpoints of the folder; None if nothing is saved.
       modules: NNX modules.
-      seconds: it is time to save when this much time has passed since the last save.
+      seconds: seconds since the last save after which it is time to save.
     """
 
     def __init__(

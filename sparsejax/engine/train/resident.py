@@ -166,7 +166,7 @@ class BeginsRows(Protocol):
         """The input that the model is shown, once its new ids have rows.
 
         Args:
-          model: is changed.
+          model: the model, which is changed.
           optimizer: the optimizer, which is changed, too.
           x: the input that `of` selected.
           exists: `[batch]` whether there is such an example.

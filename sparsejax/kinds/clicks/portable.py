@@ -164,7 +164,7 @@ class _Table(jax.ShapeDtypeStruct):
     """An array of a stack, which is written some rows at a time.
 
     Attributes:
-      pieces: makes its rows in order.
+      pieces: function that makes its rows, in order.
     """
 
     def __init__(self, shape, dtype, pieces):

@@ -257,7 +257,7 @@ def _fitted(
       x: `[examples, columns]`.
       y: labels.
       variance: prior variance of the weights, which sets the penalty.
-      offsets: added to the logits.
+      offsets: numbers added to the logits.
       first: weights and intercept to begin with.
     """
     import scipy.optimize  # only this needs it

@@ -30,8 +30,8 @@ class Rule:
     Attributes:
       learning_rate: step size: a number, or a function of the number of steps done
         before, as optax's schedules are (`schedule` makes one that JSON can hold).
-      weight_decay: each step subtracts `learning_rate * weight_decay * w` from a weight
-        `w`. All parameters decay, biases too.
+      weight_decay: decay rate: each step subtracts `learning_rate * weight_decay * w` from a
+        weight `w`. All parameters decay, biases too.
     """
 
     # Changes to rows that a step does not touch, weight decay apart.

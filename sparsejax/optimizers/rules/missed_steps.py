@@ -117,7 +117,7 @@ def changing(
     """The `lag` steps before and including number `count`.
 
     Args:
-      step: maps an array of step numbers to these steps.
+      step: function that maps an array of step numbers to these steps.
       lag: number of steps, 0 or more.
       count: number of the last one.
     """

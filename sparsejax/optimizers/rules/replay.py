@@ -49,9 +49,9 @@ class Replay:
     """The missed steps of Adam.
 
     Attributes:
-      b1: shrinks the first moment.
-      b2: shrinks the second.
-      eps: is added to the root of the second.
+      b1: factor that shrinks the first moment.
+      b2: factor that shrinks the second moment.
+      eps: number added to the root of the second moment.
       ahead: step t divides by `1 - b1^(t + ahead)`.
     """
 
