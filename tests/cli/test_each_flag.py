@@ -90,7 +90,7 @@ ABOUT_CLICKS = {
 }
 CLICKS = {
     "train": f"train clicks.csv --run out {OF_CLICKS}",
-    "tune": "tune clicks.csv --run out --model wide_deep --trials 1 --epochs 0",
+    "tune": "tune clicks.csv --run out --model wide_deep --trials 1 --validation 7",
     "split": "split clicks.csv --by rows --fraction .5 --out out",
     "plan": "plan --memory 1GB --model wide_deep --examples clicks.csv",
 }

@@ -225,8 +225,8 @@ def test_duplicates_and_what_is_left(tmp_path):
         ({"features": ["none"]}, "the vocabulary lacks: '10', '9'; it has 'none'"),
         ({"time": "none", "split_last": 1}, "no column 'none'"),
         ({"split_last": 1, "split_time": 3}, "there is one split, but split_time and"),
-        ({"split_fraction": 1.0}, "fraction must lie in"),
-        ({"min_item": 0}, "min_item must be 1 or more, got 0"),
+        ({"split_fraction": 1.0}, "split_fraction must be below 1"),
+        ({"min_item": 0}, "min_item must be at least 1, got 0"),
         ({"split_time": "2024-01-01"}, "the times are numbers, from 0.0 to 3.5"),
         ({"memory": "much"}, "memory='much' is not an amount of memory"),
     ]

@@ -55,7 +55,7 @@ def test_steps_of_clicks_have_timed_fusions(monkeypatch):
             self.value = nnx.Variable(jnp.ones(2))
 
     class Clicks(Scale):
-        kind = "clicks"
+        short_fusions = True
 
     monkeypatch.setattr(xla_options, "gpu_options", noted)
     for model in Scale(), Clicks():
