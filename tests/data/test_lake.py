@@ -239,7 +239,9 @@ def test_a_table_that_cannot_be_read_is_refused(
     part.mkdir(parents=True)
     pq.write_table(FIRST, part / "1.parquet")
     is_nested = mark.startswith("2024")
-    message = f"table of {kind}" if package is None else r"pip install '.\[lake\]'"
+    message = (
+        f"table of {kind}" if package is None else r"pip install 'sparsejax\[lake\]'"
+    )
     ways = [
         sj.read,
         sj.read_sequences,
