@@ -37,6 +37,11 @@ class TableSettings:
     `EmbeddingCollection(...).settings` has them: for `fit` and loops of your own. A plan gives
     them to the collection, and checkpoints of `fit` contain those of the exchange.
 
+    >>> tables = {"item": TableConfig(1000, 8)}
+    >>> embeddings = EmbeddingCollection(tables, {"item": "item"}, rngs=nnx.Rngs(0))
+    >>> embeddings.settings.replaced(exchange_room=2.0).exchange
+    {'wire_dtype': None, 'exchange_room': 2.0}
+
     Attributes:
       tables: the configurations by name: their capacity, where their rows are, and placements.
       placements: for tables whose configuration has none.
