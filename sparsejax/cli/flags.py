@@ -520,7 +520,7 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Serve(Compilation):
+class Serve(predicting.Serving, Compilation):
     """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
     What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
@@ -537,24 +537,11 @@ class Serve(Compilation):
       tls_cert: File of the certificates, for TLS.
       tls_key: File of the certificate's key.
       shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
-      max_wait: Seconds for which a batch that is not full waits on an idle device.
       watch: Seconds between looks for a newer version in the folder. By default the service
         stays with the first one.
-      keep: Number of older versions that stay in memory, and still answer requests that name
-        them.
-      swap: Time at which a newer version is loaded. beside: while the older one serves, so the
-        device needs room for both. drain: after the older one has answered its requests; until
-        the newer one is loaded requests are answered with status 503.
-      histories: A saved data set of the users' former items: a request may then name users.
-      similar: Serve a second model, called similar: items like given items.
-      exclude_file: Items that are not recommended, such as those sold out: a file with a name
-        on each line. It is read again when it changes.
-      changes: Folder of changes that train --follow writes: the tables of a click model become
-        those of the last export, without a restart.
       admin: Port, or HOST:PORT, of the protocol's repository extension: whoever reaches it may
         load the newest version in the folder, and unload it. Off by default; the host is
         127.0.0.1 unless it is given.
-      page: A page for a person at the address itself, with a form that asks the models.
       titles: File with two columns: the name of an item, and a title that the page shows beside it.
       grace: Seconds after SIGTERM in which the process ends.
     """
@@ -575,18 +562,10 @@ class Serve(Compilation):
     shapes: tuple[str, ...] = option(
         (), Flag(value="INTxINT", default="on a CPU up to 64 rows, on a GPU all but 8")
     )
-    max_wait: float = 0.0
     watch: float | None = option(None, Flag(value="FLOAT", default=""))
-    keep: int = 0
-    swap: Literal["beside", "drain"] = "beside"
-    histories: str | None = option(None, _OPTIONAL_FILE)
-    similar: bool = False
-    exclude_file: str | None = option(None, _OPTIONAL_FILE)
-    changes: str | None = option(None, Flag(value="DIR", default=""))
     admin: str | None = option(None, Flag(value="[HOST:]PORT", default=""))
-    page: bool = True
     titles: str | None = option(None, _OPTIONAL_FILE)
-    grace: float = 30.0
+    grace: float = option(30.0, above=0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -10,6 +10,7 @@ from collections.abc import Generator
 from sparsejax.cli import flags
 from sparsejax.cli.compiling import told_if_long
 from sparsejax.data.reading.item_titles import read_titles
+from sparsejax.options.predicting import Serving
 
 
 @contextlib.contextmanager
@@ -64,8 +65,6 @@ def serve(command: flags.Serve) -> None:
 
     if (command.tls_cert is None) != (command.tls_key is None):
         raise ValueError("--tls-cert and --tls-key go together: give both, or none")
-    if not command.max_wait >= 0 or not command.grace > 0:
-        raise ValueError("--max-wait must be 0 or more, and --grace more than 0")
     if command.titles is not None and not command.page:
         raise ValueError("--titles are for the page: leave out --no-page")
     for flag, port in (("--port", command.port), ("--grpc-port", command.grpc_port)):
@@ -78,10 +77,9 @@ def serve(command: flags.Serve) -> None:
             "models/films with models/films/3/model.predictor"
         )
     is_fixed = command.watch is None and command.admin is None
-    if command.keep < 0 or (command.keep and is_fixed):
+    if command.keep and is_fixed:
         raise ValueError(
-            "--keep is 0 or more, and goes with --watch or --admin, which let newer versions "
-            f"serve; got {command.keep}"
+            "--keep goes with --watch or --admin, which let newer versions serve"
         )
     if command.swap == "drain" and (is_fixed or command.keep):
         raise ValueError(
@@ -112,17 +110,10 @@ def serve(command: flags.Serve) -> None:
             command.name or (path.name if is_folder else path.stem),
             Settings(
                 shapes=shapes,
-                max_wait=command.max_wait,
-                keep=command.keep,
-                swap=command.swap,
-                similar=command.similar,
-                histories=command.histories,
-                exclude_file=command.exclude_file,
-                changes=command.changes,
-                page=command.page,
                 titles=None
                 if command.titles is None
                 else read_titles(command.titles, command.say),
+                **command.values_of(Serving),
             ),
             address,
             grace=command.grace,

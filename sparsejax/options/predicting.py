@@ -1,4 +1,4 @@
-"""Recommendations, and predictors that are written."""
+"""Recommendations, and predictors that are written and served."""
 
 from __future__ import annotations
 
@@ -170,3 +170,33 @@ class Write(Exported):
     _: dataclasses.KW_ONLY
     names: FeatureNames | OfKind | Iterable[object] | None = None
     item_features: ItemFeatures | None = option(None, kinds=RANKING)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Serving(Options):
+    """The options of a service, for the command and for `sparsejax.serving`.
+
+    Attributes:
+      max_wait: Seconds for which a batch that is not full waits on an idle device.
+      keep: Number of older versions that stay in memory, and still answer requests that name
+        them.
+      swap: Time at which a newer version is loaded. beside: while the older one serves, so the
+        device needs room for both. drain: after the older one has answered its requests; until
+        the newer one is loaded requests are answered with status 503.
+      similar: Serve a second model, called similar: items like given items.
+      histories: A saved data set of the users' former items: a request may then name users.
+      exclude_file: Items that are not recommended, such as those sold out: a file with a name
+        on each line. It is read again when it changes.
+      changes: Folder of changes that train --follow writes: the tables of a click model become
+        those of the last export, without a restart.
+      page: A page for a person at the address itself, with a form that asks the models.
+    """
+
+    max_wait: float = option(0.0, least=0.0)
+    keep: int = option(0, least=0)
+    swap: Literal["beside", "drain"] = "beside"
+    similar: bool = False
+    histories: str | None = option(None, Flag(value="FILE", default=""))
+    exclude_file: str | None = option(None, Flag(value="FILE", default=""))
+    changes: str | None = option(None, Flag(value="DIR", default=""))
+    page: bool = True

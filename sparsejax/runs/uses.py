@@ -60,28 +60,23 @@ def recommended(
     """
     kind = run.settings.kind
 
-    def read() -> tuple[Any, dict[str, Any]]:
+    def read() -> dict[str, Any]:
         data = kind.read_shown(asked.inputs, reading, run)
         if asked.users is not None:
             data = some_rows(data, asked.users, hint)
         if check is not None:
             check(data.row_names)
-        return data, {
-            "k": asked.k,
-            "exclude": kind.excluded(asked, reading, run, data),
-            "exclude_items": asked.exclude_items,
-            "only_items": asked.only_items,
-        }
+        exclude = kind.excluded(asked, reading, run, data)
+        return asked.shared_with(Rank) | {"inputs": data, "exclude": exclude}
 
     shown = meanwhile(read)
 
     def ahead(shapes: Any) -> Callable[[], object]:
-        data, how = shown()
-        return lower_recommend(Rank(shapes, data, **how))
+        return lower_recommend(Rank(shapes, **shown()))
 
     model = run.model(ahead)
-    data, how = shown()
-    return data.row_names, recommend(model, data, **how)
+    how = shown()
+    return how["inputs"].row_names, recommend(model, **how)
 
 
 def vectors_of(inputs: Any, reading: Reading, run: Opened) -> tuple[np.ndarray, Names]:

@@ -10,9 +10,10 @@ import os
 import time
 from collections.abc import Callable, Collection, Generator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import sparsejax
+from sparsejax.options.predicting import Serving
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.runtime import Programs
@@ -47,46 +48,27 @@ _MANY_NAMES = 8192
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Settings:
+class Settings(Serving):
     """How a model is served.
 
     Attributes:
       shapes: shapes for which programs are compiled, as for `Engine`.
-      max_wait: seconds that a batch which is not full may wait on an idle device.
       max_rows: number of rows that may wait for a batch; further requests are refused.
       at_once: number of requests that are worked on at a time.
       timeout: seconds for a request, in which it is answered or refused.
       body_seconds: for a client to send the head of a request, and for its body.
       limits: largest sizes of a request.
       held: bytes of the bodies of all requests that are worked on.
-      keep: number of versions before the serving one that still answer requests that
-        name them.
-      swap: whether a newer version is loaded "beside" the serving one; or that one is
-        drained before: it answers its requests, and leaves the device.
-      similar: whether there is a second model, `similar`: items like given items.
-      histories: file of a saved data set with earlier items of users, whom a request
-        may name.
-      exclude_file: file with the names of items that nobody is recommended.
-      changes: folder of changes of a click model, which are taken as they come.
-      page: whether there is a page for a person at `/`.
       titles: text that the page shows beside the names of items.
     """
 
     shapes: tuple[Shape, ...] = ()
-    max_wait: float = 0.0
     max_rows: int = 4096
     at_once: int = 1024
     timeout: float = 30.0
     body_seconds: float = 10.0
     limits: Limits = dataclasses.field(default_factory=Limits)
     held: int = 2**28
-    keep: int = 0
-    swap: Literal["beside", "drain"] = "beside"
-    similar: bool = False
-    histories: str | None = None
-    exclude_file: str | None = None
-    changes: str | None = None
-    page: bool = True
     titles: Mapping[str, str] | None = None
 
 

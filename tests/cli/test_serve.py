@@ -188,7 +188,7 @@ def _ask_over_grpc(stub, answers: list[int]) -> None:
         (["--shapes", "8"], "a shape is rows x entries, like 8x512, got '8'"),
         (["--shapes", "8x512"], "the predictor has programs of 1 rows"),
         (["--tls-cert", "cert.pem"], "--tls-cert and --tls-key go together"),
-        (["--max-wait", "-1"], "--max-wait must be 0 or more"),
+        (["--max-wait", "-1"], "--max-wait must be at least 0"),
         (["--watch", "1"], "--watch is a positive number of seconds, for a folder"),
         (["--admin", "1"], "--admin is for a folder of versions"),
         (["--admin", "x:y"], "--admin is a port, or host and port like"),
