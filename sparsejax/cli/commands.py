@@ -19,7 +19,7 @@ from sparsejax import whole_files
 from sparsejax.cli import flags
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import read_features
-from sparsejax.cli.values import names_of
+from sparsejax.cli.shell import names_of
 from sparsejax.data import (
     ClickDataset,
     SequenceDataset,
