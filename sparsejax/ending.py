@@ -61,7 +61,7 @@ def starting(number: int, frame: object) -> None:
 
 @contextlib.contextmanager
 def working(advice: Callable[[], str] | None = None) -> Iterator[None]:
-    """Within it the main thread is given time to end by itself.
+    """Gives the main thread time to end by itself, while this context is open.
 
     Args:
       advice: function that makes the end of the line that says that the process was
@@ -77,7 +77,7 @@ def working(advice: Callable[[], str] | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def keeping(is_worth: Callable[[], bool]) -> Iterator[None]:
-    """Within it a first signal does not end the process: the block ends by itself.
+    """Keeps a first signal from ending the process: the block ends by itself.
 
     Args:
       is_worth: whether there is work that would be lost. If there is none, the process ends

@@ -147,7 +147,7 @@ def export(command: flags.Export) -> None:
 
 @contextlib.contextmanager
 def exported(command: flags.Serve) -> Generator[flags.Serve]:
-    """Within it, a command that serves a run serves a predictor of it, in its place."""
+    """Exports a run, and gives the command that serves the predictor while this context is open."""
     from sparsejax.verbs.export import export_predictor
 
     run = pathlib.Path(command.model)

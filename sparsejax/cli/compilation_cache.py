@@ -41,7 +41,7 @@ def ready_folder() -> pathlib.Path:
 
 @contextlib.contextmanager
 def programs_kept(*, since: float) -> Iterator[None]:
-    """Within it, compiled programs are kept in two folders, and looked for there.
+    """Keeps compiled programs in two folders, and looks for them there, while this context is open.
 
     If JAX has a folder already, such as that of `JAX_COMPILATION_CACHE_DIR`, it keeps that
     one. Programs are kept on a best effort: if a program cannot be read or written, a

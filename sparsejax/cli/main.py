@@ -265,7 +265,7 @@ def _start_device() -> None:
 
 @contextlib.contextmanager
 def _importing() -> Generator[None]:
-    """Within it modules are imported, which takes two thirds of the time.
+    """Speeds up imports while this context is open: they take two thirds of the time.
 
     What they make lives until the end. Python's collector would look through it again
     and again, and once more at the end.
@@ -330,7 +330,7 @@ def _on(devices: flags.Devices, command: flags.Command) -> Generator[None]:
 
 @contextlib.contextmanager
 def _joined(devices: flags.Devices, command: flags.Command | None) -> Generator[None]:
-    """Joins the processes. Within it only the first one prints."""
+    """Joins the processes. While this context is open, only the first one prints."""
     from sparsejax.mesh import processes
 
     with contextlib.ExitStack() as stack:
@@ -351,7 +351,7 @@ def _joined(devices: flags.Devices, command: flags.Command | None) -> Generator[
 def _programs(
     command: flags.Command, devices: flags.Devices
 ) -> contextlib.AbstractContextManager[None]:
-    """Within it, compiled programs are kept for later commands, if the command says so."""
+    """Keeps programs that are compiled in this context for later commands, if `command` says so."""
     # Processes that find different programs would wait for each other's compiler.
     keeps = isinstance(command, flags.Compilation) and command.compilation_cache
     if not keeps or devices.several:
@@ -363,7 +363,7 @@ def _programs(
 
 @contextlib.contextmanager
 def _results_alone() -> Generator[None]:
-    """Within it only Python prints to stdout. Gloo, which connects CPUs, prints there too."""
+    """Lets only Python print to stdout in this context. Gloo, which connects CPUs, would print too."""
     before = sys.stdout
     with os.fdopen(os.dup(1), "w") as results:
         os.dup2(2, 1)

@@ -44,7 +44,7 @@ class TableSettings:
 
     Attributes:
       tables: the configurations by name: their capacity, where their rows are, and placements.
-      placements: for tables whose configuration has none.
+      placements: placements of tables whose configuration has none.
       hotness: ids of an example, by feature; one for each bag by default.
       wire_dtype: dtype of sums and gradients that cross between devices; None for that of
         each table.

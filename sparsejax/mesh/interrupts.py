@@ -67,7 +67,7 @@ def noted(advice: Callable[[], str] | None = None) -> Iterator[None]:
 
 @contextlib.contextmanager
 def deferred(is_worth: Callable[[], bool]) -> Iterator[None]:
-    """Within it, a first SIGINT is only noted, and a second raises KeyboardInterrupt.
+    """Only notes a first SIGINT, while this context is open; a second raises KeyboardInterrupt.
 
     Within `noted` the same holds for a SIGTERM. The user's own handlers stay. If a signal
     came and the block ends without an exception, KeyboardInterrupt is raised after it.
@@ -102,7 +102,7 @@ def deferred(is_worth: Callable[[], bool]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
-    """Within it, signals have these handlers. Only the main thread can set handlers."""
+    """Sets handlers while this context is open. Only the main thread can set them."""
     if threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -116,7 +116,7 @@ def _handled(handlers: dict[signal.Signals, Any]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Within it no signal handler runs. Handlers of signals that came run at its end.
+    """Delays all signal handlers until this context is closed.
 
     So no handler can raise, for example KeyboardInterrupt, between two statements.
     """

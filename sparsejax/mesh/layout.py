@@ -267,7 +267,7 @@ def axes_are_explicit() -> bool:
 
 @contextlib.contextmanager
 def using_auto_axes() -> Generator[None]:
-    """Within it the axes of the mesh that is set are Auto, as our programs take them.
+    """Makes the axes of the mesh that is set Auto while this context is open, as our programs need.
 
     It is also a decorator. Arrays have to be on that mesh, see `put_on_mesh`. It cannot be
     used under tracing.
@@ -435,7 +435,7 @@ def exchanged(
 
 
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
-    """Within it no mesh is set."""
+    """Unsets the mesh while this context is open."""
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
 
 

@@ -10,7 +10,7 @@ import jax
 
 @contextlib.contextmanager
 def promoting() -> Generator[None]:
-    """Within it JAX's standard rule of types holds, whatever the program has chosen.
+    """Sets JAX's standard type promotion in this context, whatever the program has chosen.
 
     With `jax_numpy_dtype_promotion="strict"` JAX refuses sums of numbers of two types. A
     program chooses that for its own code. Here, and in Flax and optax, they are meant. It is

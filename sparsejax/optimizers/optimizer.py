@@ -516,7 +516,7 @@ class Optimizer(nnx.Pytree):
     def ahead(
         self, model: Any, steps: int, count: jax.Array | None = None
     ) -> Iterator[None]:
-        """Within it, up to `steps` steps need not look for rows that missed very many.
+        """Lets up to `steps` steps skip the search for rows that missed very many.
 
         A program that runs many steps opens it around their loop. Rows that would leave the
         tables of missed steps meanwhile are brought up to date first, in place. The tables
@@ -559,7 +559,7 @@ class Optimizer(nnx.Pytree):
         )
 
     def reading(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        """Within it, `model` reads its rows up to date; nothing is written.
+        """Makes `model` read its rows up to date while this context is open; nothing is written.
 
         ::
 

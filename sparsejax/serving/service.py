@@ -594,7 +594,7 @@ class Service:
 
 @contextlib.contextmanager
 def _to_its_future(request: _Request) -> Generator[None]:
-    """Within it an error is given to the future of a request, by its loop."""
+    """Gives an error to the future of a request, by its loop."""
     try:
         yield
     except Exception as error:  # noqa: BLE001 - the future raises it

@@ -122,7 +122,7 @@ class RunCopy:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Within it, each new checkpoint is copied soon. At the end all are.
+        """Copies each new checkpoint soon, while this context is open, and all of them at its end.
 
         Raises:
           OSError: the last copies cannot be written.

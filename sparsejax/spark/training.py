@@ -315,7 +315,7 @@ def _wait_until_free(folder: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _kept_in_store(folder: pathlib.Path, place: Place) -> Generator[None]:
-    """Within it, the folder begins with the copies in the store, which are kept."""
+    """Fetches copies of the folder from the store, and updates them while this context is open."""
     shutil.rmtree(folder, ignore_errors=True)
     copy = RunCopy(folder, place)
     try:

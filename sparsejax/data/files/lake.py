@@ -203,7 +203,7 @@ def files_of(place: Place, kind: str, below: Collection[str]) -> list[TableFile]
 
 @contextlib.contextmanager
 def _read_by(package: str, place: Place, kind: str) -> Generator[None]:
-    """Within it, errors of a package that reads tables name the table."""
+    """Adds the table's name to errors of a package that reads tables."""
     try:
         yield
     except ImportError as error:

@@ -161,7 +161,7 @@ class Place:
 
 @contextlib.contextmanager
 def naming(path: Path, problem: str = "cannot be read") -> Generator[None]:
-    """Within it, errors of reading become a `DataError` that names the path."""
+    """Turns errors of reading into a `DataError` that names the path."""
     try:
         yield
     except (pa.ArrowException, OSError) as error:

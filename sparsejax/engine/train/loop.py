@@ -106,7 +106,7 @@ def train(
 
 @contextlib.contextmanager
 def on_auto_axes(model: Any, optimizer: Optimizer) -> Generator[None]:
-    """Within it axes are Auto. After it the arrays lie on the mesh that is set."""
+    """Makes axes Auto while this context is open; then puts the arrays on the mesh that is set."""
     if not axes_are_explicit():
         yield
         return
