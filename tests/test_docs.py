@@ -171,7 +171,8 @@ def test_several_inputs(trained):
 def test_embedding_collections():
     """With smaller tables, on a mesh."""
     page = (DOCS / "embeddings.md").read_text(encoding="utf-8")
-    section = page.partition("## Embedding collections")[2].partition("\n## ")[0]
+    section = page.partition("## Embedding collections")[2]
+    section += (DOCS / "embeddings_mesh.md").read_text(encoding="utf-8")
     section = section.replace("10_000_000", "2_000").replace("40_000_000", "500")
     rng, batch = np.random.default_rng(0), 8
     given: dict[str, typing.Any] = {
@@ -269,7 +270,7 @@ def test_sequences(trained, symbolic_sizes):
         lines += [f"u{u},i{(u + i) % 7},2024-05-{30 - i}" for i in range(u + 1)]
     pathlib.Path("purchases.csv").write_text("\n".join(lines))
     trained |= {"optax": optax, "nnx": nnx, "np": np, "jnp": jnp}
-    for page in ("sequences.md", "sequence_models.md"):
+    for page in ("sequence_events.md", "sequences.md", "sequence_models.md"):
         for code in quick(page):
             code = code.replace("width=64", "width=64, blocks=1")
             code = code.replace("recipe.rule)", "sj.optimizers.sgd(0.1))")
