@@ -352,8 +352,10 @@ def _remove_if_free(lock: pathlib.Path) -> None:
     file = file_locks.hold(lock, new=False)
     try:
         temporary = lock.with_suffix(".tmp")
-        is_ours = os.pread(file, 200, 0).decode(errors="replace") == _kernel()
-        if is_ours or _is_quiet(lock, temporary):
+        kernel = os.pread(file, 200, 0).decode(errors="replace")
+        if not kernel:  # its writer was killed before it made the temporary file
+            lock.unlink()
+        elif kernel == _kernel() or _is_quiet(lock, temporary):
             _remove(temporary)
             lock.unlink()
     finally:

@@ -226,6 +226,18 @@ def test_what_was_killed_is_removed_by_the_next_write(tmp_path):
     assert os.listdir(tmp_path) == ["e"]
 
 
+def test_an_empty_lock_is_removed_unless_it_is_held(tmp_path):
+    """Its writer was killed before there was more than the lock."""
+    left, held = (tmp_path / f".sparsejax-{n}.lock" for n in "12")
+    left.touch()
+    with open(held, "wb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        remove_abandoned(tmp_path)
+        assert os.listdir(tmp_path) == [held.name]
+    remove_abandoned(tmp_path)
+    assert not os.listdir(tmp_path)
+
+
 def test_what_another_machine_left_is_removed_when_it_was_quiet_for_a_day(tmp_path):
     for name, hours in (("1", 23), ("2", 25), ("3", 25), ("4", 25)):
         folder = tmp_path / f".sparsejax-{name}.tmp"
