@@ -506,7 +506,11 @@ class Optimizer(nnx.Pytree):
           model: the model.
           deterministic: give the same bits in every process on the same kind of GPU. Not
             inside a program of your own, whose options hold for all of it.
+
+        Raises:
+          ValueError: the optimizer was made for a model whose kernels have other rows.
         """
+        self._checked_rows(model)
         for path, kernel in self._drifting(model).items():
             if (host := _host_of(kernel)) is not None:
                 self._settle_host(path, kernel, host, deterministic)
@@ -530,6 +534,7 @@ class Optimizer(nnx.Pytree):
         """
         first = self.step[...]
         made = _Ahead(first, None if count is None else first + count, {})
+        self._checked_rows(model)
         kernels = self._drifting(model)
         if any(self.rule_of(k).table_lags <= steps for k in kernels.values()):
             kernels = {}
@@ -570,6 +575,7 @@ class Optimizer(nnx.Pytree):
 
         Use it for results without gradients, inside the function that is compiled.
         """
+        self._checked_rows(model)
         kernels = self._drifting(model)
         if not kernels:
             return contextlib.nullcontext()
@@ -609,18 +615,7 @@ class Optimizer(nnx.Pytree):
 
     def _check_made_for(self, model: Any) -> None:
         """Raises ValueError if the state here does not belong to the model's parameters."""
-        kernels = gradients.row_params(model, self.wrt)
-        for path, kernel in kernels.items():
-            for variable in self._rows_of(path).values():
-                if variable.shape[0] != kernel.shape[0] or (
-                    variable.ndim == kernel.ndim
-                    and variable.shape[1] not in (1, kernel.shape[1])
-                ):
-                    raise ValueError(
-                        "the optimizer was made for another model: its state of "
-                        f"'{_dotted(path)}' has shape {variable.shape}, the kernel "
-                        f"{kernel.shape}"
-                    )
+        kernels = self._checked_rows(model)
         if gone := self.rows.keys() - set(map(_key, kernels)):
             raise ValueError(
                 "the optimizer was made for another model: it has state of "
@@ -637,6 +632,22 @@ class Optimizer(nnx.Pytree):
                 "shapes of the model's ordinary parameters, which are "
                 + ", ".join(f"{key} {value.shape}" for key, value in parameters.items())
             )
+
+    def _checked_rows(self, model: Any) -> dict[Path, RowParam]:
+        """The kernels of a model; raises ValueError if their state here has other shapes."""
+        kernels = gradients.row_params(model, self.wrt)
+        for path, kernel in kernels.items():
+            for variable in self._rows_of(path).values():
+                if variable.shape[0] != kernel.shape[0] or (
+                    variable.ndim == kernel.ndim
+                    and variable.shape[1] not in (1, kernel.shape[1])
+                ):
+                    raise ValueError(
+                        "the optimizer was made for another model: its state of "
+                        f"'{_dotted(path)}' has shape {variable.shape}, the kernel "
+                        f"{kernel.shape}"
+                    )
+        return kernels
 
     def _trained(self, path: Path, w: jax.Array) -> TrainedKernel:
         variables = self._rows_of(path)

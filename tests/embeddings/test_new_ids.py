@@ -174,3 +174,9 @@ def test_what_cannot_be_added_is_said():
         model.add_ids({"user": -1})
     with pytest.raises(ValueError, match="like=30 is no id of 'user', which has 30"):
         sj.embeddings.add_ids(model, {"user": 1}, like=30)
+    for rule in RULES.values():
+        model, _ = built(BEFORE, {}, rule)
+        _, optimizer = built(AFTER, {}, rule)
+        with pytest.raises(ValueError, match="optimizer was made for another model"):
+            model.add_ids({"user": 1}, optimizer=optimizer)
+        assert model.num_ids == BEFORE
