@@ -200,15 +200,17 @@ def test_a_saved_file_has_all_columns_and_others_refuse_it(tmp_path):
         with pytest.raises(DataError):
             read(path)
     with pytest.raises(
-        DataError, match="weights or columns of events, which are not read"
+        DataError, match=r"are not read here; .* weights=None, events=None\)"
     ):
         sj.data.scan_sequences(path)
     with pytest.raises(
         ValueError, match="columns of events are those that it was saved"
     ):
         sj.read_sequences(path, events=SCHEMA)
+    # As that message says; without events alone there would still be weights.
     plain = dataclasses.replace(data, weights=None, events=None)
     plain.save(tmp_path / "plain.parquet")
+    assert sj.data.scan_sequences(tmp_path / "plain.parquet").num_rows == 3
     with pytest.raises(DataError, match="has no columns of events"):
         sj.read_sequences(tmp_path / "plain.parquet", events=data.events)
     # A changed cell does not pass as a sound file.
@@ -309,6 +311,17 @@ def test_the_last_targets_are_held_out_and_nothing_behind_them_is_seen(n):
         for r in range(data.num_rows)
     ]
     assert data.num_examples == sum(has)
+
+
+def test_an_item_behind_the_targets_is_not_known():
+    """Its event is in neither part, so its purchase is not a repeat."""
+    rows = [("tea", "view"), ("rye", "buy"), ("rye", "view")]
+    rows += [("tea", "buy"), ("oat", "view")]
+    table = [{"user": "ann", "item": item, "action": kind} for item, kind in rows]
+    data = sj.read_sequences(table, events=sj.EventSchema(kind="action"))
+    split = data.with_targets("buy").split_last(2, repeats="new")
+    found = [part.feature_names[part.indices].tolist() for part in split]
+    assert found == [["tea"], ["rye"]] and split.repeats == 1
 
 
 def test_bad_lines_are_left_out(tmp_path):

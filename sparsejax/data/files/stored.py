@@ -322,7 +322,7 @@ def check_schema(
         raise DataError.at(
             path,
             "has weights or columns of events, which are not read here; save it without "
-            "them: data.without_events().save(PATH)",
+            "them: dataclasses.replace(data, weights=None, events=None).save(PATH)",
         )
     if version != str(VERSION):
         raise DataError.at(

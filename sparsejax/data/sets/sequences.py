@@ -293,7 +293,8 @@ class SequenceDataset(NamedRows):
         Args:
           targets: kind or kinds of events that are targets; None: of all kinds.
           weights: weight of each kind of event, and kinds that are not named have 0; or the
-            name of a column of numbers, which are the weights. None: each target counts 1.
+            name of a column of numbers, which are the weights as `events` has them, after
+            `log1p`. None: each target counts 1.
 
         Raises:
           ValueError: there is neither; the events have no kinds, or not these; a weight is
@@ -449,7 +450,7 @@ class SequenceDataset(NamedRows):
             behind = ~(is_held | stays)
             why_nothing = "no row has an entry before one with a positive weight"
         if repeats == "new" and is_held.any():
-            is_held = is_held & ~self._are_known(is_held)
+            is_held = is_held & ~self._are_known(~stays)
             why_nothing = "the last entries of all rows are repeats"
         return split_entries(self, is_held, why_nothing, stays, behind)
 
