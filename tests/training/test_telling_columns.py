@@ -54,6 +54,12 @@ def test_columns_that_do_not():
     assert (
         warning_of_columns(read(["price", "hint", "shop", "order", "mostly"])) is None
     )
+    # No example has a tag but one of those that are measured, the first ones of a draw.
+    tags = [[]] * 2_000
+    tags[np.random.default_rng(0).permutation(2_000)[0]] = ["t"]
+    rows = pa.table({"click": [0, 1] * 1_000, "tags": tags})
+    schema = sj.ClickSchema("click", ids={"tags": HASHED})
+    assert warning_of_columns(sj.read_clicks(rows, schema)) is None
     # Too few examples to say.
     assert warning_of_columns(read(["refund"], 900)) is None
 

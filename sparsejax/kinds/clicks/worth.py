@@ -148,6 +148,8 @@ def warning_of_columns(clicks: Clicks) -> str | None:
 def _shares(fitted: ClickDataset, measured: ClickDataset, name: str) -> np.ndarray:
     """`[examples]`: the mean over the ids of an example of their shares of clicks."""
     ids, rows = _entries(fitted, name)
+    if not len(ids):
+        return np.full(measured.num_rows, fitted.labels.mean())
     unique, where = np.unique(ids, return_inverse=True)
     share = float(fitted.labels.mean())
     clicked = np.bincount(where, fitted.labels[rows], len(unique)) + share
