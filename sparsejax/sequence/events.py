@@ -11,6 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from sparsejax.data.files.stored import checksum, names_as_bytes
 from sparsejax.data.sets.click_schema import vocabulary_columns
 from sparsejax.data.sets.events import Events
 
@@ -29,12 +30,14 @@ class Categories:
       table: name of the column whose vectors it has: itself, or the one that it is like.
       size: number of ids.
       most: the most categories that an event has; None if each event has one.
+      checksum: a checksum of the categories and their order; 0 for hashed ones.
     """
 
     name: str
     table: str
     size: int
     most: int | None
+    checksum: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +47,7 @@ class EventSizes:
     >>> events = [{"user": "ann", "item": "tea", "action": "view"}]
     >>> data = read_sequences(events, events=EventSchema(kind="action"))
     >>> EventSizes.of(data.events).ids
-    (Categories(name='action', table='action', size=3, most=None),)
+    (Categories(name='action', table='action', size=3, most=None, checksum=...),)
 
     Attributes:
       dense: columns of numbers.
@@ -58,12 +61,17 @@ class EventSizes:
     def of(cls, events: Events) -> Self:
         """The columns of some events."""
         owners = vocabulary_columns(events.schema)
+        checksums = {
+            name: checksum([names_as_bytes(names)])
+            for name, names in events.vocabularies.items()
+        }
         ids = (
             Categories(
                 name,
                 owners.get(name, name),
                 size,
                 None if events[name].ndim == 1 else events[name].shape[1],
+                checksums.get(owners.get(name, name), 0),
             )
             for name, size in events.num_ids.items()
         )
@@ -134,10 +142,26 @@ class EventVectors(nnx.Module):
             found.append(product)
         return sum(found[1:], found[0])
 
-    def check(self, columns: EventColumns) -> None:
-        """Raises ValueError unless these are the columns that the model was made for."""
+    def check(
+        self, columns: EventColumns, places: tuple[int, ...] | None = None
+    ) -> None:
+        """Raises ValueError unless these are the columns that the model was made for.
+
+        Args:
+          columns: the columns.
+          places: shape of the histories, to which an event's part of each column is added.
+            None: shapes are not checked.
+        """
         if columns.keys() != self.sizes.shapes.keys():
             raise ValueError(
                 f"the model reads the columns of events {[*self.sizes.shapes]}, got "
                 f"{[*columns]}"
             )
+        for name, each in self.sizes.shapes.items():
+            found = columns[name].shape
+            if places is not None and found != (*places, *each):
+                raise ValueError(
+                    f"the column of events {name!r} has the shape {found}, expected "
+                    f"{(*places, *each)}: the shape of the histories, and behind it the "
+                    "places of a list"
+                )

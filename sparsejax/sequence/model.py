@@ -211,12 +211,10 @@ class SequenceModel(nnx.Module):
             not those that the model was made for.
         """
         self._check_length(histories.shape[1])
+        self._check_events(events, histories.shape)
         vectors = self._vectors_of(histories.reshape(-1))
         vectors = vectors.reshape(*histories.shape, -1)
-        if self._reads(events):
-            assert self.events is not None and events is not None
-            is_item = (histories != PADDING)[..., None]
-            vectors = vectors + jnp.where(is_item, self.events(events), 0)
+        vectors = self._with_events(vectors, events, histories)
         return jnp.where(self._broken(histories)[..., None], jnp.nan, vectors)
 
     def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
@@ -224,11 +222,25 @@ class SequenceModel(nnx.Module):
         known = (ids >= 0) & (ids < self.num_items)
         return self.output.rows(jnp.where(known, ids, PADDING))
 
-    def _reads(self, events: EventColumns | None) -> bool:
-        """Whether the model reads columns of events.
+    def _with_events(
+        self,
+        vectors: jax.Array,
+        events: EventColumns | None,
+        ids: Int[Array, "*places"],
+    ) -> jax.Array:
+        """The vectors of items plus those of their events, where there is an item."""
+        if self.events is None or events is None:
+            return vectors
+        return vectors + jnp.where((ids != PADDING)[..., None], self.events(events), 0)
+
+    def _check_events(
+        self, events: EventColumns | None, places: tuple[int, ...]
+    ) -> None:
+        """Checks the columns of events, of histories with the shape `places`.
 
         Raises:
-          ValueError: it was made for columns and there are none, or the other way round.
+          ValueError: the model was made for columns and there are none, the other way round,
+            or they have another shape.
         """
         if self.events is None and events is not None:
             raise ValueError(
@@ -241,8 +253,7 @@ class SequenceModel(nnx.Module):
                     "the model reads the columns of events "
                     f"{[*self.events.sizes.shapes]}; give events=..."
                 )
-            self.events.check(events)
-        return events is not None
+            self.events.check(events, places)
 
     def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
         return (ids < PADDING) | (ids >= self.num_items)
@@ -294,6 +305,7 @@ class SequenceModel(nnx.Module):
         """
         _check_two(histories)
         _check_weights(weights, histories)
+        self._check_events(events, histories.shape)
         model = with_vectors(self, deterministic=False)
         own = {} if events is None else {"events": _before_last(events)}
         h = model(histories[:, :-1], None if times is None else times[:, :-1], **own)
@@ -571,10 +583,9 @@ class TokenModel(SequenceModel):
         """
         if vectors is None:
             vectors = self._vectors_of(tokens.ids)
-        if self._reads(events):
-            assert self.events is not None and events is not None
-            at = tokens.rows, tokens.places
-            vectors = vectors + self.events({n: x[at] for n, x in events.items()})
+        if events is not None:
+            events = {n: x[tokens.rows, tokens.places] for n, x in events.items()}
+            vectors = self._with_events(vectors, events, tokens.ids)
         vectors = vectors * self.config.width**0.5
         x = self.dropout(vectors + self.places[...][tokens.places], tokens)
         for block in self.blocks:
@@ -589,6 +600,7 @@ class TokenModel(SequenceModel):
         events: EventColumns | None = None,
     ) -> Vectors:
         self._check_length(histories.shape[1])
+        self._check_events(events, histories.shape)
         if 0 in histories.shape:
             return jnp.zeros((*histories.shape, self.config.width))
         h = self._of_tokens(Tokens.spread(histories, times), None, events)
@@ -608,6 +620,7 @@ class TokenModel(SequenceModel):
         On a CPU nothing is computed for padding.
         """
         self._check_length(histories.shape[1])
+        self._check_events(events, histories.shape)
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         size = tokens_of_turn(histories)
         if 0 in histories.shape or size is None or drops:
@@ -690,6 +703,7 @@ class TokenModel(SequenceModel):
         if wire_dtype is not None:
             check_floating("wire_dtype", wire_dtype)
         self._check_length(histories.shape[1] - 1)
+        self._check_events(events, histories.shape)
         model = with_vectors(self, deterministic=False)
         broken = jnp.any(self._broken(histories[:, :-1]))
         # An item behind padding would be taken for one of an earlier place.

@@ -1,6 +1,7 @@
 """Models of histories with columns of events, and losses with weights, against NumPy."""
 
 import dataclasses
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -162,8 +163,41 @@ def test_a_column_changes_no_earlier_place(name):
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("name", CONFIGS)
+def test_columns_without_an_item_are_not_read(name):
+    model = made(name)
+    histories, _, columns = batch(4)  # the first one is empty
+    histories = histories[:, :LENGTH]
+    columns = {n: x[:, :LENGTH] for n, x in columns.items()}
+    has = np.asarray(histories >= 0)
+    other = {
+        n: jnp.where(has.reshape(has.shape + (1,) * (x.ndim - 2)), x, 3)
+        for n, x in columns.items()
+    }
+    hidden = nnx.jit(lambda model, histories, events: model(histories, events=events))
+    found, changed = (hidden(model, histories, each) for each in (columns, other))
+    np.testing.assert_array_equal(found[0, 0], changed[0, 0])
+    np.testing.assert_array_equal(found[has], changed[has])
+
+
 def test_columns_must_be_those_of_the_model():
     histories, _, columns = batch(3)
+    wrong = {
+        "kind": columns["kind"][:, :-1],
+        "tags": columns["tags"][..., 0],
+        "price": columns["price"][..., None],
+    }
+    uses = (
+        lambda model, events: model.loss(histories, events=events),
+        lambda model, events: model.last(
+            histories[:, :-1], events={n: x[:, :-1] for n, x in events.items()}
+        ),
+    )
+    for model, (column, values), use in itertools.product(
+        (made("sasrec"), made("gru")), wrong.items(), uses
+    ):
+        with pytest.raises(ValueError, match=f"of events '{column}' has the shape"):
+            use(model, columns | {column: values})
     with pytest.raises(ValueError, match="made without columns of events"):
         made("sasrec", None).loss(histories, events=columns)
     for name in ("sasrec", "gru"):

@@ -106,6 +106,15 @@ def test_only_targets_are_learned_and_measured():
         ValueError, match="the next of positive weight, so there is noth"
     ):
         small(data=nothing)
+    # Nor is a long row, of whose last places none is a target.
+    early = np.zeros(train.num_entries)
+    early[train.indptr[:-1] + 1] = 1
+    with pytest.raises(
+        ValueError, match="the next of positive weight, so there is noth"
+    ):
+        small(data=train, weights=early)
+    with pytest.raises(ValueError, match="validation: no event is a target with a pos"):
+        small(data=train, targets="buy", validation=heldout.of_kinds("view"))
 
 
 def test_a_resume_gives_the_same_bits(tmp_path):
@@ -191,6 +200,11 @@ def test_whatever_does_not_read_columns_refuses_them(tmp_path):
     fewer = sj.EventSchema(kind="action")
     with pytest.raises(ValueError, match="but the model reads"):
         sj.recommend(model, sj.read_sequences(world(20), events=fewer), k=2)
+    # The kinds of the model, of which the other one is more frequent.
+    swapped = world(20)
+    swapped["action"] = swapped.action.map({"buy": "view", "view": "buy"})
+    with pytest.raises(ValueError, match="or their categories have other ids; read"):
+        sj.recommend(model, sj.read_sequences(swapped, events=SCHEMA), k=2)
     with pytest.raises(NotImplementedError, match="predictors do not take yet"):
         sj.export_predictor(model, tmp_path / "a.zip", names=data)
     sj.export_predictor(plain, tmp_path / "a.zip", names=data)

@@ -182,7 +182,12 @@ def sequence_examples(
         no row has a target.
     """
     _check(model, sequences)
-    kept = np.flatnonzero(sequences.are_examples)
+    kept = sequences.are_examples
+    if sequences.weights is not None:
+        # Only the last places of a long row are read.
+        last = sequences.padded_column(sequences.weights, model.config.max_length + 1)
+        kept &= (last[:, 1:] > 0).any(axis=1)
+    kept = np.flatnonzero(kept)
     if not kept.size:
         targets = "" if sequences.weights is None else " of positive weight"
         raise ValueError(
@@ -279,7 +284,10 @@ def sequence_job(asked: Fit) -> Job:
     if validation.weights is None:
         # Weights of entries are those of the inputs; that they are 0 is what counts here.
         by_kind = asked.weights if isinstance(asked.weights, str | Mapping) else None
-        validation = with_targets(validation, asked.targets, by_kind, "validation")
+        try:
+            validation = with_targets(validation, asked.targets, by_kind, "validation")
+        except ValueError as error:
+            raise ValueError(f"validation: {error}") from error
     metric = metric_of(asked.early_stopping, f"ndcg@{k}", metric_names(k), f"with {k=}")
 
     times = has_times(model, sequences)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -95,8 +96,8 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
       data: histories.
       what: name of the data, for messages.
     """
-    wanted: Any = getattr(model, "events", None)
-    given: Any = getattr(data, "events", None)
+    wanted = getattr(model, "events", None)
+    given = getattr(data, "events", None)
     if wanted is None and given is None:
         return
     if wanted is None:
@@ -112,15 +113,17 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
         )
     sizes = wanted.sizes
     found = type(sizes).of(given)
-    ids = tuple((each.name, each.table, each.size) for each in found.ids)
-    if found.dense != sizes.dense or ids != tuple(
-        (each.name, each.table, each.size) for each in sizes.ids
-    ):
+    # Lists may have other lengths.
+    ids, others = (
+        [dataclasses.replace(each, most=None) for each in some.ids]
+        for some in (found, sizes)
+    )
+    if found.dense != sizes.dense or ids != others:
         raise ValueError(
             f"{what} has the columns of events {given.schema.used} with the numbers of ids "
             f"{given.num_ids}, but the model reads {[*sizes.shapes]} with "
-            f"{ {each.name: each.size for each in sizes.ids} }; read the data with "
-            "events=train.events"
+            f"{ {each.name: each.size for each in sizes.ids} }, or their categories have "
+            "other ids; read the data with events=train.events"
         )
 
 
