@@ -308,6 +308,12 @@ def _packed(
     bags, places = [], []
     for feature in stack.features:
         example, position, found = _entries(ids[feature.name])
+        if feature.last:
+            ends = np.zeros(rows, np.int64)
+            np.maximum.at(ends, example, position + 1)
+            position = position - np.maximum(ends - feature.length, 0)[example]
+            kept = position >= 0
+            example, position, found = (a[kept] for a in (example, position, found))
         if feature.length and (position >= feature.length).any():
             wrong = first + int(example[np.argmax(position >= feature.length)])
             raise ValueError(

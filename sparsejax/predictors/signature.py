@@ -203,6 +203,7 @@ class ClickFeature:
       bag: its first bag among the bags of an example.
       length: number of its bags if it stays in order; 0 if it is one bag.
       drop: whether ids outside the table are left out; else they are an error.
+      last: whether the last `length` ids of a longer list are read; else it is an error.
     """
 
     name: str
@@ -211,10 +212,12 @@ class ClickFeature:
     bag: int
     length: int
     drop: bool
+    last: bool = False
 
     def __post_init__(self) -> None:
         _check_sizes([self.num_ids], 1)
         _check_sizes([self.first, self.bag, self.length, self.first + self.num_ids], 0)
+        _check_sizes([self.length], int(self.last))
 
 
 @dataclasses.dataclass(frozen=True)

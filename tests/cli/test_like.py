@@ -134,6 +134,8 @@ def test_from_the_schema_to_a_predictor(
 
     tuesday.export("shop.predictor")
     rows = made(2, 2)
+    # Of more ids than a DIN reads these are the last ones.
+    rows[0]["seen"] = ["i9"] * 20 + [f"i{i % 7}" for i in range(50)]
     records = {name: [row[name] for row in rows] for name in ("item", "seen")}
     predictor = sj.load_predictor("shop.predictor")
     assert predictor.vocabularies.keys() == {"item"}

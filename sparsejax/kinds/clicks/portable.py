@@ -323,6 +323,7 @@ def _stated(path: tuple, stack: Stack) -> ClickStack:
             bag=f.first_bag,
             length=f.config.length or 0,
             drop=f.config.outside == "drop",
+            last=f.config.longer == "last",
         )
         for f in stack.features
     )
