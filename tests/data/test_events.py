@@ -374,6 +374,14 @@ ROWS = [{"user": "ann", "item": "tea", "action": "view", "price": 1.0}] * 2
             "each role needs a column of its own",
         ),
         (
+            lambda: sj.read_sequences(
+                [ROWS[0] | {"date": 3}],
+                events=sj.EventSchema(dense={"date": DenseColumn()}),
+            ),
+            DataError,
+            "'date' is a column of events, so that events have no time; name another",
+        ),
+        (
             lambda: sj.read_sequences(ROWS, events=cast(Any, {"kind": "action"})),
             TypeError,
             "events is an EventSchema",

@@ -371,6 +371,11 @@ def find_columns(
             remedy = f"name it: {role}=COLUMN, by its name or its number from 0"
             remedy += _hint_of_clicks([column.name for column in columns], "; or, ")
             unclear(path, columns, problem, remedy, line)
+        elif role == "time" and (times := [i for i in beside if surely[i] == role]):
+            name = columns[times[0]].name
+            problem = f"{name!r} is a column of events, so that events have no time"
+            remedy = "name another column, time=COLUMN, or take the order of the file"
+            unclear(path, columns, problem, f"{remedy}, time=None", line)
     return at
 
 
