@@ -91,12 +91,12 @@ def test_only_targets_are_learned_and_measured():
     assert found["ndcg@3"] == history[0]["ndcg@3"]
     every = sj.evaluate(model, train, heldout, k=3, exclude=None)
     assert found["users"] < every["users"] == 70
-    # By a column, by an array, and by kinds with equal weights.
+    # By a column, by an array, and by kinds with equal weights, whose sum is infinite.
     assert train.events is not None
     by_array = train.events["price"]
     losses = [
         small(data=train, weights=weights, num_epochs=1)[1][0]["loss"]
-        for weights in ("price", by_array, {"buy": 3, "view": 3}, None)
+        for weights in ("price", by_array, {"buy": 1e38, "view": 1e38}, None)
     ]
     assert losses[0] == losses[1] != losses[3]
     assert losses[2] == pytest.approx(losses[3], rel=1e-6)

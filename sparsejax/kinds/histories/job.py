@@ -117,7 +117,9 @@ class SequenceTask:
         found = arrays_of(data, length, times=times, events=events)
         arrays: list[Matrix] = [*found.values()]
         if self.weighted:
-            arrays.append(data.padded_column(data.weights, length))
+            # A mean needs only their ratios, and the sum of large ones would be infinite.
+            weights = data.weights / np.float32(data.weights.max(initial=0) or 1)
+            arrays.append(data.padded_column(weights, length))
         if not self.packs:
             return [*arrays]
         targets = np.minimum(np.diff(data.indptr), length) - 1
