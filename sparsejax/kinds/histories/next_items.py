@@ -97,7 +97,7 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
       what: name of the data, for messages.
     """
     wanted = getattr(model, "events", None)
-    given = getattr(data, "events", None)
+    given: Any = getattr(data, "events", None)
     if wanted is None and given is None:
         return
     if wanted is None:
