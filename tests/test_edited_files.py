@@ -19,6 +19,7 @@ from sparsejax import codec, optimizers
 from sparsejax.cli import train
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.predictors import files as predictor_files
+from sparsejax.predictors import signature
 from sparsejax.runs import folders
 from sparsejax.spark.run_copies import fetch_run
 
@@ -237,31 +238,26 @@ def plan(folder):
     return Kind(json.loads(json.dumps(made.to_json())), path.write_text, read)
 
 
-def click_settings(folder):
-    feature = {"name": "user", "num_ids": 9, "first": 0, "bag": 0, "length": 0}
-    schema = sj.ClickSchema("y", ids={"user": sj.data.HashedColumn(9)})
-    path = folder / "clicks.predictor"
-    document = {
-        "version": 1,
-        "num_dense": 0,
-        "schema": schema.to_json(),
-        "calling_convention": 9,
-        "stacks": [{"bags": 1, "features": [feature | {"drop": False}]}],
-        "programs": [1],
-        "weights": [{"dtype": "float32", "shape": [9, 2]}],
-    }
-    return predictor(path, document, "clicks.json", "vocabularies.json")
-
-
 def click_signature(folder):
-    """The same as this release writes it."""
-    path = folder / "clicks.predictor"
-    earlier = click_settings(folder)
-    earlier.write(json.dumps(earlier.document))
-    with zipfile.ZipFile(path) as parts:
-        signature, _ = predictor_files.read_signature(parts, 99)
-    document = json.loads(json.dumps(signature.to_json()))
-    return predictor(path, document, "predictor.json", "names.json")
+    feature = signature.ClickFeature(
+        name="user", num_ids=9, first=0, bag=0, length=0, drop=False
+    )
+    stacks = (signature.ClickStack(bags=1, features=(feature,)),)
+    made = signature.Signature(
+        kind="clicks",
+        stacks=stacks,
+        schema=sj.ClickSchema("y", ids={"user": sj.data.HashedColumn(9)}),
+        weights=(signature.Array(dtype="float32", shape=(9, 2)),),
+        rows=(1,),
+        platforms=signature.PLATFORMS,
+        calling_convention=9,
+        jax="unknown",
+        **signature.of_clicks(0, stacks),
+    )
+    document = json.loads(json.dumps(made.to_json()))
+    return predictor(
+        folder / "clicks.predictor", document, "predictor.json", "names.json"
+    )
 
 
 def predictor(path, document, settings, names):
@@ -287,7 +283,6 @@ KINDS = [
     prepared,
     saved_clicks,
     plan,
-    click_settings,
     click_signature,
 ]
 

@@ -132,6 +132,18 @@ def test_histories_in_arrays_are_cut_to_their_last_ids():
         np.testing.assert_allclose(model(dense, given), want, rtol=1e-5, atol=1e-5)
 
 
+def test_a_predictor_cuts_histories_as_the_model_does(tmp_path):
+    dense, ids, _ = inputs()
+    model = built()
+    ids["had"] = np.full((16, 9), -1, np.int32)
+    for row in range(16):
+        ids["had"][row, : row % 10] = np.arange(row % 10)
+    sj.export_predictor(model, tmp_path / "din.predictor", batch_size=16)
+    found = sj.load_predictor(tmp_path / "din.predictor").predict(dense, ids)
+    want = jax.nn.sigmoid(model(dense, ids))
+    np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
+
+
 def test_gradients_are_those_of_the_formula():
     """By finite differences of the float64 oracle, for some numbers of each array."""
     dense, ids, clicks = inputs(6)

@@ -79,7 +79,10 @@ CLICKED = {
     )
 }
 COMMANDS = {
-    **{name: (data, [*more, "--k", "5"]) for name, (data, more) in RANKING.items()},
+    **{
+        name: (data, [*more, *(["--k", "5"] if "--validation" in more else [])])
+        for name, (data, more) in RANKING.items()
+    },
     **CLICKED,
 }
 SEQUENCES: dict[str, dict[str, Any]] = {

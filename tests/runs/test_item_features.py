@@ -11,7 +11,6 @@ import pytest
 import sparsejax as sj
 from sparsejax.cli import commands, flags
 from sparsejax.cli.main import main
-from sparsejax.engine.train import checkpoint
 from sparsejax.kinds.kind import kind_called
 from sparsejax.options.training import Training
 
@@ -162,42 +161,6 @@ def test_runs_in_python(files, tmp_path):
         exclude_seen=False,
         by="entries",
     )
-
-
-@pytest.mark.parametrize("kind", ["histories", "items"])
-def test_runs_from_before_items_were_left_out_at_random(
-    files, tmp_path, monkeypatch, kind
-):
-    """Their checkpoints have no random state for it: they are read, and go on."""
-    config: Any = sj.NetworkConfig.autoencoder((8,), tied=True)
-    if kind == "histories":
-        config = sj.SASRecConfig(max_length=6, width=8, blocks=1, heads=1)
-    options: dict[str, Any] = {"config": config, "batch_size": 20, "decay": "none"}
-    paths: Any = files / "events.csv", tmp_path / "run"
-    options["item_features"] = files / "items.csv"
-    arrays = checkpoint._arrays
-
-    def before(state):
-        found = arrays(state)
-        kept = {n: a for n, a in found.items() if "['content']['draws']" not in n}
-        assert len(kept) == len(found) - 2
-        return kept
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "_arrays", before)
-        run = sj.Run.train(*paths, num_epochs=1, **options)
-    vectors = sj.item_vectors(run.model)
-    again = sj.Run.load(paths[1])
-    np.testing.assert_array_equal(sj.item_vectors(again.model), vectors)
-    again.export(tmp_path / "predictor")
-    found = sj.load_predictor(tmp_path / "predictor").recommend_names(["i3"])
-    assert set(found) <= set(run.known)
-    more = sj.Run.train(*paths, num_epochs=2, resume=True, **options)
-    draws: Any = more.model.output.content.draws
-    assert draws.count[...] > 0
-    assert not np.array_equal(sj.item_vectors(more.model), vectors)
-    # The new checkpoint has the state, and so has a run that goes on from it.
-    assert sj.Run.load(paths[1]).model.output.content.draws.count[...] > 0
 
 
 def test_a_model_that_is_saved_goes_on(files, tmp_path):
