@@ -185,12 +185,13 @@ def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
     if isinstance(value, WideIds):
         if value.offsets is not None or _width(value.low) <= length:
             return value
-        present = value.present
-        at = None if present is None else _last_places(present, length)
-        return jax.tree.map(lambda array: _taken(array, at, length), value)
+        if value.present is None:
+            return jax.tree.map(lambda array: array[:, -length:], value)
+        at = _last_places(value.present, length)
+        return jax.tree.map(lambda array: _taken(array, at), value)
     if not isinstance(value, Array) or value.ndim != 2 or _width(value) <= length:
         return value
-    return _taken(value, _last_places(value != -1, length), length)
+    return _taken(value, _last_places(value != -1, length))
 
 
 def _last_places(present: Array, length: int) -> Array:
@@ -201,10 +202,8 @@ def _last_places(present: Array, length: int) -> Array:
     return xp.maximum(ends - length, 0) + xp.arange(length, dtype=np.int32)[None]
 
 
-def _taken(array: Array, at: Array | None, length: int) -> Array:
-    """The columns `at` of each row; the last `length` by default."""
-    if at is None:
-        return array[:, -length:]
+def _taken(array: Array, at: Array) -> Array:
+    """The columns `at` of each row."""
     xp = np if isinstance(array, np.ndarray) else jnp
     return array[xp.arange(len(array), dtype=np.int32)[:, None], at]
 
@@ -675,9 +674,9 @@ def _check_on_host(feature: StackedFeature, value: Array | CSR) -> None:
                 f"feature {name!r} is overfull: {count:,} ids, room for {value.nse:,}"
             )
         lengths = np.diff(value.indptr)
-        cuts = config.longer == "error"
-        if cuts and config.length is not None and (lengths > config.length).any():
-            example = int(np.argmax(lengths > config.length))
+        most = config.length if config.longer == "error" else None
+        if most is not None and (lengths > most).any():
+            example = int(np.argmax(lengths > most))
             raise ValueError(
                 f"feature {name!r}, example {example}: {lengths[example]} ids, but "
                 f"length={config.length}; cut the list, or make the feature longer"

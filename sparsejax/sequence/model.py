@@ -439,8 +439,7 @@ class SequenceModel(nnx.Module):
         events: EventColumns | None = None,
     ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
-        own = {} if events is None else {"events": events}
-        return _at_the_end(self(histories, times, **own), histories)
+        return _at_the_end(self(histories, times, **_columns(events)), histories)
 
     def queries(
         self,
@@ -450,8 +449,7 @@ class SequenceModel(nnx.Module):
         events: EventColumns | None = None,
     ) -> Float[Array, "batch width"]:
         """The vectors that `top_k` multiplies with the items' vectors."""
-        own = {} if events is None else {"events": events}
-        return self.output.queries(self.last(histories, times, **own))
+        return self.output.queries(self.last(histories, times, **_columns(events)))
 
     def top_k(
         self,
@@ -474,7 +472,7 @@ class SequenceModel(nnx.Module):
           events: columns of the events; None if the model was made without.
         """
         model = with_vectors(self)
-        own = {} if events is None else {"events": events}
+        own = _columns(events)
         h = model.last(histories, times, **own)
         return model.output.top_k(h, k, exclude=exclude, excluded=excluded)
 
@@ -495,7 +493,7 @@ class SequenceModel(nnx.Module):
           events: columns of the events; None if the model was made without.
         """
         model = with_vectors(self)
-        own = {} if events is None else {"events": events}
+        own = _columns(events)
         return model.output.item_scores(model.last(histories, times, **own), ids)
 
 
@@ -827,6 +825,11 @@ def _check_wire(wire_dtype: jax.typing.DTypeLike | None) -> None:
             "wire_dtype is of no use here: it is for sampled negatives, without content, on "
             "a mesh of several devices that divide the histories evenly; leave it out"
         )
+
+
+def _columns(events: EventColumns | None) -> dict[str, EventColumns]:
+    """The argument of events for a model's call, which a model without columns may not have."""
+    return {} if events is None else {"events": events}
 
 
 def _at_the_end(h: Vectors, histories: Ids) -> Float[Array, "batch width"]:
