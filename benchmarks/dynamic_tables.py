@@ -39,12 +39,7 @@ from timing import time_kernels
 from workloads import DLRM_IDS, DLRM_LAYERS, click_update, keys_of, zipf_ids
 
 import sparsejax as sj
-from sparsejax.embeddings import (
-    DynamicTableConfig,
-    FeatureConfig,
-    TableConfig,
-    WideIds,
-)
+from sparsejax.embeddings import DynamicTableConfig, FeatureConfig, TableConfig, WideIds
 from sparsejax.embeddings.dynamic import eviction
 from sparsejax.embeddings.dynamic import state as states
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh

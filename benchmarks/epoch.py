@@ -125,12 +125,7 @@ def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
             # A trace of two epochs, of which the first compiles nothing any more.
             with jax.profiler.trace(folder):
                 sj.fit(
-                    model,
-                    optimizer,
-                    data,
-                    batch_size=BATCH,
-                    num_epochs=2,
-                    fused=fused,
+                    model, optimizer, data, batch_size=BATCH, num_epochs=2, fused=fused
                 )
             kernels = _kernels(folder, 2 * STEPS)
         yield _result(
@@ -319,11 +314,7 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
         # The padding would count to the last bag: its weight is 0.
         used = place < ends[-1]
         first = torch.nn.functional.embedding_bag(
-            ids,
-            w[0],
-            ends[:-1],
-            mode="sum",
-            per_sample_weights=used.float(),
+            ids, w[0], ends[:-1], mode="sum", per_sample_weights=used.float()
         )
         rows = torch.searchsorted(ends, place, right=True, out_int32=True) - 1
         rows = torch.where(used, rows, BATCH).long()

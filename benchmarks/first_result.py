@@ -168,11 +168,7 @@ def _commands(
                 ["predict", run, first, *seen],
             ):
                 cache = {"XDG_CACHE_HOME": f"{folder}/cache/{words[0]}"}
-                yield {
-                    "command": words[0],
-                    "cache": name,
-                    **_timed(tree, words, cache),
-                }
+                yield {"command": words[0], "cache": name, **_timed(tree, words, cache)}
 
 
 def _timed(tree: pathlib.Path, words: list[str], environment: dict[str, str]) -> dict:

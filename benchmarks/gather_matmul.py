@@ -23,12 +23,7 @@ sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import command, reported
 from timing import Time, time_jax, time_torch
-from workloads import (
-    SHAPES,
-    WORKLOADS,
-    Workload,
-    make_rows,
-)
+from workloads import SHAPES, WORKLOADS, Workload, make_rows
 
 _BATCHES = 3
 _PARTS = {"jax": {}, "torch": {}, "shapes": {}}

@@ -260,10 +260,7 @@ def _measure_cudnn(workload, inputs, data, versions):
     jax.block_until_ready([run(*inputs[0]) for run in runs])
     wait_for_turn()
     first, whole = (time_jax(run, inputs).kernel for run in runs)
-    for name, time, products in (
-        ("forward", first, 2),
-        ("backward", whole - first, 5),
-    ):
+    for name, time, products in (("forward", first, 2), ("backward", whole - first, 5)):
         yield _result(
             workload, False, "cudnn, softmax", name, time, products * done, versions
         )

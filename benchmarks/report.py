@@ -7,9 +7,11 @@ import contextlib
 import datetime
 import fcntl
 import fnmatch
+import importlib.metadata
 import json
 import os
 import pathlib
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -18,10 +20,12 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 _HERE = pathlib.Path(__file__).resolve().parent
 RESULTS = _HERE / "results"
+sys.path.insert(1, str(_HERE.parent))  # the packages of this checkout
 
 # A copy on the device reads and writes this many bytes a second on an H200.
 COPY_BYTES_PER_SECOND = 4.3e12
 
+_LIBRARIES = "jax", "optax", "torch", "cupy", "fbgemm_gpu", "duckdb", "pyarrow"
 # Names the folder where parts that compile at the same time wait for their turns.
 _TURNS = "BENCHMARK_TURNS"
 # After so many seconds parts measure, even if one of them still compiles.
@@ -43,7 +47,7 @@ def command(
       doc: what `--help` says.
       script: the file; its results have the same name.
       parts: see `run_parts`.
-      measure: the results of a part, one after the other.
+      measure: function that yields the results of a part; each gets `versions`.
       write_table: called with the committed report; by default `print_results`.
       together: see `run_parts`.
     """
@@ -67,7 +71,7 @@ def command(
         (write_table or print_results)(json.loads(results.read_text()))
     else:
         for result in measure(arguments.action):
-            emit(result)
+            emit({"versions": versions(), **result})
 
 
 def training_command(
@@ -111,7 +115,7 @@ def training_command(
             "date": datetime.date.today().isoformat(),
             "commit": arguments.commit,
             "command": f"python benchmarks/{path.name} {action}",
-            "versions": found.get("versions") or _jax_versions(),
+            "versions": found.get("versions") or versions(),
             **found,
         }
         if len(measures) > 1:
@@ -121,10 +125,47 @@ def training_command(
         print(json.dumps(line), flush=True)
 
 
-def _jax_versions() -> dict[str, str]:
-    import jax
+def versions() -> dict[str, str]:
+    """The versions of libraries that this process has imported, and its device."""
+    names = [n for n in _LIBRARIES if n in sys.modules]
+    found = {n: importlib.metadata.version(n) for n in names}
+    if "torch" in found:
+        import torch  # pyrefly: ignore[missing-import]
 
-    return {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
+        if torch.cuda.is_available():
+            found["device"] = torch.cuda.get_device_name()
+    elif "jax" in found:
+        import jax
+
+        found["device"] = jax.devices()[0].device_kind
+    return found
+
+
+def save(found: Mapping, output: str | pathlib.Path | None) -> None:
+    """Prints results, and writes them into a JSON file if one is named."""
+    print(text := json.dumps(found, indent=2))
+    if output:
+        pathlib.Path(output).write_text(text + "\n")
+
+
+def mean(values: Sequence[float], digits: int = 4) -> str:
+    """The mean as a cell, with the standard deviation of several values."""
+    spread = f" ± {statistics.stdev(values):.{digits}f}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{spread}"
+
+
+def grouped(results: Iterable[dict], *names: str) -> list[tuple[tuple, list[dict]]]:
+    """The results that have equal values of some names together."""
+    found: dict[tuple, list[dict]] = {}
+    for row in results:
+        found.setdefault(tuple(row.get(name) for name in names), []).append(row)
+    return [*found.items()]
+
+
+def largest(times: Mapping[str, float], count: int) -> dict[str, float]:
+    """The kernels that take longest, their names cut."""
+    found = sorted(times.items(), key=lambda item: -item[1])[:count]
+    return {name[:80]: round(each, 1) for name, each in found}
 
 
 def emit(result: dict) -> None:

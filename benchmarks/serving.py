@@ -128,9 +128,7 @@ def _of_case(part: str, case: Case) -> Iterator[dict]:
         seconds = {"exported": time.perf_counter() - began}
         jax.clear_caches()
         for result in _engine(
-            "engine" if part == "usual" else part,
-            case,
-            lambda: sj.load_predictor(path),
+            "engine" if part == "usual" else part, case, lambda: sj.load_predictor(path)
         ):
             yield result | seconds | {"bytes": path.stat().st_size}
         if part == "usual":
