@@ -214,6 +214,7 @@ class Evaluate(Shown, Held, Grouping, Correcting):
       history: More interactions that the model is shown and that are not recommended.
       popularity: Interactions that popularity is counted from. Its items count as those that
         the model was trained on.
+      weighted: Weigh the examples of clicks by the column of weights that the schema names.
       baselines: Also measure models without training, made from the interactions that
         popularity is counted from: nearest items (ItemKNN), and EASE if its matrices fit in
         memory.
@@ -238,6 +239,7 @@ class Evaluate(Shown, Held, Grouping, Correcting):
     popularity: Any = option(
         None, Flag(type=str | None, value="FILE", default="TRAIN"), kinds=("items",)
     )
+    weighted: bool = option(False, Flag(gives=True), kinds=("clicks",))
     baselines: bool = option(False, Flag(gives=True), kinds=RANKING)
     by: Literal["entries"] | None = option(
         None,
@@ -299,6 +301,7 @@ class Measure(Held):
       groups: For clicks: the name of a feature with one id an example, or `[examples]`
         numbers or text. A warning says if several categories of a feature have one id, as
         hashed ones may, and so are one group.
+      weighted: For clicks: weigh each example by its weight; see `ClickSchema`.
       by: "entries" measures items apart by the number of rows that have them in the training
         data, which `popularity` names: 0, 1 to 4, 5 to 9, 10 to 19, 20 and more. For each
         group there are "entries[1-4]", the number of held-out entries; "recall@20[1-4]" and
@@ -323,6 +326,7 @@ class Measure(Held):
     exclude: Unordered = option("inputs", kinds=RANKING)
     popularity: Unordered = option("inputs", kinds=RANKING)
     groups: str | ArrayLike | None = option(None, kinds=("clicks",))
+    weighted: bool = option(False, kinds=("clicks",))
     optimizer: Optimizer | None = None
     batch_size: int | None = option(None, least=1)
 

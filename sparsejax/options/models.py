@@ -95,11 +95,13 @@ class Clicks(Options):
     """The columns of a file of clicks. None of it is needed for saved data sets.
 
     Attributes:
-      schema: JSON file of a ClickSchema, in place of the three flags below: it also says how
+      schema: JSON file of a ClickSchema, in place of the four flags below: it also says how
         numbers are transformed, and which categories are hashed.
       label: Column with 1 for a click and 0 for none.
       dense: Columns of numbers.
       categories: Columns of categories, or of lists of them.
+      weight: Column of the examples' weights, numbers of 0 or more that training multiplies
+        the losses by.
       dynamic: Rows of the dynamic table of each column of 64-bit ids, which get a row when they
         are first seen, and lose it when the table is full: columns of the kind "key" in
         --schema; without one, those of --categories. --config says more, such as
@@ -113,6 +115,7 @@ class Clicks(Options):
     label: str | None = option(None, _COLUMNS, kinds=("clicks",))
     dense: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
     categories: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
+    weight: str | None = option(None, _COLUMNS, kinds=("clicks",))
     dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
 
 

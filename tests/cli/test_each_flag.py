@@ -85,6 +85,7 @@ ABOUT_CLICKS = {
     "--label": ("--dense age --categories user", "--label nosuch"),
     "--dense": ("--label click --categories user", "--dense nosuch"),
     "--categories": ("--label click --dense age", "--categories nosuch"),
+    "--weight": ("--label click --dense age --categories user", "--weight nosuch"),
     "--dynamic": ("--label click --categories user", "--dynamic 0"),
     "--schema": ("", "--schema nosuch"),
 }
@@ -173,6 +174,7 @@ OWN = {
     },
     "evaluate clicks clicks.csv": {
         "--groups": "nosuch",
+        "--weighted": "",
         "--calibrate": "nosuch",
         "--method": "platt",
         "--negatives-kept": "2",

@@ -25,6 +25,7 @@ from sparsejax.data.sets.click_columns import (
     dense_of,
     labels_of,
     warn_of_lists,
+    weights_of,
 )
 from sparsejax.data.sets.click_files import (
     Paths,
@@ -238,6 +239,9 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             ids,
             self.schema,
             self.vocabularies,
+            weights=None
+            if (name := self.schema.weight) is None
+            else weights_of(block, name),
         )
 
     def _joined(self, parts: list[ClickDataset]) -> ClickDataset:
@@ -249,12 +253,14 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             flat = [np.asarray(x.indices if isinstance(x, CSR) else x) for x in each]
             lengths = [np.diff(x.indptr) if isinstance(x, CSR) else None for x in each]
             ids[name] = join_ids(self.path, name, flat, lengths, size)
+        weights = [part.weights for part in parts if part.weights is not None]
         return ClickDataset(
             np.concatenate([part.labels for part in parts]),
             np.concatenate([part.dense for part in parts]),
             ids,
             self.schema,
             self.vocabularies,
+            weights=np.concatenate(weights) if weights else None,
         )
 
 

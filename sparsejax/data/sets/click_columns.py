@@ -79,6 +79,21 @@ def labels_of(block: Cells, name: str) -> np.ndarray:
     return found.astype(np.float32)
 
 
+def weights_of(block: Cells, name: str) -> np.ndarray:
+    """`[examples]` float32, 0 or more.
+
+    Raises:
+      DataError: a weight is missing, negative or not finite.
+    """
+    found, missing = _numbers(block, name)
+    if (wrong := missing | (found < 0)).any():
+        row = int(np.argmax(wrong))
+        given = "missing" if missing[row] else f"{found[row]:g}"
+        problem = f"the weight {name!r} is {given}; expected a number that is 0 or more"
+        raise block.error(row, problem)
+    return found.astype(np.float32)
+
+
 def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
     """`[examples, columns]` float32.
 

@@ -64,7 +64,7 @@ def click_blocks(
     """
     if isinstance(paths, Mapping):
         paths = table_of(paths)
-    used = schema.used if labelled else schema.used[1:]
+    used = schema.used if labelled else schema.inputs
     names = used if names is None else names
     used = list(dict.fromkeys([*used, *names]))
     as_paths(paths)  # are there some?
@@ -253,8 +253,9 @@ def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
         lists = frozenset(n for n, (_, kind) in enumerate(typed) if kind == "token_seq")
     if schema.columns is not None:
         names = schema.columns
-        if schema.label not in used and len(cells) == len(names) - 1:
-            names = tuple(name for name in names if name != schema.label)
+        left_out = set(schema.targets) - set(used)
+        if len(cells) == len(names) - len(left_out):
+            names = tuple(name for name in names if name not in left_out)
         is_header = tuple(cells) == names
     else:
         names, is_header = tuple(cells), True

@@ -150,6 +150,8 @@ class ClickSchema:
       delimiter: for a text file, the text between columns; by default a TAB if the
         first line has one, else a comma.
       time: the column of times, for `ClickDataset.split_at`. Models do not read it.
+      weight: the column of the examples' weights, 0 or more, by which `fit` multiplies their
+        losses. Only examples with labels need it.
 
     Raises:
       ValueError: a column has two roles, or is not among `columns`; there is nothing but
@@ -164,13 +166,14 @@ class ClickSchema:
     columns: tuple[str, ...] | None = None
     delimiter: str | None = None
     time: str | None = None
+    weight: str | None = None
 
     def __post_init__(self) -> None:
         check_columns(self.dense, self.ids)
         used = self.used if self.time is None else [*self.used, self.time]
         if twice := sorted({name for name in used if used.count(name) > 1}):
             raise ValueError(f"each column has one role, but {twice} have two")
-        if len(self.used) == 1:
+        if not self.inputs:
             raise ValueError("expected at least one column in dense or ids")
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
@@ -203,9 +206,19 @@ class ClickSchema:
         )
 
     @property
+    def inputs(self) -> list[str]:
+        """The columns that a model is shown: dense, ids."""
+        return [*self.dense, *self.ids]
+
+    @property
+    def targets(self) -> list[str]:
+        """The columns that only training and measuring read: label, weight."""
+        return [self.label, *([] if self.weight is None else [self.weight])]
+
+    @property
     def used(self) -> list[str]:
-        """The columns that are read: label, dense, ids."""
-        return [self.label, *self.dense, *self.ids]
+        """The columns that are read: label, weight, dense, ids."""
+        return [*self.targets, *self.inputs]
 
     def to_json(self) -> dict[str, Any]:
         """The schema as a JSON object, for `from_json`."""
@@ -216,6 +229,7 @@ class ClickSchema:
             "columns": None if self.columns is None else list(self.columns),
             "delimiter": self.delimiter,
             **({} if self.time is None else {"time": self.time}),
+            **({} if self.weight is None else {"weight": self.weight}),
         }
 
     @classmethod

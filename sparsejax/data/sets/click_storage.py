@@ -1,7 +1,8 @@
 """The Parquet form of a saved data set of clicks.
 
 A row of the table is an example, with the columns `label`, `dense/NAME` and `ids/NAME`
-(int32, or a list of int32; uint64 of a `KeyColumn`); with times also `time`. Beside them are the
+(int32, or a list of int32; uint64 of a `KeyColumn`); with times also `time`, and with weights
+`weight`. Beside them are the
 vocabularies, `vocabulary/NAME`. The shorter
 columns end in nulls, which take no room. The schema's metadata is a JSON object with the
 `ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
@@ -30,7 +31,9 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.sparse import CSR
 
-_VERSION, _TIME = 1, "time"
+_VERSION = 1
+# The columns of parts that not all data sets have, by the names of these parts.
+BESIDE = {"times": "time", "weights": "weight"}
 # Rows of a row group, which can be read without the others.
 _GROUP_ROWS = 2**18
 
@@ -46,6 +49,13 @@ class ClickParts(NamedTuple):
     schema: ClickSchema
     vocabularies: Mapping[str, Names]
     times: np.ndarray | None = None
+    weights: np.ndarray | None = None
+
+    @property
+    def beside(self) -> dict[str, np.ndarray]:
+        """The parts that not all data sets have, by the names of their columns."""
+        found = {column: getattr(self, part) for part, column in BESIDE.items()}
+        return {column: array for column, array in found.items() if array is not None}
 
 
 class Facts(NamedTuple):
@@ -71,8 +81,7 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
       OSError: the file cannot be written.
     """
     columns: dict[str, pa.Array] = {"label": pa.array(parts.labels)}
-    if parts.times is not None:
-        columns[_TIME] = pa.array(parts.times)
+    columns |= {name: pa.array(array) for name, array in parts.beside.items()}
     for i, name in enumerate(parts.schema.dense):
         columns[f"dense/{name}"] = pa.array(np.ascontiguousarray(parts.dense[:, i]))
     for name, ids in parts.ids.items():
@@ -114,9 +123,12 @@ def read_saved(path: Path) -> ClickParts:
             for name in stored_columns(facts.schema)
         }
         parts = stored_examples(columns, facts.schema, vocabularies)
-        if _TIME in table.column_names:
-            times = table[_TIME].slice(0, facts.rows).combine_chunks().to_numpy()
-            parts = parts._replace(times=times)
+        beside = {
+            part: table[column].slice(0, facts.rows).combine_chunks().to_numpy()
+            for part, column in BESIDE.items()
+            if column in table.column_names
+        }
+        parts = parts._replace(**beside)
         if len(parts.labels) != facts.rows:
             raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
     except (ValueError, KeyError, pa.ArrowException) as error:
@@ -172,6 +184,7 @@ def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> Non
             found = found.value_type
         is_right = {
             "label": pa.types.is_floating,
+            "weight": pa.types.is_floating,
             "dense": pa.types.is_floating,
             "ids": pa.types.is_uint64 if name in keys else pa.types.is_int32,
             "vocabulary": lambda type_: arrow.is_text(pa.nulls(0, type_)),
@@ -195,8 +208,9 @@ def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
 
 def stored_columns(schema: ClickSchema) -> list[str]:
     """The columns of the examples."""
+    weight = [] if schema.weight is None else [BESIDE["weights"]]
     dense = [f"dense/{name}" for name in schema.dense]
-    return ["label", *dense, *[f"ids/{name}" for name in schema.ids]]
+    return ["label", *weight, *dense, *[f"ids/{name}" for name in schema.ids]]
 
 
 def stored_vocabularies(
@@ -242,14 +256,14 @@ def stored_examples(
     dense = [numbers(f"dense/{name}") for name in schema.dense]
     empty = np.empty((rows, 0), np.float32)
     labels = numbers("label")
+    weights = None if schema.weight is None else numbers(BESIDE["weights"])
     dense = np.stack(dense, axis=1) if dense else empty
-    return ClickParts(labels, dense, ids, schema, vocabularies)
+    return ClickParts(labels, dense, ids, schema, vocabularies, weights=weights)
 
 
 def _checksum(parts: ClickParts) -> int:
     leaves = [parts.labels.tobytes(), parts.dense.tobytes()]
-    if parts.times is not None:
-        leaves.append(parts.times.tobytes())
+    leaves += [array.tobytes() for array in parts.beside.values()]
     for ids in parts.ids.values():
         arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
         leaves += [np.asarray(array).tobytes() for array in arrays]

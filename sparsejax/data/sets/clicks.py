@@ -25,6 +25,7 @@ from sparsejax.data.sets.click_columns import (
     ranked,
     times_of,
     warn_of_lists,
+    weights_of,
 )
 from sparsejax.data.sets.click_files import (
     Paths,
@@ -76,6 +77,8 @@ class ClickDataset:
         categories.
       times: `[n]` int64, float64 or datetime64 in microseconds, if the schema names their
         column; else None.
+      weights: `[n]` float32, the weights of the examples, if the schema names their column;
+        else None.
 
     Raises:
       ValueError: shapes, features, labels or ids do not fit together.
@@ -89,6 +92,7 @@ class ClickDataset:
     schema: ClickSchema
     vocabularies: Mapping[str, Names]
     times: np.ndarray | None = None
+    weights: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.labels)
@@ -105,6 +109,10 @@ class ClickDataset:
             raise ValueError("labels must be 0 or 1")
         if self.times is not None and self.times.shape != (rows,):
             raise ValueError(f"times must have shape {(rows,)}, got {self.times.shape}")
+        if (weights := self.weights) is not None and not (
+            weights.shape == (rows,) and np.all((weights >= 0) & np.isfinite(weights))
+        ):
+            raise ValueError(f"weights must be {rows:,} finite numbers of 0 or more")
         if not np.isfinite(self.dense).all():
             raise ValueError("dense must be finite")
         for name, ids in self.ids.items():
@@ -163,9 +171,10 @@ class ClickDataset:
             name: _rows_of(each, at) if isinstance(each, CSR) else each[at]
             for name, each in self.ids.items()
         }
-        times = None if self.times is None else self.times[at]
+        given = {name: getattr(self, name) for name in click_storage.BESIDE}
+        beside = {name: x[at] for name, x in given.items() if x is not None}
         return dataclasses.replace(
-            self, labels=self.labels[at], dense=self.dense[at], ids=ids, times=times
+            self, labels=self.labels[at], dense=self.dense[at], ids=ids, **beside
         )
 
     def split_rows(self, fraction: float, *, seed: int) -> Split[ClickDataset]:
@@ -372,6 +381,8 @@ def _check(block: Cells, schema: ClickSchema, labelled: bool) -> None:
     dense_of(block, schema.dense)
     if labelled:
         labels_of(block, schema.label)
+        if schema.weight is not None:
+            weights_of(block, schema.weight)
         if schema.time is not None and schema.time in block.columns:
             times_of(block, schema.time, None)
     for name in schema.ids:
@@ -415,7 +426,7 @@ def _read(
         for name, column in schema.ids.items()
         if name not in learner_of
     }
-    labels, dense, times, kind = [], [], [], None
+    labels, dense, times, weights, kind = [], [], [], [], None
     timed = schema.time if labelled else None
     names = schema.used + [timed] if timed is not None else None
     ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
@@ -430,6 +441,8 @@ def _read(
         if timed is not None:
             part, kind = times_of(block, timed, kind)
             times.append(part)
+        if labelled and schema.weight is not None:
+            weights.append(weights_of(block, schema.weight))
         found = {name: categories_of(block, name) for name in schema.ids}
         if len(dense) == 1:
             warn_of_lists(found, schema, known)
@@ -457,6 +470,7 @@ def _read(
         schema,
         vocabularies,
         np.concatenate(times) if times else None,
+        np.concatenate(weights) if weights else None,
     )
 
 

@@ -51,7 +51,7 @@ _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its A
 class ClickTask:
     """The `TrainingTask` of click models.
 
-    Matrices are labels `[n]`, dense columns `[n, d]`, the ids of all features with one id an
+    Matrices are labels `[n]`, or `[n, 2]` with the weights behind them, dense columns `[n, d]`, the ids of all features with one id an
     example `[n, f]`, a CSR for each feature of lists, and, if there are ids of 64 bits, their
     words `[n, f, 2]`, the lower one first.
 
@@ -59,11 +59,13 @@ class ClickTask:
       single: names of the features with one id an example.
       lists: names of the features of lists.
       keys: names of the features with an id of 64 bits.
+      weighted: whether examples have weights.
     """
 
     single: tuple[str, ...]
     lists: tuple[str, ...]
     keys: tuple[str, ...] = ()
+    weighted: bool = False
 
     @property
     def inputs(self) -> list[str]:
@@ -82,7 +84,8 @@ class ClickTask:
         lists = [name for name, ids in clicks.ids.items() if isinstance(ids, CSR)]
         keys = [n for n, c in clicks.schema.ids.items() if isinstance(c, KeyColumn)]
         single = [name for name in clicks.ids if name not in (*lists, *keys)]
-        return cls(tuple(single), tuple(lists), tuple(keys))
+        weighted = clicks.weights is not None
+        return cls(tuple(single), tuple(lists), tuple(keys), weighted)
 
     def matrices(self, clicks: ClickDataset) -> list[Matrix]:
         """The matrices of some examples."""
@@ -93,7 +96,10 @@ class ClickTask:
         wide = [WideIds.of(clicks.ids[name]) for name in self.keys]
         words = [np.stack([ids.low, ids.high], axis=1) for ids in wide]
         keys = [np.stack(words, axis=1)] if words else []
-        return [clicks.labels, clicks.dense, rows, *lists, *keys]
+        labels = clicks.labels
+        if clicks.weights is not None:
+            labels = np.stack([labels, clicks.weights], axis=1)
+        return [labels, clicks.dense, rows, *lists, *keys]
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         labels, dense, rows, *lists = matrices
@@ -121,6 +127,9 @@ class ClickTask:
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         """The binary cross-entropy of `model(dense, ids)`, or of its `training_logits`."""
         logits = getattr(model, "training_logits", model)(*x).astype(jnp.float32)
+        if self.weighted:
+            labels, given = labels.T
+            weights = weights * given
         return jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, labels))
 
     def staging(
@@ -210,6 +219,12 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
       ValueError: there are no examples, or a weight is wrong.
     """
     _check_rows(clicks)
+    if (given := clicks.weights) is not None and not given.any():
+        raise ValueError("all examples have the weight 0: there is nothing to learn")
+    if given is None and clicks.schema.weight is not None:
+        raise ValueError(
+            f"the examples have no weights, but the schema names {clicks.schema.weight!r}"
+        )
     roles = ClickTask.of_data(clicks)
     weights = checked_weights(weights, clicks.num_rows)
     return Examples(roles, tuple(roles.matrices(clicks)), weights)
@@ -234,7 +249,7 @@ class ScanOfClicks:
     def num_bytes(self) -> int:
         """Without lists, whose lengths the files do not say."""
         schema = self._clicks.schema
-        return 4 * self.num_rows * (1 + len(schema.dense) + len(schema.ids))
+        return 4 * self.num_rows * len(schema.used)
 
     def ends(self, chunk_rows: int) -> list[int]:
         return [*range(chunk_rows, self.num_rows, chunk_rows), self.num_rows]

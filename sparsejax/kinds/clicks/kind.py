@@ -152,6 +152,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             optimizer=asked.optimizer,
             batch_size=asked.batch_size or self.defaults.scored,
             keep_rows=asked.keep_rows,
+            weighted=asked.weighted,
         )
 
     def portable(self, asked: Write):
@@ -223,7 +224,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         else:
             if training.schema is not None:
                 raise ValueError(_COLUMNS_OF_RUN)
-            data = read_like(training.data, before.known, training, append=True)
+            data = read_like(
+                training.data, before.known, training, append=True, weighted=True
+            )
         if warning := warning_of_columns(data):
             warn_caller(warning)
         everything = data
@@ -310,7 +313,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         self, path: str, known: ClickDataset, reading: Reading
     ) -> ClickDataset | None:
         if is_saved(path, stored.CLICKS):
-            data = read_like(path, known, _SILENT)
+            data = read_like(path, known, _SILENT, weighted=True)
             return data if data.num_rows else None
         file: Any = path
         if skips_bad_lines(path, reading):
@@ -378,14 +381,25 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         if (examples := asked.heldout) is None:
             raise ValueError("give heldout=..., the examples to measure on")
-        read = meanwhile(lambda: read_like(examples, run.known, reading))
+        if (weighted := asked.weighted) and run.known.schema.weight is None:
+            raise ValueError(
+                "weighted: the run has no column of weights, as weight=... names one"
+            )
+        read = meanwhile(
+            lambda: read_like(examples, run.known, reading, weighted=weighted)
+        )
         model = self.corrected(run, asked, reading)
         clicks = read()
         groups = groups_of(asked, reading, run, clicks)
         measured = evaluate_clicks(
-            model, clicks, groups=groups, keep_rows=asked.keep_rows
+            model,
+            clicks,
+            groups=groups,
+            keep_rows=asked.keep_rows,
+            weighted=weighted,
         )
-        if clicks.num_rows >= LEAST_ROWS:
+        is_like_training = weighted or run.known.schema.weight is None
+        if clicks.num_rows >= LEAST_ROWS and is_like_training:
             _warn_of_base_rate(measured)
         return Measurement(measured)
 

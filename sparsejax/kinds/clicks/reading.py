@@ -66,6 +66,7 @@ def read_like(
     *,
     labelled: bool = True,
     append: bool = False,
+    weighted: bool = False,
 ) -> ClickDataset:
     """Reads examples with the columns and ids of earlier data, and reports what was read.
 
@@ -75,6 +76,7 @@ def read_like(
       reading: settings of reading; its `say` is called with a summary.
       labelled: whether labels are read.
       append: whether new categories get ids behind the known ones.
+      weighted: whether the weights of the examples are read, if the schema names some.
 
     Raises:
       ValueError: a saved data set has other columns or other ids.
@@ -99,6 +101,8 @@ def read_like(
     elif labelled:
         vocabulary = dict(known.vocabularies)
         schema = without_time(known.schema)
+        if not weighted:
+            schema = dataclasses.replace(schema, weight=None)
         data = read_clicks(
             source, schema, features=vocabulary, append=append, skip_bad_lines=skip
         )
@@ -163,6 +167,7 @@ def without_rows(
         ids,
         without_time(schema),
         vocabularies,
+        weights=None if schema.weight is None else np.zeros(0, np.float32),
     )
 
 
@@ -173,7 +178,8 @@ def num_known(data: ClickDataset | ScannedClicks) -> int:
 
 
 def fingerprint_of(clicks: ClickDataset) -> str:
-    return fingerprint(clicks.labels, clicks.dense, *clicks.ids.values())
+    weights = [] if clicks.weights is None else [clicks.weights]
+    return fingerprint(clicks.labels, clicks.dense, *clicks.ids.values(), *weights)
 
 
 def groups_of(
@@ -195,5 +201,7 @@ def groups_of(
         or isinstance(clicks.ids[name], CSR)  # an error, which names the column
     ):
         return name
-    only = dataclasses.replace(without_time(schema), dense={}, ids={name: KeyColumn()})
+    only = dataclasses.replace(
+        without_time(schema), dense={}, ids={name: KeyColumn()}, weight=None
+    )
     return read_clicks(source, only).ids[name]

@@ -53,9 +53,9 @@ def fit_regression(
 
     ::
 
-        loss = sum over examples of -log p(label) + |w - before|^2 / (2 variance)
+        loss = sum over examples of -v log p(label) + |w - before|^2 / (2 variance)
 
-    The weights `w` are those of ids, and of dense columns that are divided by their
+    Here `v` are the weights of the examples, 1 by default. The weights `w` are those of ids, and of dense columns that are divided by their
     deviation. The intercept has no penalty. Held-out examples choose the variance.
 
     Args:
@@ -69,7 +69,8 @@ def fit_regression(
         none = {name: np.zeros(clicks.num_ids[name]) for name in columns.ids}
         before = Regression(np.zeros(clicks.dense.shape[1]), 0.0, none)
     offsets = regression_logits(before, clicks, combiner)
-    w = _fitted(x, y, _chosen(x, y, offsets), offsets)
+    v = np.ones(len(y)) if clicks.weights is None else clicks.weights.astype(np.float64)
+    w = _fitted(x, y, v, _chosen(x, y, v, offsets), offsets)
     first = clicks.dense.shape[1]
     dense = w[:first] / columns.deviation
     tables = {name: weights.copy() for name, weights in before.tables.items()}
@@ -229,24 +230,25 @@ def _entries(
     return rows, np.asarray(ids.indices)[: indptr[-1]], factors
 
 
-def _chosen(x: Any, y: np.ndarray, offsets: np.ndarray) -> float:
+def _chosen(x: Any, y: np.ndarray, v: np.ndarray, offsets: np.ndarray) -> float:
     """The variance of the least log loss on held-out examples."""
     fold = np.random.default_rng(0).permutation(len(y))[:_CHOOSING] % _FOLDS
-    x, y, offsets = (each[: len(fold)] for each in (x, y, offsets))
+    x, y, v, offsets = (each[: len(fold)] for each in (x, y, v, offsets))
     losses = np.zeros(len(_VARIANCES))
     for held in range(_FOLDS if len(y) <= _IN_FOLDS else 1):
         mine, w = fold == held, None
-        kept = x[~mine], y[~mine]
+        kept = x[~mine], y[~mine], v[~mine]
         for i, variance in enumerate(_VARIANCES):
             w = _fitted(*kept, variance, offsets[~mine], w)
             z = offsets[mine] + x[mine] @ w[:-1] + w[-1]
-            losses[i] += np.sum(np.logaddexp(0, z) - y[mine] * z)
+            losses[i] += np.sum(v[mine] * (np.logaddexp(0, z) - y[mine] * z))
     return _VARIANCES[int(np.argmin(losses))]
 
 
 def _fitted(
     x: Any,
     y: np.ndarray,
+    v: np.ndarray,
     variance: float,
     offsets: np.ndarray,
     first: np.ndarray | None = None,
@@ -256,6 +258,7 @@ def _fitted(
     Args:
       x: `[examples, columns]`.
       y: labels.
+      v: weights of the examples.
       variance: prior variance of the weights, which sets the penalty.
       offsets: numbers added to the logits.
       first: weights and intercept to begin with.
@@ -263,13 +266,13 @@ def _fitted(
     import scipy.optimize  # only this needs it
     import scipy.special
 
-    share = np.clip(y.mean(), 1e-3, 1 - 1e-3)
+    share = np.clip(v @ y / max(v.sum(), 1e-30), 1e-3, 1 - 1e-3)
     if first is None:
         first = np.zeros(x.shape[1] + 1)
         first[-1] = scipy.special.logit(share) - offsets.mean()
     # Each weight is divided by its scale, so that the loss curves alike in all of them:
     # frequent ids and rare ones then need as many steps.
-    curvature = share * (1 - share) * np.append(x.power(2).sum(axis=0), len(y))
+    curvature = share * (1 - share) * np.append(v @ x.power(2), v.sum())
     scale = 1 / np.sqrt(curvature + 1 / variance)
     penalty = np.append(np.full(x.shape[1], 1 / variance), 0)
     xt = x.T.tocsr()
@@ -283,16 +286,16 @@ def _fitted(
     def loss(u: np.ndarray) -> tuple[float, np.ndarray]:
         w = scale * u
         z = logits(w)
-        value = np.sum(np.logaddexp(0, z) - y * z) + (penalty * w * w).sum() / 2
-        slope = gradient(scipy.special.expit(z) - y) + penalty * w
-        return value, scale * slope
+        value = v @ (np.logaddexp(0, z) - y * z) + (penalty * w * w).sum() / 2
+        slope = gradient(v * (scipy.special.expit(z) - y)) + penalty * w
+        return float(value), scale * slope
 
     last: list[np.ndarray] = [first, y]  # a point, and the second derivatives there
 
     def curved(u: np.ndarray, direction: np.ndarray) -> np.ndarray:
         if last[0] is not u:
             p = scipy.special.expit(logits(scale * u))
-            last[:] = u, p * (1 - p)
+            last[:] = u, v * p * (1 - p)
         w = scale * direction
         along = x @ w[:-1] + w[-1]
         return scale * (gradient(last[1] * along) + penalty * w)

@@ -114,6 +114,7 @@ def evaluate_clicks(
     batch_size: int = 8192,
     deterministic: bool = False,
     keep_rows: bool = False,
+    weighted: bool = False,
 ) -> dict[str, float]:
     """`sparsejax.evaluate` of clicks.
 
@@ -126,7 +127,10 @@ def evaluate_clicks(
       batch_size: examples scored at a time.
       deterministic: give the same bits in every process on the same kind of GPU.
       keep_rows: return a `Measured`, with the figures of each example.
+      weighted: weigh each example by its weight.
     """
+    if weighted and keep_rows:
+        raise ValueError("keep_rows has no use for weights: leave out weighted")
     scores = _Scores(model, optimizer, batch_size, deterministic)
     if isinstance(groups, str) and groups not in clicks.schema.ids:
         raise ValueError(
@@ -136,12 +140,17 @@ def evaluate_clicks(
     found = scores.of_all(clicks, groups if isinstance(groups, str) else None)
     # In float64, so that a sure prediction is not rounded to 0 or 1.
     p = _probabilities(found.logits.astype(np.float64))
-    log_loss = {"log_loss": metrics.log_loss(p, found.labels)}
+    weights = found.weights if weighted else None
+    if weighted and weights is None:
+        raise ValueError(
+            "weighted: the data have no weights, see ClickSchema(weight=...)"
+        )
+    log_loss = {"log_loss": metrics.log_loss(p, found.labels, weights)}
     if len(np.unique(found.labels)) == 2:
         measured = {
-            "auc": metrics.auc(found.logits, found.labels),
+            "auc": metrics.auc(found.logits, found.labels, weights),
             **log_loss,
-            "normalized_entropy": metrics.normalized_entropy(p, found.labels),
+            "normalized_entropy": metrics.normalized_entropy(p, found.labels, weights),
         }
     else:
         warnings.warn(
@@ -151,12 +160,12 @@ def evaluate_clicks(
         )
         measured, groups = log_loss, None
     if found.labels.any():
-        measured["calibration"] = metrics.calibration(p, found.labels)
+        measured["calibration"] = metrics.calibration(p, found.labels, weights)
     if groups is not None:
         by = np.asarray(groups) if found.groups is None else found.groups
         if isinstance(groups, str):
             _warn_of_merged(groups, clicks.schema.ids[groups], by)
-        grouped = metrics.group_auc(found.logits, found.labels, by)
+        grouped = metrics.group_auc(found.logits, found.labels, by, weights)
         measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
     if not keep_rows:
         return measured
@@ -259,8 +268,9 @@ def _table(like: str | None) -> str:
 class _Found:
     """Scores of examples, `[examples]` each; groups only if they were asked for."""
 
-    def __init__(self, logits, labels, groups):
+    def __init__(self, logits, labels, groups, weights):
         self.logits, self.labels, self.groups = logits, labels, groups
+        self.weights: np.ndarray | None = weights
 
 
 class _Scores:
@@ -299,7 +309,7 @@ class _Scores:
         scored = None
         if self._staged is None:
             scored = split(self._model, self._optimizer)
-        logits, labels, groups, first = [], [], [], 0
+        logits, labels, groups, weights, first = [], [], [], [], 0
         for part in parts:
             found = self._of_part(scored, part)
             if np.isnan(found).any():
@@ -309,6 +319,8 @@ class _Scores:
                 )
             logits.append(found)
             labels.append(part.labels)
+            if part.weights is not None:
+                weights.append(part.weights)
             if feature is not None:
                 if isinstance(ids := part.ids[feature], CSR):
                     raise ValueError(
@@ -320,7 +332,10 @@ class _Scores:
         empty = [np.empty(0, np.float32)]
         by = None if feature is None else np.concatenate(groups or empty)
         return _Found(
-            np.concatenate(logits or empty), np.concatenate(labels or empty), by
+            np.concatenate(logits or empty),
+            np.concatenate(labels or empty),
+            by,
+            np.concatenate(weights) if weights else None,
         )
 
     def _of_part(

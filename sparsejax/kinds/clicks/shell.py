@@ -22,19 +22,19 @@ from sparsejax.options.models import Clicks
 def schema_of(command: Clicks) -> ClickSchema | None:
     """The schema that the flags name; None for a saved data set, which knows it."""
     delimiter = getattr(command, "delimiter", None)
-    others = command.label is not None or command.dense or command.categories
+    others = command.given & {"label", "dense", "categories", "weight"}
     if getattr(command, "origin", None) is not None:
         if command.given & {*Clicks.option_names(), "delimiter"}:
             raise ValueError(
                 "--from takes the columns of its run: leave out --schema, --label, --dense, "
-                "--categories, --dynamic and --delimiter, or --from"
+                "--categories, --weight, --dynamic and --delimiter, or --from"
             )
         return None
     if command.schema is not None:
         if others or delimiter is not None:
             raise ValueError(
                 "--schema says what all columns are, and what separates them: leave out "
-                "--label, --dense, --categories and --delimiter, or --schema"
+                "--label, --dense, --categories, --weight and --delimiter, or --schema"
             )
         document = codec.load(command.schema)
         try:
@@ -53,6 +53,7 @@ def schema_of(command: Clicks) -> ClickSchema | None:
             VocabularyColumn() if command.dynamic is None else KeyColumn(),
         ),
         delimiter=delimiter,
+        weight=command.weight,
     )
 
 

@@ -66,7 +66,7 @@ class Comparison:
 def compared(
     model: ClickModel, train: Clicks, validation: Clicks | None
 ) -> Comparison | None:
-    """A model beside simple predictions; None if there are too few examples to say.
+    """A model beside simple predictions; None if there are too few examples to say, or weights.
 
     The logistic regression has L2 regularization, and is fitted on at most 40,000 of the
     training examples. Without validation data, the model is measured on others of the
@@ -78,6 +78,8 @@ def compared(
       train: the examples that it was trained on.
       validation: examples that it was not trained on, or None.
     """
+    if train.schema.weight is not None:  # the model's loss is another one
+        return None
     fitted = _some(train, _FITTED + (_MEASURED if validation is None else 0), seed=0)
     if validation is None:
         third = fitted.num_rows // 3
