@@ -276,6 +276,8 @@ def value(hint: Any, given: object, label: str, key: str = "") -> Any:
             if type(given) is type(choice) and given == choice:
                 return choice
         raise _wrong(f"one of {', '.join(map(str, inner))}", given, label, key)
+    if origin is Sequence:
+        hint, origin = tuple[inner[0], ...], tuple
     if origin is tuple or _is_named_tuple(hint):
         return _tuple(hint, given, label, key)
     if origin in (dict, Mapping):

@@ -87,6 +87,8 @@ class Rank(Choosing):
       only_items: Recommend only these.
       optimizer: The model's optimizer. Pass it while rows of the weights may not be up to date
         (see `Optimizer.flush`): they are then read as if they were up to date.
+      context: For histories, what is known of the event to come of each, such as its hour: a
+        frame with a row for each history, or a dict. See `SequenceDataset.with_context`.
       batch_size: Number of rows scored at a time. Take fewer if your own model's `top_k` does
         not take `excluded`, and very many items are excluded.
     """
@@ -97,6 +99,7 @@ class Rank(Choosing):
     _: dataclasses.KW_ONLY
     exclude: Unordered = "inputs"
     optimizer: Optimizer | None = None
+    context: Any = None
     batch_size: int = option(512, least=1)
 
 

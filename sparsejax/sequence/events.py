@@ -9,10 +9,11 @@ from typing import Self
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Int
 
 from sparsejax.data.files.stored import checksum, names_as_bytes
 from sparsejax.data.sets.click_schema import vocabulary_columns
+from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.events import Events
 
 # Columns of events by name: `[..., ]` float32 of numbers; int32 ids; `[..., most]` of lists.
@@ -52,10 +53,12 @@ class EventSizes:
     Attributes:
       dense: columns of numbers.
       ids: columns of categories.
+      context: names of the columns that are known of the event to come.
     """
 
     dense: tuple[str, ...]
     ids: tuple[Categories, ...]
+    context: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, events: Events) -> Self:
@@ -75,13 +78,78 @@ class EventSizes:
             )
             for name, size in events.num_ids.items()
         )
-        return cls(tuple(events.schema.dense), tuple(ids))
+        schema = events.schema
+        return cls(tuple(schema.dense), tuple(ids), tuple(schema.context))
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
         """The shape of an event's part of each column."""
         lists = {c.name: () if c.most is None else (c.most,) for c in self.ids}
         return {**dict.fromkeys(self.dense, ()), **lists}
+
+    @property
+    def request_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of a history's part of each column that is known of the event to come."""
+        return {f"{CONTEXT}{name}": self.shapes[name] for name in self.context}
+
+    @property
+    def of_context(self) -> EventSizes:
+        """The columns that are known of the event to come, alone."""
+        dense = (name for name in self.dense if name in self.context)
+        return EventSizes(
+            tuple(dense), tuple(c for c in self.ids if c.name in self.context)
+        )
+
+    def check(
+        self, columns: EventColumns, places: tuple[int, ...], *, request: bool
+    ) -> None:
+        """Raises ValueError unless these are the columns that a model was made for.
+
+        Args:
+          columns: the columns.
+          places: shape of the histories, to which an event's part of each column is added.
+          request: whether the context of the event to come is among them.
+        """
+        wanted = {n: (*places, *each) for n, each in self.shapes.items()}
+        if request:
+            of_rows = self.request_shapes.items()
+            wanted |= {n: (*places[:1], *each) for n, each in of_rows}
+        if columns.keys() != wanted.keys():
+            raise ValueError(
+                f"the model reads the columns of events {[*wanted]}, got {[*columns]}"
+            )
+        for name, each in wanted.items():
+            if (found := columns[name].shape) != each:
+                what = "histories, and behind it"
+                if name.startswith(CONTEXT):
+                    what = "rows, and behind it"
+                raise ValueError(
+                    f"the column of events {name!r} has the shape {found}, expected "
+                    f"{each}: the shape of the {what} the places of a list"
+                )
+
+    def in_training(self, columns: EventColumns) -> dict[str, jax.Array]:
+        """The columns, with the context of the event behind each place but the last."""
+        ahead = {f"{CONTEXT}{name}": columns[name][:, 1:] for name in self.context}
+        return {**columns, **ahead}
+
+    def in_request(
+        self, columns: EventColumns, last: Int[Array, "batch"]
+    ) -> dict[str, jax.Array]:
+        """The columns, with the context of the event behind each place.
+
+        Args:
+          columns: the columns, whose context is that of the event to come, `[batch, ...]`.
+          last: the last place of each history, behind which this event is.
+        """
+        found = dict(columns)
+        for name in self.context:
+            own, to_come = columns[name], columns[f"{CONTEXT}{name}"][:, None]
+            is_last = jnp.arange(own.shape[1])[None] == last[:, None]
+            is_last = is_last.reshape(is_last.shape + (1,) * (own.ndim - 2))
+            ahead = jnp.concatenate([own[:, 1:], own[:, :1]], axis=1)
+            found[f"{CONTEXT}{name}"] = jnp.where(is_last, to_come, ahead)
+        return found
 
 
 class EventVectors(nnx.Module):
@@ -116,12 +184,7 @@ class EventVectors(nnx.Module):
             self.numbers = nnx.Param(_init(rngs.params(), shape, jnp.float32))
 
     def __call__(self, columns: EventColumns) -> Float[Array, "*events width"]:
-        """The vectors of some events. An id that the column does not have makes NaN.
-
-        Raises:
-          ValueError: these are other columns.
-        """
-        self.check(columns)
+        """The vectors of some events. An id that the column does not have makes NaN."""
         found: list[jax.Array] = []
         for each in self.sizes.ids:
             ids, table = columns[each.name], self.tables[self.names.index(each.table)]
@@ -141,27 +204,3 @@ class EventVectors(nnx.Module):
             product = jnp.matmul(x, self.numbers[...], precision="highest")
             found.append(product)
         return sum(found[1:], found[0])
-
-    def check(
-        self, columns: EventColumns, places: tuple[int, ...] | None = None
-    ) -> None:
-        """Raises ValueError unless these are the columns that the model was made for.
-
-        Args:
-          columns: the columns.
-          places: shape of the histories, to which an event's part of each column is added.
-            None: shapes are not checked.
-        """
-        if columns.keys() != self.sizes.shapes.keys():
-            raise ValueError(
-                f"the model reads the columns of events {[*self.sizes.shapes]}, got "
-                f"{[*columns]}"
-            )
-        for name, each in self.sizes.shapes.items():
-            found = columns[name].shape
-            if places is not None and found != (*places, *each):
-                raise ValueError(
-                    f"the column of events {name!r} has the shape {found}, expected "
-                    f"{(*places, *each)}: the shape of the histories, and behind it the "
-                    "places of a list"
-                )

@@ -13,6 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
+from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.embeddings.config import check_floating
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import (
@@ -76,12 +77,17 @@ class SequenceModel(nnx.Module):
     categories. A model that was made for them reads at each place the vector of the item plus
     that of its event, `E_i + C_e`: see `EventVectors`. It scores with the vectors of items alone.
 
+    Columns that `EventSchema.context` names are known of the event to come. Vectors of them are
+    added at the place before it: in `loss` for each target, and elsewhere for the request,
+    whose columns are `[batch]` or `[batch, most]` with the names `context/NAME`.
+
     Attributes:
       uses_times: whether times make a difference. They may still be None.
       config: settings of the model.
       num_items: number of items.
       output: the vectors of the items, `output.kernel`, read and scored with.
       events: the vectors of events' columns, `EventVectors`; None if the model reads none.
+      context: the vectors of the columns that are known of the event to come, or None.
 
     Args:
       config: settings of the model.
@@ -102,6 +108,7 @@ class SequenceModel(nnx.Module):
     ranks_by_layer: ClassVar[bool] = True
     uses_times: bool = False
     events: EventVectors | None = None
+    context: EventVectors | None = None
 
     def __init__(
         self,
@@ -126,6 +133,9 @@ class SequenceModel(nnx.Module):
         )
         if events is not None:
             self.events = EventVectors(events, config.width, rngs=rngs)
+            if events.context:
+                own = events.of_context
+                self.context = EventVectors(own, config.width, rngs=rngs)
         self.draws = rngs.negatives.fork()
         self.set_negatives(config.negatives)
 
@@ -211,7 +221,7 @@ class SequenceModel(nnx.Module):
             not those that the model was made for.
         """
         self._check_length(histories.shape[1])
-        self._check_events(events, histories.shape)
+        events = self._events_of(events, histories)
         vectors = self._vectors_of(histories.reshape(-1))
         vectors = vectors.reshape(*histories.shape, -1)
         vectors = self._with_events(vectors, events, histories)
@@ -228,32 +238,56 @@ class SequenceModel(nnx.Module):
         events: EventColumns | None,
         ids: Int[Array, "*places"],
     ) -> jax.Array:
-        """The vectors of items plus those of their events, where there is an item."""
+        """The vectors of items plus those of their events, where there is an item.
+
+        The context of the event behind a place also stands where there is none.
+        """
         if self.events is None or events is None:
             return vectors
-        return vectors + jnp.where((ids != PADDING)[..., None], self.events(events), 0)
+        own = {name: events[name] for name in self.events.sizes.shapes}
+        vectors = vectors + jnp.where((ids != PADDING)[..., None], self.events(own), 0)
+        if self.context is None:
+            return vectors
+        names = self.context.sizes.shapes
+        return vectors + self.context({n: events[f"{CONTEXT}{n}"] for n in names})
 
-    def _check_events(
-        self, events: EventColumns | None, places: tuple[int, ...]
-    ) -> None:
-        """Checks the columns of events, of histories with the shape `places`.
+    def _events_of(
+        self, events: EventColumns | None, histories: Ids, *, request: bool = True
+    ) -> EventColumns | None:
+        """The columns of events, checked, with the context of the event behind each place.
+
+        Args:
+          events: the columns.
+          histories: the histories.
+          request: whether the context of the event to come is among the columns. Otherwise the
+            last place of the histories is a target only.
 
         Raises:
           ValueError: the model was made for columns and there are none, the other way round,
             or they have another shape.
         """
-        if self.events is None and events is not None:
-            raise ValueError(
-                "the model was made without columns of events; make it with "
-                "build(config, data), of data that have them"
-            )
-        if self.events is not None:
-            if events is None:
+        if self.events is None:
+            if events is not None:
                 raise ValueError(
-                    "the model reads the columns of events "
-                    f"{[*self.events.sizes.shapes]}; give events=..."
+                    "the model was made without columns of events; make it with "
+                    "build(config, data), of data that have them"
                 )
-            self.events.check(events, places)
+            return None
+        sizes = self.events.sizes
+        if events is None:
+            raise ValueError(
+                f"the model reads the columns of events {[*sizes.shapes]}; give events=..."
+            )
+        sizes.check(events, histories.shape, request=request)
+        if not request:
+            return sizes.in_training(events)
+        return sizes.in_request(events, _last_place(histories))
+
+    def _before_last(self, events: EventColumns) -> EventColumns:
+        """The columns for a call with all places but the last, which is a target only."""
+        names = () if self.context is None else self.context.sizes.shapes
+        to_come = {f"{CONTEXT}{name}": events[name][:, -1] for name in names}
+        return {name: x[:, :-1] for name, x in events.items()} | to_come
 
     def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
         return (ids < PADDING) | (ids >= self.num_items)
@@ -305,9 +339,9 @@ class SequenceModel(nnx.Module):
         """
         _check_two(histories)
         _check_weights(weights, histories)
-        self._check_events(events, histories.shape)
+        self._events_of(events, histories, request=False)
         model = with_vectors(self, deterministic=False)
-        own = {} if events is None else {"events": _before_last(events)}
+        own = {} if events is None else {"events": model._before_last(events)}
         h = model(histories[:, :-1], None if times is None else times[:, :-1], **own)
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
@@ -598,7 +632,7 @@ class TokenModel(SequenceModel):
         events: EventColumns | None = None,
     ) -> Vectors:
         self._check_length(histories.shape[1])
-        self._check_events(events, histories.shape)
+        events = self._events_of(events, histories)
         if 0 in histories.shape:
             return jnp.zeros((*histories.shape, self.config.width))
         h = self._of_tokens(Tokens.spread(histories, times), None, events)
@@ -618,11 +652,11 @@ class TokenModel(SequenceModel):
         On a CPU nothing is computed for padding.
         """
         self._check_length(histories.shape[1])
-        self._check_events(events, histories.shape)
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
         size = tokens_of_turn(histories)
         if 0 in histories.shape or size is None or drops:
             return super().last(histories, times, events=events)
+        events = self._events_of(events, histories)
         vectors = self._vectors_of(histories.reshape(-1))
         layers = copy.copy(self)
         vars(layers)["output"] = None
@@ -701,7 +735,7 @@ class TokenModel(SequenceModel):
         if wire_dtype is not None:
             check_floating("wire_dtype", wire_dtype)
         self._check_length(histories.shape[1] - 1)
-        self._check_events(events, histories.shape)
+        events = self._events_of(events, histories, request=False)
         model = with_vectors(self, deterministic=False)
         broken = jnp.any(self._broken(histories[:, :-1]))
         # An item behind padding would be taken for one of an earlier place.
@@ -834,13 +868,13 @@ def _columns(events: EventColumns | None) -> dict[str, EventColumns]:
 
 def _at_the_end(h: Vectors, histories: Ids) -> Float[Array, "batch width"]:
     """The vector at each history's last item."""
-    place = jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
+    place = _last_place(histories)
     return jnp.take_along_axis(h, place[:, None, None], axis=1)[:, 0]
 
 
-def _before_last(columns: EventColumns) -> EventColumns:
-    """Columns of all events but the last of each row, which is a target only."""
-    return {name: column[:, :-1] for name, column in columns.items()}
+def _last_place(histories: Ids) -> Int[Array, "batch"]:
+    """The place of each history's last item; the first one if there is none."""
+    return jnp.maximum(jnp.sum(histories != PADDING, axis=1) - 1, 0)
 
 
 def _of_targets(

@@ -117,6 +117,12 @@ class _Steps(NamedTuple):
 def _steps(asked: Rank) -> _Steps:
     """Checks the arguments of `recommend`, and returns its batches."""
     inputs, batch_size = asked.inputs, asked.batch_size
+    if asked.context is not None:
+        if not hasattr(inputs, "with_context"):
+            raise ValueError(
+                "context is for histories, a SequenceDataset; leave it out"
+            )
+        inputs = inputs.with_context(asked.context)
     ranker, shown, exclude = kind_of(inputs).shown(asked.model, inputs, asked.exclude)
     check_inputs(shown, features_of(ranker))
     x = shown.rows

@@ -32,6 +32,7 @@ SIZES = EventSizes(
         Categories("tags", "tags", 6, 3),
         Categories("first", "tags", 6, None),
     ),
+    context=("price", "tags"),
 )
 
 
@@ -73,6 +74,12 @@ def batch(rows: int, seed: int = 0):
     return jnp.asarray(histories), jnp.asarray(weights, jnp.float32), columns
 
 
+def shown(columns, length: int = LENGTH):
+    """Columns of the first places, and the context of the event behind them."""
+    to_come = {f"context/{n}": columns[n][:, length] for n in SIZES.context}
+    return {n: x[:, :length] for n, x in columns.items()} | to_come
+
+
 def test_vectors_are_sums_over_columns():
     vectors = EventVectors(SIZES, 5, rngs=nnx.Rngs(0))
     _, _, columns = batch(6)
@@ -91,8 +98,6 @@ def test_vectors_are_sums_over_columns():
         broken = columns | {name: columns[name].at[0, 0].set(wrong)}
         is_nan = np.isnan(vectors(broken)).all(axis=-1)
         assert is_nan[0, 0] and is_nan.sum() == 1
-    with pytest.raises(ValueError, match="reads the columns of events"):
-        vectors({"kind": columns["kind"]})
 
 
 @pytest.mark.parametrize("negatives", [None, 5])
@@ -109,9 +114,7 @@ def test_loss_is_the_weighted_mean_over_targets(name, negatives):
             own = {"weights": weights, "events": columns}
             return nnx.clone(model).loss(histories, **own, **how)
 
-        hidden = model(
-            histories[:, :-1], events={n: x[:, :-1] for n, x in columns.items()}
-        )
+        hidden = model(histories[:, :-1], events=shown(columns))
         return loss(), loss(max_targets=histories[:, 1:].size), hidden
 
     by_turns, packed, hidden = losses(model, histories, weights, columns)
@@ -135,23 +138,26 @@ def test_loss_is_the_weighted_mean_over_targets(name, negatives):
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_a_column_changes_no_earlier_place(name):
+    """But a column that is known of the event to come changes the place before it."""
     model = made(name)
     histories, _, columns = batch(4)
     histories = jnp.maximum(histories, 0)[:, :LENGTH]
-    columns = {n: x[:, :LENGTH] for n, x in columns.items()}
     hidden = nnx.jit(lambda model, histories, events: model(histories, events=events))
-    before = hidden(model, histories, columns)
-    at = 7
-    changed = {
-        "price": columns["price"].at[:, at].add(1),
-        "kind": columns["kind"].at[:, at].set((columns["kind"][:, at] + 1) % 4),
-        "tags": columns["tags"].at[:, at, 0].set((columns["tags"][:, at, 0] + 1) % 6),
-        "first": columns["first"].at[:, at].set((columns["first"][:, at] + 1) % 6),
-    }
-    for column, values in changed.items():
-        after = hidden(model, histories, columns | {column: values})
-        np.testing.assert_array_equal(after[:, :at], before[:, :at])
-        assert (np.abs(after[:, at] - before[:, at]).max(axis=1) > 1e-4).all(), column
+    before = hidden(model, histories, shown(columns))
+    for at, column in itertools.product((7, LENGTH), columns):
+        x = columns[column]
+        other = x.at[:, at].add(1)
+        if column == "tags":
+            other = x.at[:, at, 0].set((x[:, at, 0] + 1) % 6)
+        elif column != "price":
+            other = x.at[:, at].set((x[:, at] + 1) % SIZES.ids[0].size)
+        after = hidden(model, histories, shown(columns | {column: other}))
+        first = at - (column in SIZES.context)
+        np.testing.assert_array_equal(after[:, :first], before[:, :first])
+        if first < LENGTH:
+            moved = np.abs(after[:, first] - before[:, first]).max(axis=1)
+            assert (moved > 1e-4).all(), column
+    columns = shown(columns)
     # The last place alone, whose padding is not computed on a CPU.
     many = jnp.tile(histories, (100, 1)).at[::3, 5:].set(-1)
     given = {n: jnp.tile(x, (100,) + (1,) * (x.ndim - 1)) for n, x in columns.items()}
@@ -167,31 +173,36 @@ def test_a_column_changes_no_earlier_place(name):
 def test_columns_without_an_item_are_not_read(name):
     model = made(name)
     histories, _, columns = batch(4)  # the first one is empty
-    histories = histories[:, :LENGTH]
-    columns = {n: x[:, :LENGTH] for n, x in columns.items()}
+    histories, columns = histories[:, :LENGTH], shown(columns)
     has = np.asarray(histories >= 0)
     other = {
-        n: jnp.where(has.reshape(has.shape + (1,) * (x.ndim - 2)), x, 3)
+        n: x
+        if n.startswith("context/")
+        else jnp.where(has.reshape(has.shape + (1,) * (x.ndim - 2)), x, 3)
         for n, x in columns.items()
     }
     hidden = nnx.jit(lambda model, histories, events: model(histories, events=events))
     found, changed = (hidden(model, histories, each) for each in (columns, other))
     np.testing.assert_array_equal(found[0, 0], changed[0, 0])
+    request = columns | {"context/price": columns["context/price"] + 1}
+    asked = hidden(model, histories, request)
+    last = np.maximum(has.sum(axis=1) - 1, 0), np.arange(4)
+    assert (np.abs(asked - found)[last[1], last[0]].max(axis=1) > 1e-4).all()
+    for row, place in zip(last[1], last[0], strict=True):
+        np.testing.assert_array_equal(asked[row, :place], found[row, :place])
     np.testing.assert_array_equal(found[has], changed[has])
 
 
 def test_columns_must_be_those_of_the_model():
     histories, _, columns = batch(3)
     wrong = {
-        "kind": columns["kind"][:, :-1],
+        "kind": columns["kind"][:-1],
         "tags": columns["tags"][..., 0],
         "price": columns["price"][..., None],
     }
     uses = (
         lambda model, events: model.loss(histories, events=events),
-        lambda model, events: model.last(
-            histories[:, :-1], events={n: x[:, :-1] for n, x in events.items()}
-        ),
+        lambda model, events: model.last(histories[:, :-1], events=shown(events)),
     )
     for model, (column, values), use in itertools.product(
         (made("sasrec"), made("gru")), wrong.items(), uses

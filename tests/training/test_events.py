@@ -177,6 +177,82 @@ def test_a_column_of_the_last_event_changes_the_answer():
     assert (np.abs(by_item[0] - by_item[1]).max(axis=1) > 0).all()
 
 
+def test_the_request_has_the_context_of_the_event_to_come():
+    price = sj.data.DenseColumn(missing=0.5)
+    schema = sj.EventSchema(
+        kind="action", dense={"price": price}, context=["price", "action"]
+    )
+    table = world(30)
+    data = sj.read_sequences(table, events=schema)
+    assert sj.EventSchema.from_json(schema.to_json()) == schema
+    model, _ = small(data=data, num_epochs=1)
+    seen, heldout = data.split_last(2)
+    # Of two held-out events it is that of the first one.
+    context = table[table.time == 7].set_index("user").loc[data.row_names]
+    found = sj.recommend(model, seen, k=1, exclude=None, context=context)
+    wanted = heldout.padded(2)
+    hits = (found.ids == wanted).any(axis=1)
+    measured = sj.evaluate(model, seen, heldout, k=1, exclude=None)
+    assert measured["precision@1"] == pytest.approx(hits.mean())
+    columns = {name: context[name].tolist() for name in schema.context}
+    rows = [
+        dict(zip(columns, row, strict=True))
+        for row in zip(*columns.values(), strict=True)
+    ]
+    for same in (columns, rows):
+        again = sj.recommend(model, seen, k=1, exclude=None, context=same)
+        np.testing.assert_array_equal(again.scores, found.scores)
+    # One value for all; a column that is not there is missing, as None is.
+    of_all = seen.with_context({"price": 0.5, "action": ["buy"] * 30})
+    missing = seen.with_context([{"action": "buy"}] * 29 + [{"price": None}])
+    assert of_all.context is not None and missing.context is not None
+    np.testing.assert_array_equal(of_all.context["price"], missing.context["price"])
+    assert (
+        of_all.context["action"].tolist()[:29] + [0] == [*missing.context["action"]]
+        and (of_all.context["action"] > 1).all()
+    )
+    vectors = [sj.user_vectors(model, each) for each in (of_all, missing)]
+    same = (vectors[0] == vectors[1]).all(axis=1)
+    assert same[:29].all() and not same[29]
+
+
+def test_context_that_cannot_be_is_an_error():
+    schema = dataclasses.replace(SCHEMA, context=["price"])
+    data = sj.read_sequences(world(20), events=schema)
+    model, _ = sj.build(sj.GRUConfig(max_length=4, width=4), data)
+    plain = sj.read_sequences(world(20), events=SCHEMA)
+    for context, message in (
+        (None, "reads what is known of the event to come: .'price'.; give context"),
+        ({"prise": 1}, "context has .'prise'., expected .'price'."),
+        ({"price": [1]}, "context has 1 rows, but there are 20 histories"),
+        ({"price": "dear"}, "'dear'"),
+        ({"price": None}, "column 'price' is empty, null or NaN"),
+        (pandas.DataFrame({"prise": [1] * 20}), "lack the columns .'price'."),
+    ):
+        with pytest.raises(ValueError, match=message):
+            sj.recommend(model, data, k=2, context=context)
+    with pytest.raises(ValueError, match=r"EventSchema\(context=...\)"):
+        plain.with_context({"price": 1})
+    with pytest.raises(ValueError, match="no columns of events, so nothing is known"):
+        plain.without_events().with_context({"price": 1})
+    with pytest.raises(ValueError, match="the context of the event to come is not kno"):
+        sj.evaluate(model, data, data.without_events(), k=2)
+    with pytest.raises(ValueError, match="and context=.., but the model reads"):
+        sj.recommend(model, plain, k=2)
+    with pytest.raises(ValueError, match="context is for histories"):
+        sparse = data.to_sparse()
+        items, _ = sj.build(sj.NetworkConfig.autoencoder((4,)), sparse)
+        sj.recommend(items, sparse, k=2, context={"price": 1})
+    for wrong, message in (
+        (["day"], "context names the columns .'day'."),
+        (["price", "price"], "names a column twice"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            dataclasses.replace(SCHEMA, context=wrong)
+    with pytest.raises(ValueError, match="may not begin with 'context/'"):
+        sj.EventSchema(ids={"context/day": sj.data.HashedColumn(9)})
+
+
 def test_whatever_does_not_read_columns_refuses_them(tmp_path):
     data = sj.read_sequences(world(20), events=SCHEMA)
     config = sj.GRUConfig(max_length=4, width=4)

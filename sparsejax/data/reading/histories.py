@@ -16,17 +16,24 @@ from sparsejax.data.reading.sources import (
     check_same_features,
 )
 from sparsejax.data.sets.dataset import SparseDataset
+from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
 
 # Names of the inputs. There are times if the model uses them and the data have them. Columns
 # of events have names that begin with `EVENTS`.
 HISTORIES, TIMES, EVENTS = "histories", "times", "events/"
 
-# The shape that a model takes of an event's part of each column, by name.
+# The shape that a model takes of an event's part of each column, by name. Names of columns that
+# are known of the event to come begin with `CONTEXT`; they have one event for each history.
 EventShapes = Mapping[str, tuple[int, ...]]
 
 # Types of `exclude` and the like where the data are histories.
 Unordered = Source | SequenceDataset | str | None
+
+
+def input_name(column: str) -> str:
+    """The name of the input that has a column of events."""
+    return column if column.startswith(CONTEXT) else f"{EVENTS}{column}"
 
 
 def arrays_of(
@@ -39,7 +46,7 @@ def arrays_of(
     """The last items of each row, and their times and events, each `[rows, length, ...]`.
 
     Args:
-      data: histories; with columns of events if these are wanted.
+      data: histories; with columns of events, and the context, if these are wanted.
       length: number of places.
       times: whether times are wanted.
       events: shapes of the columns of events that are wanted, or None. Where an event has more
@@ -51,8 +58,13 @@ def arrays_of(
     if events is not None:
         assert isinstance(data, SequenceDataset) and data.events is not None
         for name, shape in events.items():
+            if name.startswith(CONTEXT):
+                assert data.context is not None
+                column = data.context[name.removeprefix(CONTEXT)]
+                arrays[input_name(name)] = _with_room(column, shape)
+                continue
             column, fill = data.events[name], -1 if shape else 0
-            arrays[f"{EVENTS}{name}"] = data.padded_column(
+            arrays[input_name(name)] = data.padded_column(
                 _with_room(column, shape), length, fill=fill
             )
     return arrays

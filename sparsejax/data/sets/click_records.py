@@ -55,7 +55,7 @@ def examples_of(
       ValueError: a column is missing, or columns differ in their lengths.
       TypeError: the records are no columns.
     """
-    block = _block(records, list(schema.dense), list(schema.ids))
+    block = cells_of(records, [*schema.dense, *schema.ids])
     sizes = num_ids(schema, vocabularies)
     found = {name: categories_of(block, name) for name in schema.ids}
     ids: dict[str, Ids] = {}
@@ -73,10 +73,10 @@ def examples_of(
     return dense_of(block, schema.dense), ids
 
 
-def _block(records: Any, dense: list[str], ids: list[str]) -> Cells:
-    names = [*dense, *ids]
+def cells_of(records: Any, names: Sequence[str]) -> Cells:
+    """The cells of some columns of records, see `examples_of`."""
     if isinstance(records, list | tuple):
-        records = _columns(records)
+        records = record_columns(records)
     elif not isinstance(records, pa.Table | pa.RecordBatch | Mapping) and hasattr(
         records, "__arrow_c_stream__"
     ):
@@ -118,7 +118,7 @@ def table_of(columns: Mapping[str, Any]) -> pa.Table:
     return pa.table(found)
 
 
-def _columns(records: Sequence[Any]) -> dict[str, list[Any]]:
+def record_columns(records: Sequence[Any]) -> dict[str, list[Any]]:
     """The columns of dicts, one an example; None where one lacks a column.
 
     Raises:

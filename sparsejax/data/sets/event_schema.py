@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from sparsejax import codec
@@ -16,6 +16,9 @@ from sparsejax.data.sets.click_schema import (
     id_column,
     ids_document,
 )
+
+# Begin of the name of a column that is known of the event to come, among those that a model reads.
+CONTEXT = "context/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,16 +41,19 @@ class EventSchema:
         column of `ids`, and need not be named there. None: events have no kinds.
       dense: columns of numbers.
       ids: columns of categories: `HashedColumn` or `VocabularyColumn`.
+      context: names of columns that are known of an event before it happens, such as its hour
+        or device. A model that predicts an event's item sees these columns of it.
 
     Raises:
-      ValueError: a column has two roles, there is no column, or the kinds are not in a
-        `VocabularyColumn` of their own.
+      ValueError: a column has two roles, there is no column, the kinds are not in a
+        `VocabularyColumn` of their own, or `context` names a column that is not there.
       TypeError: a column is of no known type.
     """
 
     kind: str | None = None
     dense: Mapping[str, DenseColumn] = dataclasses.field(default_factory=dict)
     ids: Mapping[str, IdColumn] = dataclasses.field(default_factory=dict)
+    context: Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in self.ids:
@@ -70,6 +76,18 @@ class EventSchema:
                     f"other, so that they have names, got {column!r}"
                 )
 
+        object.__setattr__(self, "context", tuple(self.context))
+        if unknown := [name for name in self.context if name not in self.used]:
+            raise ValueError(
+                f"context names the columns {unknown}, but the schema has {self.used}"
+            )
+        if len(set(self.context)) < len(self.context):
+            raise ValueError(f"context names a column twice: {list(self.context)}")
+        if wrong := [name for name in self.used if name.startswith(CONTEXT)]:
+            raise ValueError(
+                f"columns of events may not begin with {CONTEXT!r}, as {wrong} do; rename them"
+            )
+
     @property
     def used(self) -> list[str]:
         """The columns that are read: dense, ids."""
@@ -81,6 +99,7 @@ class EventSchema:
             "kind": self.kind,
             "dense": {n: codec.document(c) for n, c in self.dense.items()},
             "ids": ids_document(self.ids),
+            **({"context": list(self.context)} if self.context else {}),
         }
 
     @classmethod

@@ -21,6 +21,7 @@ from sparsejax.data.sets.click_columns import (
     dense_of,
     warn_of_lists,
 )
+from sparsejax.data.sets.click_records import cells_of, record_columns
 from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     num_ids,
@@ -139,6 +140,58 @@ class Events:
     def _kinds(self) -> Names:
         assert self.schema.kind is not None
         return self.vocabularies[self.schema.kind]
+
+    def context_of(self, records: Any, rows: int) -> dict[str, np.ndarray]:
+        """The columns that are known of the event to come, of some histories.
+
+        Args:
+          records: a table or frame with a row for each history; or a list of dicts, one a
+            history; or a dict of lists or arrays, in which one value may stand for all
+            histories. A column that dicts lack is missing.
+          rows: number of histories.
+
+        Raises:
+          DataError: a column cannot have such a cell, or columns differ in their lengths.
+          ValueError: no columns are known of an event to come, or not these; or it has another
+            number of rows.
+          TypeError: it is no table.
+        """
+        names = self.schema.context
+        if not names:
+            raise ValueError(
+                "no column is known of the event to come; name some when the data are read: "
+                "EventSchema(context=...)"
+            )
+        if isinstance(records, list | tuple):
+            records = record_columns(records)
+        if isinstance(records, Mapping):
+            if unknown := [name for name in records if name not in names]:
+                raise ValueError(f"context has {unknown}, expected {[*names]}")
+            each = {name: records.get(name) for name in names}
+            alone = {n for n, v in each.items() if v is None or np.isscalar(v)}
+            records = {n: [v] * rows if n in alone else v for n, v in each.items()}
+        cells = cells_of(records, names)
+        if (count := len(cells.columns[names[0]])) != rows:
+            raise ValueError(
+                f"context has {count:,} rows, but there are {rows:,} histories"
+            )
+        return self.read(cells, names)
+
+    def read(self, cells: Cells, names: Iterable[str]) -> dict[str, np.ndarray]:
+        """Some columns, from cells; categories have the ids that they have here.
+
+        Raises:
+          DataError: a column cannot have such a cell.
+        """
+        dense = {n: self.schema.dense[n] for n in names if n in self.schema.dense}
+        numbers = dense_of(cells, dense)
+        found = {n: np.ascontiguousarray(numbers[:, i]) for i, n in enumerate(dense)}
+        for name in (name for name in names if name not in dense):
+            each = _checked(categories_of(cells, name), name, cells)
+            known = vocabulary_of(self.schema, name, self.vocabularies)
+            ids = Numbering(self.schema.ids[name], known).ids(each)
+            found[name] = _joined([ids], [each.lengths])
+        return found
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Events:
         """Columns of other events, of the same schema."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -129,6 +129,9 @@ class SequenceDataset(NamedRows):
       weights: `[entries]` float32, how much each entry counts where a model learns to
         predict it; 0 for an entry that is read only. None counts each as 1. See `with_targets`.
       events: the columns of the events, see `EventSchema`. None if there are none.
+      context: `[rows, ...]` the columns that are known of the event to come, by name, for a
+        model that recommends; see `with_context`. None if they are not known. Selections and
+        saved files leave it out.
 
     Raises:
       ValueError: the sizes do not agree, an index is no feature's, a name occurs twice,
@@ -148,6 +151,7 @@ class SequenceDataset(NamedRows):
     columns: Columns | None = None
     weights: np.ndarray | None = None
     events: Events | None = None
+    context: Mapping[str, np.ndarray] | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value) -> None:
@@ -356,7 +360,60 @@ class SequenceDataset(NamedRows):
 
     def without_events(self) -> SequenceDataset:
         """The same histories without columns of events. Weights stay."""
-        return dataclasses.replace(self, events=None)
+        return dataclasses.replace(self, events=None, context=None)
+
+    def with_context(self, context: Any) -> SequenceDataset:
+        """The same histories, with what is known of the event to come of each.
+
+        >>> events = [{"user": "ann", "item": "tea", "hour": 9}]
+        >>> schema = EventSchema(ids={"hour": HashedColumn(25)}, context=["hour"])
+        >>> data = read_sequences(events, events=schema)
+        >>> data.with_context({"hour": 9}).context["hour"] == data.events["hour"]
+        array([ True])
+
+        Args:
+          context: the columns that `EventSchema.context` names: a table or frame with a row for
+            each history; or a list of dicts; or a dict of lists, in which one value may stand
+            for all histories. Cells may be missing, as in the events, and dicts may lack columns.
+
+        Raises:
+          DataError: a column cannot have such a cell.
+          ValueError: the events have no such columns, or there is another number of rows.
+          TypeError: it is no table.
+        """
+        if self.events is None:
+            raise ValueError(
+                "the histories have no columns of events, so nothing is known of an event to "
+                "come; read them with events=EventSchema(..., context=...)"
+            )
+        found = self.events.context_of(context, self.num_rows)
+        return dataclasses.replace(self, context=found)
+
+    def with_context_of(self, heldout: SequenceDataset) -> SequenceDataset:
+        """The same histories, with the context of the first event that each has in other data.
+
+        A history without an event there has missing values.
+
+        Raises:
+          ValueError: the other data have no columns of events, or others.
+        """
+        if self.events is None or not self.events.schema.context:
+            return self
+        if heldout.events is None:
+            raise ValueError(
+                "the held-out data have no columns of events, so the context of the event to "
+                "come is not known; read them with events=train.events"
+            )
+        self.events.check_like(heldout.events, "the held-out data")
+        row = _names.find_names(self.row_names, heldout.row_names)
+        has = np.append(np.diff(heldout.indptr), 0)[row] > 0
+        first = heldout.indptr[row[has]]
+        found = {}
+        for name in self.events.schema.context:
+            column = heldout.events[name]
+            found[name] = np.zeros((len(row), *column.shape[1:]), column.dtype)
+            found[name][has] = column[first]
+        return dataclasses.replace(self, context=found)
 
     # Other forms
 

@@ -48,9 +48,10 @@ def prepared_sequences(
         heldout = heldout.only_targets()
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None
-    return prepared_evaluation(
-        shown_of(model, _with_new_rows(inputs, heldout)), wanted, chosen
-    )
+    shown = _with_new_rows(inputs, heldout)
+    if isinstance(heldout, SequenceDataset):
+        shown = shown.with_context_of(heldout)
+    return prepared_evaluation(shown_of(model, shown), wanted, chosen)
 
 
 def _with_new_rows(

@@ -10,10 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from sparsejax.data.reading.histories import arrays_of
+from sparsejax.data.reading.histories import EventShapes, arrays_of
 from sparsejax.data.reading.sources import check_columns
 from sparsejax.data.scan import chunk_ends
 from sparsejax.data.scans.scan_sequences import ScannedSequences
+from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import metric_names
 from sparsejax.engine.train.job import Job, Measure, metric_of
@@ -68,7 +69,7 @@ class SequenceTask:
         return cls(
             isinstance(model, SequenceModel),
             isinstance(model, TokenModel),
-            tuple(event_shapes(model) or ()),
+            tuple(_shapes_in_training(model) or ()),
             getattr(data, "weights", None) is not None,
             wire_dtype,
         )
@@ -113,7 +114,7 @@ class SequenceTask:
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
         """The matrices of `Histories` or a `SequenceDataset`."""
         length, times = model.config.max_length + 1, has_times(model, data)
-        events = event_shapes(model)
+        events = _shapes_in_training(model)
         found = arrays_of(data, length, times=times, events=events)
         arrays: list[Matrix] = [*found.values()]
         if self.weighted:
@@ -127,6 +128,13 @@ class SequenceTask:
         places = np.nonzero(has_next)[1].astype(np.int32)
         ends = np.cumsum(has_next.sum(axis=1), dtype=np.int32)
         return [*arrays, CSR(None, places, np.append(0, ends), num_cols=length - 1)]
+
+
+def _shapes_in_training(model: Any) -> EventShapes | None:
+    """`event_shapes` without the context of the event to come, which targets have."""
+    if (shapes := event_shapes(model)) is None:
+        return None
+    return {name: s for name, s in shapes.items() if not name.startswith(CONTEXT)}
 
 
 def with_targets(

@@ -10,13 +10,14 @@ import jax.numpy as jnp
 from flax import nnx
 
 from sparsejax.data.reading.histories import (
-    EVENTS,
     HISTORIES,
     TIMES,
     EventShapes,
+    input_name,
     inputs_of,
 )
 from sparsejax.data.reading.sources import Inputs, check_columns
+from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommender import can_deny
 from sparsejax.mesh.blocks import SparseRows
@@ -82,10 +83,10 @@ def has_times(model: Any, data: Any) -> bool:
 def event_shapes(model: Any) -> EventShapes | None:
     """The columns of events that a model reads, and the shapes of an event's part of each.
 
-    None if it reads none.
+    Among them are those that are known of the event to come, see `CONTEXT`. None if it reads none.
     """
     events = getattr(model, "events", None)
-    return None if events is None else events.sizes.shapes
+    return None if events is None else events.sizes.shapes | events.sizes.request_shapes
 
 
 def check_events(model: Any, data: Any, what: str = "inputs") -> None:
@@ -118,12 +119,13 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
         [dataclasses.replace(each, most=None) for each in some.ids]
         for some in (found, sizes)
     )
-    if found.dense != sizes.dense or ids != others:
+    if (found.dense, ids, found.context) != (sizes.dense, others, sizes.context):
         raise ValueError(
             f"{what} has the columns of events {given.schema.used} with the numbers of ids "
-            f"{given.num_ids}, but the model reads {[*sizes.shapes]} with "
-            f"{ {each.name: each.size for each in sizes.ids} }, or their categories have "
-            "other ids; read the data with events=train.events"
+            f"{given.num_ids} and context={[*found.context]}, but the model reads "
+            f"{[*sizes.shapes]} with { {each.name: each.size for each in sizes.ids} } and "
+            f"context={[*sizes.context]}, or their categories have other ids; read the data with "
+            "events=train.events"
         )
 
 
@@ -153,9 +155,10 @@ class NextItems(nnx.Module):
             rows[TIMES] = jax.ShapeDtypeStruct(shape, jnp.float32)
         shapes = event_shapes(self.model) or {}
         for name, each in shapes.items():
-            is_number = name in self.model.events.sizes.dense
+            is_number = name.removeprefix(CONTEXT) in self.model.events.sizes.dense
             dtype = jnp.float32 if is_number else jnp.int32
-            rows[f"{EVENTS}{name}"] = jax.ShapeDtypeStruct((*shape, *each), dtype)
+            places = () if name.startswith(CONTEXT) else shape
+            rows[input_name(name)] = jax.ShapeDtypeStruct((*places, *each), dtype)
         return rows
 
     @property
@@ -195,7 +198,7 @@ class NextItems(nnx.Module):
         """The arguments of the model beside histories."""
         given = {"times": x[TIMES]} if self.times else {}
         if (shapes := event_shapes(self.model)) is not None:
-            given["events"] = {name: x[f"{EVENTS}{name}"] for name in shapes}
+            given["events"] = {name: x[input_name(name)] for name in shapes}
         return given
 
 
@@ -205,11 +208,16 @@ def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
     Raises:
       TypeError: the model is no model of histories.
       ValueError: it has another number of items than the data, or reads other columns of
-        events.
+        events; or the context of the event to come is not given.
     """
     check_history_model(model)
     check_columns("inputs", sequences.num_features, model.num_items, "items")
     check_events(model, sequences)
     times, events = has_times(model, sequences), event_shapes(model)
+    if events and sequences.context is None and model.events.sizes.context:
+        raise ValueError(
+            "the model reads what is known of the event to come: "
+            f"{[*model.events.sizes.context]}; give context=..., or data.with_context(...)"
+        )
     length = model.config.max_length
     return inputs_of(sequences, length, times=times, events=events)
