@@ -112,7 +112,7 @@ class WithNeighbours(SequenceModel):
         *,
         events: EventColumns | None = None,
     ) -> Float[Array, "batch width"]:
-        self._check_events(events, histories.shape)
+        self._events_of(events, histories)
         h = self.model.output.hidden_operand(self.model.last(histories, times))
         kernel, width = self.output.kernel[...], h.shape[1]
         count = jnp.sum(histories >= 0, axis=1)
