@@ -17,18 +17,12 @@ A seed is one of the world, of the data and of the model.
 
 from __future__ import annotations
 
-import pathlib
 import statistics
-import sys
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from report import command, origin, table, write_section
 from workloads import zipf_ids
 
@@ -52,10 +46,6 @@ _PARTS = {
     for world in _WORLDS
     for model in _MODELS
 }
-
-
-def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
 
 
 def _planted(world: str, seed: int, rows: int) -> tuple[Any, ...]:
@@ -121,10 +111,6 @@ def _measure(part: str) -> Iterator[dict]:
             "share": round(float(run.model.share[...]), 3),
             "auc": round(found["auc"], 4),
             "log_loss": round(found["log_loss"], 4),
-            "versions": {
-                "jax": jax.__version__,
-                "device": jax.devices()[0].device_kind,
-            },
         }
 
 
@@ -166,4 +152,4 @@ def _write_table(report: dict) -> None:
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, __file__, _PARTS, _measure, _write_table)

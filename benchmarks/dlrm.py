@@ -10,41 +10,19 @@ multi-hot data and a batch of 16,384. *Lookup* makes `[batch, 26 * 128]` of pack
 row, and row-wise Adagrad in place. *Step* is a training step of MLPerf's DLRM from ids to
 updated parameters, with bfloat16 layers. FBGEMM's table-batched embedding is given its own
 form of the ids, and the layers of its step are torch's.
-
-A step by its parts, predicted at 4.3 TB/s and 600 TFLOP/s. The lookup rounds rows to bfloat16 and
-writes them beside z_0, with five blank ones, as the products read 32::
-
-    ids as one matrix                7 passes over 1.7 M ids                   50 us
-    lookup                           872 MB read, 537 written                 330
-    dot products                     537 MB read, 134 written                 160
-    pairs, concatenation             400 MB                                   100
-    bottom layers, three products    67 GFLOP                                 110
-    top layers, three products       861 GFLOP                              1,440
-    ReLU and its derivative          6 passes over 365 MB                     500
-    gradient of the dot products     537 + 134 MB read, 537 written           280
-    sort, sums, row-wise Adagrad     1.1 GB and the sort                      570
-    in all                                                                  3,540 us
-
-That is 18 M examples/s.
+`notes/dlrm.md` predicts a step by its parts.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
-import importlib.metadata
 import itertools
-import pathlib
 import sys
 import time
 from collections.abc import Iterator
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
-from report import command, reported
+from report import command, largest, reported
 from timing import time_kernels, time_torch
 from workloads import CRITEO_IDS, CRITEO_ROWS, click_step, zipf_ids
 
@@ -54,19 +32,15 @@ _DENSE, _DIM = 13, 128
 _BOTTOM, _TOP = (512, 256), (1024, 1024, 512, 256)
 _RATE, _EPS = 0.02, 1e-8
 # The tables take three quarters of an H200.
-_PARTS = {
-    f"{peer} {workload}": {
-        "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
-        "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
-    }
-    for peer, workload in itertools.product(
-        ("jax", "fbgemm", "torch"), ("criteo", "dcnv2")
-    )
+_MEMORY = {
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "true",
+    "XLA_PYTHON_CLIENT_MEM_FRACTION": ".95",
 }
-
-
-def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure)
+_PARTS = {
+    f"{peer} {workload}": _MEMORY
+    for peer in ("jax", "fbgemm", "torch")
+    for workload in ("criteo", "dcnv2")
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +93,7 @@ def _measure(part: str) -> Iterator[dict]:
     yield from measure[peer](name)
 
 
-def _result(workload: Workload, skew, task, name, times, ids, versions) -> dict:
+def _result(workload: Workload, skew, task, name, times, ids) -> dict:
     kernels, call = times
     result = {
         "workload": workload.name,
@@ -130,13 +104,11 @@ def _result(workload: Workload, skew, task, name, times, ids, versions) -> dict:
         "implementation": name,
         "microseconds": round(sum(kernels.values()), 1),
         "bytes": workload.bytes(task, ids),
-        "versions": versions,
     }
     if task == "step":
-        largest = sorted(kernels.items(), key=lambda item: -item[1])[:20]
         result["call_microseconds"] = round(call, 1)
         result["examples_per_second"] = round(1e6 * workload.batch / call)
-        result["kernels"] = [(name[:80], round(time, 1)) for name, time in largest]
+        result["kernels"] = largest(kernels, 20)
     return result
 
 
@@ -151,7 +123,6 @@ def _measure_jax(name: str) -> Iterator[dict]:
 
     memory = device_memory() if jax.default_backend() == "gpu" else None
     workload = Workload.called(name, memory)
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     config = sj.DLRMConfig(dim=_DIM, bottom=_BOTTOM, top=_TOP, dtype="bfloat16")
     names = [f"C{i}" for i in range(1, len(workload.rows) + 1)]
     features = dict(zip(names, workload.rows, strict=True))
@@ -226,7 +197,7 @@ def _measure_jax(name: str) -> Iterator[dict]:
         with reported(name, task, "sparsejax"):
             ids = drawn[skew][0]
             times = measure(skew)
-            yield _result(workload, skew, task, "sparsejax", times, ids, versions)
+            yield _result(workload, skew, task, "sparsejax", times, ids)
 
 
 def _timed(call, steps: int = 0) -> tuple[dict[str, float], float]:
@@ -280,16 +251,6 @@ def _check(found, expected, what: str, limit: float) -> None:
         raise ValueError(f"{what}: relative error {error}")
 
 
-def _torch_workload(name: str):
-    import torch  # pyrefly: ignore[missing-import]
-
-    workload = Workload.called(name, torch.cuda.mem_get_info()[0])
-    return workload, {
-        "torch": torch.__version__,
-        "device": torch.cuda.get_device_name(),
-    }
-
-
 def _by_table(workload: Workload, ids: list[np.ndarray]):
     """Ids and offsets as FBGEMM and `EmbeddingBag` take them: table by table."""
     import torch  # pyrefly: ignore[missing-import]
@@ -303,15 +264,13 @@ def _by_table(workload: Workload, ids: list[np.ndarray]):
 def _measure_fbgemm(name: str) -> Iterator[dict]:
     import torch  # pyrefly: ignore[missing-import]
 
-    workload, versions = _torch_workload(name)
+    workload = Workload.called(name, torch.cuda.mem_get_info()[0])
     tables = _fbgemm_tables(workload)
-    versions["fbgemm_gpu"] = importlib.metadata.version("fbgemm_gpu")
     dy = torch.randn(workload.batch, len(workload.rows) * _DIM, device="cuda")
 
     def updated(flat, ends):
         tables(flat, ends).backward(dy)
 
-    result = functools.partial(_result, versions=versions)
     for skew in _SKEWS:
         drawn = [workload.draw(seed, skew) for seed in range(_BATCHES)]
         inputs = [_by_table(workload, ids) for ids in drawn]
@@ -322,7 +281,7 @@ def _measure_fbgemm(name: str) -> Iterator[dict]:
                 if task == "update":  # the lookup is part of that call
                     found[task] -= found["lookup"]
                 times = {"": found[task]}, 0.0
-                yield result(workload, skew, task, "FBGEMM TBE", times, drawn[0])
+                yield _result(workload, skew, task, "FBGEMM TBE", times, drawn[0])
     del dy
     if name != "criteo":
         return
@@ -335,7 +294,7 @@ def _measure_fbgemm(name: str) -> Iterator[dict]:
                 time_ = time_torch(step, inputs)
                 times = {"": time_.kernel}, time_.call
                 full = f"FBGEMM TBE, torch {label}"
-                yield result(workload, skew, "step", full, times, drawn[0])
+                yield _result(workload, skew, "step", full, times, drawn[0])
 
 
 def _fbgemm_tables(workload: Workload):
@@ -371,30 +330,16 @@ def _fbgemm_tables(workload: Workload):
 def _torch_step(workload: Workload, tables, wrap):
     """A training step of the same DLRM, with torch's layers in bfloat16."""
     import torch  # pyrefly: ignore[missing-import]
+    from peers import DLRM
 
-    def layers(sizes, *, end):
-        parts = []
-        for a, b in itertools.pairwise(sizes):
-            parts += [torch.nn.Linear(a, b), torch.nn.ReLU()]
-        return torch.nn.Sequential(*(parts if end else parts[:-1])).cuda()
-
-    vectors = len(workload.rows) + 1
-    i, j = np.triu_indices(vectors, 1)
-    places = torch.from_numpy(i * vectors + j).cuda()
-    bottom = layers((_DENSE, *_BOTTOM, _DIM), end=True)
-    top = layers((_DIM + len(i), *_TOP, 1), end=False)
-    parameters = [*bottom.parameters(), *top.parameters()]
-    optimizer = torch.optim.Adagrad(parameters, lr=_RATE, foreach=True)
+    model = DLRM(_DENSE, len(workload.rows), _DIM, _BOTTOM, _TOP).cuda()
+    optimizer = torch.optim.Adagrad(model.parameters(), lr=_RATE, foreach=True)
     dense = torch.randn(workload.batch, _DENSE, device="cuda")
     click = (torch.rand(workload.batch, device="cuda") < 0.2).float()
 
     def loss_fn(rows):
         with torch.autocast("cuda", torch.bfloat16):
-            given = bottom(dense)
-            rows = rows.view(workload.batch, -1, _DIM).to(torch.bfloat16)
-            rows = torch.cat([given[:, None], rows], 1)
-            pairs = torch.bmm(rows, rows.transpose(1, 2)).flatten(1)[:, places]
-            logits = top(torch.cat([given, pairs], 1))[:, 0].float()
+            logits = model(dense, rows.view(workload.batch, -1, _DIM))
         return torch.nn.functional.binary_cross_entropy_with_logits(logits, click)
 
     loss_fn = wrap(loss_fn)
@@ -408,40 +353,26 @@ def _torch_step(workload: Workload, tables, wrap):
 
 
 def _measure_torch(name: str) -> Iterator[dict]:
-    """One `embedding_bag` for all tables, and one for each. Adagrad lacks the memory."""
+    """One `embedding_bag` for all tables. Adagrad lacks the memory."""
     import torch  # pyrefly: ignore[missing-import]
 
-    workload, versions = _torch_workload(name)
+    workload = Workload.called(name, torch.cuda.mem_get_info()[0])
     w = torch.empty(sum(workload.rows), _DIM, device="cuda").uniform_(-0.01, 0.01)
-    firsts = list(itertools.accumulate(workload.rows, initial=0))
-    parts = [w[a:b] for a, b in itertools.pairwise(firsts)]
-    bag = functools.partial(torch.nn.functional.embedding_bag, mode="sum")
+    firsts = list(itertools.accumulate(workload.rows, initial=0))[:-1]
 
-    def one(flat, ends):
-        return bag(flat, w, ends)
-
-    def each(*ids):
-        return torch.cat([bag(i, p) for i, p in zip(ids, parts, strict=True)], 1)
+    def look_up(flat, ends):
+        return torch.nn.functional.embedding_bag(flat, w, ends, mode="sum")
 
     for skew in _SKEWS:
         drawn = [workload.draw(seed, skew) for seed in range(_BATCHES)]
-        below = [
-            [i + first for i, first in zip(ids, firsts, strict=False)] for ids in drawn
-        ]
+        below = [[i + first for i, first in zip(d, firsts, strict=True)] for d in drawn]
         inputs = [_by_table(workload, ids) for ids in below]
         inputs = [(flat, ends[:-1]) for flat, ends in inputs]
-        apart = [tuple(torch.from_numpy(i).cuda() for i in ids) for ids in drawn]
-        for label, call, given in (
-            ("one torch EmbeddingBag", one, inputs),
-            ("26 torch EmbeddingBags", each, apart),
-            ("26 torch EmbeddingBags, compiled", torch.compile(each), apart),
-        ):
-            with reported(name, "lookup", label), torch.no_grad():
-                times = {"": time_torch(call, given).kernel}, 0.0
-                yield _result(
-                    workload, skew, "lookup", label, times, drawn[0], versions
-                )
+        label = "one torch EmbeddingBag"
+        with reported(name, "lookup", label), torch.no_grad():
+            times = {"": time_torch(look_up, inputs).kernel}, 0.0
+            yield _result(workload, skew, "lookup", label, times, drawn[0])
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, __file__, _PARTS, _measure)

@@ -1,33 +1,25 @@
-"""How long dynamic tables take: from ids to rows, lookups, new ids, eviction.
+"""How long dynamic tables take: from ids to rows, lookups, eviction, training steps.
 
     python benchmarks/dynamic_tables.py keys --output keys.json
     python benchmarks/dynamic_tables.py lookup
-    python benchmarks/dynamic_tables.py new
     python benchmarks/dynamic_tables.py evict
-    python benchmarks/dynamic_tables.py step --devices 2
     python benchmarks/dynamic_tables.py dlrm --devices 2
     python benchmarks/dynamic_tables.py fit --devices 2
     python benchmarks/dynamic_tables.py ten
-    python benchmarks/dynamic_tables.py bits --devices 2
 
-`keys` looks for a million ids in a full table, also for eight such batches in one call; `lookup` reads batches of 65,536 examples of 26 ids
-from dynamic tables, all ids found, and from static ones; `new` gives a share of new ids their row;
-`evict` frees a 32nd of all parts of a table; `step` trains on the batches of `lookup` and `new`, also
-on several devices, over which the rows are divided. `dlrm` trains a DLRM of 26 tables, dynamic and
+`keys` looks for a million ids in a full table, also for eight such batches in one call; `lookup`
+reads batches of 65,536 examples of 26 ids from dynamic tables, all ids found, and from static
+ones; `evict` frees a 32nd of all parts of a table. `dlrm` trains a DLRM of 26 tables, dynamic and
 static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `fit`
-trains the same by `sj.fit`. `ten` has the sizes of dynamicemb's own benchmark: ten tables, 1.05 million
-ids a step by a power law of 1.05, 350,000 of them distinct, 128 wide; read, and trained by rules of two
-kinds, static tables beside.
-`bits` prints digests of a training whose rows are divided, and come and go: of the losses, and of
-each device's rows and keys. `--process 0` and `--process 1` are two processes with a device each.
+trains the same by `sj.fit`. `ten` has the sizes of dynamicemb's own benchmark: ten tables, 1.05
+million ids a step by a power law of 1.05, 350,000 of them distinct, 128 wide; read, and trained by
+rules of two kinds, static tables beside.
 """
 
 import argparse
 import contextlib
 import functools
-import hashlib
 import itertools
-import json
 import time
 
 import jax
@@ -35,11 +27,12 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from flax import nnx
+from report import save, versions
 from timing import time_kernels
 from workloads import DLRM_IDS, DLRM_LAYERS, click_update, keys_of, zipf_ids
 
 import sparsejax as sj
-from sparsejax.embeddings import DynamicTableConfig, FeatureConfig, TableConfig, WideIds
+from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
 from sparsejax.embeddings.dynamic import eviction
 from sparsejax.embeddings.dynamic import state as states
 from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
@@ -93,18 +86,6 @@ def ids_of(rng, names, size, width=None):
     return WideIds.of(names[rng.integers(0, len(names), shape)])
 
 
-@sj.jit
-def train(embeddings, optimizer, ids):
-    rows = embeddings.assign_rows(ids, optimizer)
-
-    def loss_fn(embeddings):
-        return jnp.mean(jnp.tanh(embeddings.concat(rows)))
-
-    loss, grads = optimizer.value_and_grad(loss_fn)(embeddings)
-    optimizer.update(embeddings, grads)
-    return loss
-
-
 def put(batch):
     batch = jax.tree.map(jnp.asarray, batch)
     return put_on_mesh(batch) if mesh_is_set() else batch
@@ -119,10 +100,6 @@ def filled(tables, features, names, chunk):
         batch = put(embeddings.pack(dict.fromkeys(features, ids)))
         jax.block_until_ready(assign(embeddings, optimizer, batch))
     return embeddings, optimizer
-
-
-def names_of(rng, count):
-    return rng.integers(0, 2**63, count).astype(np.uint64)
 
 
 def in_one_call(embeddings, optimizer, batches):
@@ -162,7 +139,7 @@ def in_one_call(embeddings, optimizer, batches):
 
 def keys(rows, count=2**20):
     rng = np.random.default_rng(0)
-    names = names_of(rng, int(rows * 0.97))
+    names = rng.integers(0, 2**63, int(rows * 0.97)).astype(np.uint64)
     tables = {"id": DynamicTableConfig(rows, 64, evict=None)}
     embeddings, optimizer = filled(tables, {"id": "id"}, names, count)
     stats = embeddings.stats()["id"]
@@ -199,18 +176,12 @@ def zipf(rng, names, exponent):
     return np.minimum(at, len(names) - 1)
 
 
-def criteo(rows, dim):
-    """Dynamic tables that have a row for each of some names, and their names."""
+def lookup(rows, dim):
     rng = np.random.default_rng(0)
-    names = names_of(rng, int(rows * 0.9))
+    names = rng.integers(0, 2**63, int(rows * 0.9)).astype(np.uint64)
     features = {f"f{i}": f"f{i}" for i in range(FEATURES)}
     tables = {name: DynamicTableConfig(rows, dim) for name in features}
-    embeddings, optimizer = filled(tables, features, names, BATCH)
-    return rng, names, features, embeddings, optimizer
-
-
-def lookup(rows, dim):
-    rng, names, features, embeddings, _ = criteo(rows, dim)
+    embeddings, _ = filled(tables, features, names, BATCH)
     found = {}
     # Only one collection fits at a time.
     batches = {
@@ -236,66 +207,16 @@ def lookup(rows, dim):
     return {"rows": rows, "dim": dim, **found}
 
 
-def new(rows, dim, steps=8, *, shares=(0.0, 0.01, 0.1), program=assign_and_read):
-    rng, names, features, embeddings, optimizer = criteo(rows, dim)
-    found = {}
-    for share in shares:
-        batches = []
-        for _ in range(steps):
-            ids = {}
-            for name in features:
-                some = names[zipf(rng, names, 0.8)]
-                some[: round(share * BATCH)] = names_of(rng, round(share * BATCH))
-                ids[name] = WideIds.of(some)
-            batches.append(put(embeddings.pack(ids)))
-        for _ in range(3):  # the first ones also make CUDA graphs
-            jax.block_until_ready(program(embeddings, optimizer, batches[0]))
-        before = embeddings.stats()
-        start, result = time.perf_counter(), None
-        for batch in batches[1:]:
-            result = program(embeddings, optimizer, batch)
-        jax.block_until_ready(result)
-        taken = (time.perf_counter() - start) / (steps - 1)
-        after = embeddings.stats()
-        found[f"{share:.0%} new"] = {
-            "seconds": taken,
-            "inserted": sum(after[n].inserted - before[n].inserted for n in features),
-            "evicted": sum(after[n].evicted - before[n].evicted for n in features),
-        }
-    first = found["0% new"]["seconds"]
-    for each in found.values():
-        each["ratio"] = each["seconds"] / first
-    return {"rows": rows, "dim": dim, **found}
-
-
-def on_mesh(devices):
-    """Within it the rows of tables are divided over so many devices."""
-    if devices == 1:
-        return contextlib.nullcontext()
-    return jax.set_mesh(sj.make_mesh(data=1, model=devices))
-
-
-def step(rows, dim, devices):
-    with on_mesh(devices):
-        return {"devices": devices, **new(rows, dim, shares=(0.0, 0.01), program=train)}
-
-
-def of_kinds(seconds_of, rows, dim, devices, batch):
-    """Seconds of a step with dynamic and with static tables."""
+def of_kinds(seconds_of, rows, dim, devices):
+    """Seconds of a step with dynamic and with static tables, divided over some devices."""
     found = {"devices": devices, "rows": rows, "dim": dim}
-    with on_mesh(devices):
+    mesh = contextlib.nullcontext()
+    if devices > 1:
+        mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
+    with mesh:
         for kind in ("dynamic", "static"):
-            taken = seconds_of(kind, rows, dim, devices, batch)
-            found[kind] = {"seconds": taken}
+            found[kind] = {"seconds": seconds_of(kind, rows, dim, devices, BATCH)}
     return found
-
-
-def dlrm(rows, dim, devices, batch=BATCH):
-    return of_kinds(dlrm_step, rows, dim, devices, batch)
-
-
-def fit(rows, dim, devices, batch=BATCH):
-    return of_kinds(fit_step, rows, dim, devices, batch)
 
 
 def fit_step(kind, rows, dim, devices, batch, steps=40, epochs=12):
@@ -468,49 +389,6 @@ def ten(
     return found
 
 
-def bits(rows, dim, devices, steps=30):
-    def digest(array):
-        return hashlib.sha256(np.asarray(array).tobytes()).hexdigest()[:10]
-
-    def of_devices(array):
-        return {s.device.id % devices: digest(s.data) for s in array.addressable_shards}
-
-    @functools.partial(sj.jit, deterministic=True)
-    def step(embeddings, optimizer, ids):
-        found = embeddings.assign_rows(ids, optimizer)
-
-        def loss_fn(embeddings):
-            return jnp.mean(jnp.tanh(embeddings.concat(found)) ** 2)
-
-        loss, grads = optimizer.value_and_grad(loss_fn)(embeddings)
-        optimizer.update(embeddings, grads)
-        return loss
-
-    rng, losses = np.random.default_rng(0), []
-    with jax.set_mesh(sj.make_mesh(data=1, model=devices)):
-        features = {"id": FeatureConfig("id", combiner=None, length=8)}
-        embeddings = sj.embeddings.EmbeddingCollection(
-            {"id": DynamicTableConfig(rows, dim)}, features, rngs=nnx.Rngs(0)
-        )
-        optimizer = sj.Optimizer(embeddings, sj.optimizers.adam(0.01))
-        for i in range(steps):
-            names = np.minimum(rng.zipf(1.3, (2048, 8)), 10**9)
-            names += 1500 * i * (rng.random(names.shape) < 0.5)
-            batch = embeddings.pack({"id": WideIds.of(names.astype(np.uint64))})
-            losses.append(step(embeddings, optimizer, put(batch)))
-        optimizer.flush(embeddings)
-        (kernel,) = embeddings.kernels.values()
-        (known,) = embeddings.indexes.values()
-        return {
-            "devices": devices,
-            "processes": jax.process_count(),
-            "evicted": embeddings.stats()["id"].evicted,
-            "losses": digest(np.array([float(each) for each in losses], np.float32)),
-            "rows": of_devices(kernel[...]),
-            "keys": of_devices(known["keys"][...]),
-        }
-
-
 def evict(rows):
     """Of a full table without vectors; the arrays are overwritten."""
     table = DynamicTableConfig(rows, 1)
@@ -551,13 +429,10 @@ def evict(rows):
 PARTS = {
     "keys": keys,
     "lookup": lookup,
-    "new": new,
     "evict": evict,
-    "step": step,
-    "dlrm": dlrm,
-    "fit": fit,
+    "dlrm": functools.partial(of_kinds, dlrm_step),
+    "fit": functools.partial(of_kinds, fit_step),
     "ten": ten,
-    "bits": bits,
 }
 
 
@@ -566,26 +441,15 @@ def main():
     parser.add_argument("part", choices=[*PARTS])
     parser.add_argument("--rows", type=int, help="of each table")
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument(
-        "--devices", type=int, default=1, help="of `step`, `dlrm`, `fit` and `bits`"
-    )
-    parser.add_argument("--process", type=int, help="of `bits`: number of this one")
+    parser.add_argument("--devices", type=int, default=1, help="of `dlrm` and `fit`")
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
-    if args.process is not None:
-        jax.distributed.initialize("localhost:12411", args.devices, args.process)
-    sizes = {"keys": 2**24, "evict": 50_000_000, "bits": 2**14}
-    rows = args.rows or sizes.get(args.part, 2**20)
+    rows = args.rows or {"keys": 2**24, "evict": 50_000_000}.get(args.part, 2**20)
     options = {} if args.part in ("keys", "evict") else {"dim": args.dim}
-    if args.part in ("step", "dlrm", "fit", "bits"):
+    if args.part in ("dlrm", "fit"):
         options["devices"] = args.devices
-    result = PARTS[args.part](rows, **options)
-    result = {"device": jax.devices()[0].device_kind, "part": args.part, **result}
-    text = json.dumps(result, indent=2)
-    print(text)
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            file.write(text + "\n")
+    found = PARTS[args.part](rows, **options)
+    save({"part": args.part, "versions": versions(), **found}, args.output)
 
 
 if __name__ == "__main__":

@@ -9,59 +9,36 @@ data is generated: 138,493 users with 20 million entries, zipf items, lognormal 
 Weights and state are float32. Products take bfloat16 operands at the output, and TF32
 between.
 
-On meshes of several GPUs of one host (the part "meshes") batches have 1,024 examples.
-Meshes of more GPUs than there are, are left out.
-
 The peers have the same network. Plain JAX: XLA's operations, dense gradients, resident
 data, one program for many steps. Torch: embedding_bag for the inputs, resident batches
-that are cut ahead of time, the compiled step in a CUDA graph. Torch with dense rows from
-the host, as in DSSTNE's comparison with TensorFlow.
+that are cut ahead of time, the compiled step in a CUDA graph.
 """
 
 from __future__ import annotations
 
 import collections
-import pathlib
 import re
-import sys
-import tempfile
 import time
 from collections.abc import Iterator
 
 import numpy as np
 import scipy.sparse
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from report import command
-from timing import kernels_of_trace
 from workloads import autoencoder
 
 _ITEMS, _USERS, _ENTRIES, _SKEW = 27_278, 138_493, 20_000_000, 0.8
 _HIDDEN, BATCH, _DROPOUT = 1_024, 256, 0.5
 _RATE, _DECAY, _EPS = 1e-3, 0.9, 1e-8
 STEPS = -(-_USERS // BATCH)
-# Sizes of the axes "data" and "model".
-_MESHES, _MESH_BATCH = ((1, 1), (1, 2), (2, 1), (1, 4), (2, 2), (4, 1)), 1_024
 # The loop over steps as one CUDA graph, with the steps in it.
 _GRAPH = "--xla_gpu_enable_command_buffer=+WHILE"
-
-
-def main() -> None:
-    flags = {"XLA_FLAGS": _GRAPH}
-    parts = {"sparsejax": {}, "meshes": {}, "jax": {}, "torch": {}, "dense": {}}
-    parts |= {"sparsejax, graph": flags, "jax, graph": flags}
-    command(__doc__, __file__, parts, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
     measure = {
         "sparsejax": _sparsejax,
-        "meshes": _on_meshes,
         "jax": _plain_jax,
         "torch": _torch,
-        "dense": _torch_dense,
     }
     name, *graph = part.split(", ")
     for result in measure[name](make_rows(np.random.default_rng(0))):
@@ -86,13 +63,12 @@ def make_rows(rng: np.random.Generator) -> scipy.sparse.csr_array:
     )
 
 
-def _result(name: str, seconds: float, loss: float, versions, **others) -> dict:
+def _result(name: str, seconds: float, loss: float, **others) -> dict:
     return {
         "implementation": name,
         "epoch_seconds": seconds,
         "step_microseconds": 1e6 * seconds / STEPS,
         "loss": loss,
-        "versions": versions,
         **others,
     }
 
@@ -115,26 +91,14 @@ def new_modules():
 def _sparsejax(data: scipy.sparse.csr_array) -> Iterator[dict]:
     import jax
 
-    import sparsejax as sj
-
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     for fused in (True, False):
         model, optimizer = new_modules()
         seconds, loss = _timed(model, optimizer, data, BATCH, fused=fused)
-        with tempfile.TemporaryDirectory() as folder:
-            # A trace of two epochs, of which the first compiles nothing any more.
-            with jax.profiler.trace(folder):
-                sj.fit(
-                    model, optimizer, data, batch_size=BATCH, num_epochs=2, fused=fused
-                )
-            kernels = _kernels(folder, 2 * STEPS)
         yield _result(
             "sparsejax, fused update" if fused else "sparsejax",
             seconds,
             loss,
-            versions,
             peak_bytes=jax.devices()[0].memory_stats()["peak_bytes_in_use"],
-            kernels=kernels,
         )
 
 
@@ -154,29 +118,6 @@ def _timed(model, optimizer, data, batch: int, *, fused: bool) -> tuple[float, f
     )
     # The first epoch compiles.
     return float(min(np.diff(times))), history[-1]["loss"]
-
-
-def _on_meshes(data: scipy.sparse.csr_array) -> Iterator[dict]:
-    import jax
-
-    import sparsejax as sj
-
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
-    for along_data, along_model in _MESHES:
-        if along_data * along_model > jax.device_count():
-            continue
-        mesh = sj.make_mesh(data=along_data, model=along_model)
-        with jax.set_mesh(mesh):
-            model, optimizer = new_modules()
-            seconds, loss = _timed(model, optimizer, data, _MESH_BATCH, fused=True)
-        yield {
-            "implementation": "sparsejax, fused update",
-            "mesh": [along_data, along_model],
-            "epoch_seconds": seconds,
-            "step_microseconds": 1e6 * seconds / -(-_USERS // _MESH_BATCH),
-            "loss": loss,
-            "versions": versions,
-        }
 
 
 def _kernels(folder: str, steps: int) -> dict[str, float]:
@@ -259,14 +200,13 @@ def _plain_jax(data: scipy.sparse.csr_array) -> Iterator[dict]:
         params, state, loss = epoch(params, state, order, jax.random.key(i))
         loss.block_until_ready()
         times.append(time.perf_counter() - start)
-    versions = {"jax": jax.__version__, "optax": optax.__version__}
-    yield _result("plain JAX", min(times[1:]), float(loss), versions)
+    yield _result("plain JAX", min(times[1:]), float(loss))
 
 
 # torch
 
 
-def _torch_parts():
+def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
     import torch  # pyrefly: ignore[missing-import]
 
     torch.set_float32_matmul_precision("high")
@@ -293,11 +233,6 @@ def _torch_parts():
         )
         return loss / BATCH
 
-    return torch, w, optimizer, rest
-
-
-def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
-    torch, w, optimizer, rest = _torch_parts()
     order = np.resize(np.random.default_rng(0).permutation(_USERS), (STEPS, BATCH))
     lengths = np.diff(data.indptr)
     nse = int(lengths[order].sum(1).max())
@@ -332,72 +267,28 @@ def _torch(data: scipy.sparse.csr_array) -> Iterator[dict]:
         move()
         return loss
 
-    versions = {"torch": torch.__version__}
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream):
         for _ in range(4):
             step()
     torch.cuda.synchronize()
-    name = "torch, compiled, CUDA graph"
-    try:
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            loss = step()
-        replay = graph.replay
-    except Exception as error:  # noqa: BLE001
-        print(f"no CUDA graph: {error}", file=sys.stderr)
-        name = "torch, compiled"
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
         loss = step()
-
-        def replay():
-            nonlocal loss
-            loss = step()
-
     times = []
     for _ in range(3):
         start = time.perf_counter()
         for i in range(STEPS):
             given[0].copy_(ids[i])
             given[1].copy_(ends[i])
-            replay()
+            graph.replay()
         torch.cuda.synchronize()
         times.append(time.perf_counter() - start)
-    yield _result(name, min(times), float(loss.detach()), versions)
-
-
-def _torch_dense(data: scipy.sparse.csr_array) -> Iterator[dict]:
-    torch, w, optimizer, rest = _torch_parts()
-    order = np.resize(np.random.default_rng(0).permutation(_USERS), (STEPS, BATCH))
-
-    def step(rows):
-        optimizer.zero_grad(set_to_none=True)
-        with torch.autocast("cuda", torch.bfloat16):
-            first = rows @ w[0]
-        loss = rest(first.float(), rows)
-        loss.backward()
-        optimizer.step()
-        return loss
-
-    def feed(chosen):
-        rows = torch.from_numpy(
-            scipy.sparse.csr_array(data[chosen]).toarray().astype(np.float32)
-        )
-        return rows.pin_memory().to("cuda", non_blocking=True)
-
-    for chosen in order[:5]:
-        step(feed(chosen))
-    torch.cuda.synchronize()
-    some = order[5:105]  # of 541 steps
-    loss, start = torch.zeros(()), time.perf_counter()
-    for chosen in some:
-        loss = step(feed(chosen))
-    torch.cuda.synchronize()
-    seconds = (time.perf_counter() - start) * STEPS / len(some)
-    versions = {"torch": torch.__version__}
-    yield _result(
-        "torch, dense rows from the host", seconds, float(loss.detach()), versions
-    )
+    yield _result("torch, compiled, CUDA graph", min(times), float(loss.detach()))
 
 
 if __name__ == "__main__":
-    main()
+    flags = {"XLA_FLAGS": _GRAPH}
+    parts = {"sparsejax": {}, "jax": {}, "torch": {}}
+    parts |= {"sparsejax, graph": flags, "jax, graph": flags}
+    command(__doc__, __file__, parts, _measure)

@@ -39,7 +39,6 @@ import time
 from collections.abc import Iterator
 
 _HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import RESULTS, emit, origin, table, write_section
 
@@ -212,7 +211,6 @@ def _process(tree: str, words: list[str]) -> None:
         gc.enable()
         status = entry.main(words)
     programs = sum(part == "compiling" for _, _, part in spans)
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     found = {"parts": exclusive(spans), "programs": programs, "versions": versions}
     emit(found)
     # A commit before has no end of its own.

@@ -12,15 +12,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from report import command, reported
 from timing import Time, time_jax, time_torch
 from workloads import SHAPES, WORKLOADS, Workload, make_rows
@@ -28,10 +22,6 @@ from workloads import SHAPES, WORKLOADS, Workload, make_rows
 _BATCHES = 3
 _PARTS = {"jax": {}, "torch": {}, "shapes": {}}
 _DENSE_LIMIT = 4e9  # bytes of a densified batch that are still tried
-
-
-def main() -> None:
-    command(__doc__, __file__, _PARTS, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -74,7 +64,7 @@ def _error(actual: np.ndarray, rows: tuple, hidden: int) -> float:
     return float(off / np.linalg.norm(expected))
 
 
-def _result(workload, dtype, name, time: Time, error: float, versions) -> dict:
+def _result(workload, dtype, name, time: Time, error: float) -> dict:
     limit = 1e-5 if dtype == "float32" else 1e-2
     if not error < limit:
         raise ValueError(f"relative error {error}")
@@ -86,7 +76,6 @@ def _result(workload, dtype, name, time: Time, error: float, versions) -> dict:
         **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
         "bytes": workload.bytes_moved(itemsize),
         "error": error,
-        "versions": versions,
     }
 
 
@@ -138,7 +127,6 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         "take + sorted segment_sum": take_sorted,
         "BCSR": bcsr,
     }
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
     for dtype in ("float32", "bfloat16"):
         w = _jax_weights(workload, dtype)
@@ -150,14 +138,13 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
                 jitted = jax.jit(function)
                 error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
                 time = time_jax(jitted, inputs)
-                yield _result(workload, dtype, name, time, error, versions)
+                yield _result(workload, dtype, name, time, error)
 
 
 def _measure_shape(workload: Workload) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
     for dtype in ("float32", "bfloat16"):
         w = _jax_weights(workload, dtype)
@@ -167,7 +154,7 @@ def _measure_shape(workload: Workload) -> Iterator[dict]:
                 jitted = jax.jit(function)
                 error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
                 time = time_jax(jitted, inputs, rounds=2)
-                yield _result(workload, dtype, name, time, error, versions)
+                yield _result(workload, dtype, name, time, error)
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
@@ -186,7 +173,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
     def dense(indices, indptr, csr, w):
         return csr.to_dense().to(w.dtype) @ w
 
-    versions = {"torch": torch.__version__, "cupy": cupy.__version__}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
     block = torch.from_numpy(_block()).cuda()
     shape = workload.num_rows, workload.num_cols
@@ -211,7 +197,7 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                 y = function(*inputs[0]).float().cpu().numpy()
                 error = _error(y, batches[0], workload.hidden)
                 time = time_torch(function, inputs)
-                yield _result(workload, dtype, name, time, error, versions)
+                yield _result(workload, dtype, name, time, error)
         if dtype == "float32":
             shared = cupy.asarray(w)
             pairs = []
@@ -229,9 +215,9 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                     cupy.asnumpy(multiply(*pairs[0])), batches[0], workload.hidden
                 )
                 time = time_torch(multiply, pairs)
-                yield _result(workload, dtype, "CuPy", time, error, versions)
+                yield _result(workload, dtype, "CuPy", time, error)
         del inputs, w
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, __file__, _PARTS, _measure)

@@ -14,15 +14,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-import pathlib
-import sys
 from collections.abc import Iterator
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from report import command, wait_for_turn
 from timing import time_jax, time_kernels, time_torch
 
@@ -90,11 +84,6 @@ PARTS: dict[str, tuple[str, bool, Workload]] = {
         "cudnn": workload.kind == "filled" and not biased,
     }.get(implementation, biased and workload.name in _PEERS)
 }
-
-
-def main() -> None:
-    parts = {part: {} for part in PARTS}
-    command(__doc__, __file__, parts, _measure, together=True)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -180,7 +169,6 @@ def _measure_jax(
 
     from sparsejax.ops.history_attention import history_attention
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     data, inputs = [], []
     for seed in range(_BATCHES):
         *operands, indptr, times, place, time = make(workload, seed)
@@ -191,7 +179,7 @@ def _measure_jax(
         inputs.append(jax.device_put((*operands, indptr, *biases)))
 
     if implementation == "cudnn":
-        yield from _measure_cudnn(workload, inputs, data, versions)
+        yield from _measure_cudnn(workload, inputs, data)
         return
 
     def attend(q, k, v, indptr, times, place, time):
@@ -234,14 +222,12 @@ def _measure_jax(
         )
         time = sum(programs.values())
         done = np.median([products * operations(d[4]) for d in data])
-        result = _result(
-            workload, biased, implementation, name, time, done, versions, error
-        )
+        result = _result(workload, biased, implementation, name, time, done, error)
         largest = sorted(programs.items(), key=lambda item: -item[1])[:5]
         yield result | {"programs": {n[:60]: round(each, 1) for n, each in largest}}
 
 
-def _measure_cudnn(workload, inputs, data, versions):
+def _measure_cudnn(workload, inputs, data):
     """Softmax over filled places."""
     import jax
 
@@ -261,16 +247,14 @@ def _measure_cudnn(workload, inputs, data, versions):
     wait_for_turn()
     first, whole = (time_jax(run, inputs).kernel for run in runs)
     for name, time, products in (("forward", first, 2), ("backward", whole - first, 5)):
-        yield _result(
-            workload, False, "cudnn, softmax", name, time, products * done, versions
-        )
+        yield _result(workload, False, "cudnn, softmax", name, time, products * done)
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
     """HSTU's attention as public implementations have it: padded, by einsum, compiled."""
     import torch  # pyrefly: ignore[missing-import]
 
-    length, versions = workload.length, {"torch": torch.__version__}
+    length = workload.length
     inputs = []
     for seed in range(_BATCHES):
         *operands, indptr, times, place, time = make(workload, seed)
@@ -313,15 +297,11 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         forward(*arguments)
     wait_for_turn()
     first, whole = (time_torch(run, inputs).kernel for run in (forward, both))
-    yield _result(workload, True, "torch", "forward", first, 2 * done, versions)
-    yield _result(
-        workload, True, "torch", "backward", whole - first, 5 * done, versions
-    )
+    yield _result(workload, True, "torch", "forward", first, 2 * done)
+    yield _result(workload, True, "torch", "backward", whole - first, 5 * done)
 
 
-def _result(
-    workload, biased, implementation, name, time, done, versions, error=None
-) -> dict:
+def _result(workload, biased, implementation, name, time, done, error=None) -> dict:
     return {
         "workload": workload.name,
         "biased": biased,
@@ -330,9 +310,9 @@ def _result(
         "us": round(time, 1),
         "tflops": round(float(done / time / 1e6), 1),
         "error": error,
-        "versions": versions,
     }
 
 
 if __name__ == "__main__":
-    main()
+    parts = {part: {} for part in PARTS}
+    command(__doc__, __file__, parts, _measure, together=True)

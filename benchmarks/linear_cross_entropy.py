@@ -15,14 +15,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
-import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from outputs import kernel_times
 from report import command, reported
@@ -68,13 +63,6 @@ _THREADS = ThreadPoolExecutor(8)
 _WITH_FLOAT32 = SHAPES[1:2]
 
 
-def main() -> None:
-    # The profiler does not see the kernels of a conditional in a command buffer.
-    no_buffers = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
-    parts = {"ours": no_buffers, "libraries": {}, "jax": no_buffers, "torch": {}}
-    command(__doc__, __file__, parts, _measure)
-
-
 def _measure(part: str) -> Iterator[dict]:
     dtypes = [("bfloat16", SHAPES), ("float32", _WITH_FLOAT32)]
     if part in ("jax", "torch"):  # others do not fit
@@ -93,7 +81,7 @@ def _measure(part: str) -> Iterator[dict]:
         yield from measure(*case)
 
 
-def _result(shape, dtype, name, time: Time, temporary, errors, versions) -> dict:
+def _result(shape, dtype, name, time: Time, temporary, errors) -> dict:
     return {
         "shape": shape.name,
         "dtype": dtype,
@@ -101,7 +89,6 @@ def _result(shape, dtype, name, time: Time, temporary, errors, versions) -> dict
         **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
         "temporary_bytes": temporary,
         "errors": [round(float(error), 5) for error in errors],
-        "versions": versions,
     }
 
 
@@ -200,7 +187,6 @@ def _measure_jax(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     items = shape.items
     compiled_of = _programs(part, shape, dtype)
     wait(compiled_of.values())  # it uses the GPU
@@ -237,7 +223,7 @@ def _measure_jax(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
             more = {}
             if name == _OURS:
                 more["kernels"] = kernel_times(compiled, inputs)
-            yield _result(shape, dtype, name, time, temporary, errors, versions) | more
+            yield _result(shape, dtype, name, time, temporary, errors) | more
 
 
 def _exact_rows(h, kernel, targets, *, items: int):
@@ -270,7 +256,6 @@ def _measure_torch(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
 
     functional = torch.nn.functional
     torch.backends.cuda.matmul.allow_tf32 = True
-    versions = {"torch": torch.__version__}
     torch.manual_seed(0)
     wanted = getattr(torch, dtype)
     sizes = {"device": "cuda", "dtype": wanted}
@@ -316,7 +301,7 @@ def _measure_torch(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
             temporary = torch.cuda.max_memory_allocated() - before
             # The gradients are no temporaries.
             temporary -= h.element_size() * (h.numel() + kernel.numel())
-            yield _result(shape, dtype, name, time, temporary, errors, versions)
+            yield _result(shape, dtype, name, time, temporary, errors)
         torch.cuda.empty_cache()
 
 
@@ -364,4 +349,7 @@ def _exact_rows_in_torch(h, kernel, targets):
 
 
 if __name__ == "__main__":
-    main()
+    # The profiler does not see the kernels of a conditional in a command buffer.
+    no_buffers = {"XLA_FLAGS": "--xla_gpu_enable_command_buffer="}
+    parts = {"ours": no_buffers, "libraries": {}, "jax": no_buffers, "torch": {}}
+    command(__doc__, __file__, parts, _measure)

@@ -13,16 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import pathlib
-import sys
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from outputs import (
     BATCHES,
     CHECKED,
@@ -47,11 +41,6 @@ _BIASED = "mosaic_gpu, with a bias"
 _SCORES = "mosaic_gpu, by scores"
 
 
-def main() -> None:
-    parts = {"jax": {}, "again": {}, "torch": {}}
-    command(__doc__, __file__, parts, _measure)
-
-
 def _measure(part: str) -> Iterator[dict]:
     measure = {"jax": _measure_jax, "again": _again, "torch": _measure_torch}[part]
     for workload in OUTPUTS:
@@ -73,7 +62,7 @@ def _error(dh, loss: str, workload: Workload, bias=0.0) -> float:
     return float(off / np.linalg.norm(want))
 
 
-def _result(workload, loss, name, time: Time, temporary, error, versions, **more):
+def _result(workload, loss, name, time: Time, temporary, error, **more):
     if not error < 2e-2:
         raise ValueError(f"relative error {error}")
     return {
@@ -83,7 +72,6 @@ def _result(workload, loss, name, time: Time, temporary, error, versions, **more
         **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
         "temporary_bytes": temporary,
         "error": error,
-        "versions": versions,
         **more,
     }
 
@@ -139,10 +127,8 @@ def _dense(loss: str):
 
 
 def _measure_jax(workload: Workload) -> Iterator[dict]:
-    import jax
     import jax.numpy as jnp
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     inputs = jax_inputs(workload)
     bias = _bias(workload)
     for loss, rule in _RULES.items():
@@ -169,9 +155,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
                     more["bits"] = _bits(value, *gradients)
                     more["kernels"] = kernel_times(function, inputs[0])
                 time = time_jax(function, inputs)
-                yield _result(
-                    workload, loss, name, time, temporary, error, versions, **more
-                )
+                yield _result(workload, loss, name, time, temporary, error, **more)
 
 
 def _bits(*arrays) -> str:
@@ -222,7 +206,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
             scores, dense, reduction="sum"
         )
 
-    versions = {"torch": torch.__version__}
     for loss in ("sigmoid", "softmax"):
         for name, made in (
             ("torch", loss_of),
@@ -242,8 +225,9 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                 temporary = torch.cuda.max_memory_allocated() - before
                 # The gradient is no temporary.
                 temporary -= kernel.element_size() * kernel.numel()
-                yield _result(workload, loss, name, time, temporary, error, versions)
+                yield _result(workload, loss, name, time, temporary, error)
 
 
 if __name__ == "__main__":
-    main()
+    parts = {"jax": {}, "again": {}, "torch": {}}
+    command(__doc__, __file__, parts, _measure)

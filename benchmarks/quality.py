@@ -22,13 +22,9 @@ import collections
 import json
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import numpy as np
 import scipy.sparse

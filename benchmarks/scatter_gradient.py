@@ -11,16 +11,10 @@ update of the kernel in place. Everything is checked against float64 before it i
 from __future__ import annotations
 
 import functools
-import pathlib
-import sys
 import time
 from collections.abc import Callable, Iterator
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from report import command, reported
 from workloads import BIG, ML20M, ML20M_256, Workload, make_rows
 
@@ -28,10 +22,6 @@ _WORKLOADS = ML20M, ML20M_256, BIG
 _BATCHES = 4
 _STACK = 16  # steps whose entries are sorted at once
 _RATE, _EPS = 0.05, 1e-7
-
-
-def main() -> None:
-    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -82,7 +72,7 @@ class _Case:
         return error
 
 
-def _result(case: _Case, task, name, time: float, error, versions) -> dict:
+def _result(case: _Case, task, name, time: float, error) -> dict:
     size = case.gradient_bytes if task == "gradient" else case.step_bytes
     return {
         "workload": case.workload.name,
@@ -91,7 +81,6 @@ def _result(case: _Case, task, name, time: float, error, versions) -> dict:
         "microseconds": round(time, 1),
         "bytes": round(size),
         "error": error,
-        "versions": versions,
     }
 
 
@@ -105,7 +94,6 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
     from sparsejax.ops import gather_matmul, row_update, scatter_gradient
     from sparsejax.sparse import CSR
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     case = _Case(workload)
     num_rows = workload.features
     batches = [
@@ -148,7 +136,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
             jitted = jax.jit(functools.partial(rows, implementation))
             error = case.check(0, functools.partial(lookup, *jitted(*given[0])))
             time = time_jax(jitted, given).kernel + extra
-            yield _result(case, "gradient", name, time, error, versions)
+            yield _result(case, "gradient", name, time, error)
 
     def dense(x, dy):
         zeros = jnp.zeros((num_rows, workload.hidden))
@@ -158,7 +146,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         jitted = jax.jit(dense)
         error = case.check(0, lambda some: jitted(*inputs[0])[jnp.asarray(some)])
         time = time_jax(jitted, inputs).kernel
-        yield _result(case, "gradient", "XLA scatter-add, dense", time, error, versions)
+        yield _result(case, "gradient", "XLA scatter-add, dense", time, error)
 
     # The whole step, in a loop that is one program, as training is.
     rule = optimizers.adagrad(_RATE, 0.0, _EPS)
@@ -215,7 +203,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         with reported(workload.name, "step", name):
             error = _check_step(case, step, stack, sorts, w)
             time = _per_step(steps, stack, jnp.copy(w), jnp.zeros_like(w))
-            yield _result(case, "step", name, time, error, versions)
+            yield _result(case, "step", name, time, error)
 
 
 def _check_step(case: _Case, step, stack, sorts, w) -> float:
@@ -258,7 +246,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
     import torch  # pyrefly: ignore[missing-import]
     from timing import time_torch
 
-    versions = {"torch": torch.__version__}
     case = _Case(workload)
     batches = [
         tuple(torch.from_numpy(a).cuda() for a in (*batch, dy))
@@ -307,7 +294,7 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         with reported(workload.name, "gradient", name):
             error = check()
             time = time_torch(function, batches).kernel - alone
-            yield _result(case, "gradient", name, time, error, versions)
+            yield _result(case, "gradient", name, time, error)
 
     for sparse in (True, False):
         name = "torch Adagrad, " + ("sparse" if sparse else "dense, foreach")
@@ -321,8 +308,8 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                 optimizer.step()
 
             time = time_torch(step, batches).kernel
-            yield _result(case, "step", name, time, None, versions)
+            yield _result(case, "step", name, time, None)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure)

@@ -20,13 +20,9 @@ import itertools
 import lzma
 import pathlib
 import statistics
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 import numpy as np
 from flax import nnx

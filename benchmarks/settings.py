@@ -17,13 +17,11 @@ import concurrent.futures
 import multiprocessing
 import os
 import pathlib
-import sys
 import time
 from collections.abc import Iterator
 from typing import Any
 
 _HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
 
 from report import training_command
 

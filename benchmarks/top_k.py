@@ -11,15 +11,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import pathlib
-import sys
 from collections.abc import Iterator
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from outputs import (
     BATCHES,
     CHECKED,
@@ -35,10 +29,6 @@ from timing import Time, time_jax, time_torch
 from workloads import OUTPUTS, Workload
 
 _K = 100
-
-
-def main() -> None:
-    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure)
 
 
 def _measure(part: str) -> Iterator[dict]:
@@ -61,13 +51,12 @@ def _check(ids, scores, workload: Workload) -> None:
             raise ValueError(f"row {row}: {np.abs(got - best).max()} off")
 
 
-def _result(workload, name, time: Time, temporary, versions, **more) -> dict:
+def _result(workload, name, time: Time, temporary, **more) -> dict:
     return {
         "workload": workload.name,
         "implementation": name,
         **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
         "temporary_bytes": temporary,
-        "versions": versions,
         **more,
     }
 
@@ -88,7 +77,6 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         scores = scores.at[place].set(-jnp.inf, mode="drop")
         return jax.lax.top_k(scores, _K)[::-1]
 
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     inputs = jax_inputs(workload)
     candidates = {
         "sparsejax": ours,
@@ -106,7 +94,7 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
             if name == "sparsejax":
                 more["kernels"] = kernel_times(jitted, inputs[0])
             time = time_jax(jitted, inputs)
-            yield _result(workload, name, time, temporary, versions, **more)
+            yield _result(workload, name, time, temporary, **more)
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
@@ -133,9 +121,8 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         torch.cuda.reset_peak_memory_stats()
         time = time_torch(best, inputs)
         temporary = torch.cuda.max_memory_allocated() - before
-        versions = {"torch": torch.__version__}
-        yield _result(workload, "torch.topk", time, temporary, versions)
+        yield _result(workload, "torch.topk", time, temporary)
 
 
 if __name__ == "__main__":
-    main()
+    command(__doc__, __file__, {"jax": {}, "torch": {}}, _measure)

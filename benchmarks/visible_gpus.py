@@ -13,19 +13,14 @@ from __future__ import annotations
 
 import pathlib
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
-
-_HERE = pathlib.Path(__file__).resolve().parent
-sys.path[:0] = [str(_HERE), str(_HERE.parent)]
-
 from report import command, reported
-from workloads import DLRM_IDS, DLRM_LAYERS
+from workloads import clicks_to_fit, histories_to_fit
 
 _PARTS = {
     f"{work} {visible}": {"CUDA_VISIBLE_DEVICES": devices}
@@ -36,50 +31,18 @@ _EPOCHS = 4
 _ITEMS, _USERS = 40_981, 29_858  # Gowalla's
 
 
-def clicks(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
-    """Configuration, data, rule and batch of a DLRM with 26 tables of 128 columns."""
-    import pyarrow as pa
-
-    import sparsejax as sj
-
-    examples, names = 2**20, [f"t{i}" for i in range(len(DLRM_IDS))]
-    columns: dict[str, np.ndarray] = {"y": (rng.random(examples) < 0.2).astype(np.int8)}
-    dense = [f"d{i}" for i in range(13)]
-    for name in dense:
-        columns[name] = rng.standard_normal(examples).astype(np.float32)
-    for name, rows in zip(names, DLRM_IDS, strict=True):
-        popular = (rng.zipf(1.2, examples) - 1) * 7919 % rows
-        columns[name] = popular.astype(np.int32)
-    ids = dict(zip(names, map(sj.data.HashedColumn, DLRM_IDS), strict=True))
-    schema = sj.ClickSchema(
-        "y", dense=dict.fromkeys(dense, sj.data.DenseColumn()), ids=ids
-    )
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder, "clicks.parquet")
-        pa.parquet.write_table(pa.table(columns), path)
-        data = sj.read_clicks(path, schema)
-    config = sj.DLRMConfig(dim=128, **DLRM_LAYERS, dtype="bfloat16")
-    return config, data, sj.optimizers.rowwise_adagrad(0.02), 65_536
+def _clicks(rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
+    return *clicks_to_fit(rng), 65_536
 
 
 def _histories(kind: str, rng: np.random.Generator) -> tuple[Any, Any, Any, int]:
-    import pyarrow as pa
-
     import sparsejax as sj
 
-    users = 32_768
-    lengths = np.clip(rng.lognormal(np.log(50), 1, users).astype(int), 2, 201)
-    total = int(lengths.sum())
-    events = {
-        "user": np.repeat(np.arange(users), lengths),
-        "item": rng.integers(0, 1_000_000, total),
-        "time": np.arange(total) * 60,
-    }
     made = {"hstu": sj.HSTUConfig, "sasrec": sj.SASRecConfig}[kind]
     config = made(
         max_length=200, width=256, heads=4, blocks=2, negatives=1024, dtype="bfloat16"
     )
-    data = sj.read_sequences(pa.table(events))
+    data = histories_to_fit(rng, 1_000_000, 32_768, "uniform")
     return config, data, sj.optimizers.adam(1e-3), 2_048
 
 
@@ -114,16 +77,15 @@ def measure(part: str) -> Iterator[dict]:
     import sparsejax as sj
 
     work, visible = part.split()
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
 
     def result(name: str, milliseconds: float) -> dict:
         facts = {"visible": len(jax.devices()), "ms": round(milliseconds, 3)}
-        return {"case": name, "part": visible, "versions": versions, **facts}
+        return {"case": name, "part": visible, **facts}
 
     cases: dict[str, Callable[[np.random.Generator], Any]] = {"items, fit": _items}
     if work == "training":
         cases = {
-            "DLRM, fit": clicks,
+            "DLRM, fit": _clicks,
             "HSTU, fit": lambda rng: _histories("hstu", rng),
             "SASRec, fit": lambda rng: _histories("sasrec", rng),
         }

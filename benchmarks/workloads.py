@@ -227,6 +227,45 @@ def zipf_ids(
     return (places * 3_000_017 % features).astype(np.int32)
 
 
+def clicks_to_fit(rng: np.random.Generator, *, tiny: bool = False):
+    """Configuration, data and rule of a DLRM in bfloat16: `DLRM_IDS`, 128 columns each."""
+    import sparsejax as sj
+
+    examples = 256 if tiny else 2**20
+    sizes = {f"t{i}": min(n, 500) if tiny else n for i, n in enumerate(DLRM_IDS)}
+    dense = rng.standard_normal((examples, 13), np.float32)
+    label = (rng.random(examples) < 0.2).astype(np.float32)
+    ids = {
+        name: ((rng.zipf(1.2, examples) - 1) * 7919 % rows).astype(np.int32)
+        for name, rows in sizes.items()
+    }
+    hashed = {name: sj.data.HashedColumn(rows) for name, rows in sizes.items()}
+    columns = {f"d{i}": sj.data.DenseColumn() for i in range(13)}
+    data = sj.ClickDataset(label, dense, ids, sj.ClickSchema("y", columns, hashed), {})
+    config = sj.DLRMConfig(dim=128, **DLRM_LAYERS, dtype="bfloat16")
+    return config, data, sj.optimizers.rowwise_adagrad(0.02)
+
+
+def histories_to_fit(rng: np.random.Generator, items: int, users: int, law: str):
+    """Histories with lognormal lengths; the law of the items is "uniform" or "zipf"."""
+    import pyarrow as pa
+
+    import sparsejax as sj
+
+    lengths = np.clip(rng.lognormal(np.log(50), 1, users).astype(int), 2, 201)
+    total = int(lengths.sum())
+    if law == "zipf":
+        popular = rng.zipf(1.05, total) * 7919 % items
+    else:
+        popular = rng.integers(0, items, total)
+    events = {
+        "user": np.repeat(np.arange(users), lengths),
+        "item": popular,
+        "time": np.arange(total) * 60,
+    }
+    return sj.read_sequences(pa.table(events))
+
+
 def autoencoder(hidden: tuple[int, ...], dropout: float = 0.0):
     """Sigmoid units, sigmoid cross-entropy, products of the output in bfloat16."""
     import sparsejax as sj
