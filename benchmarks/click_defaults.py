@@ -17,13 +17,12 @@ A seed is one of the world, of the data and of the model.
 
 from __future__ import annotations
 
-import statistics
 import tempfile
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-from report import command, origin, table, write_section
+from report import command, grouped, print_means
 from workloads import zipf_ids
 
 # Categories of each column, the exponent of zipf's law, dense columns, the deviations of
@@ -40,12 +39,7 @@ _WORLDS: dict[str, tuple[tuple[int, ...], float, int, float, float, tuple]] = {
 _ROWS = 3_000, 12_000, 100_000, 1_000_000
 _MODELS = "dlrm", "dcn"
 _SEEDS, _TEST = 5, 100_000
-_PARTS = {
-    f"{world} {rows} {model}": {}
-    for rows in reversed(_ROWS)
-    for world in _WORLDS
-    for model in _MODELS
-}
+_NAMES = "world", "rows", "model"
 
 
 def _planted(world: str, seed: int, rows: int) -> tuple[Any, ...]:
@@ -115,41 +109,19 @@ def _measure(part: str) -> Iterator[dict]:
 
 
 def _write_table(report: dict) -> None:
-    """Prints the results."""
-    lines, results = [], report["results"]
-    cases = dict.fromkeys((r["world"], r["rows"], r["model"]) for r in results)
-    for world, rows, model in cases:
-        those = [
-            r
-            for r in results
-            if (r["world"], r["rows"], r["model"]) == (world, rows, model)
-        ]
-        differences = [r["auc"] - r["regression"] for r in those]
-        lines.append(
-            [
-                world,
-                f"{rows:,}",
-                model,
-                f"{those[0]['batch_size']:,} x {those[0]['num_epochs']}",
-                f"{min(r['share'] for r in those):g} to {max(r['share'] for r in those):g}",
-                f"{statistics.mean(r['auc'] for r in those):.4f}",
-                f"{statistics.mean(r['regression'] for r in those):.4f}",
-                f"{statistics.mean(differences):+.4f}",
-                f"{min(differences):+.4f}",
-                len(those),
-            ]
-        )
-    heads = [
-        "world",
-        "examples",
-        "model",
-        "batch x epochs",
-        "share of the layers",
-        "AUC",
-    ]
-    heads += ["regression", "difference", "worst seed", "seeds"]
-    write_section("click_defaults", [*table(heads, lines), "", origin(report)])
+    """Prints means, and the worst difference from the regression among the seeds."""
+    for result in report["results"]:
+        result["difference"] = result["auc"] - result["regression"]
+    print_means(report, *_NAMES)
+    for key, some in grouped(report["results"], *_NAMES):
+        print(*key, f"worst {min(r['difference'] for r in some):+.4f}")
 
 
 if __name__ == "__main__":
-    command(__doc__, __file__, _PARTS, _measure, _write_table)
+    parts = {
+        f"{world} {rows} {model}": {}
+        for rows in reversed(_ROWS)
+        for world in _WORLDS
+        for model in _MODELS
+    }
+    command(__doc__, __file__, parts, _measure, _write_table)

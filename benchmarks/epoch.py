@@ -16,8 +16,6 @@ that are cut ahead of time, the compiled step in a CUDA graph.
 
 from __future__ import annotations
 
-import collections
-import re
 import time
 from collections.abc import Iterator
 
@@ -118,15 +116,6 @@ def _timed(model, optimizer, data, batch: int, *, fused: bool) -> tuple[float, f
     )
     # The first epoch compiles.
     return float(min(np.diff(times))), history[-1]["loss"]
-
-
-def _kernels(folder: str, steps: int) -> dict[str, float]:
-    """Microseconds a step of each kind of kernel, from a trace; the largest first."""
-    totals: dict[str, float] = collections.defaultdict(float)
-    for name, nanoseconds in kernels_of_trace(folder):
-        totals[re.sub(r"[_.]?\d+", "", name)] += nanoseconds / 1e3 / steps
-    largest = sorted(totals.items(), key=lambda item: -item[1])[:24]
-    return {name: round(time, 2) for name, time in largest}
 
 
 # Plain JAX

@@ -40,7 +40,7 @@ from collections.abc import Iterator
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
-from report import RESULTS, emit, origin, table, write_section
+from report import RESULTS, emit, origin, table, versions, write_section
 
 _PARTS = ("imports", "tracing", "lowering", "compiling", "rest")
 _EVENTS = {
@@ -104,12 +104,12 @@ def _compare(arguments: argparse.Namespace) -> int:
     names = arguments.save or ()
     for number, (path, commit) in enumerate(zip(_SAVED, names, strict=False)):
         quickest = [min(r[number], key=lambda r: r["seconds"]) for r in found.values()]
-        versions = [r.pop("versions") for r in quickest]
+        (first, *_) = [r.pop("versions") for r in quickest]
         report = {
             "date": datetime.date.today().isoformat(),
             "commit": commit,
             "command": "python benchmarks/first_result.py compare",
-            "versions": versions[0],
+            "versions": first,
             "cpus": len(os.sched_getaffinity(0)),
             "turns": arguments.turns,
             "results": quickest,
@@ -211,7 +211,7 @@ def _process(tree: str, words: list[str]) -> None:
         gc.enable()
         status = entry.main(words)
     programs = sum(part == "compiling" for _, _, part in spans)
-    found = {"parts": exclusive(spans), "programs": programs, "versions": versions}
+    found = {"parts": exclusive(spans), "programs": programs, "versions": versions()}
     emit(found)
     # A commit before has no end of its own.
     getattr(entry, "end", sys.exit)(status)

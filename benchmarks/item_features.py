@@ -2,7 +2,6 @@
 
     python benchmarks/item_features.py quality --data FILE --attributes FILE   on a GPU
     python benchmarks/item_features.py cold --data FILE --attributes FILE      on a GPU
-    python benchmarks/item_features.py words --data FOLDER                     on a GPU
     python benchmarks/item_features.py step --content vectors                  on a GPU
     python benchmarks/item_features.py table                                   anywhere
 
@@ -12,9 +11,7 @@ vectors by ids alone and with tags, and measures items by the number of their en
 last but one is for validation, and not trained on.
 `cold` leaves all entries of a tenth of the items out of training, and asks for them: among
 all items, and among these alone. There the model with tags has them in its vocabulary from
-the beginning ("known"), or gets them after training ("later"). `words` does both with an
-autoencoder for MSWeb and MovieLens-1M, whose items are known by words of titles and by genres: a fifth
-of the entries is held out, or a tenth of the items. FOLDER has `msweb` and `ml-1m`, with their packed files.
+the beginning ("known"), or gets them after training ("later").
 `step` times a training step of SASRec over a million items, and says how much memory the process had at most. With
 `--forms parts stored` first the vectors of the items are made part by part, and then all are stored.
 """
@@ -22,9 +19,7 @@ of the entries is held out, or a tenth of the items. FOLDER has `msweb` and `ml-
 from __future__ import annotations
 
 import argparse
-import csv
 import itertools
-import lzma
 import pathlib
 import statistics
 import time
@@ -34,15 +29,14 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pyarrow as pa
 import scipy.sparse
 from flax import nnx
-from report import origin, table, training_command, write_section
+from report import print_means, training_command
 from sequences import read
 
 import sparsejax as sj
 
-K, COLD_K, COLD_FEW = 10, 20, 5
+K, COLD_K = 10, 20
 MODELS = ("hstu", "sasrec", "autoencoder")
 # Of `step`, as in `sequence_step.py`.
 WIDTH, BLOCKS, LENGTH, BATCH = 256, 2, 50, 256
@@ -64,8 +58,12 @@ def main() -> None:
     training_command(
         parser,
         __file__,
-        {"quality": _quality, "cold": _cold, "words": _words, "step": _step},
-        {"table": _write_table},
+        {"quality": _quality, "cold": _cold, "step": _step},
+        {
+            "table": lambda report: print_means(
+                report, "model", "form", "content", "items"
+            )
+        },
         data="FILE",
         without_data=("step",),
     )
@@ -223,78 +221,6 @@ def _matrix(data: sj.SequenceDataset | sj.SparseDataset) -> Any:
     return scipy.sparse.csr_array(rows.to_scipy())
 
 
-def _words(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
-    results: list[dict] = []
-    readers = {"msweb": _web_pages, "ml-1m": _films}
-    names = [name for name in readers if (arguments.data / name).exists()]
-    trials = itertools.product(
-        names, range(arguments.seeds), ("ids", "known", "neighbours")
-    )
-    for name, seed, form in _in_time(arguments, trials):
-        start = time.perf_counter()
-        data, features = readers[name](arguments.data / name)
-        result: dict[str, Any] = {"data": name, "form": form, "seed": seed}
-        epochs = arguments.epochs
-        if form != "neighbours":
-            train, heldout = data.split(0.8, seed=seed)
-            given = features if form == "known" else None
-            model = _fitted("autoencoder", train, given, seed, epochs)
-            found = sj.evaluate(
-                model,
-                train,
-                heldout,
-                k=K,
-                exclude=train,
-                popularity=train,
-                by="entries",
-            )
-            kept = f"recall@{K}", f"ndcg@{K}", "entries[", f"popularity_recall@{K}"
-            result |= {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
-        sizes = form, seed, epochs, _cold_k(name)
-        cold = _of_cold(data, features, "autoencoder", *sizes)
-        result |= {f"cold: {key}": value for key, value in cold.items()}
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        results.append(result)
-        yield {"results": results}, result
-
-
-def _cold_k(data: str) -> int:
-    """The length of lists that are asked for cold items: of MSWeb there are few."""
-    return COLD_FEW if data == "msweb" else COLD_K
-
-
-def _web_pages(folder: pathlib.Path) -> tuple[sj.SparseDataset, sj.ItemFeatures]:
-    """MSWeb: the areas of a web site that visitors looked at, and titles of areas."""
-    titles, pairs, visitor = {}, [], ""
-    for line in csv.reader(_lines(folder / "anonymous-msweb.data.xz")):
-        match line[0]:
-            case "A":
-                titles[line[1]] = line[3]
-            case "C":
-                visitor = line[2]
-            case "V":
-                pairs.append((visitor, line[1]))
-    rows = [{"item": item, "title": title} for item, title in titles.items()]
-    return _of_pairs(pairs), sj.read_item_features(rows, words=["title"])
-
-
-def _films(folder: pathlib.Path) -> tuple[sj.SparseDataset, sj.ItemFeatures]:
-    """MovieLens-1M: each rating is a positive; titles with years, and genres, of films."""
-    pairs = [tuple(line.split(",")) for line in _lines(folder / "user_movie.csv.xz")]
-    films = [line.split("::") for line in _lines(folder / "movies.dat.xz")]
-    rows = [dict(zip(("item", "title", "genre"), each, strict=True)) for each in films]
-    return _of_pairs(pairs), sj.read_item_features(rows, words=["title"])
-
-
-def _lines(packed: pathlib.Path) -> list[str]:
-    return lzma.decompress(packed.read_bytes()).decode("latin-1").splitlines()
-
-
-def _of_pairs(pairs: list) -> sj.SparseDataset:
-    users, items = (list(column) for column in zip(*pairs, strict=True))
-    return sj.data.from_arrow(pa.table({"user": users, "item": items}))
-
-
 def _neighbours(content: sj.ItemFeatures, shown: Any) -> Any:
     """Cosines of each item's tags with those of a history together, `[users, items]`."""
     tags = content.tags.astype(np.float64)
@@ -404,89 +330,6 @@ def _timed(model: Any, optimizer: Any, histories: jax.Array, steps: int) -> dict
         "peak_bytes": stats.get("peak_bytes_in_use"),
         "losses": [round(x, 3) for x in losses],
     }
-
-
-def _write_table(reports: dict) -> None:
-    """Prints the results."""
-    groups = ("0", "1-4", "5-9", "10-19", "20+")
-    names = [f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups)]
-    names.append(f"share@{K}[0]")
-    columns = ["model", "vectors by", "seeds", f"R@{K}", f"nDCG@{K}"]
-    columns += [f"R@{K}, {g} entries" for g in groups]
-    columns.append("share of lists, 0 entries")
-    for section, report in (("item features", "quality"), ("nearest content",) * 2):
-        body = [
-            [model, form, len(rows), *(_mean(rows, name) for name in names)]
-            for (model, form), rows in _by(reports[report], "model", "form")
-        ]
-        write_section(section, [origin(reports[report]), "", *table(columns, body)])
-
-    report = reports["cold"]
-    scores = [f"recall@{COLD_K} among {among}" for among in ("all", "cold")]
-    body = [
-        [model, form, len(rows), *(_mean(rows, name) for name in scores)]
-        for (model, form), rows in _by(report, "model", "form")
-    ]
-    chances = [f"chance among {among}" for among in ("all", "cold")]
-    popular = _mean(report["results"], "popularity among all")
-    chance = [_mean(report["results"], name) for name in chances]
-    body += [["-", "popularity", "-", popular, "-"], ["-", "chance", "-", *chance]]
-    columns = ["model", "vectors by", "seeds", *scores]
-    write_section("cold items", [origin(report), "", *table(columns, body)])
-
-    report = reports["words"]
-    names = [f"recall@{K}", f"ndcg@{K}", *(f"recall@{K}[{g}]" for g in groups[1:])]
-    body = []
-    for (data,), rows in _by(report, "data"):
-        k = _cold_k(data)
-        colds = [f"cold: recall@{k} among {among}" for among in ("all", "cold")]
-        for (form,), some in _by({"results": rows}, "form"):
-            cells = (_mean(some, n) if n in some[0] else "-" for n in (*names, *colds))
-            body.append([data, form, len(some), *cells])
-        gaps = ["-"] * (len(names) - 1)
-        named = f"popularity_recall@{K}"
-        popular = _mean([row for row in rows if named in row], named)
-        none = _mean(rows, "cold: popularity among all")
-        body.append([data, "popularity", "-", popular, *gaps, none, "-"])
-        chances = [_mean(rows, f"cold: chance among {a}") for a in ("all", "cold")]
-        body.append([data, "chance", "-", "-", *gaps, *chances])
-    columns = ["data", "vectors by", "seeds", f"R@{K}", f"nDCG@{K}"]
-    columns += [f"R@{K}, {g} entries" for g in groups[1:]]
-    columns += ["cold items among all", "among cold items"]
-    write_section("words", [origin(report), "", *table(columns, body)])
-
-    columns = ["content", "form", "items", "width", "step, ms", "median, ms"]
-    columns += ["content, GB", "peak, GB"]
-    for report in ("step", "step of ten million"):
-        body = [
-            [
-                row["content"],
-                row.get("form", "stored"),
-                f"{row['items']:,}",
-                row["width"],
-                row["milliseconds"],
-                row.get("median_milliseconds", "-"),
-                f"{row['content_bytes'] / 1e9:.2f}",
-                f"{row['peak_bytes'] / 1e9:.2f}",
-            ]
-            for row in reports[report]["results"]
-        ]
-        lines = [origin(reports[report]), "", *table(columns, body)]
-        write_section(f"item features {report}", lines)
-
-
-def _by(report: dict, *names: str) -> list[tuple[tuple, list[dict]]]:
-    """The results with the same values of some names together."""
-    found: dict[tuple, list[dict]] = {}
-    for row in report["results"]:
-        found.setdefault(tuple(row[name] for name in names), []).append(row)
-    return [*found.items()]
-
-
-def _mean(rows: list[dict], name: str) -> str:
-    values = [row[name] for row in rows]
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{spread}"
 
 
 if __name__ == "__main__":

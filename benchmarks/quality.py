@@ -18,17 +18,15 @@ the items are few enough. Nothing is chosen on the test.
 from __future__ import annotations
 
 import argparse
-import collections
 import json
 import pathlib
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import scipy.sparse
-from report import origin, table, training_command, write_section
+from report import print_means, training_command
 
 _FILES = {
     "gowalla": "train.txt.xz",
@@ -53,7 +51,12 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="instead of the default")
     parser.add_argument("--add", action="store_true", help="keep results of others")
-    training_command(parser, __file__, {"run": _run}, {"table": _write_table})
+    training_command(
+        parser,
+        __file__,
+        {"run": _run},
+        {"table": lambda report: print_means(report, "set")},
+    )
 
 
 def _run(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
@@ -180,31 +183,6 @@ def _generated() -> scipy.sparse.csr_array:
         (np.ones(len(place[0])), place), shape=(users, items)
     )
     return matrix.astype(bool)
-
-
-def _write_table(report: dict) -> None:
-    """Mean and sample standard deviation over the seeds."""
-    groups: dict[str, list[dict]] = collections.defaultdict(list)
-    for result in report["results"]:
-        groups[result["set"]].append(result)
-    rows = []
-    for name, results in groups.items():
-        for form in results[0]:
-            if not isinstance(results[0][form], list):
-                continue
-            columns: list[object] = [name, form]
-            for place in range(len(_METRICS)):
-                values = [result[form][place] for result in results if form in result]
-                shown = f"{statistics.mean(values):.{4 if place < 2 else 3}f}"
-                if place < 2 and len(values) > 1:
-                    shown += f" ± {statistics.stdev(values):.4f}"
-                columns.append(shown)
-            rows.append(columns)
-    head = ["set", "model", "recall@20", "nDCG@20", "coverage", "Gini", "popularity"]
-    seeds = {name: len(results) for name, results in groups.items()}
-    note = ", ".join(f"{name} {count}" for name, count in seeds.items())
-    note = f"Seeds: {note}; of several, mean ± standard deviation. "
-    write_section("quality", [*table(head, rows), "", note + origin(report)])
 
 
 if __name__ == "__main__":

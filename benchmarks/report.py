@@ -25,6 +25,7 @@ sys.path.insert(1, str(_HERE.parent))  # the packages of this checkout
 # A copy on the device reads and writes this many bytes a second on an H200.
 COPY_BYTES_PER_SECOND = 4.3e12
 
+_COLUMNS = 12  # with more numbers than these, each has a row of a table
 _LIBRARIES = "jax", "optax", "torch", "cupy", "fbgemm_gpu", "duckdb", "pyarrow"
 # Names the folder where parts that compile at the same time wait for their turns.
 _TURNS = "BENCHMARK_TURNS"
@@ -298,6 +299,47 @@ def print_results(report: Mapping) -> None:
     names = {n: 0 for r in results for n, v in r.items() if isinstance(v, plain)}
     rows = [[_text(r.get(name)) for name in names] for r in results]
     write_section("results", [origin(report), "", *table(list(names), rows)])
+
+
+def print_means(report: Mapping, *names: str) -> None:
+    """Prints means over the results that have equal values of some names.
+
+    A report with several sections, such as `training_command` writes, has a table for each.
+    """
+    if "results" not in report:
+        for section, part in report.items():
+            print(f"# {section}\n")
+            print_means(part, *names)
+        return
+    rows: list[list[object]] = []
+    keys = [n for n in names if any(n in r for r in report["results"])]
+    flat = [(r, _numbers(r)) for r in report["results"]]
+    columns = list(
+        dict.fromkeys(n for _, found in flat for n in found if n not in keys)
+    )
+    columns = [n for n in columns if n != "seed"]
+    for key, some in grouped((r | found for r, found in flat), *keys):
+        values = ([r[n] for r in some if n in r] for n in columns)
+        cells = [mean(v) if v else "-" for v in values]
+        if len(columns) <= _COLUMNS:
+            rows.append([*key, len(some), *cells])
+        else:
+            pairs = zip(columns, cells, strict=True)
+            rows += [[*key, len(some), *each] for each in pairs]
+    heads = columns if len(columns) <= _COLUMNS else ["number", "mean"]
+    lines = table([*keys, "results", *heads], rows)
+    write_section("means", [origin(report), "", *lines])
+
+
+def _numbers(result: Mapping) -> dict[str, float]:
+    """The numbers of a result, also those in short lists."""
+    found: dict[str, float] = {}
+    for name, value in result.items():
+        if isinstance(value, list) and len(value) <= 5:
+            found |= _numbers({f"{name} {i}": v for i, v in enumerate(value)})
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            found[name] = value
+    return found
 
 
 def _text(value: object) -> object:

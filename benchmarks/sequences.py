@@ -19,14 +19,13 @@ import argparse
 import itertools
 import lzma
 import pathlib
-import statistics
 import time
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 from flax import nnx
-from report import origin, table, training_command, write_section
+from report import print_means, training_command
 
 import sparsejax as sj
 
@@ -52,6 +51,14 @@ PLACES = (50, 200, 1000, 2600)
 DTYPES = ("float32", "bfloat16")
 FEW = 40  # entries of a user, so that the history is short for any number of places
 K = 10
+_NAMES = (
+    "model",
+    "negatives",
+    "sampler",
+    "trained on the last but one",
+    "places",
+    "dtype",
+)
 _METRICS = (f"recall@{K}", f"ndcg@{K}")
 
 
@@ -67,7 +74,7 @@ def main() -> None:
         parser,
         __file__,
         {"run": _run, "places": _run_places},
-        {"table": _write_table},
+        {"table": lambda report: print_means(report, *_NAMES)},
         results="beauty",
         data="FILE",
     )
@@ -186,81 +193,6 @@ def _run_places(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
         results.append(result)
         about = f"{data.num_rows:,} users, {data.num_entries:,} events"
         yield {"data": about, "few": len(few), "results": results}, result
-
-
-def _write_table(reports: dict) -> None:
-    """Prints the results."""
-    report = reports["run"]
-    body = []
-    for name, negatives, on_all, dtype, sampler in VARIANTS:
-        rows = [
-            row
-            for row in report["results"]
-            if (row["model"], row["negatives"], row["dtype"])
-            == (name, negatives, dtype)
-            and row["trained on the last but one"] == on_all
-            and row.get("sampler", "uniform") == sampler
-        ]
-        if not rows:
-            continue
-        cells = [
-            _mean([row[f"test, seen {form}"][i] for row in rows])
-            for form in ("left out", "kept")
-            for i in range(len(_METRICS))
-        ]
-        body.append(
-            [
-                name,
-                "all items" if negatives is None else f"{negatives:,}, {sampler}",
-                "yes" if on_all else "no",
-                dtype or "float32",
-                len(rows),
-                *cells,
-                _seconds(rows, "fit_seconds"),
-            ]
-        )
-    columns = ["model", "softmax over", "last but one trained on", "dtype", "seeds"]
-    for form in ("left out", "kept"):
-        columns += [f"{metric}, seen {form}" for metric in ("R@10", "nDCG@10")]
-    columns.append("training, s")
-    lines = [f"{origin(report)} {report['data']}.", "", *table(columns, body)]
-    write_section("sequences", lines)
-    _write_places(reports["places"])
-
-
-def _write_places(report: dict) -> None:
-    body = []
-    for dtype, places in itertools.product(DTYPES, PLACES):
-        rows = [
-            row
-            for row in report["results"]
-            if (row["dtype"], row["places"]) == (dtype, places)
-        ]
-        if rows:
-            cells = [
-                _mean([r[who][i] for r in rows])
-                for who in ("all", "few")
-                for i in range(2)
-            ]
-            seconds = _seconds(rows, "fit_seconds"), _seconds(rows, "evaluate_seconds")
-            body.append([f"{places:,}", dtype, len(rows), *cells, *seconds])
-    columns = ["places", "dtype", "seeds", "R@10", "nDCG@10"]
-    columns += [f"R@10, fewer than {FEW}", f"nDCG@10, fewer than {FEW}"]
-    columns += ["training, s", "evaluation, s"]
-    lines = [f"{origin(report)} {report['data']}; {report['few']} users of fewer than "]
-    lines[0] += f"{FEW} entries."
-    write_section("places", [*lines, "", *table(columns, body)])
-
-
-def _mean(values: list[float]) -> str:
-    spread = f" ± {statistics.stdev(values):.4f}" if len(values) > 1 else ""
-    return f"{statistics.mean(values):.4f}{spread}"
-
-
-def _seconds(rows: list[dict], name: str) -> str:
-    """The median. Those that compiled, or shared a GPU, have none."""
-    seconds = [row[name] for row in rows if name in row]
-    return f"{statistics.median(seconds):.1f}" if seconds else "-"
 
 
 if __name__ == "__main__":
