@@ -10,7 +10,7 @@ import os
 import pathlib
 import sys
 import tempfile
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import numpy as np
@@ -40,6 +40,7 @@ from sparsejax.kinds.reading import (
     read_histories,
     with_times,
 )
+from sparsejax.kinds.source import item_names
 from sparsejax.mesh import processes
 from sparsejax.metrics import comparison
 from sparsejax.options.measuring import Evaluate
@@ -55,24 +56,54 @@ _MOST_SERVED = 100  # items that a service of a run recommends to a row
 
 def evaluate(command: flags.Evaluate) -> None:
     """`sparsejax evaluate`."""
-    measured = _measured(command.run, command, command)
+    measured = _measured(Folder.of(command.run), command, command)
     print_metrics(measured)
     print(json.dumps(measured))
 
 
 def compare(command: flags.Compare) -> None:
     """`sparsejax compare`."""
-    runs = command.run, command.other
+    runs = [Folder.of(run) for run in (command.run, command.other)]
     # Its errors name flags.
     asked = command.as_type(flags.Evaluate, run=command.run).replaced(keep_rows=True)
-    found = comparison.compare(*(_measured(run, asked, command) for run in runs))
+    found = comparison.compare(
+        *(
+            _measured(run, each, command)
+            for run, each in zip(
+                runs, _of_same_targets(runs, asked, command), strict=True
+            )
+        )
+    )
     print(found)
     print(found.to_json())
 
 
-def _measured(run: pathlib.Path, asked: Evaluate, reading: Reading) -> Any:
+def _of_same_targets(
+    runs: Sequence[Folder], asked: Evaluate, reading: Reading
+) -> list[Evaluate]:
+    """The measurement of each run: if one has targets, that of the other is on these, too.
+
+    Raises:
+      ValueError: both have targets, and these differ.
+    """
+    stated = [(run.settings.targets, run.settings.weights) for run in runs]
+    [first, second], nothing = stated, (None, None)
+    if nothing not in stated and first != second:
+        raise ValueError(
+            f"{runs[0].directory} was trained on the targets and weights {first}, and "
+            f"{runs[1].directory} on {second}: compare runs with equal ones, or with a run "
+            "that has none"
+        )
+    if first == second:
+        return [asked, asked]
+    [one] = [run for run, each in zip(runs, stated, strict=True) if each != nothing]
+    heldout = one.settings.kind.targets_alone(asked, reading, one)
+    other = asked.replaced(heldout=heldout)
+    return [other if each == nothing else asked for each in stated]
+
+
+def _measured(opened: Folder, asked: Evaluate, reading: Reading) -> Any:
     """The metrics of a run."""
-    opened = Folder.of(run)
     kind = opened.settings.kind
     asked = kind.asked_in_shell(asked)
     asked.check_kind(kind.name)
@@ -101,6 +132,7 @@ def predict(command: flags.Predict) -> None:
 def _recommended(command: flags.Predict, opened: Folder) -> Callable[[], None]:
     """Ranks items for the rows of a file; returns a function that writes them."""
     users, hint, out = command.users, "", command.out
+    names = item_names(opened.known)
     if isinstance(users, str):
         if not os.path.isfile(users):
             hint = f"; there is no file called {users} either"
@@ -109,16 +141,12 @@ def _recommended(command: flags.Predict, opened: Folder) -> Callable[[], None]:
         command.replaced(users=users),
         command,
         opened,
-        lambda rows: recommendation_files.check_recommendation_names(
-            out, rows, opened.known
-        ),
+        lambda rows: recommendation_files.check_recommendation_names(out, rows, names),
         hint,
     )
     which = "without" if command.exclude_seen else "also"
     print(f"{command.k} items a row, {which} those that it has", file=sys.stderr)
-    return lambda: recommendation_files.save_recommendations(
-        out, rows, found, opened.known
-    )
+    return lambda: recommendation_files.save_recommendations(out, rows, found, names)
 
 
 def _kind(command: Options, opened: Folder) -> Kind:
@@ -249,7 +277,8 @@ def vectors(command: flags.Vectors) -> None:
     opened = Folder.of(command.run)
     _kind(command, opened)
     if command.data is None:
-        found, names = vector_files.item_vectors(opened.model()), opened.known
+        found = vector_files.item_vectors(opened.model())
+        names = item_names(opened.known)
     else:
         found, names = uses.vectors_of(command.data, command, opened)
     vector_files.save_vectors(command.out, found, names)
@@ -263,7 +292,7 @@ def similar(command: flags.Similar) -> None:
         )
     opened = Folder.of(command.run)
     _kind(command, opened)
-    model, names = opened.model(), opened.known
+    model, names = opened.model(), item_names(opened.known)
     found = vector_files.similar_items(model, command.items, command.k, names=names)
     recommendation_files.write_recommendations(
         sys.stdout, as_names(command.items), found, names
@@ -272,11 +301,14 @@ def similar(command: flags.Similar) -> None:
 
 def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
     """The data, and where its rows begin."""
+    clicks = command.label is not None or is_saved(command.data, stored.CLICKS)
+    if command.histories and not clicks:
+        command.check_kind("histories")
+        schema = kind_called("histories").schema(command)
+        histories = read_histories(command.data, command, events=schema)
+        return histories, histories.indptr
     if _are_clicks(command):
         return _clicks_to_split(command), np.zeros(1)
-    if command.histories:
-        histories = read_histories(command.data, command)
-        return histories, histories.indptr
     rows = read_file(command.data, command)
     if command.by in ("last", "time"):
         with_times(rows, command.data)

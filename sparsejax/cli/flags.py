@@ -232,6 +232,8 @@ class Evaluate(measuring.Evaluate, Reading, Devices, Compilation):
 class Compare(measuring.Ranked, Reading, Devices, Compilation):
     """Says whether one run is better than another, on the same held-out interactions.
 
+    If one of them was trained on targets, both are measured on these.
+
     Prints the metrics of both, and of each difference an interval that 95 % of the resamples
     of the rows are in (a paired bootstrap). An interval without 0 is more than the luck of
     which rows were measured. The last line has the same numbers as JSON.
@@ -483,7 +485,8 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
       entries: Number of entries of the data, over all rows.
       features: Number of input features, if they are not the items. The targets are
         separate data then.
-      examples: For clicks, a file whose categories are counted. Hashed columns need none.
+      examples: For clicks, or columns of events, a file whose categories are counted. Hashed
+        columns need none.
       mesh: Number of devices over which each batch is divided (data), and over which the
         kernel of the first layer is divided (model). That of the last layer is divided
         over all devices.
@@ -509,7 +512,7 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
     features: int | None = option(
         None, Flag(value="INT", default="the items"), kinds=RANKING, least=1
     )
-    examples: str | None = option(None, _OPTIONAL_FILE, kinds=("clicks",))
+    examples: str | None = option(None, _OPTIONAL_FILE, kinds=("clicks", "histories"))
     mesh: str = option("data=1,model=1", Flag(value=_Mesh))
     memory: str | None = option(
         None, Flag(value="SIZE", default="what JAX may take of the device here")

@@ -9,7 +9,7 @@ import os
 import re
 import sys
 import typing
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
@@ -49,8 +49,30 @@ def names_of(text: str) -> list[str]:
     return text.split(",")
 
 
+def weights_of(text: str) -> dict[str, float] | str:
+    """Numbers by name, `view=.1,purchase=1`; or the text, if it has no such sign.
+
+    Raises:
+      ValueError: one is no number, or has no name.
+    """
+    if "=" not in text:
+        return text
+    found: dict[str, float] = {}
+    for part in text.split(","):
+        name, _, number = part.rpartition("=")
+        try:
+            found[name] = float(number)
+        except ValueError:
+            name = ""
+        if not name:
+            raise ValueError(
+                f"is a column, or numbers by kind, such as purchase=1,view=.1; got {text!r}"
+            )
+    return found
+
+
 # Readers of values that are lists, by `Flag.read`.
-_READERS = {"names": names_of, "numbers": numbers_of}
+_READERS = {"names": names_of, "numbers": numbers_of, "weights": weights_of}
 
 
 @functools.cache
@@ -200,6 +222,8 @@ def words_of(command: Options, names: Collection[str]) -> list[str]:
         if flag.is_switch:
             words += [word] * (value == flag.gives)
         elif value is not None:
+            if isinstance(value, Mapping):
+                value = ",".join(f"{name}={number}" for name, number in value.items())
             parts = value if isinstance(value, tuple) else (value,)
             words += [word, *map(str, parts)]
     return words

@@ -83,8 +83,10 @@ def plan(command: flags.Plan) -> bool:
         "model": model,
         "memory": None if memory is None else planning.read_bytes(memory),
     }
-    tables = kind.tables(config, how["rule"], kind.schema(command), command.examples)
+    columns = kind.schema(command), command.examples
+    tables = kind.tables(config, how["rule"], *columns)
     if tables is None:
+        how |= kind.columns_to_plan(*columns)
         planned = _planned(kind, config, suited, command, how)
         text, fits = planned.table(), planned.fits
     else:

@@ -55,6 +55,7 @@ _REPEATED = {
     for name in options.option_names()
 }
 _REPEATED |= {"learning_rate", "num_epochs", "seed", "content_columns", "words"}
+_REPEATED |= {"targets", "weights"}
 _UNITS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 
 

@@ -31,13 +31,13 @@ from sparsejax.kinds.reading import (
     split_name,
     validation_split,
 )
-from sparsejax.kinds.source import Earlier, Findings, Opened, Source
+from sparsejax.kinds.source import Earlier, Findings, Opened, Source, item_names
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Measure, Paged
 from sparsejax.options.predicting import Recommend
 from sparsejax.options.reading import Reading
-from sparsejax.options.training import Training
+from sparsejax.options.training import Repeated, Training
 from sparsejax.sequence.config import SequenceConfig
 from sparsejax.sparse import CSR
 
@@ -101,17 +101,29 @@ class Interactions[
         del path
         return validation_split(validation, data)
 
+    def read_to_train(self, training: Training, before: Earlier | None) -> Data:
+        """Reads the rows to train on."""
+        del before
+        return self.read(training.data, training)
+
+    def with_targets(self, data: Data, recorded: Repeated) -> Data:
+        """The data with the targets that the options of a training name."""
+        del recorded
+        return data
+
     def source(self, training: Training, before: Earlier | None) -> Source:
-        data = self.read(training.data, training)
+        data = self.read_to_train(training, before)
         if before is not None:
             data = data.append_features(before.known)
         data, features = with_content(training, before, data, self.counts)
+        data = self.with_targets(data, training)
         everything = data
         heldout = validation = split = None
         if (asked := training.validation) is not None:
             parts = self.split(asked, data, training.data)
             if parts is None:
                 heldout = self.heldout(asked, training, data, training.data)
+                heldout = self.with_targets(heldout, training)
             else:
                 data, heldout = parts
                 split = split_name(asked)
@@ -123,7 +135,7 @@ class Interactions[
             chunks=[self.num_trained(data)],
             fingerprint=self.fingerprint(data),
             num_features=data.num_features,
-            known=data.feature_names,
+            known=self.known_of(data),
             indicator=self.is_indicator(everything),
             heldout=heldout,
             validation=validation,
@@ -173,16 +185,32 @@ class Interactions[
         if asked.exclude is None:
             return shown if asked.exclude_seen else None
         unwanted = self.matrix(
-            self.read(asked.exclude, reading, features=run.known, indicator=True)
+            self.read(
+                asked.exclude,
+                reading,
+                features=item_names(run.known),
+                indicator=True,
+            )
         )
         if not asked.exclude_seen:
             return unwanted
         return self.matrix(shown).without_values().merge(unwanted)
 
+    def by_kinds(self, heldout: Data, by: str | None) -> dict[str, str]:
+        """The option `by` of `evaluate`, by which kinds of events are measured apart."""
+        del heldout, by
+        return {}
+
+    def facts_of(self, data: Data) -> list[str]:
+        """Further facts of some data, for a report."""
+        del data
+        return []
+
     def add_new(
         self, model: Any, known: Names, data: Data, optimizer: Optimizer | None
     ) -> None:
-        model.add_items(data.num_features - len(known), optimizer=optimizer)
+        new = data.num_features - self.num_known(known)
+        model.add_items(new, optimizer=optimizer)
 
     def like(self, known: Names) -> SparseDataset:
         none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
@@ -252,7 +280,7 @@ class Interactions[
             raise ValueError(
                 "heldout=... needs inputs=..., the interactions that the model is shown"
             )
-        model, names = run.model(), run.known
+        model, names = run.model(), item_names(run.known)
         if asked.inputs is None:
             # Without data: by the order of the vocabulary, which popularity decided.
             counts = -popularity_ranks(len(names))
@@ -265,12 +293,15 @@ class Interactions[
             f"{shown.num_features:,} items",
             f"{shown.num_entries:,} entries",
             *dates_of(shown),
+            *self.facts_of(shown),
         ]
         if asked.heldout is not None:
             heldout = self.heldout(asked.heldout, reading, shown, asked.inputs)
+            heldout = self.with_targets(heldout, run.settings)
             how = asked.counted()
             if content_of(model) is not None:
                 how["by"] = "entries"
+            how |= self.by_kinds(heldout, how.get("by"))
             measured = self.evaluate(
                 Measure(model, shown, heldout, keep_rows=True, **how)
             )

@@ -272,7 +272,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     # The data of a run.
 
     def schema(self, columns: Clicks) -> Any:
-        """The columns of clicks, if the options of a command name them."""
+        """The columns of clicks or of events, if the options of a command name them."""
         del columns
         return None
 
@@ -378,6 +378,16 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         del config, rule, schema, examples
         return None
 
+    def columns_to_plan(self, schema: Any, examples: str | None) -> dict[str, Any]:
+        """Arguments of `plan` for the columns of data that has no tables to place.
+
+        Args:
+          schema: the columns of the data.
+          examples: a file whose categories are counted.
+        """
+        del schema, examples
+        return {}
+
     def metric(self, k: int) -> str:
         """The validation metric that decides."""
         return f"ndcg@{k}"
@@ -445,6 +455,11 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     @abc.abstractmethod
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         """The metrics of a run."""
+
+    def targets_alone(self, asked: Evaluate, reading: Reading, run: Opened) -> Any:
+        """The held-out data of a model that is compared with a run, which may have targets."""
+        del reading, run
+        return asked.heldout
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
         """The model of a run, which may be corrected."""

@@ -10,6 +10,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from sparsejax import codec
 from sparsejax.data import (
     DataError,
     SequenceDataset,
@@ -24,6 +25,9 @@ from sparsejax.data.files.opening import shown
 from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
+from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import Events
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.options.reading import Reading
 
@@ -99,16 +103,29 @@ def is_saved(source: Any, form: stored.Form) -> bool:
 
 
 def read_histories(
-    source: Any, reading: Reading, *, features: Names | SequenceDataset | None = None
+    source: Any,
+    reading: Reading,
+    *,
+    features: Names | SequenceDataset | None = None,
+    events: EventSchema | Events | None = None,
 ) -> SequenceDataset:
-    """Histories from a file or a table, or a data set of them."""
+    """Histories from a file or a table, or a data set of them.
+
+    Args:
+      source: the file, the table or the data set.
+      reading: settings of reading: the format and the columns.
+      features: the items, as names; or data that has them, and perhaps columns of events.
+      events: the columns of events, unless `features` has them.
+    """
     if reading.value is not None:
         raise ValueError("value=...: histories have no values; leave it out")
+    if events is None:
+        events = getattr(features, "events", None)
     if isinstance(source, SequenceDataset):
-        _check_no_events(source)
+        _check_events(source, events)
         return source if features is None else source.align_features(features)
     if (rows := _baskets(source)) is not None:
-        return read_sequences(rows, features=features)
+        return read_sequences(rows, features=features, events=events)
     if isinstance(source, SparseDataset):
         raise ValueError(
             "a SparseDataset has lost the order and the repeats of its events: read the "
@@ -116,23 +133,48 @@ def read_histories(
         )
     options = _options(source, reading)
     del options["value"], options["indicator"]
-    data = read_sequences(source, features=features, **options)
-    _check_no_events(data)
+    data = read_sequences(source, features=features, events=events, **options)
+    if features is not None and events is None:  # the columns of a saved data set
+        data = data.without_events()
     sizes = data.num_rows, data.num_features, data.num_entries
     account = str(
         data.columns or account_of_histories(*sizes, timed=data.times is not None)
     )
+    if data.events is not None and data.columns is None:
+        account += f"; columns of events: {', '.join(data.events.schema.used)}"
     reading.say(f"{name_of(source)}: {account}")
     return data
 
 
-def _check_no_events(data: SequenceDataset) -> None:
-    """Raises NotImplementedError if histories have columns of events."""
-    if data.events is not None:
-        raise NotImplementedError(
-            f"the histories have the columns of events {data.events.schema.used}, which runs "
-            "and commands do not read yet: train by build and fit, or leave the columns out: "
-            "data.without_events()"
+def _check_events(data: SequenceDataset, events: EventSchema | Events | None) -> None:
+    """Raises ValueError where a data set has other columns of events than are wanted."""
+    if isinstance(events, EventSchema):
+        raise ValueError(
+            "schema is of no use for a data set, which has one: leave it out"
+        )
+    if events is not None and data.events is not None:
+        events.check_like(data.events, "the data")
+
+
+def schema_in[T: (ClickSchema, EventSchema)](path: Any, type_: type[T]) -> T:
+    """The schema in a file of JSON.
+
+    Raises:
+      ValueError: the file holds something else; the message names it.
+    """
+    document = codec.load(path)
+    try:
+        return type_.from_json(document)
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def check_columns_of_run(command: Any, columns: Collection[str]) -> None:
+    """Raises ValueError where --from, whose run has columns, comes with flags of columns."""
+    if command.given & columns:
+        raise ValueError(
+            "--from takes the columns of its run: leave out --schema, --label, --kind, --dense, "
+            "--categories, --weight, --dynamic and --delimiter, or --from"
         )
 
 

@@ -10,6 +10,12 @@ import numpy as np
 
 from sparsejax.data import ItemFeatures
 
+
+def item_names(known: Any) -> Any:
+    """The names of the items, from what a run of a model that ranks items keeps of its data."""
+    return getattr(known, "feature_names", known)
+
+
 # Lowers what a model will run, which has shapes in place of arrays. Returns what compiles it.
 Ahead = Callable[[Any], Callable[[], object]]
 
@@ -24,8 +30,8 @@ class Source:
       chunks: number of rows in each chunk of the data.
       fingerprint: fingerprint of the data.
       num_features: number of columns of the data; for clicks the number of all ids.
-      known: names of the features, or for clicks a data set without examples. The run folder
-        keeps it, so that other data can be read with the same numbers of columns.
+      known: names of the features; or a data set without rows, for clicks and for histories
+        with columns of events. The run folder keeps it, so that other data can be read with the same numbers of columns.
       indicator: whether the data has no values, or its values are ignored.
       heldout: data to measure the model on after each epoch, or None.
       validation: fingerprint of the held-out data.

@@ -111,7 +111,8 @@ class Ranking(Counting, Choosing):
 
     Attributes:
       candidates: For each row, rank only its items in this data, and its held-out items.
-      by: "entries" also measures items with few and with many interactions apart.
+      by: "entries" also measures items with few and with many interactions apart; "kinds"
+        held-out events of each kind.
     """
 
     candidates: Any = option(
@@ -119,7 +120,7 @@ class Ranking(Counting, Choosing):
         Flag(type=str | None, value="FILE", default="rank all items"),
         kinds=RANKING,
     )
-    by: Literal["entries"] | None = option(None, kinds=RANKING, shell=False)
+    by: Literal["entries", "kinds"] | None = option(None, kinds=RANKING, shell=False)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -241,7 +242,7 @@ class Evaluate(Shown, Held, Grouping, Correcting):
     )
     weighted: bool = option(False, Flag(gives=True), kinds=("clicks",))
     baselines: bool = option(False, Flag(gives=True), kinds=RANKING)
-    by: Literal["entries"] | None = option(
+    by: Literal["entries", "kinds"] | None = option(
         None,
         Flag(
             name="by-entries",
@@ -307,7 +308,10 @@ class Measure(Held):
         group there are "entries[1-4]", the number of held-out entries; "recall@20[1-4]" and
         "ndcg@20[1-4]", means over the rows with such entries, as if these alone were held
         out; and "share@20[1-4]", the share of the recommendations that are of the group.
-        Items that the vocabulary lacks are in no group.
+        Items that the vocabulary lacks are in no group. "kinds" measures held-out events of
+        histories apart by their kind, if it is one that the training data has:
+        "recall@20[action=buy]", where the kinds are in the column "action". `Run.evaluate` and
+        the command do so by default where targets are of several kinds.
       optimizer: Optimizer of the model. Pass it while rows of the weights may not be up to
         date, as in `recommend`.
       batch_size: Number of rows scored at a time; by default 512, for clicks 8192. Take fewer

@@ -1,4 +1,4 @@
-"""The options that describe models, and the columns of clicks."""
+"""The options that describe models, and the columns of clicks and of events."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from sparsejax.options.option import Flag, KindName, Options, option
 Precision = Literal["highest", "high", "default"]
 _FILE = Flag(value="FILE", default="")
 _COLUMNS = Flag(value="COLUMN", default="")
+_WITH_COLUMNS: tuple[KindName, ...] = ("clicks", "histories")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -92,12 +93,14 @@ class Histories(OfKind):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clicks(Options):
-    """The columns of a file of clicks. None of it is needed for saved data sets.
+    """The columns of a file of clicks, or of the events of histories. None of it is needed for
+    saved data sets.
 
     Attributes:
-      schema: JSON file of a ClickSchema, in place of the four flags below: it also says how
-        numbers are transformed, and which categories are hashed.
+      schema: JSON file of a ClickSchema or an EventSchema, in place of the flags below: it
+        also says how numbers are transformed, and which categories are hashed.
       label: Column with 1 for a click and 0 for none.
+      kind: For histories, the column with the kind of each event, such as view or purchase.
       dense: Columns of numbers.
       categories: Columns of categories, or of lists of them.
       weight: Column of the examples' weights, numbers of 0 or more that training multiplies
@@ -109,12 +112,13 @@ class Clicks(Options):
     """
 
     describes: ClassVar[KindName] = "clicks"
-    heading = "clicks"
+    heading = "clicks_and_events"
 
-    schema: pathlib.Path | None = option(None, _FILE, kinds=("clicks",))
+    schema: pathlib.Path | None = option(None, _FILE, kinds=_WITH_COLUMNS)
     label: str | None = option(None, _COLUMNS, kinds=("clicks",))
-    dense: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
-    categories: tuple[str, ...] = option((), _COLUMNS, kinds=("clicks",))
+    kind: str | None = option(None, _COLUMNS, kinds=("histories",))
+    dense: tuple[str, ...] = option((), _COLUMNS, kinds=_WITH_COLUMNS)
+    categories: tuple[str, ...] = option((), _COLUMNS, kinds=_WITH_COLUMNS)
     weight: str | None = option(None, _COLUMNS, kinds=("clicks",))
     dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
 

@@ -9,6 +9,7 @@ from sparsejax.options.option import RANKING, Flag, Options, option
 
 if TYPE_CHECKING:
     from sparsejax.codec import ModelConfig
+    from sparsejax.data.sets.events import Events
     from sparsejax.nn.config import NetworkConfig
     from sparsejax.nn.item_content import ContentSizes
     from sparsejax.optimizers.rules import Rule
@@ -58,6 +59,7 @@ class Plan(Sized):
       batch_size: Examples a step.
       fused: Plan for training with `fused=True`.
       content: Sizes of the content of the items, a `sparsejax.nn.ContentSizes`.
+      events: The columns of events of histories, `train.events`; their entries do not count.
       data: Devices over which batches are divided.
       model: Devices over which the first kernel is divided. The last kernel is divided
         over all devices.
@@ -79,6 +81,7 @@ class Plan(Sized):
     entries: int = option(least=1)
     batch_size: int = option(512, least=1)
     content: ContentSizes | None = None
+    events: Events | None = option(None, kinds=("histories",))
     data: int = 1
     model: int = 1
     memory: int | None = None

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from sparsejax.data import ScannedDataset
     from sparsejax.data.reading.sources import Source, Sources
     from sparsejax.data.sets.click_schema import ClickSchema
+    from sparsejax.data.sets.event_schema import EventSchema
     from sparsejax.engine.train.checkpoint import Checkpoints
     from sparsejax.engine.train.progress import EarlyStopping
     from sparsejax.engine.train.resident import Targets
@@ -62,6 +63,10 @@ class Repeated(Options):
       k: Cut-off of the validation metrics: the number of recommendations that count.
       patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
       seed: Seed of the initial weights, the order of rows, corruption and dropout.
+      targets: Kinds of events that the model learns to predict, and is measured on. It reads
+        events of all kinds. A run that goes on from another one has its targets and weights,
+        unless others are given.
+      weights: How much each target counts, by its kind; or the name of a column of numbers.
     """
 
     k: int = option(20, kinds=RANKING, least=1)
@@ -69,6 +74,27 @@ class Repeated(Options):
         None, Flag(value="INT", default="train all epochs"), least=1
     )
     seed: int = option(0, least=0, below=2**32)
+    targets: str | tuple[str, ...] | None = option(
+        None,
+        Flag(type=tuple[str, ...] | None, value="KIND", default="all kinds"),
+        kinds=("histories",),
+    )
+    weights: Mapping[str, float] | str | None = option(
+        None,
+        Flag(
+            type=str | None,
+            value="{KIND=FLOAT[,KIND=FLOAT...],COLUMN}",
+            default="1",
+            read="weights",
+        ),
+        kinds=("histories",),
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.targets is not None:  # in the form that a run folder keeps
+            kinds = [self.targets] if isinstance(self.targets, str) else self.targets
+            object.__setattr__(self, "targets", tuple(kinds))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -226,7 +252,8 @@ class Train(TrainMore):
         the order of their times, or else of the file, and an item may be in one many times.
         dlrm, the default for clicks, dcn, deepfm, wide_deep and din predict clicks.
       config: The configuration of the model, in place of one that suits the data.
-      schema: The columns of a file of clicks.
+      schema: The columns of a file of clicks, a `ClickSchema`; or of the events of histories,
+        an `EventSchema`.
       dynamic: Rows of the dynamic table of each column of 64-bit ids, which get a row when they
         are first seen, and lose it when the table is full. A configuration also says which ids
         they keep, see `DynamicTables`.
@@ -235,7 +262,9 @@ class Train(TrainMore):
     _: dataclasses.KW_ONLY
     model: str | None = option(None, shell=False)
     config: NetworkConfig | ModelConfig | None = option(None, shell=False)
-    schema: ClickSchema | None = option(None, shell=False, kinds=("clicks",))
+    schema: ClickSchema | EventSchema | None = option(
+        None, shell=False, kinds=("clicks", "histories")
+    )
     dynamic: int | None = option(
         None, Flag(value="INT", default=""), kinds=("clicks",), least=1
     )
@@ -249,7 +278,7 @@ class Training(Train):
       suited: The settings of the configuration that the data decides.
       origin: Folder of a run whose model is trained on. Items and categories of the data that
         it does not know are added behind those that it knows, and no known row moves before
-        training. The new run has its network and its columns of clicks. It also has the
+        training. The new run has its network and its columns of clicks or of events. It also has the
         optimizer's state, if the optimizer is of the same kind and the learning rate is
         constant. The data should hold all interactions that count: interactions that only the
         earlier data has are gradually forgotten.

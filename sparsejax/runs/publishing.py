@@ -19,7 +19,7 @@ from sparsejax.data.files.names import find_names
 from sparsejax.data.reading.histories import unordered
 from sparsejax.kinds.kind import Kind, kind_called
 from sparsejax.kinds.reading import validation_share
-from sparsejax.kinds.source import Source
+from sparsejax.kinds.source import Source, item_names
 from sparsejax.metrics.ranking import METRICS
 from sparsejax.predictors.files import load_predictor
 from sparsejax.predictors.predictor import Predictor
@@ -218,7 +218,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
         warnings.simplefilter("ignore", UnknownFeaturesWarning)
         shown = source.data.align_rows(names).align_features(predictor.items)
     found = predictor.recommend(shown, k=gate.k, exclude=shown)
-    places = find_names(predictor.items, source.known)
+    places = find_names(predictor.items, item_names(source.known))
     ids = np.where(found.ids >= 0, places[found.ids], -1)
     labels = jax.tree.map(jnp.asarray, heldout.align_rows(names).matrix)
     found = METRICS[gate.metric](jnp.asarray(ids), labels, gate.k)

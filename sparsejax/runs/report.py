@@ -110,6 +110,7 @@ def write_report(
         _summary(model, measured or {}, data),
         _section("Held-out items found", _metrics(measured)) if of_items else "",
         _section("New and rare items", _by_entries(measured or {})),
+        _section("Kinds of events", _by_kinds(measured or {})),
         _section("Measured", _values(measured or {})) if not of_items else "",
         _section("Calibration", _calibration(calibration)),
         _section("Recommendations", _cards(_example(e, titled) for e in examples)),
@@ -583,18 +584,34 @@ def _metrics(measured: Mapping[str, float] | None) -> str:
 
 def _by_entries(measured: Mapping[str, float]) -> str:
     """How well items are found that so many users have, by `by="entries"`."""
-    groups = [name[8:-1] for name in measured if name.startswith("entries[")]
+    text = (
+        "Items by the number of users who have them in the data that the model is shown. share "
+        "is that of the recommendations."
+    )
+    return _groups(measured, "users", text, kinds=False)
+
+
+def _by_kinds(measured: Mapping[str, float]) -> str:
+    """How well the items of events of each kind are found, by `by="kinds"`."""
+    text = "Held-out events by their kinds."
+    return _groups(measured, "events", text, kinds=True)
+
+
+def _groups(measured: Mapping[str, float], head: str, text: str, *, kinds: bool) -> str:
+    """A table of metrics of groups: of kinds of events, whose names have a sign =, or others."""
+    named = [name[8:-1] for name in measured if name.startswith("entries[")]
+    groups = [name for name in named if ("=" in name) == kinds]
     if not groups:
         return ""
-    kinds = dict.fromkeys(
+    metrics = dict.fromkeys(
         name[: name.index("[")]
         for name in measured
         if name.endswith("]") and "@" in name
     )
-    heads = "".join(f'<th class="number">{_text(kind)}</th>' for kind in kinds)
+    heads = "".join(f'<th class="number">{_text(each)}</th>' for each in metrics)
     rows = []
     for group in groups:
-        found = [measured.get(f"{kind}[{group}]") for kind in kinds]
+        found = [measured.get(f"{each}[{group}]") for each in metrics]
         cells = "".join(
             f'<td class="number">{"" if value is None else f"{value:.4f}"}</td>'
             for value in found
@@ -605,9 +622,7 @@ def _by_entries(measured: Mapping[str, float]) -> str:
             f'<td class="number">{count:,.0f}</td>{cells}</tr>'
         )
     return (
-        '<p class="soft">Items by the number of users who have them in the data that the model '
-        "is shown. share is that of the recommendations.</p>\n"
-        '<div class="scroll"><table><tr><th>users</th>'
+        f'<p class="soft">{text}</p>\n<div class="scroll"><table><tr><th>{head}</th>'
         f'<th class="number">held out</th>{heads}</tr>\n{chr(10).join(rows)}</table></div>'
     )
 

@@ -23,11 +23,12 @@ from sparsejax.data import (
 )
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.kinds.reading import is_file
-from sparsejax.kinds.source import Ahead, Source
+from sparsejax.kinds.source import Ahead, Source, item_names
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Evaluate, Report
@@ -163,7 +164,8 @@ class Run:
         kind and its learning rate is constant, else it begins anew. The folder of the run so
         far stays as it is.
 
-        The columns of clicks are those of the run. The data should hold all interactions that
+        The columns of clicks and of events are those of the run, and so are targets and
+        weights, unless others are given. The data should hold all interactions that
         count: what only earlier data had is gradually forgotten. Files are read as before,
         unless columns are named.
 
@@ -207,7 +209,9 @@ class Run:
 
     @property
     def known(self) -> Any:
-        """The names of the items; of clicks a `ClickDataset` without examples."""
+        """The names of the items; a data set without rows for clicks, and for histories with
+        columns of events.
+        """
         return self._kept.known
 
     @property
@@ -244,7 +248,7 @@ class Run:
             inputs=self._inputs("recommend", asked.inputs), users=users
         )
         rows, found = uses.recommended(asked, self._reading, self._kept)
-        return found.named(rows, self.known)
+        return found.named(rows, item_names(self.known))
 
     def predict(self, examples: Any) -> np.ndarray:
         """The probability of a click of each example, `[examples]` float32.
@@ -271,7 +275,7 @@ class Run:
             raise ValueError("a model of clicks has no items")
         items = [items] if isinstance(items, str) else items
         found = similar_items(self.model, items, k, names=self.known)
-        return found.named(items, self.known)
+        return found.named(items, item_names(self.known))
 
     @takes(Report)
     def report(self, asked: Report) -> None:
@@ -342,13 +346,20 @@ class _Kept:
         return self.opened.item_features()
 
 
-def _model_of(data: Any, model: str | None, schema: ClickSchema | None) -> str:
+def _model_of(
+    data: Any, model: str | None, schema: ClickSchema | EventSchema | None
+) -> str:
     """The name of the model that is meant.
 
     Raises:
       ValueError: there is no model of this name.
     """
     if model is None:
+        if isinstance(schema, EventSchema):
+            raise ValueError(
+                "schema=EventSchema(...) is for models of histories, which read columns of "
+                "events: give model='sasrec', 'hstu' or 'gru', or a configuration of one"
+            )
         return kind_of(data if schema is None else schema).default_model
     if model not in MODELS:
         raise ValueError(f"model={model!r} is not one of {', '.join(MODELS)}")

@@ -66,7 +66,6 @@ def save_model(
       ValueError: the model is not what its configuration describes for this data; or the
         optimizer was made with `dense` or `wrt`, which a run does not keep. The model has
         content and `item_features` is missing or other, or it has none.
-      NotImplementedError: the model reads columns of events.
     """
     config = getattr(model, "config", None)
     if not isinstance(config, Config):
@@ -83,11 +82,6 @@ def save_model(
     if optimizer.transformation is not None or optimizer.wrt is not nnx.Param:
         raise ValueError(
             "a run keeps the rule of an optimizer alone: make it without dense= and wrt="
-        )
-    if getattr(model, "events", None) is not None:
-        raise NotImplementedError(
-            "the model reads columns of events, which a run does not keep yet: keep it by "
-            "fit(..., checkpoint_dir=...)"
         )
     features = _checked(item_features, model, data)
     known = kind.known_of(data)

@@ -53,6 +53,7 @@ def train(
     check = functools.partial(folders.check_folder, directory, resume=training.resume)
     processes.in_first(check)
     kind = kind_of(training.config)
+    training = _with_targets_of_origin(training)
     following.check(training, directory)
     stopping = _early_stopping(training, kind)
     if training.follow:  # each file is an epoch, and the rate has no end to fall to
@@ -147,6 +148,15 @@ def train(
     if doubts is not None and processes.is_first():
         warn_caller(doubts)
     return source
+
+
+def _with_targets_of_origin(training: Training) -> Training:
+    """The training with the targets and weights of the run that it goes on from, if it has none."""
+    given = training.targets, training.weights
+    if training.origin is None or given != (None, None):
+        return training
+    before = folders.load_settings(pathlib.Path(training.origin))
+    return training.replaced(targets=before.targets, weights=before.weights)
 
 
 def _with_dtype_of(begun: Any, config: Any) -> Any:

@@ -15,7 +15,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.reading import some_rows
-from sparsejax.kinds.source import Opened
+from sparsejax.kinds.source import Opened, item_names
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate, Paged
 from sparsejax.options.predicting import Export, Exported, Rank, Recommend
@@ -99,7 +99,8 @@ def page(asked: Paged, reading: Reading, run: Opened) -> dict[str, Any]:
             found.model, found.shown, found.heldout, keep_seen=not asked.exclude_seen
         )
     if found.counts is not None:
-        contents["similar"] = similar_to_popular(found.model, run.known, found.counts)
+        names = item_names(run.known)
+        contents["similar"] = similar_to_popular(found.model, names, found.counts)
     return contents
 
 

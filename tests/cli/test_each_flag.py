@@ -89,6 +89,8 @@ ABOUT_CLICKS = {
     "--dynamic": ("--label click --categories user", "--dynamic 0"),
     "--schema": ("", "--schema nosuch"),
 }
+COLUMNS = {"--kind": "nosuch"}
+TARGETS = {"--targets": "nosuch", "--weights": "a=b"}
 CLICKS = {
     "train": f"train clicks.csv --run out {OF_CLICKS}",
     "tune": "tune clicks.csv --run out --model wide_deep --trials 1 --validation 7",
@@ -122,6 +124,8 @@ OWN = {
         "--tensorboard": "events.csv",
         "--export-to": "events.csv",
         "--gate": "ndcg@5",
+        **COLUMNS,
+        **TARGETS,
     },
     f"train events.csv --run out {TINY} --tied": {"--fused": ""},
     f"train events.csv --run items {TINY}": {"--resume": ""},
@@ -135,6 +139,8 @@ OWN = {
     f"tune events.csv {TUNE}": {
         **NETWORKS,
         **CONTENT,
+        **COLUMNS,
+        **TARGETS,
         "--run": "items",
         "--trials": "0",
         "--time": "nosuch",
@@ -238,6 +244,7 @@ OWN = {
         "--seed": "1",
         "--repeats": "new",
         "--histories": "",
+        **COLUMNS,
     },
     "report items --train events.csv --test held.csv": {
         **DEVICES,
@@ -252,6 +259,7 @@ OWN = {
     "vectors items --out out.npz": {"--out": "out.txt", "--data": "nosuch"},
     "similar items item1": {"--k": "0"},
     f"{PLAN} --hidden 4": {
+        **COLUMNS,
         **{f: w for f, w in NETWORKS.items() if f not in NO_MEMORY},
         **CONTENT,
         "--items": "0",

@@ -16,6 +16,7 @@ from jax.sharding import NamedSharding
 
 import sparsejax as sj
 from sparsejax import training
+from sparsejax.data.sets.events import Events
 from sparsejax.engine.train.footprint import laid_out
 from sparsejax.kinds.histories.footprint import HistoryWorkload
 from sparsejax.kinds.items.footprint import NetworkWorkload
@@ -405,13 +406,26 @@ def histories(lengths: np.ndarray, items: int) -> sj.SequenceDataset:
     )
 
 
+def with_events(data: sj.SequenceDataset) -> sj.SequenceDataset:
+    """Columns of numbers, of categories and of lists of three."""
+    ids = {"kind": sj.data.HashedColumn(5), "tags": sj.data.HashedColumn(9)}
+    schema = sj.EventSchema(dense={"price": sj.data.DenseColumn()}, ids=ids)
+    count = data.num_entries
+    columns = {
+        "price": np.zeros(count, np.float32),
+        "kind": np.zeros(count, np.int32),
+        "tags": np.zeros((count, 3), np.int32),
+    }
+    return dataclasses.replace(data, events=Events(schema, {}, columns))
+
+
 @EACH
 @pytest.mark.parametrize("mesh", [{}, {"data": 2, "model": 4}], ids=["one", "mesh"])
 def test_what_histories_keep_is_what_their_arrays_take(config, mesh):
     """Rows of two entries: the places with a next item need not be estimated."""
     sizes: dict[str, Any] = {"inputs": 300, "rows": 130, "entries": 260}
-    planned = of_histories(config, **sizes, **mesh)
-    data = histories(np.full(130, 2), 300)
+    data = with_events(histories(np.full(130, 2), 300))
+    planned = of_histories(config, events=data.events, **sizes, **mesh)
     placed = jax.set_mesh(sj.make_mesh(**mesh)) if mesh else contextlib.nullcontext()
     with placed:
         model, optimizer = sj.build(config, data, ADAMW)

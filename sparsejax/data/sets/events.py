@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -109,6 +110,11 @@ class Events:
     def num_ids(self) -> dict[str, int]:
         """Number of ids of each column of categories."""
         return num_ids(self.schema, self.vocabularies)
+
+    @property
+    def lists(self) -> dict[str, int]:
+        """The most categories that an event has, of columns with lists."""
+        return {n: c.shape[1] for n, c in self.columns.items() if c.ndim == 2}
 
     @property
     def kinds(self) -> list[str]:
@@ -217,6 +223,7 @@ class Events:
         return {
             "schema": self.schema.to_json(),
             "vocabularies": {n: v.tolist() for n, v in self.vocabularies.items()},
+            "lists": self.lists,
         }
 
     @classmethod
@@ -234,13 +241,28 @@ class Events:
             _LABEL,
             "vocabularies",
         )
-        return no_events(schema, {name: as_names(v) for name, v in given.items()})
+        lists = document.get("lists", {})
+        lists = codec.value(dict[str, int], lists, _LABEL, "lists")
+        names = {name: as_names(v) for name, v in given.items()}
+        return no_events(schema, names, lists)
 
 
-def no_events(schema: EventSchema, vocabularies: Mapping[str, Names]) -> Events:
-    """The columns of a schema, without events."""
+def no_events(
+    schema: EventSchema,
+    vocabularies: Mapping[str, Names],
+    lists: Mapping[str, int] = MappingProxyType({}),
+) -> Events:
+    """The columns of a schema, without events.
+
+    Args:
+      schema: types of the columns.
+      vocabularies: categories of each `VocabularyColumn`.
+      lists: the most categories that an event has, of columns with lists.
+    """
     columns = {name: np.zeros(0, np.float32) for name in schema.dense}
-    columns |= {name: np.zeros(0, np.int32) for name in schema.ids}
+    for name in schema.ids:
+        shape = (0, lists[name]) if name in lists else 0
+        columns[name] = np.zeros(shape, np.int32)
     return Events(schema, vocabularies, columns)
 
 

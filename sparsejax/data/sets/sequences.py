@@ -358,6 +358,21 @@ class SequenceDataset(NamedRows):
             )
         return self._with(self._entries.keep(self.events.are_of(*kinds)))
 
+    @property
+    def kinds(self) -> dict[str, int]:
+        """How many events there are of each kind that the training data has; empty without kinds."""
+        if self.events is None:
+            return {}
+        found = {k: int(self.events.are_of(k).sum()) for k in self.events.kinds}
+        return {kind: count for kind, count in found.items() if count}
+
+    def without_rows(self) -> SequenceDataset:
+        """The items and the columns of events, without rows."""
+        none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        events = None if self.events is None else self.events.taken(none)
+        names = self.row_names[:0], self.feature_names
+        return SequenceDataset(start, none, *names, events=events)
+
     def without_events(self) -> SequenceDataset:
         """The same histories without columns of events. Weights stay."""
         return dataclasses.replace(self, events=None, context=None)
@@ -602,7 +617,11 @@ class SequenceDataset(NamedRows):
     def save(self, path: Path) -> None:
         facts, categories = "", {}
         if self.events is not None:
-            facts = codec.text(self.events.schema.to_json())
+            stated = {
+                "schema": self.events.schema.to_json(),
+                "lists": self.events.lists,
+            }
+            facts = codec.text(stated)
             categories = dict(self.events.vocabularies)
         names = self.row_names, self.feature_names
         rows = stored.StoredRows(self._entries, *names, facts, categories)
@@ -612,12 +631,14 @@ class SequenceDataset(NamedRows):
     def load(cls, path: Path) -> SequenceDataset:
         rows = stored.read_rows(path, cls._stored, events=True)
         try:
-            events = None
+            events, entries = None, rows.entries
             if rows.facts:
-                schema = EventSchema.from_json(codec.parse(rows.facts))
-                # A file without entries does not say which columns had lists.
-                events = no_events(schema, rows.categories)
-            return _dataset(rows.entries, rows.row_names, rows.feature_names, events)
+                stated = codec.parse(rows.facts)
+                schema = EventSchema.from_json(stated["schema"])
+                events = no_events(schema, rows.categories, stated["lists"])
+                if not len(entries.indices):  # which do not say how long lists were
+                    entries = entries.replaced(**_named(events.columns))
+            return _dataset(entries, rows.row_names, rows.feature_names, events)
         except (ValueError, KeyError) as error:
             raise DataError.at(path, f"is damaged: {error}") from error
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from types import MappingProxyType
 
 import jax
 import numpy as np
@@ -14,6 +15,7 @@ from flax import nnx
 
 from sparsejax import metrics
 from sparsejax.callers import warn_caller
+from sparsejax.data import SparseDataset
 from sparsejax.data.reading.histories import HISTORIES
 from sparsejax.data.reading.sources import (
     Inputs,
@@ -74,6 +76,7 @@ class Setup(Ranking):
       popularity: data whose entries the popularity baseline counts, or None for no
         baseline.
       batch_size: rows scored at a time, 512 by default.
+      kinds: held-out entries of each kind of event, which `by="kinds"` measures apart.
       trained_on_inputs: whether the inputs are training data, so that an item that
         they lack is unknown.
 
@@ -85,6 +88,7 @@ class Setup(Ranking):
     exclude: Source | str | None = "inputs"
     popularity: Source | str | None = "inputs"
     batch_size: int | None = option(None, least=1)
+    kinds: Mapping[str, SparseDataset] = option(MappingProxyType({}))
     trained_on_inputs: bool = True
 
     def __post_init__(self) -> None:
@@ -147,7 +151,16 @@ def prepared_evaluation(
     groups: tuple[_Group, ...] = ()
     if setup.by is not None:
         batch = rows_in_a_batch(setup.batch_size or 512, scored.size)
-        groups = _by_entries(labels, scored, given.trained, batch)
+        if setup.by == "kinds":
+            if not setup.kinds:
+                raise ValueError(
+                    'by="kinds" measures held-out events of histories by their kinds, and '
+                    "these have none; read them with events=EventSchema(kind=COLUMN)"
+                )
+            wanted = ((name, None, each.matrix) for name, each in setup.kinds.items())
+        else:
+            wanted = _by_entries(labels, given.trained)
+        groups = tuple(_Group.of(*each, scored, batch) for each in wanted)
     share = None
     if given.popularity is not None:
         counts = column_counts(given.popularity.matrix)
@@ -182,7 +195,7 @@ class Evaluation:
       users_unknown: number of rows of `heldout` whose items are all unknown.
       entries_unknown: number of its entries of unknown items.
       popularity: `[items]` share of the rows that have the item, or None.
-      groups: items that are measured apart.
+      groups: items, or held-out entries, that are measured apart.
     """
 
     ks: tuple[int, ...]
@@ -357,8 +370,9 @@ class Evaluation:
             for k, given in zip(self.ks, counts, strict=True):
                 for name in ("recall", "ndcg"):
                     found[f"{name}@{k}[{group.name}]"] = float(means[f"{name}@{k}"])
-                share = given[group.items].sum() / max(given.sum(), 1)
-                found[f"share@{k}[{group.name}]"] = float(share)
+                if group.items is not None:
+                    share = given[group.items].sum() / max(given.sum(), 1)
+                    found[f"share@{k}[{group.name}]"] = float(share)
         return found
 
 
@@ -368,19 +382,33 @@ def _replaced(task: RankingTask, unwanted: Batch) -> RankingTask:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class _Group:
-    """Items that are measured apart.
+    """Items, or held-out entries, that are measured apart.
 
     Attributes:
-      name: how many entries they have.
-      items: `[items]` bool.
-      entries: `[users]` number of held-out entries of these items.
-      labels: batches of the held-out entries of these items.
+      name: how many entries the items have, or the kind of event of the entries.
+      items: `[items]` bool; None for held-out entries of a kind.
+      entries: `[users]` number of held-out entries of the group.
+      labels: batches of the held-out entries of the group.
     """
 
     name: str
-    items: np.ndarray
+    items: np.ndarray | None
     entries: np.ndarray
     labels: Batches
+
+    @classmethod
+    def of(
+        cls,
+        name: str,
+        items: np.ndarray | None,
+        own: CSR,
+        scored: np.ndarray,
+        batch_size: int,
+    ) -> _Group:
+        """The group of these held-out entries, of all rows."""
+        lengths = np.diff(np.asarray(own.indptr))[scored]
+        batches = Batches.of(for_batches(indicator(own)), scored, batch_size)
+        return cls(name, items, lengths, batches)
 
 
 # The most entries of the items of a group; the last has all others.
@@ -388,26 +416,22 @@ _FEW = (0, 4, 9, 19)
 
 
 def _by_entries(
-    labels: NamedCSR, scored: np.ndarray, trained: NamedCSR | None, batch_size: int
-) -> tuple[_Group, ...]:
-    """Groups of items by how many rows of the training data have them."""
+    labels: NamedCSR, trained: NamedCSR | None
+) -> Iterator[tuple[str, np.ndarray, CSR]]:
+    """Groups of items by how many rows of the training data have them: names and entries."""
     if trained is None:
         raise ValueError(
             'by="entries" counts the entries of items in the training data; name these: '
             "popularity=..."
         )
-    counts, groups, least = column_counts(trained.matrix), [], 0
+    counts, least = column_counts(trained.matrix), 0
     for most in (*_FEW, None):
         items = (
             counts >= least if most is None else (counts >= least) & (counts <= most)
         )
         name = f"{least}+" if most is None else f"{least}-{most}" if most else "0"
-        own = _of_items(labels, items).matrix
-        lengths = np.diff(np.asarray(own.indptr))[scored]
-        batches = Batches.of(for_batches(indicator(own)), scored, batch_size)
-        groups.append(_Group(name, items, lengths, batches))
+        yield name, items, _of_items(labels, items).matrix
         least = 0 if most is None else most + 1
-    return tuple(groups)
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)

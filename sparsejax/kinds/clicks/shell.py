@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from flax import nnx
 
-from sparsejax import codec
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
@@ -15,6 +14,7 @@ from sparsejax.data.sets.click_schema import (
 from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.config import TableConfig
 from sparsejax.kinds.kind import Maker
+from sparsejax.kinds.reading import check_columns_of_run, schema_in
 from sparsejax.optimizers.rules import Rule
 from sparsejax.options.models import Clicks
 
@@ -24,11 +24,7 @@ def schema_of(command: Clicks) -> ClickSchema | None:
     delimiter = getattr(command, "delimiter", None)
     others = command.given & {"label", "dense", "categories", "weight"}
     if getattr(command, "origin", None) is not None:
-        if command.given & {*Clicks.option_names(), "delimiter"}:
-            raise ValueError(
-                "--from takes the columns of its run: leave out --schema, --label, --dense, "
-                "--categories, --weight, --dynamic and --delimiter, or --from"
-            )
+        check_columns_of_run(command, {*Clicks.option_names(), "delimiter"})
         return None
     if command.schema is not None:
         if others or delimiter is not None:
@@ -36,11 +32,7 @@ def schema_of(command: Clicks) -> ClickSchema | None:
                 "--schema says what all columns are, and what separates them: leave out "
                 "--label, --dense, --categories, --weight and --delimiter, or --schema"
             )
-        document = codec.load(command.schema)
-        try:
-            return ClickSchema.from_json(document)
-        except (ValueError, TypeError) as error:
-            raise ValueError(f"{command.schema}: {error}") from error
+        return schema_in(command.schema, ClickSchema)
     if not others and delimiter is None:
         return None
     if command.label is None:

@@ -10,6 +10,7 @@ import numpy as np
 from sparsejax.data.files.names import RowNames, find_names
 from sparsejax.data.reading.histories import Unordered, unordered
 from sparsejax.data.reading.sources import Source
+from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.kinds.histories.next_items import shown_of
@@ -23,6 +24,7 @@ def prepared_sequences(
     exclude: Unordered = "inputs",
     popularity: Unordered = "inputs",
     candidates: Unordered = None,
+    by: str | None = None,
     **setup: Any,
 ) -> Evaluation:
     """Prepares histories for `evaluate`, before it runs the model, a `NextItems`.
@@ -38,20 +40,31 @@ def prepared_sequences(
         raise ValueError(
             f"candidates are data, a list of items for each row, got {candidates!r}"
         )
+    if isinstance(heldout, SequenceDataset):
+        heldout = heldout.only_targets()
     chosen = Setup(
+        by=by,
+        kinds=kinds_of(heldout) if by == "kinds" else {},
         candidates=unordered("candidates", candidates, inputs),
         exclude=unordered("exclude", exclude, inputs),
         popularity=unordered("popularity", popularity, inputs),
         **setup,
     )
-    if isinstance(heldout, SequenceDataset):
-        heldout = heldout.only_targets()
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None
     shown = _with_new_rows(inputs, heldout)
     if isinstance(heldout, SequenceDataset):
         shown = shown.with_context_of(heldout)
     return prepared_evaluation(shown_of(model, shown), wanted, chosen)
+
+
+def kinds_of(heldout: Any) -> dict[str, SparseDataset]:
+    """The held-out targets of each kind of event, by `COLUMN=KIND`, of the rows of `heldout`."""
+    if not isinstance(heldout, SequenceDataset) or heldout.events is None:
+        return {}
+    targets, column = heldout.only_targets(), heldout.events.schema.kind
+    found = ((kind, targets.of_kinds(kind)) for kind in targets.kinds)
+    return {f"{column}={kind}": data.to_sparse() for kind, data in found}
 
 
 def _with_new_rows(

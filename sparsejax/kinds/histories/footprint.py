@@ -54,6 +54,7 @@ from sparsejax.optimizers.optimizer import Optimizer, updates_whole
 from sparsejax.options.planning import Plan
 from sparsejax.sequence.build import build_sequence_model, model_of
 from sparsejax.sequence.config import AttentionConfig, SequenceConfig, operand_dtype
+from sparsejax.sequence.events import EventSizes
 from sparsejax.sequence.model import Asked, SequenceModel, TokenModel
 from sparsejax.sparse import CSR
 
@@ -100,10 +101,17 @@ class HistoryWorkload(Workload):
 
     Attributes:
       times: whether it reads times.
+      events: sizes of the columns of events that it reads; None if it reads none.
     """
 
     network: SequenceConfig
     times: bool
+    events: EventSizes | None = None
+
+    @property
+    def _columns(self) -> dict[str, tuple[int, ...]]:
+        """The shape of an event's part of each column."""
+        return {} if self.events is None else self.events.shapes
 
     @property
     def window(self) -> int:
@@ -127,11 +135,12 @@ class HistoryWorkload(Workload):
             # Batches are not alike: the fullest is 3 standard deviations above the mean.
             fullest += 3 * math.sqrt(rows) * targets.std()
         most = min(math.ceil(fullest), rows * self.network.max_length)
-        return [windows] * (1 + self.times) + [room(most)]
+        of_events = [windows * math.prod(shape) for shape in self._columns.values()]
+        return [windows] * (1 + self.times) + of_events + [room(most)]
 
     @property
     def roles(self) -> TrainingTask:
-        return SequenceTask(packs=True, even=self._of_tokens)
+        return SequenceTask(True, self._of_tokens, tuple(self._columns))
 
     @property
     def _of_tokens(self) -> bool:
@@ -164,7 +173,7 @@ class HistoryWorkload(Workload):
         return self.content is not None and self.network.negatives is None
 
     def new(self) -> tuple[SequenceModel, Optimizer]:
-        sizes = {"items": self.inputs, "content": self.content}
+        sizes = {"items": self.inputs, "content": self.content, "events": self.events}
         build = functools.partial(build_sequence_model, self.network, **sizes)
         model, optimizer = Maker(build)(rule=self.rule, seed=0)
         if model.output.content is not None:
@@ -175,11 +184,20 @@ class HistoryWorkload(Workload):
         size = data, self.rows_of(data, model) + 1, self.window
         dtypes = [jnp.int32] + [jnp.float32] * self.times
         windows = [shape(size, dtype, P("data")) for dtype in dtypes]
+        windows += [
+            shape((*size, *each), self._dtype(name), P("data"))
+            for name, each in self._columns.items()
+        ]
         [entries] = self.entries_of(data, model)
         ends = shape((self.rows + 1,), jnp.int32, P())
         leaves = None, shape((entries,), jnp.int32, P()), ends, None
         places = CSR.tree_unflatten(self.network.max_length, leaves)
         return *windows, places
+
+    def _dtype(self, name: str) -> Any:
+        """Type of a column of events."""
+        is_number = self.events is not None and name in self.events.dense
+        return jnp.float32 if is_number else jnp.int32
 
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
         width, read = self.network.width, self._read(data, model)
@@ -300,15 +318,20 @@ class HistoryWorkload(Workload):
             size = rows, self.network.max_length
             ids = jax.ShapeDtypeStruct(size, jnp.int32)
             times = jax.ShapeDtypeStruct(size, jnp.float32) if self.times else None
+            beside = {
+                name: jax.ShapeDtypeStruct((*size, *each), self._dtype(name))
+                for name, each in self._columns.items()
+            }
+            more = {} if self.events is None else {"events": beside}
 
-            def backward(parameters, others, ids, times):
+            def backward(parameters, others, ids, times, more):
                 def forward(parameters):
                     model: Any = nnx.merge(graphdef, parameters, others, copy=True)
-                    return model(ids, times)
+                    return model(ids, times, **more)
 
                 return jax.vjp(forward, parameters)[1]
 
-            found = jax.eval_shape(backward, parameters, others, ids, times)
+            found = jax.eval_shape(backward, parameters, others, ids, times, more)
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
 
         # Parameters that the backward pass reads are in both.
@@ -411,6 +434,7 @@ def history_workload(asked: Plan, batch: int) -> HistoryWorkload:
         times=asked.times and model_of(network).uses_times,
         batch=batch,
         content=asked.content,
+        events=None if asked.events is None else EventSizes.of(asked.events),
     )
 
 
@@ -444,5 +468,6 @@ def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> N
         batch=batch,
         times=has_times(model, data),
         content=content.sizes,
+        events=None if model.events is None else model.events.sizes,
     )
     content.by_parts = fitting(job, divided, by, memory)[0].by_parts

@@ -4,20 +4,31 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import pathlib
 from collections.abc import Collection, Sequence
 from typing import Any, ClassVar, Literal, cast
 
 import numpy as np
 
+from sparsejax import codec
 from sparsejax.data import (
     ScannedSequences,
     SequenceDataset,
     SparseDataset,
     scan_sequences,
 )
+from sparsejax.data.files import stored
 from sparsejax.data.reading.histories import unordered
+from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.scan import chunk_ends
+from sparsejax.data.sets.click_schema import (
+    DenseColumn,
+    VocabularyColumn,
+    vocabularies_of,
+)
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import no_events
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -26,6 +37,7 @@ from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
+from sparsejax.kinds.histories.evaluation import kinds_of, prepared_sequences
 from sparsejax.kinds.histories.next_items import (
     NextItems,
     check_history_model,
@@ -44,18 +56,22 @@ from sparsejax.kinds.kind import (
     kind_of,
 )
 from sparsejax.kinds.reading import (
+    check_columns_of_run,
+    is_saved,
     read_file,
     read_histories,
+    schema_in,
 )
-from sparsejax.kinds.source import Opened, Source
+from sparsejax.kinds.source import Earlier, Opened, Source, item_names
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate, Measure
 from sparsejax.options.models import BY_DEFAULT, Described
+from sparsejax.options.models import Clicks as Columns
 from sparsejax.options.models import Histories as HistoryOptions
 from sparsejax.options.planning import Plan
 from sparsejax.options.predicting import Write
 from sparsejax.options.reading import Reading
-from sparsejax.options.training import Fit, Training
+from sparsejax.options.training import Fit, Repeated, Training
 from sparsejax.sequence.config import (
     AttentionConfig,
     SequenceConfig,
@@ -130,8 +146,6 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return encoder, shown
 
     def evaluate(self, asked: Measure) -> dict[str, float]:
-        from sparsejax.kinds.histories.evaluation import prepared_sequences
-
         if asked.heldout is None:
             raise ValueError("give heldout, as split_last makes it")
         model, inputs = asked.model, cast(SequenceDataset, asked.inputs)
@@ -168,6 +182,20 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         from sparsejax.kinds.histories.footprint import history_workload
 
         return history_workload(asked, batch)
+
+    def columns_to_plan(
+        self, schema: EventSchema | None, examples: str | None
+    ) -> dict[str, Any]:
+        if examples is not None:
+            return {"events": read_sequences(examples, events=schema).events}
+        if schema is None:
+            return {}
+        if learned := [*vocabularies_of(schema)]:
+            raise ValueError(
+                f"the categories of {', '.join(learned[:3])} are to be counted: name a file of "
+                "--examples, or give the columns hashed ids"
+            )
+        return {"events": no_events(schema, {})}
 
     def read_config(self, document: object) -> SequenceConfig:
         return SequenceConfig.from_json(document)
@@ -212,15 +240,105 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         sampler = "uniform" if negatives is None else config.sampler
         return dataclasses.replace(config, negatives=negatives, sampler=sampler)
 
+    def schema(self, columns: Columns) -> EventSchema | None:
+        names = {"schema", "kind", "dense", "categories"}
+        if getattr(columns, "origin", None) is not None:
+            check_columns_of_run(columns, names)
+            return None
+        others = columns.given & (names - {"schema"})
+        if columns.schema is not None:
+            if others:
+                raise ValueError(
+                    "--schema says what all columns are: leave out --kind, --dense and "
+                    "--categories, or --schema"
+                )
+            return schema_in(columns.schema, EventSchema)
+        if not others:
+            return None
+        dense = {name: DenseColumn() for name in columns.dense}
+        ids = dict.fromkeys(columns.categories, VocabularyColumn())
+        return EventSchema(columns.kind, dense, ids)
+
     def read(
         self, source, reading: Reading, *, features=None, indicator=True
     ) -> SequenceDataset:
         del indicator  # histories have no values
         return read_histories(source, reading, features=features)
 
+    def read_to_train(
+        self, training: Training, before: Earlier | None
+    ) -> SequenceDataset:
+        schema: Any = training.schema
+        if before is None:
+            if not isinstance(schema, EventSchema | None):
+                raise TypeError(
+                    "schema of histories is an EventSchema, got "
+                    f"{type(schema).__name__}"
+                )
+            return read_histories(training.data, training, events=schema)
+        if schema is not None:
+            raise ValueError(
+                "schema=...: the columns are those of the run that is trained on; leave it out"
+            )
+        events = getattr(before.known, "events", None)
+        data = read_histories(training.data, training, events=events)
+        return data if events is not None else data.without_events()
+
+    def with_targets(
+        self, data: SequenceDataset, recorded: Repeated
+    ) -> SequenceDataset:
+        if recorded.targets is None and recorded.weights is None:
+            return data
+        return data.with_targets(recorded.targets, weights=recorded.weights)
+
+    def by_kinds(self, heldout: SequenceDataset, by: str | None) -> dict[str, str]:
+        several = by is None and len(heldout.only_targets().kinds) > 1
+        return {"by": "kinds"} if several else {}
+
+    def facts_of(self, data: SequenceDataset) -> list[str]:
+        return [f"{count:,} {kind}" for kind, count in data.kinds.items()]
+
+    def known_of(self, data: SequenceDataset) -> Any:
+        return super().known_of(data) if data.events is None else data.without_rows()
+
+    def save_known(self, path: pathlib.Path, known: Any) -> None:
+        if isinstance(known, SequenceDataset):
+            known.save(path)
+        else:
+            super().save_known(path, known)
+
+    def load_known(self, path: pathlib.Path) -> Any:
+        if is_saved(path, stored.HISTORIES):
+            return SequenceDataset.load(path)
+        return super().load_known(path)
+
+    def num_known(self, known: Any) -> int:
+        return super().num_known(item_names(known))
+
+    def fingerprint_of(self, known: Any) -> str:
+        names = item_names(known)
+        if names is known:
+            return super().fingerprint_of(known)
+        schema = np.frombuffer(codec.text(known.events.schema.to_json()).encode(), "u1")
+        return fingerprint(names, schema, *known.events.vocabularies.values())
+
+    def like(self, known: Any) -> Any:
+        return known if isinstance(known, SequenceDataset) else super().like(known)
+
+    def account(self, data: SequenceDataset) -> str:
+        events = data.events
+        more = "" if events is None else f", columns {', '.join(events.schema.used)}"
+        return super().account(data) + more
+
     def scan(self, training: Training) -> tuple[ScannedSequences, Sequence[int]]:
         if training.value is not None:
             raise ValueError("value=...: histories have no values; leave it out")
+        for name in ("schema", "targets", "weights"):
+            if getattr(training, name) is not None:
+                raise ValueError(
+                    f"{name}=...: histories that are scanned have no columns of events; leave "
+                    "out chunk_rows"
+                )
         rows = training.chunk_rows or 1
         histories = scan_sequences(
             training.data,
@@ -240,6 +358,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def fingerprint(self, data: SequenceDataset) -> str:
         more = [] if data.times is None else [data.times.view(np.int64)]
         more += [] if data.weights is None else [data.weights]
+        more += [] if data.events is None else [*data.events.columns.values()]
         return fingerprint(data.indptr, data.indices, *more)
 
     def num_trained(self, data: SequenceDataset) -> int:
@@ -260,6 +379,14 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             )
         return config, said
 
+    def targets_alone(
+        self, asked: Evaluate, reading: Reading, run: Opened
+    ) -> SequenceDataset:
+        shown = self.read_shown(asked.inputs, reading, run)
+        heldout = self.heldout(asked.heldout, reading, shown, asked.inputs)
+        targets = self.with_targets(heldout, run.settings).only_targets()
+        return dataclasses.replace(targets, weights=None, events=None)
+
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         if asked.heldout is None:
             raise ValueError("give heldout=..., what the model should find")
@@ -268,9 +395,12 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         model = run.model()
         train, candidates = shown(), None
         if (source := asked.candidates) is not None:
-            candidates = read_file(source, reading, features=run.known, indicator=True)
+            names = item_names(run.known)
+            candidates = read_file(source, reading, features=names, indicator=True)
         heldout = self.heldout(asked.heldout, reading, train, inputs)
+        heldout = self.with_targets(heldout, run.settings)
         how: dict[str, Any] = {"candidates": candidates, **asked.counted()}
+        how |= self.by_kinds(heldout, asked.by)
         found = self.evaluate(
             Measure(model, train, heldout, keep_rows=asked.keep_rows, **how)
         )
@@ -278,7 +408,8 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         def beside() -> tuple[Evaluation, SparseDataset]:
             rows = train.to_sparse()
             wanted = heldout.only_targets().to_sparse()
-            return prepared_evaluation(rows, wanted, Setup(**how)), rows
+            kinds = kinds_of(heldout) if how["by"] == "kinds" else {}
+            return prepared_evaluation(rows, wanted, Setup(**how, kinds=kinds)), rows
 
         return Measurement(found, beside)
 

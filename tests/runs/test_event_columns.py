@@ -1,0 +1,238 @@
+"""Runs and commands of histories whose events have columns."""
+
+import json
+
+import jax
+import numpy as np
+import pandas
+import pytest
+from flax import nnx
+
+import sparsejax as sj
+from sparsejax.cli.main import main
+from sparsejax.data import DataError, DenseColumn, HashedColumn
+
+SCHEMA = sj.EventSchema(
+    kind="action",
+    dense={"price": DenseColumn(missing=0.0)},
+    ids={"tags": HashedColumn(7)},
+)
+CLICKS = sj.ClickSchema("click", ids={"user": HashedColumn(7)})
+CONFIG = sj.GRUConfig(max_length=6, width=4, blocks=1, dropout=0.0)
+HOW = {"batch_size": 16, "optimizer": "sgd", "decay": "none", "learning_rate": 0.1}
+
+
+def table(users: int = 24, seed: int = 0) -> pandas.DataFrame:
+    rng = np.random.default_rng(seed)
+    rows = [
+        {
+            "user": f"u{user}",
+            "item": f"i{rng.integers(8)}",
+            "time": time,
+            "action": ["view", "buy"][rng.integers(2)],
+            "price": None if rng.random() < 0.2 else rng.random(),
+            "tags": [f"t{tag}" for tag in rng.integers(9, size=rng.integers(4))],
+        }
+        for user in range(users)
+        for time in range(5)
+    ]
+    return pandas.DataFrame(rows)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory) -> sj.Run:
+    return sj.Run.train(
+        table(),
+        tmp_path_factory.mktemp("runs") / "run",
+        config=CONFIG,
+        schema=SCHEMA,
+        targets="buy",
+        validation="last",
+        num_epochs=2,
+        k=3,
+        **HOW,
+    )
+
+
+def bits(model) -> list[np.ndarray]:
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(nnx.state(model, nnx.Param))]
+
+
+def check_equal(one, other) -> None:
+    for a, b in zip(bits(one), bits(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_a_run_is_the_training_in_python_and_is_measured_on_its_targets(run):
+    data = sj.read_sequences(table(), events=SCHEMA).with_targets("buy")
+    train, heldout = data.split_last()
+    model, optimizer = sj.build(CONFIG, train, run.settings.optimizer, seed=0)
+    history = sj.fit(
+        model,
+        optimizer,
+        train,
+        batch_size=16,
+        num_epochs=2,
+        validation=heldout,
+        k=3,
+        early_stopping=sj.EarlyStopping(metric="ndcg@3", patience=9),
+    )
+    check_equal(run.model, model)
+    assert [e["ndcg@3"] for e in run.history] == [e["ndcg@3"] for e in history]
+    assert run.settings.targets == ("buy",)
+    # From the folder alone, with room for as many categories of an event.
+    again = sj.Run.load(run.directory)
+    later = table(seed=1)
+    others = sj.read_sequences(later, features=data, events=data.events)
+    shown, _ = others.split_last()
+    expected = sj.recommend(model, shown, 3, exclude=None)
+    found = again.recommend(
+        inputs=later.iloc[[i % 5 < 4 for i in range(120)]], k=3, exclude_seen=False
+    )
+    np.testing.assert_array_equal(found.scores, expected.scores)
+    assert found.names() == expected.names(data)
+    measured = again.evaluate(later, inputs=shown, k=3, exclude_seen=False)
+    targets = others.with_targets("buy")
+    assert (
+        measured["ndcg@3"]
+        == sj.evaluate(model, shown, targets, k=3, exclude=None)["ndcg@3"]
+    )
+    assert not any("[" in name for name in measured)  # the targets are of one kind
+
+
+def test_held_out_events_are_measured_by_their_kinds(run):
+    data = sj.read_sequences(table(), events=SCHEMA)
+    train, heldout = data.split_last(2)
+    found = sj.evaluate(run.model, train, heldout, k=3, exclude=None, by="kinds")
+    for kind in ("view", "buy"):
+        own = heldout.of_kinds(kind)
+        alone = sj.evaluate(run.model, train, own, k=3, exclude=None)
+        for name in ("recall@3", "ndcg@3", "popularity_ndcg@3"):
+            assert found[f"{name}[action={kind}]"] == pytest.approx(alone[name])
+        assert found[f"entries[action={kind}]"] == own.to_sparse().num_entries
+    with pytest.raises(ValueError, match="these have none; read them with events="):
+        sj.evaluate(run.model, train, heldout.to_sparse(), k=3, by="kinds")
+
+
+def test_a_later_event_changes_no_earlier_prediction(run):
+    events = table()
+    changed = events.assign(
+        price=np.where(events.time < 3, events.price.fillna(0), 7.0),
+        action=np.where(events.time < 3, events.action, "returned"),  # a new kind
+    )
+    early, late = (
+        run.recommend(inputs=each[each.time < 3], k=3) for each in (events, changed)
+    )
+    np.testing.assert_array_equal(early.scores, late.scores)
+    whole = [run.recommend(inputs=each, k=3).scores for each in (events, changed)]
+    assert (whole[0] != whole[1]).any()
+
+
+def test_wrong_columns_and_other_data_are_errors(run, tmp_path):
+    with pytest.raises(DataError, match="'nosuch'"):
+        sj.Run.train(table(), config=CONFIG, schema=sj.EventSchema(kind="nosuch"))
+    with pytest.raises(DataError, match="'action'"):
+        run.recommend(inputs=table().drop(columns="action"))
+    with pytest.raises(ValueError, match="no event is of the kind 'sale'"):
+        sj.Run.train(table(), config=CONFIG, schema=SCHEMA, targets="sale")
+    with pytest.raises(ValueError, match="give model='sasrec', 'hstu' or 'gru'"):
+        sj.Run.train(table(), schema=SCHEMA)
+    with pytest.raises(TypeError, match="schema of histories is an EventSchema"):
+        sj.Run.train(table(), config=CONFIG, schema=CLICKS)
+    with pytest.raises(ValueError, match="targets is of no use for a model of items"):
+        sj.Run.train(table(), targets="buy")
+    other = table().assign(price=1.0)
+    with pytest.raises(ValueError, match="other entries"):
+        sj.Run.train(
+            other,
+            run.directory,
+            config=CONFIG,
+            schema=SCHEMA,
+            targets="buy",
+            validation="last",
+            num_epochs=3,
+            k=3,
+            resume=True,
+            **HOW,
+        )
+
+
+def test_a_resumed_run_has_the_bits_of_one_and_a_later_run_its_targets(run, tmp_path):
+    how = HOW | {"config": CONFIG, "schema": SCHEMA, "k": 3, "validation": "last"}
+    for epochs in (1, 2):
+        resumed = sj.Run.train(
+            table(),
+            tmp_path / "run",
+            targets=["buy"],
+            num_epochs=epochs,
+            resume=epochs > 1,
+            **how,
+        )
+    check_equal(resumed.model, run.model)
+    resumed.train_more(table(seed=2), num_epochs=1, **HOW)
+    assert resumed.settings.targets == ("buy",)
+    assert resumed.known.events.schema == SCHEMA
+
+
+def test_a_saved_model_is_a_run(run, tmp_path):
+    data = sj.read_sequences(table(), events=SCHEMA)
+    model, optimizer = sj.build(CONFIG, data, sj.optimizers.sgd(0.1))
+    sj.save_model(tmp_path / "run", model, optimizer, data)
+    found = sj.Run.load(tmp_path / "run").recommend(inputs=table(), k=2)
+    expected = sj.recommend(model, data, 2, exclude="inputs")
+    np.testing.assert_array_equal(found.scores, expected.scores)
+
+
+def test_commands_from_a_file_to_a_report(tmp_path, capsys):
+    data = table().drop(columns="tags").fillna(0)
+    data.to_csv(tmp_path / "events.csv", index=False)
+    (tmp_path / "gru.json").write_text(json.dumps(CONFIG.to_json()))
+    home, file = str(tmp_path / "run"), str(tmp_path / "events.csv")
+    columns = ["--kind", "action", "--dense", "price"]
+    parts = str(tmp_path / "parts")
+    split = ["split", file, "--by", "last", "--histories", "--out", parts, *columns]
+    assert main(split) == 0
+    files = [f"{parts}/train.parquet", f"{parts}/heldout.parquet"]
+    train = ["train", file, "--run", home, "--config", str(tmp_path / "gru.json")]
+    train += [
+        "--optimizer",
+        "sgd",
+        "--decay",
+        "none",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "16",
+    ]
+    assert main([*train, *columns, "--weights", "buy=1,view=.5"]) == 0
+    capsys.readouterr()
+    assert main(["evaluate", home, *files, "--k", "3", "--keep-seen"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    measured, again = json.loads(out[-1]), sj.Run.load(home)
+    assert again.settings.weights == {"buy": 1.0, "view": 0.5}
+    shown, heldout = (sj.SequenceDataset.load(each) for each in files)
+    found = sj.evaluate(again.model, shown, heldout, k=3, exclude=None, by="kinds")
+    assert measured == pytest.approx(found)
+    assert sum("[action=" in line.partition(" ")[0] for line in out[:-2]) == 4
+    report = ["report", home, "--train", files[0], "--test", files[1], "--k", "3"]
+    assert main([*report, "--keep-seen"]) == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "Kinds of events" in page and "action=view" in page
+    assert f"{shown.kinds['view']} view" in page
+    assert main(["predict", home, file, "--k", "2", "--out", f"{parts}/x.csv"]) == 0
+    assert (
+        main([*train[:2], *train[2:3], f"{parts}/b", *train[4:], "--targets", "sale"])
+        == 1
+    )
+    error = capsys.readouterr().err
+    assert "no columns of events" in error
+
+    # A run without targets is compared with one that has them on these.
+    plain = [*train[:3], f"{parts}/plain", *train[4:]]
+    bought = [*train[:3], f"{parts}/buy", *train[4:], *columns, "--targets", "buy"]
+    assert main(plain) == main(bought) == 0
+    capsys.readouterr()
+    compare = ["compare", f"{parts}/plain", f"{parts}/buy", *files]
+    assert main([*compare, "--k", "3", "--keep-seen"]) == 0
+    count = len({*heldout.of_kinds("buy").to_sparse().matrix.row_ids().tolist()})
+    assert f"paired over {count} rows" in capsys.readouterr().out
