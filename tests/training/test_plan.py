@@ -409,7 +409,8 @@ def histories(lengths: np.ndarray, items: int) -> sj.SequenceDataset:
 def with_events(data: sj.SequenceDataset) -> sj.SequenceDataset:
     """Columns of numbers, of categories and of lists of three."""
     ids = {"kind": sj.data.HashedColumn(5), "tags": sj.data.HashedColumn(9)}
-    schema = sj.EventSchema(dense={"price": sj.data.DenseColumn()}, ids=ids)
+    dense = {"price": sj.data.DenseColumn()}
+    schema = sj.EventSchema(dense=dense, ids=ids, context=["price", "tags"])
     count = data.num_entries
     columns = {
         "price": np.zeros(count, np.float32),

@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import slopes_product
 from pallas_kernels.matmul_tiles import STEP
+from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.engine.batching import bucket, close_bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
@@ -196,6 +197,7 @@ class HistoryWorkload(Workload):
 
     def _dtype(self, name: str) -> Any:
         """Type of a column of events."""
+        name = name.removeprefix(CONTEXT)
         is_number = self.events is not None and name in self.events.dense
         return jnp.float32 if is_number else jnp.int32
 
@@ -323,6 +325,11 @@ class HistoryWorkload(Workload):
                 for name, each in self._columns.items()
             }
             more = {} if self.events is None else {"events": beside}
+            if self.events is not None:
+                beside |= {
+                    name: jax.ShapeDtypeStruct((rows, *each), self._dtype(name))
+                    for name, each in self.events.request_shapes.items()
+                }
 
             def backward(parameters, others, ids, times, more):
                 def forward(parameters):
