@@ -25,11 +25,11 @@ from sparsejax.data.files.opening import shown
 from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
-from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import Events
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.options.reading import Reading
+from sparsejax.options.training import Training
 
 
 def dates_of(data: Any) -> list[str]:
@@ -156,7 +156,7 @@ def _check_events(data: SequenceDataset, events: EventSchema | Events | None) ->
         events.check_like(data.events, "the data")
 
 
-def schema_in[T: (ClickSchema, EventSchema)](path: Any, type_: type[T]) -> T:
+def schema_in(path: Any, type_: Any) -> Any:
     """The schema in a file of JSON.
 
     Raises:
@@ -167,6 +167,18 @@ def schema_in[T: (ClickSchema, EventSchema)](path: Any, type_: type[T]) -> T:
         return type_.from_json(document)
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
+
+
+def stated_schema[T](training: Training, type_: type[T]) -> T | None:
+    """The schema that a training is given.
+
+    Raises:
+      TypeError: it is of another type.
+    """
+    schema: Any = training.schema
+    if schema is not None and not isinstance(schema, type_):
+        raise TypeError(f"schema is of {type_.__name__} here, got {schema!r:.80}")
+    return schema
 
 
 def check_columns_of_run(command: Any, columns: Collection[str]) -> None:

@@ -74,7 +74,7 @@ class Repeated(Options):
         None, Flag(value="INT", default="train all epochs"), least=1
     )
     seed: int = option(0, least=0, below=2**32)
-    targets: str | tuple[str, ...] | None = option(
+    targets: str | Sequence[str] | None = option(
         None,
         Flag(type=tuple[str, ...] | None, value="KIND", default="all kinds"),
         kinds=("histories",),

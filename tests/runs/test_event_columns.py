@@ -1,6 +1,7 @@
 """Runs and commands of histories whose events have columns."""
 
 import json
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,12 @@ SCHEMA = sj.EventSchema(
 )
 CLICKS = sj.ClickSchema("click", ids={"user": HashedColumn(7)})
 CONFIG = sj.GRUConfig(max_length=6, width=4, blocks=1, dropout=0.0)
-HOW = {"batch_size": 16, "optimizer": "sgd", "decay": "none", "learning_rate": 0.1}
+HOW: dict[str, Any] = {
+    "batch_size": 16,
+    "optimizer": "sgd",
+    "decay": "none",
+    "learning_rate": 0.1,
+}
 
 
 def table(users: int = 24, seed: int = 0) -> pandas.DataFrame:
@@ -137,7 +143,9 @@ def test_wrong_columns_and_other_data_are_errors(run, tmp_path):
         sj.Run.train(table(), config=CONFIG, schema=SCHEMA, targets="sale")
     with pytest.raises(ValueError, match="give model='sasrec', 'hstu' or 'gru'"):
         sj.Run.train(table(), schema=SCHEMA)
-    with pytest.raises(TypeError, match="schema of histories is an EventSchema"):
+    with pytest.raises(
+        TypeError, match="schema is of EventSchema here, got ClickSchema"
+    ):
         sj.Run.train(table(), config=CONFIG, schema=CLICKS)
     with pytest.raises(ValueError, match="targets is of no use for a model of items"):
         sj.Run.train(table(), targets="buy")
@@ -158,7 +166,12 @@ def test_wrong_columns_and_other_data_are_errors(run, tmp_path):
 
 
 def test_a_resumed_run_has_the_bits_of_one_and_a_later_run_its_targets(run, tmp_path):
-    how = HOW | {"config": CONFIG, "schema": SCHEMA, "k": 3, "validation": "last"}
+    how: dict[str, Any] = HOW | {
+        "config": CONFIG,
+        "schema": SCHEMA,
+        "k": 3,
+        "validation": "last",
+    }
     for epochs in (1, 2):
         resumed = sj.Run.train(
             table(),

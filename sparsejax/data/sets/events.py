@@ -259,10 +259,11 @@ def no_events(
       vocabularies: categories of each `VocabularyColumn`.
       lists: the most categories that an event has, of columns with lists.
     """
-    columns = {name: np.zeros(0, np.float32) for name in schema.dense}
-    for name in schema.ids:
-        shape = (0, lists[name]) if name in lists else 0
-        columns[name] = np.zeros(shape, np.int32)
+    shapes = {name: (0, lists[name]) if name in lists else (0,) for name in schema.ids}
+    columns = {
+        **{name: np.zeros(0, np.float32) for name in schema.dense},
+        **{name: np.zeros(shape, np.int32) for name, shape in shapes.items()},
+    }
     return Events(schema, vocabularies, columns)
 
 

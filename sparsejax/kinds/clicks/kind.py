@@ -50,6 +50,7 @@ from sparsejax.kinds.reading import (
     name_of,
     skips_bad_lines,
     split_name,
+    stated_schema,
     validation_share,
 )
 from sparsejax.kinds.source import Earlier, Findings, Opened, Source
@@ -220,7 +221,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
     def source(self, training: Training, before: Earlier | None) -> Source:
         if before is None:
-            data = read_examples(training.data, training.schema, training)
+            schema = stated_schema(training, ClickSchema)
+            data = read_examples(training.data, schema, training)
         else:
             if training.schema is not None:
                 raise ValueError(_COLUMNS_OF_RUN)
@@ -260,7 +262,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
     def scanned(self, training: Training) -> Source:
         assert training.chunk_rows is not None
-        schema, rows = training.schema, training.chunk_rows
+        schema, rows = stated_schema(training, ClickSchema), training.chunk_rows
         if training.skip_bad_lines:
             raise ValueError(
                 "skip_bad_lines=True needs all of the data; leave out chunk_rows"
@@ -285,7 +287,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         )
 
     def followed(self, training: Training, before: Earlier | None) -> Source:
-        schema = training.schema
+        schema = stated_schema(training, ClickSchema)
         if before is not None:
             if schema is not None:
                 raise ValueError(_COLUMNS_OF_RUN)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -24,7 +24,7 @@ def prepared_sequences(
     exclude: Unordered = "inputs",
     popularity: Unordered = "inputs",
     candidates: Unordered = None,
-    by: str | None = None,
+    by: Literal["entries", "kinds"] | None = None,
     **setup: Any,
 ) -> Evaluation:
     """Prepares histories for `evaluate`, before it runs the model, a `NextItems`.

@@ -61,6 +61,7 @@ from sparsejax.kinds.reading import (
     read_file,
     read_histories,
     schema_in,
+    stated_schema,
 )
 from sparsejax.kinds.source import Earlier, Opened, Source, item_names
 from sparsejax.kinds.threads import meanwhile
@@ -268,13 +269,8 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def read_to_train(
         self, training: Training, before: Earlier | None
     ) -> SequenceDataset:
-        schema: Any = training.schema
+        schema = stated_schema(training, EventSchema)
         if before is None:
-            if not isinstance(schema, EventSchema | None):
-                raise TypeError(
-                    "schema of histories is an EventSchema, got "
-                    f"{type(schema).__name__}"
-                )
             return read_histories(training.data, training, events=schema)
         if schema is not None:
             raise ValueError(
