@@ -8,7 +8,8 @@ id of each. Tables are trained by row-wise Adagrad, layers by Adagrad. A step is
 person's own: `sj.jit` around `value_and_grad` and `update`. On several GPUs `ahead` sends the ids
 of the batch after. *Rows* divides all tables by their rows over "model". *Narrow* is *rows* with
 bfloat16 on the wire. *Copies* has all tables on both GPUs. *Large* is *rows* with 47 M rows in
-each of the first four tables: 100 GB, more than an H100 has. *Four* and *narrow_four* are *rows*
+each of the first four tables: 100 GB, more than an H100 has. *Dynamic* has dynamic tables of a
+million rows each, and *dynamic_two* divides them. *Four* and *narrow_four* are *rows*
 and *narrow* on four GPUs. The first step is timed where no compiled program is found again.
 `notes/dlrm_mesh.md` predicts a step by its parts.
 """
@@ -16,6 +17,7 @@ and *narrow* on four GPUs. The first step is timed where no compiled program is 
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import statistics
 import time
@@ -25,7 +27,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from report import command, largest, reported
 from timing import time_kernels
-from workloads import DLRM_IDS, DLRM_LAYERS, click_step, zipf_ids
+from workloads import DLRM_IDS, DLRM_LAYERS, click_step, click_update, keys_of, zipf_ids
 
 if TYPE_CHECKING:
     from sparsejax.embeddings.config import Placement
@@ -45,6 +47,8 @@ _WAYS: dict[str, tuple[tuple[int, int], Placement | None]] = {
     "large": ((1, 2), "rows"),
     "four": ((1, 4), "rows"),
     "narrow_four": ((1, 4), "rows"),
+    "dynamic": ((1, 1), None),
+    "dynamic_two": ((1, 2), "rows"),
 }
 # A way, the batch as a multiple of 65,536, and the dtype of the layers.
 _MEASURED = (
@@ -54,6 +58,7 @@ _MEASURED = (
     *(f"{way} 2 bfloat16" for way in ("one", "narrow")),
     *(f"{way} {n} float32" for way in ("four", "narrow_four") for n in (1, 4)),
     *(f"narrow_four {n} bfloat16" for n in (1, 4)),
+    *(f"{way} 1 float32" for way in ("dynamic", "dynamic_two")),
 )
 
 
@@ -69,6 +74,9 @@ def _measure(part: str) -> Iterator[dict]:
     if not on_gpu:
         rows = tuple(n // 10_000 + 50 for n in rows)
     (data, model), placement = _WAYS[way]
+    dynamic = None
+    if way.startswith("dynamic"):
+        dynamic = sj.embeddings.DynamicTables(num_rows=2**20 if on_gpu else 2**10)
     mesh = None
     if data * model > 1:
         mesh = sj.make_mesh(data=data, model=model)
@@ -80,40 +88,46 @@ def _measure(part: str) -> Iterator[dict]:
         ):
             plan = dict.fromkeys(_features(rows), placement) if placement else {}
             if placement == "rows":
-                plan = _plan(rows, batch, data, model, skew)
+                plan = _plan(rows, batch, data, model, skew, dynamic)
             is_new = made[0] is None or made[0] != plan
             if is_new:
                 made = None, None  # its tables leave the memory
-                made = plan, _modules(rows, plan, dtype, way.startswith("narrow"))
+                wire = "bfloat16" if way.startswith("narrow") else None
+                made = plan, _modules(rows, plan, dtype, wire, dynamic)
+            embeddings = made[1][0].embeddings if dynamic else None
+            batches = _batches(rows, batch, skew, mesh, embeddings)
             result = {"way": way, "batch": batch, "dtype": dtype, "zipf": skew}
-            yield result | _timed(
-                made[1], _batches(rows, batch, skew, mesh), mesh, is_new
-            )
+            yield result | _timed(made[1], batches, mesh, is_new)
 
 
 def _features(rows: tuple[int, ...]) -> dict[str, int]:
     return {f"C{i}": n for i, n in enumerate(rows, 1)}
 
 
-def _plan(rows: tuple[int, ...], batch: int, data: int, model: int, skew: float):
+def _plan(rows, batch: int, data: int, model: int, skew: float, dynamic):
     import sparsejax as sj
 
     features = _features(rows)
-    return sj.embeddings.plan_embeddings(
-        {
-            name: sj.embeddings.TableConfig(n, _DIM, placement="rows")
+    static = functools.partial(sj.embeddings.TableConfig, dim=_DIM, placement="rows")
+    popularity: dict[str, float | np.ndarray] = dict.fromkeys(features, skew)
+    if dynamic:  # a table has room for more ids than some features have
+        popularity |= {
+            name: np.arange(1.0, n + 1) ** -skew
             for name, n in features.items()
-        },
+            if n < dynamic.num_rows
+        }
+    return sj.embeddings.plan_embeddings(
+        {n: dynamic.table(_DIM) if dynamic else static(r) for n, r in features.items()},
         {name: name for name in features},
         batch_size=batch,
         data=data,
         model=model,
-        popularity=dict.fromkeys(features, skew),
+        popularity=popularity,
         rule=sj.optimizers.rowwise_adagrad(_RATE, eps=_EPS),
     )
 
 
-def _modules(rows: tuple[int, ...], plan, dtype: str, narrow: bool):
+def _modules(rows: tuple[int, ...], plan, dtype: Any, wire, dynamic):
     import jax
     import optax
     from flax import nnx
@@ -121,22 +135,32 @@ def _modules(rows: tuple[int, ...], plan, dtype: str, narrow: bool):
     import sparsejax as sj
 
     model = sj.embeddings.DLRM(
-        sj.DLRMConfig(dim=_DIM, **DLRM_LAYERS, dtype=dtype),  # pyrefly: ignore
+        sj.DLRMConfig(dim=_DIM, **DLRM_LAYERS, dtype=dtype, dynamic=dynamic),
         num_dense=_DENSE,
-        features=_features(rows),
+        features=dict.fromkeys(_features(rows), 2**64) if dynamic else _features(rows),
         plan=plan,
-        wire_dtype="bfloat16" if narrow else None,
+        wire_dtype=wire,
         rngs=nnx.Rngs(0),
     )
     rule = sj.optimizers.rowwise_adagrad(_RATE, eps=_EPS)
     optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(_RATE))
     jax.block_until_ready(nnx.state((model, optimizer)))
-    return model, optimizer, click_step()
+    if not dynamic:
+        return model, optimizer, click_step()
+
+    @sj.jit
+    def step(model, optimizer, dense, ids, click):
+        rows = model.embeddings.assign_rows(ids, optimizer)
+        return click_update(model, optimizer, dense, rows, click)
+
+    return model, optimizer, step
 
 
-def _batches(rows: tuple[int, ...], batch: int, skew: float, mesh) -> list[tuple]:
+def _batches(rows, batch: int, skew: float, mesh, embeddings) -> list[tuple]:
     import jax
     import jax.numpy as jnp
+
+    import sparsejax as sj
 
     rng, found = np.random.default_rng(0), []
 
@@ -146,9 +170,11 @@ def _batches(rows: tuple[int, ...], batch: int, skew: float, mesh) -> list[tuple
         return jax.device_put(array, jax.NamedSharding(mesh, jax.P(("data", "model"))))
 
     for _ in range(_BATCHES):
-        ids = {
-            n: put(zipf_ids(rng, batch, r, skew)) for n, r in _features(rows).items()
-        }
+        ids = {n: zipf_ids(rng, batch, r, skew) for n, r in _features(rows).items()}
+        if embeddings is not None:
+            ids = {n: sj.embeddings.WideIds.of(keys_of(v)) for n, v in ids.items()}
+            ids = ids if mesh else embeddings.pack(ids)
+        ids = jax.tree.map(put, ids)
         dense = rng.standard_normal((batch, _DENSE), np.float32)
         click = (rng.random(batch) < 0.2).astype(np.float32)
         found.append((put(dense), ids, put(click)))
@@ -201,7 +227,7 @@ def _timed(modules, batches: list[tuple], mesh, is_new: bool) -> dict:
 
 
 if __name__ == "__main__":
-    visible = {"one": "0", "four": "0,1,2,3", "narrow_four": "0,1,2,3"}
+    visible = {"one": "0", "dynamic": "0", "four": "0,1,2,3", "narrow_four": "0,1,2,3"}
     parts = {
         part: {
             "CUDA_VISIBLE_DEVICES": visible.get(part.split()[0], "0,1"),

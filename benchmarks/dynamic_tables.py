@@ -3,39 +3,32 @@
     python benchmarks/dynamic_tables.py keys --output keys.json
     python benchmarks/dynamic_tables.py lookup
     python benchmarks/dynamic_tables.py evict
-    python benchmarks/dynamic_tables.py dlrm --devices 2
-    python benchmarks/dynamic_tables.py fit --devices 2
     python benchmarks/dynamic_tables.py ten
 
 `keys` looks for a million ids in a full table, also for eight such batches in one call; `lookup`
 reads batches of 65,536 examples of 26 ids from dynamic tables, all ids found, and from static
-ones; `evict` frees a 32nd of all parts of a table. `dlrm` trains a DLRM of 26 tables, dynamic and
-static, on batches of zipf 1.05; on several devices by a plan that knows how often ids come. `fit`
-trains the same by `sj.fit`. `ten` has the sizes of dynamicemb's own benchmark: ten tables, 1.05
-million ids a step by a power law of 1.05, 350,000 of them distinct, 128 wide; read, and trained by
-rules of two kinds, static tables beside.
+ones; `evict` frees a 32nd of all parts of a table. `ten` has the sizes of dynamicemb's own
+benchmark: ten tables, 1.05 million ids a step by a power law of 1.05, 350,000 of them distinct,
+128 wide; read, and trained by rules of two kinds, static tables beside. `dlrm_mesh.py` times a
+DLRM with such tables.
 """
 
 import argparse
-import contextlib
 import functools
-import itertools
 import time
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from report import save, versions
 from timing import time_kernels
-from workloads import DLRM_IDS, DLRM_LAYERS, click_update, keys_of, zipf_ids
+from workloads import zipf_ids
 
 import sparsejax as sj
 from sparsejax.embeddings import DynamicTableConfig, TableConfig, WideIds
 from sparsejax.embeddings.dynamic import eviction
 from sparsejax.embeddings.dynamic import state as states
-from sparsejax.mesh.layout import mesh_is_set, put_on_mesh
 
 BATCH, FEATURES, POWER = 65_536, 26, 1.05
 
@@ -86,18 +79,13 @@ def ids_of(rng, names, size, width=None):
     return WideIds.of(names[rng.integers(0, len(names), shape)])
 
 
-def put(batch):
-    batch = jax.tree.map(jnp.asarray, batch)
-    return put_on_mesh(batch) if mesh_is_set() else batch
-
-
 def filled(tables, features, names, chunk):
     """A collection whose tables have a row for each name, if there is room."""
     embeddings = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
     optimizer = sj.Optimizer(embeddings, sj.optimizers.sgd(0.1))
     for start in range(0, len(names), chunk):
         ids = WideIds.of(np.resize(names[start : start + chunk], chunk))
-        batch = put(embeddings.pack(dict.fromkeys(features, ids)))
+        batch = jax.tree.map(jnp.asarray, embeddings.pack(dict.fromkeys(features, ids)))
         jax.block_until_ready(assign(embeddings, optimizer, batch))
     return embeddings, optimizer
 
@@ -143,7 +131,9 @@ def keys(rows, count=2**20):
     tables = {"id": DynamicTableConfig(rows, 64, evict=None)}
     embeddings, optimizer = filled(tables, {"id": "id"}, names, count)
     stats = embeddings.stats()["id"]
-    batch = put(embeddings.pack({"id": ids_of(rng, names, count)}))
+    batch = jax.tree.map(
+        jnp.asarray, embeddings.pack({"id": ids_of(rng, names, count)})
+    )
 
     times = {
         "find": both(lambda: rows_of(embeddings, batch)),
@@ -157,7 +147,10 @@ def keys(rows, count=2**20):
         name: {"seconds": t, "kernel_seconds": k, "keys_per_second": count / t}
         for name, (t, k) in times.items()
     }
-    many = [put(embeddings.pack({"id": ids_of(rng, names, count)})) for _ in range(8)]
+    many = [
+        jax.tree.map(jnp.asarray, embeddings.pack({"id": ids_of(rng, names, count)}))
+        for _ in range(8)
+    ]
     many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *many)
     for name, result in in_one_call(embeddings, optimizer, many).items():
         taken = seconds(result) / 8
@@ -190,7 +183,7 @@ def lookup(rows, dim):
     }
     for kind, places in batches.items():
         wide = {name: WideIds.of(names[at]) for name, at in places.items()}
-        batch = put(embeddings.pack(wide))
+        batch = jax.tree.map(jnp.asarray, embeddings.pack(wide))
         taken, kernels = both(functools.partial(read, embeddings, batch))
         index = both(functools.partial(rows_of, embeddings, batch))
         found[kind] = {"dynamic": taken, "dynamic_kernels": kernels}
@@ -205,118 +198,6 @@ def lookup(rows, dim):
         found[kind] |= {"static": taken, "static_kernels": kernels}
         found[kind]["ratio"] = found[kind]["dynamic"] / taken
     return {"rows": rows, "dim": dim, **found}
-
-
-def of_kinds(seconds_of, rows, dim, devices):
-    """Seconds of a step with dynamic and with static tables, divided over some devices."""
-    found = {"devices": devices, "rows": rows, "dim": dim}
-    mesh = contextlib.nullcontext()
-    if devices > 1:
-        mesh = jax.set_mesh(sj.make_mesh(data=1, model=devices))
-    with mesh:
-        for kind in ("dynamic", "static"):
-            found[kind] = {"seconds": seconds_of(kind, rows, dim, devices, BATCH)}
-    return found
-
-
-def fit_step(kind, rows, dim, devices, batch, steps=40, epochs=12):
-    """Seconds of a step of `sj.fit`: the median of its epochs after the second."""
-    rng, size = np.random.default_rng(0), batch * steps
-    names = [f"f{i}" for i in range(len(DLRM_IDS))]
-    ids = {
-        n: zipf_ids(rng, size, i, POWER) for n, i in zip(names, DLRM_IDS, strict=True)
-    }
-    columns = dict(zip(names, map(sj.data.HashedColumn, DLRM_IDS), strict=True))
-    dynamic = None
-    if kind == "dynamic":
-        ids = {name: keys_of(each) for name, each in ids.items()}
-        columns = dict.fromkeys(names, sj.data.KeyColumn())
-        dynamic = sj.embeddings.DynamicTables(num_rows=rows)
-    dense = {f"d{i}": sj.data.DenseColumn() for i in range(13)}
-    clicks = sj.ClickDataset(
-        (rng.random(size) < 0.2).astype(np.float32),
-        rng.standard_normal((size, len(dense)), np.float32),
-        ids,
-        sj.ClickSchema("click", dense, columns),
-        {},
-    )
-    rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
-    model = sj.embeddings.build_click_model(
-        sj.DLRMConfig(dim=dim, **DLRM_LAYERS, dynamic=dynamic),
-        num_dense=len(dense),
-        features=clicks.num_ids,
-        rngs=nnx.Rngs(0),
-    )
-    optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(0.02))
-    ends = []
-    sj.fit(
-        model,
-        optimizer,
-        clicks,
-        batch_size=batch,
-        num_epochs=epochs,
-        after_epoch=lambda _: ends.append(time.perf_counter()),
-    )
-    return float(np.median(np.diff(ends[1:]))) / steps
-
-
-def dlrm_step(kind, rows, dim, devices, batch):
-    sizes = {f"f{i}": size for i, size in enumerate(DLRM_IDS)}
-    rule = sj.optimizers.rowwise_adagrad(0.02, eps=1e-8)
-    settings = sj.embeddings.DynamicTables(num_rows=rows)
-    dynamic = settings if kind == "dynamic" else None
-    config = sj.DLRMConfig(dim=dim, **DLRM_LAYERS, dynamic=dynamic)
-    plan = {}
-    if devices > 1:
-        plan = sj.embeddings.plan_embeddings(
-            {
-                name: settings.table(dim)
-                if dynamic
-                else TableConfig(size, dim, placement="rows")
-                for name, size in sizes.items()
-            },
-            {name: name for name in sizes},
-            batch_size=batch,
-            model=devices,
-            # A table has room for more ids than some features have.
-            popularity={
-                name: np.arange(1.0, size + 1) ** -1.05 if size < rows else 1.05
-                for name, size in sizes.items()
-            },
-            rule=rule,
-        )
-    features = dict.fromkeys(sizes, 2**64) if dynamic else sizes
-    model = sj.embeddings.DLRM(
-        config, num_dense=13, features=features, plan=plan, rngs=nnx.Rngs(0)
-    )
-    optimizer = sj.Optimizer(model, rule, dense=optax.adagrad(0.02))
-
-    @sj.jit
-    def train(model, optimizer, dense, ids, clicks):
-        rows = model.embeddings.assign_rows(ids, optimizer) if dynamic else ids
-        return click_update(model, optimizer, dense, rows, clicks)
-
-    rng, batches = np.random.default_rng(0), []
-    for _ in range(3):
-        given = {n: zipf_ids(rng, batch, size, 1.05) for n, size in sizes.items()}
-        if dynamic:
-            given = {name: WideIds.of(keys_of(each)) for name, each in given.items()}
-        dense = rng.standard_normal((batch, 13), np.float32)
-        clicks = (rng.random(batch) < 0.2).astype(np.float32)
-        if devices == 1:
-            given = model.embeddings.pack(given)
-        batches.append(put((dense, given, clicks)))
-    sent = itertools.cycle(ids for _, ids, _ in batches)
-    if devices > 1:
-        sent = model.embeddings.ahead(sent)
-
-    def call():
-        return [
-            train(model, optimizer, dense, next(sent), clicks)
-            for dense, _, clicks in batches
-        ]
-
-    return seconds(call) / 3
 
 
 def ten(
@@ -365,7 +246,9 @@ def ten(
                 tables, features, rngs=nnx.Rngs(0)
             )
             optimizer = sj.Optimizer(embeddings, rules[rule])
-            batches = [put(embeddings.pack(each)) for each in named]
+            batches = [
+                jax.tree.map(jnp.asarray, embeddings.pack(each)) for each in named
+            ]
             for _ in range(2):  # new ids, then CUDA graphs
                 for each in batches:
                     jax.block_until_ready(step(embeddings, optimizer, each, slope))
@@ -426,14 +309,7 @@ def evict(rows):
     return {"rows": rows, "seconds": min(taken[1:])}
 
 
-PARTS = {
-    "keys": keys,
-    "lookup": lookup,
-    "evict": evict,
-    "dlrm": functools.partial(of_kinds, dlrm_step),
-    "fit": functools.partial(of_kinds, fit_step),
-    "ten": ten,
-}
+PARTS = {"keys": keys, "lookup": lookup, "evict": evict, "ten": ten}
 
 
 def main():
@@ -441,13 +317,10 @@ def main():
     parser.add_argument("part", choices=[*PARTS])
     parser.add_argument("--rows", type=int, help="of each table")
     parser.add_argument("--dim", type=int, default=128)
-    parser.add_argument("--devices", type=int, default=1, help="of `dlrm` and `fit`")
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
     rows = args.rows or {"keys": 2**24, "evict": 50_000_000}.get(args.part, 2**20)
     options = {} if args.part in ("keys", "evict") else {"dim": args.dim}
-    if args.part in ("dlrm", "fit"):
-        options["devices"] = args.devices
     found = PARTS[args.part](rows, **options)
     save({"part": args.part, "versions": versions(), **found}, args.output)
 

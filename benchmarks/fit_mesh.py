@@ -1,4 +1,4 @@
-"""Times `fit` of models of histories and of a DLRM on one GPU and on two.
+"""Times `fit` of models of histories, of a DLRM and of items on one GPU and on two.
 
     python benchmarks/fit_mesh.py run [--commit NAME]     on two GPUs of one host
     python benchmarks/fit_mesh.py table                   anywhere
@@ -6,9 +6,10 @@
 HSTU and SASRec have width 256, 4 heads, 2 blocks and 1,024 sampled negatives among 1,000,000
 items, or the exact softmax over 200,000. Histories have lognormal lengths with a mean of 70
 entries, at most 200 of which are read. The rule is Adam. The DLRM is that of
-`workloads.clicks_to_fit`. Layers compute in bfloat16. A part is one process: model, law of the
+`workloads.clicks_to_fit`. Layers compute in bfloat16. *Items* is an autoencoder of Gowalla's size
+in float32. A part is one process: model, law of the
 items, loss, examples of a batch, and the axis over which two GPUs divide. One GPU has no mesh and
-is the only one that the process sees; half of the batch on one bounds the gain of two. A part
+is the only one that the process sees; *beside* has no mesh either, and sees two. Half of the batch on one bounds the gain of two. A part
 trains twice from the same seed, and says whether both trainings end with the same bits. *Narrow*
 sends vectors of items and their gradients as bfloat16; *same* is `fit(deterministic=True)`.
 `notes/fit_mesh.md` predicts a step from its bytes.
@@ -21,10 +22,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
+import scipy.sparse
 from report import command, wait_for_turn
 from workloads import clicks_to_fit, histories_to_fit
 
 _EPOCHS, _USERS = 4, 65_536
+_SHAPE, _DENSITY = (29_858, 40_981), 8.4e-4  # Gowalla's users, items and entries
 # Loss: the number of items, and of sampled negatives.
 _LOSSES = {"sampled": (1_000_000, 1024), "exact": (200_000, None)}
 _CASES = (
@@ -35,10 +38,12 @@ _CASES = (
     ("hstu", "uniform", "exact", 512),
     ("sasrec", "uniform", "exact", 512),
     ("dlrm", "zipf", "clicks", 65_536),
+    ("items", "uniform", "entries", 512),
 )
 # The sizes of the axes "data" and "model", and further arguments of `fit`.
 _WAYS: dict[str, tuple[int, int, dict[str, Any]]] = {
     "one": (1, 1, {}),
+    "beside": (1, 1, {}),
     "data": (2, 1, {}),
     "model": (1, 2, {}),
     "data_narrow": (2, 1, {"wire_dtype": "bfloat16"}),
@@ -53,10 +58,13 @@ def _parts() -> Iterator[str]:
             if (
                 (loss == "exact" and "narrow" in way)
                 or (loss == "clicks" and way.startswith("data"))
+                or (loss == "entries" and way not in ("one", "beside"))
                 or (way == "data_same" and (model, law, loss) != _CASES[0][:3])
             ):
                 continue
-            sizes = (batch // 2, batch) if way == "one" else (batch, 2 * batch)
+            sizes = {"one": (batch // 2, batch), "beside": (batch,)}.get(
+                way, (batch, 2 * batch)
+            )
             yield from (f"{model} {law} {loss} {size} {way}" for size in sizes)
 
 
@@ -72,6 +80,12 @@ def _measure(part: str) -> Iterator[dict]:
     size, rng = int(batch) if on_gpu else 64, np.random.default_rng(0)
     if name == "dlrm":
         config, examples, rule = clicks_to_fit(rng, tiny=not on_gpu)
+    elif name == "items":
+        matrix = scipy.sparse.random(*_SHAPE, _DENSITY, "csr", np.float32, rng=rng)
+        matrix.data[:] = 1
+        examples = sj.SparseDataset.from_scipy(matrix)
+        config = sj.NetworkConfig.autoencoder(hidden=(256,))
+        rule = sj.optimizers.adam(1e-3)
     else:
         items, negatives = _LOSSES[loss]
         items, users, width = (

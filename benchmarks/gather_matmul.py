@@ -1,11 +1,10 @@
-"""Times gather-matmul against its peers, and over shapes.
+"""Times gather-matmul against its peers.
 
     python benchmarks/gather_matmul.py run [--commit NAME]    on a GPU
     python benchmarks/gather_matmul.py table                  anywhere
 
 JAX and torch (with CuPy) each run in a process of their own, since they do not share a GPU's
-memory well. Another process measures over shapes; the default choice of an implementation
-is based on these measurements. Every result is checked against float64 before it is timed.
+memory well. Every result is checked against float64 before it is timed.
 """
 
 from __future__ import annotations
@@ -17,17 +16,16 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from report import command, reported
 from timing import Time, time_jax, time_torch
-from workloads import SHAPES, WORKLOADS, Workload, make_rows
+from workloads import WORKLOADS, Workload, make_rows
 
 _BATCHES = 3
-_PARTS = {"jax": {}, "torch": {}, "shapes": {}}
-_DENSE_LIMIT = 4e9  # bytes of a densified batch that are still tried
+_PARTS = {"jax": {}, "torch": {}}
 
 
 def _measure(part: str) -> Iterator[dict]:
-    measures = {"torch": _measure_torch, "shapes": _measure_shape}
-    for workload in SHAPES if part == "shapes" else WORKLOADS:
-        yield from measures.get(part, _measure_jax)(workload)
+    measure = {"jax": _measure_jax, "torch": _measure_torch}[part]
+    for workload in WORKLOADS:
+        yield from measure(workload)
 
 
 @functools.cache
@@ -79,12 +77,6 @@ def _result(workload, dtype, name, time: Time, error: float) -> dict:
     }
 
 
-def _implementations(workload: Workload) -> dict[str, Callable]:
-    """Ours, for entries of value 1."""
-    names = "mosaic_gpu", "xla"
-    return {name: functools.partial(_product, workload, name) for name in names}
-
-
 def _product(workload: Workload, implementation, indices, indptr, w):
     from sparsejax.ops.gather_sum import gather_sum
     from sparsejax.sparse import CSR
@@ -96,64 +88,20 @@ def _product(workload: Workload, implementation, indices, indptr, w):
 def _measure_jax(workload: Workload) -> Iterator[dict]:
     import jax
     import jax.numpy as jnp
-    from jax.experimental import sparse
 
-    from sparsejax.sparse import CSR
-
-    ours = _implementations(workload)
-
-    def bcsr(indices, indptr, w):
-        ones = jnp.ones(workload.entries, w.dtype)
-        shape = workload.num_rows, workload.num_cols
-        return sparse.BCSR((ones, indices, indptr), shape=shape) @ w
-
-    def take(indices, indptr, w):
-        ends = jnp.searchsorted(indptr, jnp.arange(workload.entries), side="right")
-        return jax.ops.segment_sum(w[indices], ends - 1, num_segments=workload.num_rows)
-
-    def take_sorted(indices, indptr, w):
-        x = CSR(None, indices, indptr, num_cols=workload.num_cols)
-        return jax.ops.segment_sum(
-            w[indices],
-            x.row_ids(),
-            num_segments=workload.num_rows,
-            indices_are_sorted=True,
-        )
-
-    candidates: dict[str, Callable] = {
-        **ours,
-        "cusparse": functools.partial(_product, workload, "cusparse"),
-        "take + segment_sum": take,
-        "take + sorted segment_sum": take_sorted,
-        "BCSR": bcsr,
-    }
+    names = "mosaic_gpu", "xla", "cusparse"
+    candidates = {name: functools.partial(_product, workload, name) for name in names}
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
     for dtype in ("float32", "bfloat16"):
         w = _jax_weights(workload, dtype)
         inputs = [(*map(jnp.asarray, batch), w) for batch in batches]
         for name, function in candidates.items():
-            if dtype == "bfloat16" and name not in ours:
+            if dtype == "bfloat16" and name == "cusparse":
                 continue
             with reported(workload.name, dtype, name):
                 jitted = jax.jit(function)
                 error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
                 time = time_jax(jitted, inputs)
-                yield _result(workload, dtype, name, time, error)
-
-
-def _measure_shape(workload: Workload) -> Iterator[dict]:
-    import jax
-    import jax.numpy as jnp
-
-    batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
-    for dtype in ("float32", "bfloat16"):
-        w = _jax_weights(workload, dtype)
-        inputs = [(*map(jnp.asarray, batch), w) for batch in batches]
-        for name, function in _implementations(workload).items():
-            with reported(workload.name, dtype, name):
-                jitted = jax.jit(function)
-                error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
-                time = time_jax(jitted, inputs, rounds=2)
                 yield _result(workload, dtype, name, time, error)
 
 
@@ -170,13 +118,9 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
     def matmul(indices, indptr, csr, w):
         return csr @ w
 
-    def dense(indices, indptr, csr, w):
-        return csr.to_dense().to(w.dtype) @ w
-
     batches = [make_rows(workload, seed) for seed in range(_BATCHES)]
     block = torch.from_numpy(_block()).cuda()
     shape = workload.num_rows, workload.num_cols
-    cells = workload.num_rows * workload.num_cols
     for dtype in ("float32", "bfloat16"):
         size = workload.num_cols * workload.hidden
         w = block.to(getattr(torch, dtype)).repeat(-(-size // len(block)))[:size]
@@ -190,8 +134,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
         candidates: dict[str, Callable] = {"torch embedding_bag": bag}
         if dtype == "float32":
             candidates["torch CSR @ dense"] = matmul
-        elif 6 * cells < _DENSE_LIMIT:
-            candidates["torch dense matmul"] = dense
         for name, function in candidates.items():
             with reported(workload.name, dtype, name):
                 y = function(*inputs[0]).float().cpu().numpy()

@@ -126,28 +126,6 @@ def _plain(items: int) -> Callable:
     return loss
 
 
-def _checkpointed(items: int) -> Callable:
-    """Some tokens at a time, whose scores are made again in the backward pass."""
-    import jax
-    import optax
-
-    def loss(h, kernel, targets):
-        size = min(512, len(h))
-        chunks = h.reshape(-1, size, h.shape[1]), targets.reshape(-1, size)
-
-        @jax.checkpoint
-        def of_chunk(total, chunk):
-            mine, wanted = chunk
-            scores = (mine @ kernel[:items].T).astype("float32")
-            each = optax.softmax_cross_entropy_with_integer_labels(scores, wanted)
-            return total + each.sum(), None
-
-        total, _ = jax.lax.scan(of_chunk, 0.0, chunks)
-        return total / len(h)
-
-    return loss
-
-
 @functools.cache
 def _programs(part: str, shape: Shape, dtype: str) -> dict[str, Future]:
     """What is timed, and what it is compared with, compiled beside each other."""
@@ -156,7 +134,7 @@ def _programs(part: str, shape: Shape, dtype: str) -> dict[str, Future]:
     items = shape.items
     candidates: dict[str, Callable] = {
         "ours": {_OURS: _ours(items), _HALF: _half_ignored(items)},
-        "jax": {"checkpointed chunks": _checkpointed(items), "XLA": _plain(items)},
+        "jax": {"XLA": _plain(items)},
     }[part]
     if part == "ours" and dtype == "float32":
         candidates["linear_cross_entropy, XLA (TF32)"] = _ours(
@@ -278,8 +256,6 @@ def _measure_torch(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
         with reported("import liger_kernel"):
             candidates |= _liger(shape)
     else:
-        if hasattr(functional, "linear_cross_entropy"):
-            candidates["torch's linear_cross_entropy"] = functional.linear_cross_entropy
         candidates["torch.compile"] = torch.compile(dense, dynamic=False)
     for name, loss in candidates.items():
 

@@ -38,6 +38,37 @@ class DLRM(nn.Module):
         return self.top(torch.cat([given, pairs], 1))[:, 0].float()
 
 
+class Clicks(nn.Module):
+    """The loss of a DLRM whose tables are one, from ids `[batch, tables]`."""
+
+    def __init__(self, dense: int, rows: tuple[int, ...], dim: int, hidden: tuple):
+        super().__init__()
+        firsts = [0, *itertools.accumulate(rows)][:-1]
+        self.register_buffer("firsts", torch.tensor(firsts))
+        self.rows = nn.Embedding(sum(rows), dim)
+        nn.init.uniform_(self.rows.weight, -0.01, 0.01)
+        self.network = DLRM(dense, len(rows), dim, hidden, hidden)
+
+    def forward(self, dense, ids, labels):
+        logits = self.network(dense, self.rows(ids + self.firsts))
+        return functional.binary_cross_entropy_with_logits(logits, labels)
+
+
+class Autoencoder(nn.Module):
+    """The loss of a softmax over all items, of which a row has several."""
+
+    def __init__(self, items: int, hidden: int):
+        super().__init__()
+        self.rows = nn.EmbeddingBag(items, hidden, mode="sum")
+        self.bias = nn.Parameter(torch.zeros(hidden))
+        self.output = nn.Linear(hidden, items)
+
+    def forward(self, indices, ends, rows, lengths):
+        scores = self.output(torch.tanh(self.rows(indices, ends) + self.bias)).float()
+        mine = scores[rows, indices].sum()
+        return ((lengths * scores.logsumexp(1)).sum() - mine) / len(lengths)
+
+
 class _Softmax(nn.Module):
     """A block of SASRec."""
 

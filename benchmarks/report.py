@@ -325,7 +325,7 @@ def print_means(report: Mapping, *names: str) -> None:
             rows.append([*key, len(some), *cells])
         else:
             pairs = zip(columns, cells, strict=True)
-            rows += [[*key, len(some), *each] for each in pairs]
+            rows += [[*key, len(some), *each] for each in pairs if each[1] != "-"]
     heads = columns if len(columns) <= _COLUMNS else ["number", "mean"]
     lines = table([*keys, "results", *heads], rows)
     write_section("means", [origin(report), "", *lines])

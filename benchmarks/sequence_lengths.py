@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 from report import command, largest, wait_for_turn
 from timing import time_kernels, time_torch
+from workloads import histories
 
 # Places of a history, and histories of a batch.
 SHAPES = {50: 1024, 200: 256, 512: 128, 1024: 64, 4096: 16, 16384: 1}
@@ -29,25 +30,11 @@ _FORMS = "plain", "bfloat16", "fit", "float32", "torch", "recommend"
 _BATCHES, _EPOCHS = 32, 4
 
 
-def histories(length: int, batch: int) -> tuple[np.ndarray, np.ndarray]:
-    """Items and times, lengths as logs have them; one history is full."""
-    rng = np.random.default_rng(0)
-    drawn = rng.lognormal(np.log(length / 4), 1, batch).astype(int)
-    counts = np.clip(drawn, 2 if batch > 1 else length + 1, length + 1)
-    inside = np.arange(length + 1) < counts[:, None]
-    items = rng.integers(0, ITEMS, inside.shape)
-    times = np.cumsum(rng.exponential(3e4, inside.shape), axis=1)
-    return (
-        np.where(inside, items, -1).astype(np.int32),
-        np.where(inside, times, 0).astype(np.float32),
-    )
-
-
 def _measure(part: str) -> Iterator[dict]:
     model, form, places = part.split("-")
     length = int(places)
     batch = SHAPES[length]
-    items, times = histories(length, batch * (_BATCHES if form == "fit" else 1))
+    items, times = histories(length, batch * (_BATCHES if form == "fit" else 1), ITEMS)
     targets = int((items[:, 1:] >= 0).sum())
     if form == "fit":
         targets = round(targets / _BATCHES)

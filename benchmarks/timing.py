@@ -51,18 +51,20 @@ def time_jax(
     return Time(statistics.median(kernel), min(kernel), wall)
 
 
-def time_kernels(call: Callable[[int], object], repeats: int) -> dict[str, float]:
+def time_kernels(
+    call: Callable[[int], object], repeats: int, *, warm: int = 2
+) -> dict[str, float]:
     """Microseconds of each kernel in a call; `call(i)` ends when they have."""
     import jax
 
-    for i in range(2):
+    for i in range(warm):
         call(i)
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             for i in range(repeats):
                 call(i)
         times = collections.defaultdict(float)
-        for name, nanoseconds in kernels_of_trace(folder):
+        for name, nanoseconds in _kernels_of_trace(folder):
             times[name] += nanoseconds / 1e3 / repeats
     return times
 
@@ -93,18 +95,13 @@ def time_torch(
     return Time(statistics.median(kernel), min(kernel), wall)
 
 
-def kernels_of_trace(folder: str, *, gpu: str = "") -> Iterator[tuple[str, float]]:
-    """Name and nanoseconds of each kernel that `jax.profiler.trace` has written down.
-
-    Args:
-      folder: given to `trace`.
-      gpu: what the number of the GPU begins with; of all by default.
-    """
+def _kernels_of_trace(folder: str) -> Iterator[tuple[str, float]]:
+    """Name and nanoseconds of each kernel that `jax.profiler.trace` has written down."""
     from jax.profiler import ProfileData
 
     for path in pathlib.Path(folder).rglob("*.xplane.pb"):
         for plane in ProfileData.from_file(str(path)).planes:
-            if not plane.name.startswith(f"/device:GPU:{gpu}"):
+            if not plane.name.startswith("/device:GPU:"):
                 continue
             for line in plane.lines:
                 if line.name.startswith("Stream"):

@@ -100,50 +100,6 @@ WORKLOADS = (
     dataclasses.replace(BIG, name="big_t", about="its gradient", transposed=True),
 )
 
-# Shapes over which the implementations are compared: one number varies at a time.
-HIDDEN_SHAPES = tuple(
-    H128
-    if hidden == H128.hidden
-    else dataclasses.replace(H128, name=f"hidden {hidden}", about="", hidden=hidden)
-    for hidden in (32, 64, 96, 100, 128, 192, 256, 384, 512, 768, 1000, 1024)
-)
-LENGTH_SHAPES = tuple(
-    dataclasses.replace(
-        H128,
-        name=f"length {length}",
-        about="",
-        batch=2**19 // length,
-        hidden=256,
-        entries=2**19,
-        spread=0.0,
-    )
-    for length in (1, 4, 16, 64, 256, 1024, 4096)
-)
-BATCH_SHAPES = tuple(
-    dataclasses.replace(
-        H128,
-        name=f"batch {batch}",
-        about="",
-        batch=batch,
-        hidden=256,
-        entries=64 * batch,
-    )
-    for batch in (8, 128, 1024)
-)
-# Matrices of few rows, of widths for which the kernel pads them or reads some columns
-# twice.
-CACHED_SHAPES = tuple(
-    dataclasses.replace(
-        H128, name=f"cached {hidden}", about="", features=27_000, hidden=hidden
-    )
-    for hidden in (32, 64, 100, 200)
-)
-SHAPES = tuple(
-    shape
-    for shape in HIDDEN_SHAPES + LENGTH_SHAPES + BATCH_SHAPES + CACHED_SHAPES
-    if shape is not H128
-)
-
 # Output layers: the rows are labels, or items to exclude.
 OUT256 = Workload(
     "out256",
@@ -244,6 +200,20 @@ def clicks_to_fit(rng: np.random.Generator, *, tiny: bool = False):
     data = sj.ClickDataset(label, dense, ids, sj.ClickSchema("y", columns, hashed), {})
     config = sj.DLRMConfig(dim=128, **DLRM_LAYERS, dtype="bfloat16")
     return config, data, sj.optimizers.rowwise_adagrad(0.02)
+
+
+def histories(length: int, batch: int, items: int) -> tuple[np.ndarray, np.ndarray]:
+    """Items and times, lengths as logs have them; if there is one history, it is full."""
+    rng = np.random.default_rng(0)
+    drawn = rng.lognormal(np.log(length / 4), 1, batch).astype(int)
+    counts = np.clip(drawn, 2 if batch > 1 else length + 1, length + 1)
+    inside = np.arange(length + 1) < counts[:, None]
+    drawn = rng.integers(0, items, inside.shape)
+    times = np.cumsum(rng.exponential(3e4, inside.shape), axis=1)
+    return (
+        np.where(inside, drawn, -1).astype(np.int32),
+        np.where(inside, times, 0).astype(np.float32),
+    )
 
 
 def histories_to_fit(rng: np.random.Generator, items: int, users: int, law: str):
