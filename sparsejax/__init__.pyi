@@ -62,6 +62,7 @@ from .runs.report import Example as Example
 from .runs.report import write_report as write_report
 from .runs.run import Run as Run
 from .runs.saving import save_model as save_model
+from .runs.two_stages import TwoStage as TwoStage
 from .sequence.config import GRUConfig as GRUConfig
 from .sequence.config import HSTUConfig as HSTUConfig
 from .sequence.config import SASRecConfig as SASRecConfig

@@ -442,6 +442,10 @@ class EmbeddingCollection(Tables):
         after: jax.Array | None = None,
     ) -> dict[str, jax.Array]:
         """`[batch, bags, dim]` of each stack; see `look_up`."""
+        if isinstance(ids, feature_batch.CandidateBatch):
+            both = (ids.requests, ids.candidates)
+            parts = (self._rows(each, blank=blank, dtype=dtype) for each in both)
+            return jax.tree.map(_of_candidates, *parts)
         batch = self._packed(ids)
         dtype = self.dtype if dtype is None else dtype
         call = Call(self.settings, blank, dtype, after, self.implementation)
@@ -456,6 +460,12 @@ class EmbeddingCollection(Tables):
             with contextlib.suppress(errors.TraceContextError):
                 self.overflows[...] += sum(flag.astype(jnp.int32) for flag in crowded)
         return {name: each.rows for name, each in found.items()}
+
+
+def _of_candidates(requests: jax.Array, candidates: jax.Array) -> jax.Array:
+    """The bags of candidates, with those of their requests. A bag is zero in one of the two."""
+    of_request = candidates.reshape(len(requests), -1, *requests.shape[1:])
+    return (requests[:, None] + of_request).reshape(candidates.shape)
 
 
 def sender_of(

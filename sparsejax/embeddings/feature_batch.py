@@ -85,6 +85,24 @@ class FeatureBatch:
     routes: dict[str, DividedRows | SentKeys] = dataclasses.field(default_factory=dict)
 
 
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class CandidateBatch(FeatureBatch):
+    """The ids of requests, and those of the candidates of each request.
+
+    An example is a candidate; those of a request follow each other. The vectors of a request
+    are looked up once, and broadcast to its candidates.
+
+    Attributes:
+      requests: ids of each feature, an example for each request.
+      candidates: ids of each feature, an example for each candidate. A feature has ids in
+        one of the two, and is `[n, 0]` in the other.
+    """
+
+    stacks: dict[str, CSR] = dataclasses.field(default_factory=dict)
+    requests: Mapping[str, Ids]
+    candidates: Mapping[str, Ids]
+
+
 def pack(
     stacks: Sequence[Stack],
     ids: Mapping[str, Ids],

@@ -29,6 +29,7 @@ from sparsejax.predictors.new_items import TAGS
 from sparsejax.predictors.ranking import unflattened
 from sparsejax.predictors.signature import Array, NewItems, OutputLayer, of_ranking
 from sparsejax.predictors.stablehlo import inputs_like
+from sparsejax.predictors.stages import COLUMN, Requests
 from sparsejax.sparse import CSR
 
 
@@ -182,6 +183,12 @@ def portable_ranker(model: Any, asked: Write) -> Portable:
             )
         check_unique(items, "item")
         vocabularies[ITEMS] = items.tolist()
+    of_requests: dict[str, Any] = {}
+    if isinstance(names, Requests):
+        facts = {"stages": names.stages, "schema": names.schema, "kind": "stages"}
+        of_requests |= facts
+        for name, known in names.vocabularies.items():
+            vocabularies[f"{COLUMN}{name}"] = known.tolist()
     model = copied(model)
     finish_vectors(model)
     for _, node in list(nnx.iter_graph(model)):
@@ -189,7 +196,7 @@ def portable_ranker(model: Any, asked: Write) -> Portable:
             node.fold()
     merged, state = split(model)
     weights, structure = jax.tree.flatten(state)
-    stated = of_ranking(features, model.num_items, k)
+    stated = of_ranking(features, model.num_items, k) | of_requests
 
     def queries(weights, inputs):
         model = merged(jax.tree.unflatten(structure, weights))

@@ -270,6 +270,11 @@ class Items:
         return room_for(entries, max(_LEAST_ENTRIES, _ENTRIES * rows))
 
     @property
+    def first(self) -> Items:
+        """The stage that reads the items of a row: of one stage itself."""
+        return self
+
+    @property
     def reads_times(self) -> bool:
         """Whether a history needs the times of its items."""
         return False

@@ -26,19 +26,18 @@ class Served(NamedTuple):
       module: the module of their methods in this package, which is imported when it is needed.
       name: the class in that module.
       ranks_items: whether an answer is items, rather than the probability of a click.
-      beside_items: the numbers that a request may have beside its items.
     """
 
     module: str
     name: str
     ranks_items: bool = True
-    beside_items: Literal["values", "times"] = "values"
 
 
 KINDS = {
     "items": Served("ranking", "Items"),
-    "histories": Served("histories", "Ordered", beside_items="times"),
+    "histories": Served("histories", "Ordered"),
     "clicks": Served("clicks", "Clicks", ranks_items=False),
+    "stages": Served("stages", "Staged"),
 }
 LABEL = "the signature"  # what messages call it
 Platform = Literal["cpu", "cuda"]
@@ -271,11 +270,30 @@ class ClickStack:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Stages:
+    """How a request becomes the inputs of the second of two stages.
+
+    Attributes:
+      history: column of the schema that gets the names of the items of a row; None if there
+        is none.
+      lengths: for each column of categories the number of its ids that are read: the last
+        ones of the history. A longer list in another column is an error.
+    """
+
+    history: str | None
+    lengths: Mapping[str, int]
+
+    def __post_init__(self) -> None:
+        _check_sizes([*self.lengths.values()], 1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Signature:
     """The inputs and outputs of a predictor, and the arguments of its programs.
 
     Attributes:
-      kind: meaning of a row of a request: "items", "histories" or "clicks".
+      kind: meaning of a row of a request: "items", "histories" or "clicks"; or "stages", items
+        or a history with columns for the model that ranks the candidates.
       inputs: arrays of a request: the programs' second argument. If there is an output
         layer, the last one, the excluded items, goes to that layer instead.
       outputs: arrays of an answer: the results of the programs, or of the output layer.
@@ -286,7 +304,9 @@ class Signature:
         `jax.export`.
       jax: the version that wrote them.
       stacks: for clicks, how the ids of features become rows of tables.
-      schema: for clicks, types of the columns of records; None if the file has none.
+      schema: for clicks and stages, types of the columns of records; None if the file has
+        none.
+      stages: for stages, how columns become inputs; else None.
       layer: the output layer; None if it is part of the programs.
       added: items behind those that the programs know: only the output layer has them. Its
         arrays are then the last weights, and no arguments of the programs.
@@ -303,6 +323,7 @@ class Signature:
     jax: str
     stacks: tuple[ClickStack, ...] = ()
     schema: ClickSchema | None = None
+    stages: Stages | None = None
     layer: OutputLayer | None = None
     added: int = 0
     new_items: NewItems | None = None
@@ -336,7 +357,8 @@ class Signature:
     @property
     def beside_items(self) -> Literal["values", "times"]:
         """The numbers that a request may have beside its items: times if these have an order."""
-        return KINDS[self.kind].beside_items
+        reads_order = any(each.name == HISTORIES for each in self.inputs)
+        return "times" if reads_order else "values"
 
     @property
     def program_inputs(self) -> tuple[Array, ...]:

@@ -206,7 +206,7 @@ class Lists(_Ranked):
           ValueError: it cannot, or not about users of these histories.
         """
         times = [[]] if predictor.model.reads_times else None
-        predictor.model.rows_of_names([[]], times=times)
+        predictor.model.first.rows_of_names([[]], times=times)
         super().__init__(predictor)
         self._beside: str = predictor.signature.beside_items
         if self._beside == "times" and not self._model.reads_times:

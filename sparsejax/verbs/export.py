@@ -79,8 +79,7 @@ def export_predictor(asked: Write) -> None:
     _check_weights(asked.model)
     portable = kind.portable(asked)
     signature = Signature(
-        kind=kind.name,
-        **portable.stated,
+        **{"kind": kind.name} | portable.stated,
         weights=tuple(
             Array.of(weight.like, weight.name) for weight in portable.weights
         ),

@@ -124,23 +124,7 @@ def read_item_features(
                         "wrote; leave it out, or read the file that the features are from"
                     )
             return ItemFeatures.load(source)
-    pieces = find_pieces(source)
-    path = pieces[0].path
-    tables = [
-        _with_folders(piece, _table(piece, item, (*tags, *words))) for piece in pieces
-    ]
-    for piece, each in zip(pieces, tables, strict=True):
-        if twice := [
-            n for n, k in collections.Counter(each.column_names).items() if k > 1
-        ]:
-            raise DataError.at(
-                piece.path,
-                f"has several columns {quoted(twice)}; give each its own name",
-            )
-    try:
-        table = pa.concat_tables(tables, promote_options="default").combine_chunks()
-    except pa.ArrowInvalid as error:
-        raise DataError.at(path, f"files have other columns: {error}") from error
+    path, table = whole_table(source, item, (*tags, *words))
     if not len(table):
         raise DataError.at(path, "has no rows, so there is no item")
     item = _item_column(path, table, item)
@@ -208,6 +192,36 @@ def read_item_features(
         )
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
+
+
+def whole_table(
+    source: Any, item: str | None, texts: Collection[str]
+) -> tuple[Path, pa.Table]:
+    """All rows and columns of a source of `read_item_features`, and its name.
+
+    Args:
+      source: files or a table.
+      item: the column of items, if it is named.
+      texts: further columns that are text in CSV.
+
+    Raises:
+      DataError: it cannot be read, or a name of a column is there twice.
+    """
+    pieces = find_pieces(source)
+    path = pieces[0].path
+    tables = [_with_folders(piece, _table(piece, item, texts)) for piece in pieces]
+    for piece, each in zip(pieces, tables, strict=True):
+        if twice := [
+            n for n, k in collections.Counter(each.column_names).items() if k > 1
+        ]:
+            raise DataError.at(
+                piece.path,
+                f"has several columns {quoted(twice)}; give each its own name",
+            )
+    try:
+        return path, pa.concat_tables(tables, promote_options="default").combine_chunks()
+    except pa.ArrowInvalid as error:
+        raise DataError.at(path, f"files have other columns: {error}") from error
 
 
 class _Tags(NamedTuple):

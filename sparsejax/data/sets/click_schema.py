@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, Protocol
 
 from sparsejax import codec
@@ -328,6 +328,28 @@ def id_column(name: str, document: object, label: str) -> IdColumn:
 def without_time(schema: ClickSchema) -> ClickSchema:
     """The columns that a model reads."""
     return dataclasses.replace(schema, time=None)
+
+
+def with_columns(
+    schema: ClickSchema, names: Collection[str]
+) -> tuple[ClickSchema | None, dict[str, str]]:
+    """A schema of some columns alone; None of no columns.
+
+    Returns:
+      The schema, and for each of its vocabularies the column of the old schema that has it:
+      a column can be like one that is left out.
+    """
+    owners, own = vocabulary_columns(schema), {}
+    ids: dict[str, IdColumn] = {}
+    for name in (each for each in schema.ids if each in names):
+        ids[name] = schema.ids[name]
+        if name in owners:
+            first = own.setdefault(owners[name], name)
+            ids[name] = VocabularyColumn(like=None if first == name else first)
+    dense = {name: column for name, column in schema.dense.items() if name in names}
+    if not ids and not dense:
+        return None, {}
+    return ClickSchema(schema.label, dense, ids), {new: old for old, new in own.items()}
 
 
 class HasIds(Protocol):

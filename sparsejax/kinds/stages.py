@@ -1,0 +1,161 @@
+"""Two stages as one model: a model that ranks items, and a click model that ranks the best of them."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jax import lax
+
+from sparsejax.embeddings.feature_batch import CandidateBatch
+from sparsejax.engine.rank.recommender import Recommender, can_deny
+from sparsejax.predictors.stages import DENSE, IDS
+from sparsejax.sparse import CSR
+from sparsejax.wide_ids import WideIds
+
+_INPUTS = "inputs"  # the only input of a first stage without names
+
+
+class ItemColumn(nnx.Variable):
+    """A column of all items. Optimizers leave it as it is."""
+
+
+class Stages(nnx.Module):
+    """A `Recommender` that ranks the candidates of another one by the probability of a click.
+
+    All candidates of a batch are one batch of the click model. The vectors of a request are
+    looked up once.
+
+    Args:
+      first: model that finds the candidates.
+      second: the click model.
+      candidates: number of candidates of each row.
+      items: columns of items, `[items, n]`, by the names that columns of requests would have.
+      requests: columns of requests, as `Requests.inputs` describes them.
+      dense: places of the dense columns among those of requests and then of items.
+      wide: names of the columns whose ids are two words.
+    """
+
+    kind = "items"
+
+    def __init__(
+        self,
+        first: Recommender,
+        second: Any,
+        *,
+        candidates: int,
+        items: Mapping[str, np.ndarray],
+        requests: Mapping[str, jax.ShapeDtypeStruct],
+        dense: Sequence[int] = (),
+        wide: Sequence[str] = (),
+    ):
+        self.first, self.second = nnx.data(first), nnx.data(second)
+        self.candidates = min(candidates, first.num_items)
+        self.items = nnx.data({n: ItemColumn(jnp.asarray(a)) for n, a in items.items()})
+        self.requests = tuple(requests.items())
+        self.dense, self.wide = tuple(dense), frozenset(wide)
+        self.ranks: Literal["both", "first", "second"] = "both"
+
+    def alone(self, which: Literal["first", "second"]) -> Self:
+        """The model that ranks all items by one of the stages."""
+        found = copy.copy(self)
+        found.ranks = which
+        return found
+
+    @property
+    def num_features(self) -> dict[str, Any]:
+        own = self.first.num_features
+        own = dict(own) if isinstance(own, Mapping) else {_INPUTS: own}
+        return own | dict(self.requests)
+
+    @property
+    def num_items(self) -> int:
+        return self.first.num_items
+
+    @property
+    def denies(self) -> bool:
+        """Whether `top_k` accepts a mask of items that are excluded in all rows."""
+        return can_deny(self.first)
+
+    def top_k(
+        self,
+        x: Mapping[str, Any],
+        k: int,
+        *,
+        exclude: CSR | None = None,
+        excluded: jax.Array | None = None,
+    ) -> tuple[jax.Array, jax.Array]:
+        """Ids and probabilities; among equal ones the better candidate comes first."""
+        if self.ranks == "second":
+            return self._best_of_all(x, k, exclude, excluded)
+        names = self.first.num_features
+        of_first = (
+            {name: x[name] for name in names} if isinstance(names, Mapping) else x[_INPUTS]
+        )
+        options = {} if excluded is None else {"excluded": excluded}
+        most = k if self.ranks == "first" else self.candidates
+        ids, scores = self.first.top_k(of_first, most, exclude=exclude, **options)
+        if self.ranks == "first":
+            return ids, scores
+        logits = jnp.where(ids < 0, -jnp.inf, self._logits(x, ids))
+        # NaN comes first, so that it is not overlooked.
+        order = jnp.where(jnp.isnan(logits), -jnp.inf, -logits)
+        _, ids, logits = lax.sort((order, ids, logits), num_keys=1)
+        more = ((0, 0), (0, max(0, k - self.candidates)))
+        ids = jnp.pad(ids, more, constant_values=-1)[:, :k]
+        logits = jnp.pad(logits, more)[:, :k]
+        return ids, jnp.where(ids < 0, -jnp.inf, nnx.sigmoid(logits))
+
+    def _best_of_all(self, x, k, exclude, excluded) -> tuple[jax.Array, jax.Array]:
+        """The best of all items by the click model, some of them at a time."""
+        starts = jnp.arange(0, self.num_items, self.candidates, dtype=jnp.int32)
+        ids = starts[:, None] + jnp.arange(self.candidates, dtype=jnp.int32)[None]
+        ids = jnp.where(ids < self.num_items, ids, -1)
+        rows = jax.tree.leaves(x[self.requests[0][0]])[0].shape[0]
+        shape = (rows, self.candidates)
+        logits = lax.map(lambda some: self._logits(x, jnp.broadcast_to(some, shape)), ids)
+        logits = jnp.moveaxis(logits, 0, 1).reshape(rows, -1)[:, : self.num_items]
+        if exclude is not None:
+            logits = jnp.where(exclude.todense() > 0, -jnp.inf, logits)
+        if excluded is not None:
+            logits = jnp.where(excluded, -jnp.inf, logits)
+        logits, ids = lax.top_k(logits, k)
+        is_item = logits != -jnp.inf
+        scores = jnp.where(is_item, nnx.sigmoid(logits), -jnp.inf)
+        return jnp.where(is_item, ids, -1), scores
+
+    def _logits(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
+        """`[rows, candidates]` logits; any numbers where there is no item."""
+        rows, count = ids.shape
+        at = jnp.maximum(ids, 0).reshape(-1)
+        of_requests = {name: x[name] for name, _ in self.requests}
+        of_items = {name: column[...][at] for name, column in self.items.items()}
+        parts = [jnp.zeros((len(at), 0), jnp.float32)]
+        if DENSE in of_requests:
+            parts.append(jnp.repeat(of_requests.pop(DENSE), count, axis=0))
+        if DENSE in of_items:
+            parts.append(of_items.pop(DENSE))
+        dense = jnp.concatenate(parts, axis=1)[:, np.asarray(self.dense, np.int32)]
+        batch = CandidateBatch(
+            requests=self._ids(of_requests, of_items, rows),
+            candidates=self._ids(of_items, of_requests, len(at)),
+        )
+        self.second.eval()
+        return self.second(dense, batch).reshape(ids.shape)
+
+    def _ids(self, given, others, rows: int) -> dict[str, Any]:
+        """Ids of the features that are given, and none of the others."""
+        nothing = jnp.zeros((rows, 0), jnp.int32)
+        found = {}
+        for name, ids in {**dict.fromkeys(others, nothing), **given}.items():
+            feature = name.removeprefix(IDS)
+            found[feature] = jnp.asarray(ids)
+            if feature in self.wide:
+                words = lax.bitcast_convert_type(found[feature], jnp.uint32)
+                found[feature] = WideIds(words[:, :1], words[:, 1:])
+        return found

@@ -1,0 +1,108 @@
+"""Two stages: one run finds candidates, and a second one ranks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Collection, Mapping
+from typing import TYPE_CHECKING, Any
+
+from sparsejax.options.measuring import Choosing, Kept, Shown
+from sparsejax.options.option import Flag, Options, option
+from sparsejax.options.predicting import Recommend
+
+if TYPE_CHECKING:
+    from sparsejax.runs.run import Run
+
+_FILE = Flag(type=str | None, value="FILE", default="")
+_COLUMN = Flag(value="COLUMN", default="")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Joining(Options):
+    """Where the columns of the second stage come from: each from one place.
+
+    Attributes:
+      item_columns: Columns of items, by their names: a file, a table or dicts.
+      user_columns: Columns of users, by their names: a file, a table or dicts.
+      request_columns: Columns that come with each request.
+      item_as: Column that gets the name of an item, and in item_columns has it.
+      user_as: Column that gets the name of a row, and in user_columns has it.
+      history_as: Column that gets the list of the items of a row. By default it is the column
+        that is like that of the items.
+      lengths: For columns of lists, how many categories are read. By default a history has the
+        length that DIN reads, else 200, and other columns have 1.
+    """
+
+    heading = "second stage"
+
+    item_columns: Any = option(None, _FILE)
+    user_columns: Any = option(None, _FILE)
+    request_columns: Collection[str] = option(
+        (), Flag(type=tuple[str, ...], value="COLUMN", default="")
+    )
+    item_as: str = option("item", Flag(value="COLUMN"))
+    user_as: str = option("user", Flag(value="COLUMN"))
+    history_as: str | None = option(None, _COLUMN)
+    lengths: Mapping[str, int] | None = option(None, shell=False)
+
+
+@dataclasses.dataclass(frozen=True)
+class Join(Joining):
+    """Two runs that are one model.
+
+    Attributes:
+      retrieval: Run of items or histories, which finds the candidates.
+      ranking: Run of clicks, which ranks them.
+      candidates: Number of candidates for each row.
+    """
+
+    retrieval: Run
+    ranking: Run
+    candidates: int = option(500, least=1)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Requested(Options):
+    """The columns that come with requests.
+
+    Attributes:
+      requests: The columns that `request_columns` names: a file, a table or dicts. Rows are matched
+        by the column of users, or else by their order.
+    """
+
+    requests: Any = option(None, _FILE)
+
+
+@dataclasses.dataclass(frozen=True)
+class RecommendJoined(Recommend, Requested):
+    """A question for recommendations by two stages."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EvaluateJoined(Shown, Choosing, Kept, Requested):
+    """How well two stages find held-out interactions.
+
+    Attributes:
+      ranking_alone: Also rank all items by the second stage alone. It takes as much longer as
+        there are more items than candidates.
+    """
+
+    ranking_alone: bool = option(False, Flag(gives=True))
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportJoined(Options):
+    """A predictor of two stages to write.
+
+    Attributes:
+      path: File to write. An existing file is replaced.
+      k: Largest number of items that the predictor recommends to a row.
+      batch_size: Largest number of rows that the predictor scores at a time. By default the
+        candidates of all rows are about 8,000.
+    """
+
+    path: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
+    k: int = option(10, least=1)
+    batch_size: int | None = option(None, least=1)

@@ -1,0 +1,255 @@
+"""Predictors of two stages: one model finds candidates, another one ranks them.
+
+The second stage also reads columns. Columns of items are in the file. The others come with a
+request, and are inputs of the programs whose names begin with `SECOND`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar, Self
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from sparsejax.data.files.name_index import NameTable
+from sparsejax.data.files.names import Names
+from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
+from sparsejax.data.sets.click_records import columns_of, examples_of
+from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
+from sparsejax.data.sets.sequences import Histories
+from sparsejax.engine.rank.denied import denied_items
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.predictors.histories import Ordered
+from sparsejax.predictors.ranking import Items, NameLists
+from sparsejax.predictors.runtime import Programs, Rows
+from sparsejax.predictors.signature import (
+    LABEL,
+    Array,
+    Signature,
+    Stages,
+    features_of,
+    reads_histories,
+)
+from sparsejax.sparse import CSR
+from sparsejax.wide_ids import WideIds
+
+ITEMS = "items"  # the column of a record with the names of the items that a row has
+SECOND = "second/"
+DENSE, IDS = f"{SECOND}dense", f"{SECOND}ids/"
+COLUMN = "column/"  # before the name of a vocabulary, among the names in a file
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Requests:
+    """The columns of requests.
+
+    Attributes:
+      feature_names: names of the items.
+      stages: how columns become inputs.
+      schema: types of the columns, and of that of the history; None if there are none.
+      vocabularies: for each `VocabularyColumn` its categories.
+    """
+
+    feature_names: Names
+    stages: Stages
+    schema: ClickSchema | None
+    vocabularies: Mapping[str, Names]
+
+    def __post_init__(self) -> None:
+        known = {} if self.schema is None else vocabularies_of(self.schema)
+        ids = {} if self.schema is None else self.schema.ids
+        if known.keys() != self.vocabularies.keys() or ids.keys() != self.lengths.keys():
+            raise ValueError("the schema fits neither the vocabularies nor the lengths")
+        if self.stages.history not in (None, *ids):
+            raise ValueError(f"there is no column {self.stages.history!r}")
+
+    @property
+    def lengths(self) -> Mapping[str, int]:
+        """`Stages.lengths`."""
+        return self.stages.lengths
+
+    @property
+    def columns(self) -> list[str]:
+        """The columns that a request has beside the items of its row."""
+        used = [] if self.schema is None else self.schema.used[1:]
+        return [name for name in used if name != self.stages.history]
+
+    @property
+    def inputs(self) -> dict[str, jax.ShapeDtypeStruct]:
+        """The inputs of a program: the shape and the dtype of a row of each."""
+        if self.schema is None:
+            return {}
+        found = {}
+        if self.schema.dense:
+            shape = (len(self.schema.dense),)
+            found[DENSE] = jax.ShapeDtypeStruct(shape, jnp.float32)
+        for name, column in self.schema.ids.items():
+            words = (2,) if isinstance(column, KeyColumn) else (self.lengths[name],)
+            found[f"{IDS}{name}"] = jax.ShapeDtypeStruct(words, jnp.int32)
+        return found
+
+    def arrays(
+        self, columns: Mapping[str, Any], histories: Sequence[Sequence[str]] | Any
+    ) -> dict[str, np.ndarray]:
+        """The inputs of some rows.
+
+        Args:
+          columns: the `columns` by name.
+          histories: for each row the names of its items; or an array of lists of Arrow.
+
+        Raises:
+          DataError: a column cannot have such a value.
+          ValueError: a column is missing or unknown, columns differ in their lengths, or a
+            list is too long.
+        """
+        if unknown := columns.keys() - {*self.columns}:
+            raise ValueError(
+                f"unknown column {min(unknown)!r}; a request has {self.columns}, and its items"
+            )
+        if self.schema is None:
+            return {}
+        if self.stages.history is not None:
+            lists = histories if hasattr(histories, "type") else [*map(list, histories)]
+            columns = {**columns, self.stages.history: lists}
+        dense, ids = examples_of(columns, self.schema, self.vocabularies)
+        if len(dense) != len(histories):
+            raise ValueError(
+                f"there are {len(histories):,} rows, but columns of {len(dense):,}"
+            )
+        found = {DENSE: dense} if self.schema.dense else {}
+        for name, each in ids.items():
+            cut = name == self.stages.history
+            found[f"{IDS}{name}"] = padded(name, each, self.lengths[name], cut=cut)
+        return found
+
+
+def padded(
+    name: str, ids: np.ndarray | CSR | WideIds, length: int, *, cut: bool = False
+) -> np.ndarray:
+    """The ids of a column as int32: `[rows, length]` with -1 behind lists, or two words of 64 bits.
+
+    Args:
+      name: name of the column, for messages.
+      ids: ids as `examples_of` makes them.
+      length: room for a list.
+      cut: whether the last `length` ids of longer lists are taken, which are an error else.
+    """
+    if isinstance(ids, CSR):
+        lists = Histories(np.asarray(ids.indptr), np.asarray(ids.indices))
+        longest = int(np.diff(lists.indptr).max(initial=0))
+        if longest > length and not cut:
+            raise ValueError(
+                f"column {name!r} has a list of {longest:,} categories, more than the "
+                f"{length:,} that are read: cut it"
+            )
+        return lists.padded(length)
+    if isinstance(ids, WideIds) or ids.dtype.itemsize == 8:
+        wide = ids if isinstance(ids, WideIds) else WideIds.of(ids)
+        return np.stack([wide.low, wide.high], axis=1).view(np.int32)
+    more = ((0, 0), (0, length - 1))
+    return np.pad(ids[:, None], more, constant_values=-1)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Staged(Items):
+    """Ranks the candidates of a first stage; see `Predictor` for its methods.
+
+    Attributes:
+      requests: columns of requests.
+    """
+
+    has: ClassVar[str] = "recommend and recommend_records"
+    recommend_names: ClassVar[None] = None  # type: ignore[assignment]
+
+    requests: Requests
+
+    @classmethod
+    def of(
+        cls, signature: Signature, vocabularies: Mapping[str, NameTable]
+    ) -> Callable[[Programs], Self]:
+        own = {n: table for n, table in vocabularies.items() if n.startswith(COLUMN)}
+        rest = {n: table for n, table in vocabularies.items() if n not in own}
+        if signature.stages is None or ITEMS not in rest:
+            raise ValueError(f"{LABEL} is not that of two stages with names of items")
+        made = super().of(dataclasses.replace(signature, stages=None), rest)
+        requests = Requests(
+            feature_names=rest[ITEMS].names,
+            stages=signature.stages,
+            schema=signature.schema,
+            vocabularies={n.removeprefix(COLUMN): t.names for n, t in own.items()},
+        )
+        wanted = [Array.of(like, name) for name, like in requests.inputs.items()]
+        found = [each for each in signature.inputs if (each.name or "").startswith(SECOND)]
+        if found != wanted or [*signature.inputs[-1 - len(wanted) : -1]] != wanted:
+            raise ValueError(f"{LABEL} has other inputs than its schema")
+        return functools.partial(made, requests=requests)
+
+    @functools.cached_property
+    def first(self) -> Items:
+        own = len(self.requests.inputs)
+        *inputs, exclude = self.programs.inputs
+        inputs = inputs[: len(inputs) - own]
+        features: Any = features_of(inputs)
+        is_ordered = reads_histories(features)
+        programs = dataclasses.replace(self.programs, inputs=(*inputs, exclude))
+        return (Ordered if is_ordered else Items)(
+            programs=programs,
+            k=self.k,
+            num_features=features if is_ordered else features["inputs"],
+            num_items=self.num_items,
+            num_read=self.num_items,
+            table=self.table,
+            items=self.items,
+        )
+
+    @property
+    def reads_times(self) -> bool:
+        return self.first.reads_times
+
+    def rows_of_names(
+        self,
+        histories: NameLists | Sequence[Sequence[str]],
+        *,
+        columns: Mapping[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[list[Rows], np.ndarray]:
+        """As for one stage, with the columns that a request has beside its items, by name."""
+        if not isinstance(histories, NameLists):
+            histories = NameLists.of(histories)
+        (*given, exclude), unknown = self.first.rows_of_names(histories, **options)
+        arrays = self.requests.arrays(columns or {}, histories.lists())
+        return [*given, *arrays.values(), exclude], unknown
+
+    def recommend_records(
+        self, records: Any, *, k: int | None, exclude_seen: bool, **which: Any
+    ) -> Recommendations:
+        """The best items for each record."""
+        times = ["times"] * self.reads_times
+        found = columns_of(records, [ITEMS, *times, *self.requests.columns])
+        lists, *numbers = (
+            [cell or [] for cell in found.pop(name).to_pylist()]
+            for name in (ITEMS, *times)
+        )
+        options: dict[str, Any] = {"times": numbers[0]} if numbers else {}
+        options |= {"exclude_seen": exclude_seen, "columns": found}
+        (*given, seen), _ = self.rows_of_names(lists, **options)
+        kinds = {True: NamedArray, False: NamedCSR}
+        parts = {
+            like.name or "": kinds[isinstance(each, np.ndarray)]("records", each)
+            for like, each in zip(self.programs.inputs, given, strict=False)
+        }
+        denied = denied_items(self.num_items, self.items, **which)
+        rows = np.arange(len(lists))
+        return self._recommend(Inputs(parts, alone=False), k, seen, rows, denied)
+
+    def example(self) -> list[Rows]:
+        *given, exclude = self.first.example()
+        arrays = [
+            np.zeros((1, *like.shape), like.dtype)
+            for like in self.requests.inputs.values()
+        ]
+        return [*given, *arrays, exclude]

@@ -1,0 +1,402 @@
+"""Two runs as one model: the first finds candidates, the second ranks them."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from sparsejax import metrics
+from sparsejax.data.files.names import Names, quoted, to_arrow
+from sparsejax.data.reading.by_name import ByName, lists_of
+from sparsejax.data.reading.sources import Inputs, NamedArray
+from sparsejax.data.sets.click_records import examples_of
+from sparsejax.data.sets.click_schema import (
+    FIRST_KNOWN,
+    ClickSchema,
+    KeyColumn,
+    VocabularyColumn,
+    vocabulary_columns,
+    with_columns,
+)
+from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
+from sparsejax.engine.rank.recommendations import Recommendations
+from sparsejax.kinds.reading import some_rows
+from sparsejax.kinds.stages import Stages
+from sparsejax.options.option import takes
+from sparsejax.options.predicting import Rank
+from sparsejax.options.staging import (
+    EvaluateJoined,
+    ExportJoined,
+    Join,
+    RecommendJoined,
+)
+from sparsejax.predictors.signature import Stages as StatedStages
+from sparsejax.predictors.stages import DENSE, IDS, Requests, padded
+from sparsejax.verbs.export import export_with_answer
+from sparsejax.verbs.recommend import recommend
+from sparsejax.sparse import CSR
+
+_PAIRS = 8192  # of rows with candidates, at a time
+_LENGTH = 200  # of a history
+# Places that columns come from.
+_ITEM, _USER, _HISTORY = "the name of the item", "the name of the user", "the history"
+_ITEM_COLUMNS, _USER_COLUMNS = "item_columns", "user_columns"
+_REQUEST_COLUMNS = "request_columns"
+_OF_ITEMS = {_ITEM, _ITEM_COLUMNS}
+# The inputs of a service, which no column may be called.
+_RESERVED = {
+    f"{name}{end}"
+    for name in ("items", "exclude", "candidates")
+    for end in ("", "_lengths")
+} | {"lengths", "users", "times", "values"}
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Shown(Inputs):
+    """Inputs with the names of the items."""
+
+    feature_names: Names
+
+
+class TwoStage:
+    """A run that finds candidates, and a run of clicks that ranks them, as one model.
+
+    ::
+
+        both = sj.TwoStage(retrieval, ranking, candidates=500, item_columns="items.csv")
+        both.evaluate(heldout)
+        both.recommend(["ann"], k=10)
+        both.export("shop.predictor")
+
+    The second stage reads the columns of its training data. Each comes from one place: the name
+    of the item, the columns of items, the name of the user, the columns of users, the history,
+    or the request. Items are ranked by the probability of a click. Among equally probable ones
+    the better candidate comes first.
+    """
+
+    @takes(Join)
+    def __init__(self, asked: Join) -> None:
+        """Joins the runs.
+
+        Raises:
+          DataError: a table cannot be read.
+          ValueError: a run is of another kind. A column of the second stage comes from nowhere,
+            or from two places.
+        """
+        self._first, self._reading = asked.retrieval._kept, asked.retrieval._reading
+        self._second, self._asked = asked.ranking._kept, asked
+        _check_kinds(self._first.settings, self._second.settings)
+        self._schema: ClickSchema = self._second.known.schema
+        texts = [*self._schema.ids]
+        self._items, self._users = (
+            None if source is None else ByName.read(source, key, texts)
+            for source, key in (
+                (asked.item_columns, asked.item_as),
+                (asked.user_columns, asked.user_as),
+            )
+        )
+        self._places = _places_of(self._schema, asked, self._items, self._users)
+
+    def __repr__(self) -> str:
+        places = ", ".join(f"{name}: {place}" for name, place in self._places.items())
+        return f"TwoStage(candidates={self._asked.candidates:,}, {places})"
+
+    @takes(EvaluateJoined)
+    def evaluate(self, asked: EvaluateJoined) -> Mapping[str, float]:
+        """The metrics of both stages, and of each alone, on the same held-out interactions.
+
+        Names of metrics of the first stage alone begin with "retrieval_". Its recall at the
+        number of candidates is the most that both can reach. Those of the second stage begin with
+        "ranking_".
+
+        Raises:
+          ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit.
+        """
+        if asked.heldout is None:
+            raise ValueError("give heldout=..., what both stages should find")
+        kind, data = self._first.settings.kind, self._data("evaluate", asked.inputs)
+        heldout = kind.heldout(asked.heldout, self._reading, data, asked.inputs)
+        if hasattr(heldout, "only_targets"):
+            heldout = heldout.only_targets()
+        seen = kind.matrix(data)
+        counted = asked.counted() | {"exclude": seen if asked.exclude_seen else None}
+        size = self._rows_at_once
+        setup = Setup(popularity=seen, batch_size=size, **counted)
+        model, shown = self._staged(data, asked.requests)
+        prepared = prepared_evaluation(shown, kind.matrix(heldout), setup)
+        most = model.candidates
+        found = prepared.run(model, keep_rows=asked.keep_rows)
+        bare = dataclasses.replace(prepared, popularity=None)
+        ks = tuple(sorted({*setup.ks, most}))
+        alone = {"retrieval": dataclasses.replace(bare, ks=ks).run(model.alone("first"))}
+        if asked.ranking_alone:
+            alone["ranking"] = bare.run(model.alone("second"))
+        kept = {name for name in found if "@" in name} | {f"recall@{most}"}
+        beside = {
+            f"{stage}_{name}": value
+            for stage, measured in alone.items()
+            for name, value in measured.items()
+            if name in kept
+        }
+        rows = getattr(found, "rows", None)
+        return {**found, **beside} if rows is None else metrics.Measured({**found, **beside}, rows)
+
+    @takes(RecommendJoined)
+    def recommend(self, asked: RecommendJoined) -> Recommendations:
+        """The best items for rows, with their names; scores are probabilities.
+
+        Raises:
+          ValueError: there is no such row; `inputs` or `requests` are needed; `k` is larger than
+            the number of candidates.
+        """
+        self._check_k(asked.k)
+        kind, data = self._first.settings.kind, self._data("recommend", asked.inputs)
+        if asked.users is not None:
+            users = [asked.users] if isinstance(asked.users, str) else asked.users
+            data = some_rows(data, users)
+        exclude = kind.excluded(asked, self._reading, self._first, data)
+        model, shown = self._staged(data, asked.requests)
+        options = asked.shared_with(Rank) | {
+            "inputs": shown,
+            "exclude": None if exclude is None else kind.matrix(exclude),
+            "batch_size": self._rows_at_once,
+        }
+        found = recommend(model, **options)
+        return found.named(data.row_names, self._first.known)
+
+    @takes(ExportJoined)
+    def export(self, asked: ExportJoined) -> None:
+        """Writes both stages as one predictor, which `sparsejax.load_predictor` reads.
+
+        The file has the columns of items. A request has the others, also those of users.
+
+        Raises:
+          ValueError: a column has the name of an input of a service; `k` is larger than the
+            number of candidates.
+        """
+        self._check_k(asked.k)
+        if clash := sorted(_RESERVED & {*self._requests.columns}):
+            raise ValueError(
+                f"the ranking model has the columns {clash}, whose names are those of other "
+                "inputs of a service: call them otherwise, and train it again"
+            )
+        size = self._rows_at_once if asked.batch_size is None else asked.batch_size
+        # A file of a run reads no times.
+        kind, bare = self._first.settings.kind, [[str(self._first.known[0])]]
+        data = kind.read_shown(bare, self._reading, self._first)
+        model = self._model(kind.shown(self._first.model(), data, None)[0])
+        names = self._requests
+        export_with_answer(model, asked.path, names=names, k=asked.k, batch_size=size)
+
+    @functools.cached_property
+    def _requests(self) -> Requests:
+        """The columns of requests."""
+        places, asked = self._places, self._asked
+        names = [name for name, place in places.items() if place not in _OF_ITEMS]
+        schema, owners = with_columns(self._schema, names)
+        ids = {} if schema is None else schema.ids
+        history = next((n for n, place in places.items() if place == _HISTORY), None)
+        lengths = dict.fromkeys(ids, 1)
+        if history is not None:
+            lengths[history] = getattr(self._second.settings.network, "length", _LENGTH)
+        given = asked.lengths or {}
+        if unknown := sorted(given.keys() - lengths.keys()):
+            raise ValueError(
+                f"lengths has {unknown}, but the columns of categories of requests are "
+                f"{sorted(lengths)}"
+            )
+        known = self._second.known.vocabularies
+        return Requests(
+            feature_names=self._first.known,
+            stages=StatedStages(history=history, lengths=lengths | given),
+            schema=schema,
+            vocabularies={new: known[old] for new, old in owners.items()},
+        )
+
+    @functools.cached_property
+    def _item_arrays(self) -> dict[str, np.ndarray]:
+        """The columns of items, an array each, in the order of the first stage's items."""
+        names, places = self._first.known, self._places
+        schema, owners = with_columns(
+            self._schema, [n for n, place in places.items() if place in _OF_ITEMS]
+        )
+        if schema is None:
+            raise ValueError(
+                f"no column of the ranking model tells the candidates apart: it has "
+                f"{self._schema.used[1:]}; name the column of items, item_as=..., or give "
+                "item_columns"
+            )
+        known = self._second.known.vocabularies
+        columns: dict[str, Any] = {}
+        if self._items is not None:
+            chosen = [n for n, place in places.items() if place == _ITEM_COLUMNS]
+            columns = dict(self._items.of(names, chosen))
+        if self._asked.item_as in places:
+            columns[self._asked.item_as] = to_arrow(names)
+        vocabularies = {new: known[old] for new, old in owners.items()}
+        dense, ids = examples_of(columns, schema, vocabularies)
+        self._check_known(ids)
+        found = {DENSE: dense} if schema.dense else {}
+        for name, each in ids.items():
+            longest = 1
+            if isinstance(each, CSR):
+                longest = int(np.diff(np.asarray(each.indptr)).max(initial=1))
+            found[f"{IDS}{name}"] = padded(name, each, longest)
+        return found
+
+    def _check_known(self, ids: Mapping[str, Any]) -> None:
+        """Raises ValueError if the ranking model knows none of the items."""
+        name = self._asked.item_as
+        is_named = isinstance(self._schema.ids.get(name), VocabularyColumn)
+        if name in ids and is_named and (ids[name] < FIRST_KNOWN).all():
+            raise ValueError(
+                f"the ranking model knows none of the {len(self._first.known):,} items, such as "
+                f"{quoted(self._first.known)}, in its column {name!r}: do both runs have the "
+                "same names?"
+            )
+
+    def _model(self, first: Any) -> Stages:
+        """Both models as one.
+
+        Args:
+          first: the model of the first stage, as one that ranks rows.
+        """
+        of_requests = [n for n in self._schema.dense if self._places[n] not in _OF_ITEMS]
+        of_items = [n for n in self._schema.dense if n not in of_requests]
+        order = [*of_requests, *of_items]
+        return Stages(
+            first,
+            self._second.model(),
+            candidates=self._asked.candidates,
+            items=self._item_arrays,
+            requests=self._requests.inputs,
+            dense=[order.index(name) for name in self._schema.dense],
+            wide=[n for n, c in self._schema.ids.items() if isinstance(c, KeyColumn)],
+        )
+
+    def _staged(self, data: Any, requests: Any) -> tuple[Stages, Inputs]:
+        """Both models as one for some data, and the data as its inputs."""
+        kind = self._first.settings.kind
+        first, shown, _ = kind.shown(self._first.model(), data, None)
+        names, lists = data.row_names, lists_of(data, self._first.known)
+        arrays = self._requests.arrays(self._columns(names, requests), lists)
+        parts = {n: NamedArray("requests", a, names) for n, a in arrays.items()}
+        inputs = _Shown({**shown.parts, **parts}, False, self._first.known)
+        return self._model(first), inputs
+
+    def _columns(self, rows: Names, requests: Any) -> dict[str, Any]:
+        """The columns of requests for some rows, by name."""
+        asked, columns = self._asked, {}
+        chosen = {
+            place: [n for n, its in self._places.items() if its == place]
+            for place in self._places.values()
+        }
+        for name in chosen.get(_USER, []):
+            columns[name] = to_arrow(rows)
+        if self._users is not None:
+            columns |= self._users.of(rows, chosen.get(_USER_COLUMNS, []))
+        wanted = chosen.get(_REQUEST_COLUMNS, [])
+        if bool(wanted) != (requests is not None):
+            raise ValueError(
+                f"give requests=..., a table with the columns {wanted}"
+                if wanted
+                else "requests is of no use: request_columns names no column of requests"
+            )
+        if wanted:
+            table = ByName.read(requests, asked.user_as, self._schema.ids, ordered=True)
+            if lacks := [name for name in wanted if name not in table.columns]:
+                raise ValueError(
+                    f"{table.what}: lacks the columns {lacks}; it has {table.columns}"
+                )
+            columns |= table.of(rows, wanted)
+        return columns
+
+    def _data(self, method: str, inputs: Any) -> Any:
+        """The rows that the first stage is shown."""
+        inputs = self._first.data if inputs is None else inputs
+        if inputs is None:
+            raise ValueError(
+                f"{method} needs inputs=..., what the first stage is shown: the data of the "
+                "training is not kept with a run"
+            )
+        return self._first.settings.kind.read_shown(inputs, self._reading, self._first)
+
+    @property
+    def _rows_at_once(self) -> int:
+        return max(1, _PAIRS // self._asked.candidates)
+
+    def _check_k(self, k: int) -> None:
+        """Raises ValueError if more items are wanted than there are candidates."""
+        if k > self._asked.candidates:
+            raise ValueError(
+                f"k is {k:,}, but the first stage finds {self._asked.candidates:,} candidates"
+            )
+
+
+def _places_of(
+    schema: ClickSchema, asked: Join, items: ByName | None, users: ByName | None
+) -> dict[str, str]:
+    """The place that each column of the second stage comes from.
+
+    Raises:
+      ValueError: a column comes from nowhere or from two places, or is named and not there.
+    """
+    used, given = schema.used[1:], {_REQUEST_COLUMNS: asked.request_columns}
+    given["history_as"] = [] if asked.history_as is None else [asked.history_as]
+    for what, names in given.items():
+        if unknown := [name for name in names if name not in used]:
+            raise ValueError(
+                f"{what}: the ranking model has no column {unknown[0]!r}; it has {used}"
+            )
+    found: dict[str, list[str]] = {name: [] for name in used}
+    for place, names in (
+        (_ITEM, [asked.item_as]),
+        (_ITEM_COLUMNS, [] if items is None else items.columns),
+        (_USER, [asked.user_as]),
+        (_USER_COLUMNS, [] if users is None else users.columns),
+        (_REQUEST_COLUMNS, asked.request_columns),
+        (_HISTORY, given["history_as"]),
+    ):
+        for name in found.keys() & {*names}:
+            found[name].append(place)
+    if asked.history_as is None:
+        owners = vocabulary_columns(schema)
+        of_item = owners.get(asked.item_as)
+        like = [
+            name
+            for name, places in found.items()
+            if not places and of_item is not None and owners.get(name) == of_item
+        ]
+        if len(like) == 1:
+            found[like[0]].append(_HISTORY)
+    for name, places in found.items():
+        if len(places) > 1:
+            raise ValueError(
+                f"the column {name!r} of the ranking model comes from {' and from '.join(places)}: "
+                "leave it out of one of them"
+            )
+        if not places:
+            raise ValueError(
+                f"the column {name!r} of the ranking model comes from nowhere: name it in "
+                "request_columns, if it comes with a request, or in history_as, if it is the "
+                "list of a user's items; or give a table that has it, item_columns or "
+                "user_columns"
+            )
+    return {name: place for name, (place,) in found.items()}
+
+
+def _check_kinds(first: Any, second: Any) -> None:
+    """Raises ValueError unless the runs can be the two stages."""
+    if not first.kind.ranks_items:
+        raise ValueError(
+            "the first stage is a run that ranks items, such as one of sasrec or an "
+            f"autoencoder, got a run of {first.kind.name}"
+        )
+    if second.kind.name != "clicks":
+        raise ValueError(
+            f"the second stage is a run of clicks, got a run of {second.kind.name}"
+        )
