@@ -95,7 +95,9 @@ class Stages(nnx.Module):
             return self._best_of_all(x, k, exclude, excluded)
         names = self.first.num_features
         of_first = (
-            {name: x[name] for name in names} if isinstance(names, Mapping) else x[_INPUTS]
+            {name: x[name] for name in names}
+            if isinstance(names, Mapping)
+            else x[_INPUTS]
         )
         options = {} if excluded is None else {"excluded": excluded}
         most = k if self.ranks == "first" else self.candidates
@@ -118,7 +120,9 @@ class Stages(nnx.Module):
         ids = jnp.where(ids < self.num_items, ids, -1)
         rows = jax.tree.leaves(x[self.requests[0][0]])[0].shape[0]
         shape = (rows, self.candidates)
-        logits = lax.map(lambda some: self._logits(x, jnp.broadcast_to(some, shape)), ids)
+        logits = lax.map(
+            lambda some: self._logits(x, jnp.broadcast_to(some, shape)), ids
+        )
         logits = jnp.moveaxis(logits, 0, 1).reshape(rows, -1)[:, : self.num_items]
         if exclude is not None:
             logits = jnp.where(exclude.todense() > 0, -jnp.inf, logits)

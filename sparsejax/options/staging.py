@@ -79,15 +79,19 @@ class RecommendJoined(Recommend, Requested):
     """A question for recommendations by two stages."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class EvaluateJoined(Shown, Choosing, Kept, Requested):
     """How well two stages find held-out interactions.
 
     Attributes:
+      heldout: Interactions that the stages should find: a file, a table or data. Rows are matched
+        by name.
       ranking_alone: Also rank all items by the second stage alone. It takes as much longer as
         there are more items than candidates.
     """
 
+    heldout: Any = option(dataclasses.MISSING, _FILE)
+    _: dataclasses.KW_ONLY
     ranking_alone: bool = option(False, Flag(gives=True))
 
 

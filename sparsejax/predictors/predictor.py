@@ -31,7 +31,7 @@ from sparsejax.wide_ids import WideIds
 # Attributes that predictors of some kinds have.
 _FACTS = {
     *("k", "num_features", "num_items", "items"),
-    *("num_dense", "schema", "vocabularies"),
+    *("num_dense", "schema", "vocabularies", "requests"),
 }
 
 
@@ -74,7 +74,7 @@ class Predictor:
     work in a process that was forked from the one that has loaded it.
 
     Attributes:
-      signature: its `kind` ("items", "histories" or "clicks"), and the names, dtypes
+      signature: its `kind` ("items", "histories", "clicks" or "stages"), and the names, dtypes
         and shapes of the inputs and outputs of its programs.
       k: the most items that can be recommended to a row (items and histories).
       num_features: number of input features (items and histories); with several inputs
@@ -84,6 +84,7 @@ class Predictor:
       num_dense: number of dense columns (clicks).
       schema: types of the columns of records; None if the file has none (clicks).
       vocabularies: for each `VocabularyColumn` its categories (clicks).
+      requests: the columns of requests (two stages).
       model: implementation of the methods for this kind.
       names_in_file: names of items and of tags, or the categories of each vocabulary.
       content: parts that make the vectors of new items; None if the file does not have
@@ -235,6 +236,45 @@ class Predictor:
         options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen, "times": times}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
         return self._method("recommend_names")(histories, unknown=unknown, **options)
+
+    def recommend_records(
+        self,
+        records: Any,
+        *,
+        k: int | None = None,
+        exclude_seen: bool = True,
+        exclude_items: Iterable[str] | np.ndarray = (),
+        only_items: Iterable[str] | np.ndarray | None = None,
+    ) -> Recommendations:
+        """The `k` best items for each record, by a predictor of two stages.
+
+        ::
+
+            predictor = sj.load_predictor("shop.predictor")  # TwoStage.export wrote it
+            record = {"items": ["tea", "milk"], "user": "ann", "device": "phone"}
+            predictor.names(predictor.recommend_records([record], k=5))
+
+        Args:
+          records: a table, or a dict of lists or arrays, by the names of columns; or a list of
+            dicts, one a row. The column `items` has the names of the items of each row, as
+            `recommend_names` takes them, and for a predictor that reads times `times` has their
+            times. The others are the columns in `predictor.requests.columns`.
+          k: items per row. The default, and the most, is the `k` that the predictor was
+            exported with.
+          exclude_seen: whether items of the row are not recommended.
+          exclude_items: names or ids of items that nobody is recommended.
+          only_items: recommend only these.
+
+        Raises:
+          DataError: a column has a value that it may not have.
+          FloatingPointError: a score is NaN; the message names the row.
+          TypeError: the records are no columns.
+          ValueError: a column is missing, a list is too long, `k` is too large, or the predictor
+            is of one stage.
+        """
+        options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen}
+        options |= {"exclude_items": exclude_items, "only_items": only_items}
+        return self._method("recommend_records")(records, **options)
 
     def names(self, found: Recommendations) -> list[list[str]]:
         """The names of the recommended items of each row.

@@ -62,7 +62,10 @@ class Requests:
     def __post_init__(self) -> None:
         known = {} if self.schema is None else vocabularies_of(self.schema)
         ids = {} if self.schema is None else self.schema.ids
-        if known.keys() != self.vocabularies.keys() or ids.keys() != self.lengths.keys():
+        if (
+            known.keys() != self.vocabularies.keys()
+            or ids.keys() != self.lengths.keys()
+        ):
             raise ValueError("the schema fits neither the vocabularies nor the lengths")
         if self.stages.history not in (None, *ids):
             raise ValueError(f"there is no column {self.stages.history!r}")
@@ -183,7 +186,9 @@ class Staged(Items):
             vocabularies={n.removeprefix(COLUMN): t.names for n, t in own.items()},
         )
         wanted = [Array.of(like, name) for name, like in requests.inputs.items()]
-        found = [each for each in signature.inputs if (each.name or "").startswith(SECOND)]
+        found = [
+            each for each in signature.inputs if (each.name or "").startswith(SECOND)
+        ]
         if found != wanted or [*signature.inputs[-1 - len(wanted) : -1]] != wanted:
             raise ValueError(f"{LABEL} has other inputs than its schema")
         return functools.partial(made, requests=requests)

@@ -116,8 +116,6 @@ class TwoStage:
         Raises:
           ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit.
         """
-        if asked.heldout is None:
-            raise ValueError("give heldout=..., what both stages should find")
         kind, data = self._first.settings.kind, self._data("evaluate", asked.inputs)
         heldout = kind.heldout(asked.heldout, self._reading, data, asked.inputs)
         if hasattr(heldout, "only_targets"):
@@ -132,7 +130,9 @@ class TwoStage:
         found = prepared.run(model, keep_rows=asked.keep_rows)
         bare = dataclasses.replace(prepared, popularity=None)
         ks = tuple(sorted({*setup.ks, most}))
-        alone = {"retrieval": dataclasses.replace(bare, ks=ks).run(model.alone("first"))}
+        alone = {
+            "retrieval": dataclasses.replace(bare, ks=ks).run(model.alone("first"))
+        }
         if asked.ranking_alone:
             alone["ranking"] = bare.run(model.alone("second"))
         kept = {name for name in found if "@" in name} | {f"recall@{most}"}
@@ -143,7 +143,11 @@ class TwoStage:
             if name in kept
         }
         rows = getattr(found, "rows", None)
-        return {**found, **beside} if rows is None else metrics.Measured({**found, **beside}, rows)
+        return (
+            {**found, **beside}
+            if rows is None
+            else metrics.Measured({**found, **beside}, rows)
+        )
 
     @takes(RecommendJoined)
     def recommend(self, asked: RecommendJoined) -> Recommendations:
@@ -265,7 +269,9 @@ class TwoStage:
         Args:
           first: the model of the first stage, as one that ranks rows.
         """
-        of_requests = [n for n in self._schema.dense if self._places[n] not in _OF_ITEMS]
+        of_requests = [
+            n for n in self._schema.dense if self._places[n] not in _OF_ITEMS
+        ]
         of_items = [n for n in self._schema.dense if n not in of_requests]
         order = [*of_requests, *of_items]
         return Stages(
@@ -379,6 +385,7 @@ def _places_of(
                 f"the column {name!r} of the ranking model comes from {' and from '.join(places)}: "
                 "leave it out of one of them"
             )
+    for name, places in found.items():
         if not places:
             raise ValueError(
                 f"the column {name!r} of the ranking model comes from nowhere: name it in "

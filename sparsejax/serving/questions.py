@@ -8,6 +8,8 @@ Inputs and outputs by names, for each kind of predictor::
                         exclude BYTES, as items are, with exclude_lengths
                         candidates BYTES, the only items that are ranked, also so
                         users BYTES [rows], before whose items comes what they had
+    stages              as items or histories without candidates, and a tensor for each column,
+                        [rows], or [1] if all rows have the same
     similar             items BYTES [n]: a row for each of them
     clicks              a tensor [n] for each column of the schema, or [1] if all rows have
                         the same; lists of categories are [n, m], filled up with ""
@@ -18,7 +20,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 import scipy.special
@@ -84,7 +86,7 @@ class Form(Protocol):
 
     inputs: list[Tensor]
     outputs: list[Tensor]
-    takes_missing: ClassVar[bool]
+    takes_missing: bool
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request.
@@ -142,7 +144,7 @@ def _check_type(tensor: Tensor, known: set[str], shown: str) -> None:
 class _Ranked:
     """Answers with the best items of each row, by name."""
 
-    takes_missing: ClassVar[bool] = False
+    takes_missing: bool = False
 
     def __init__(self, predictor: Predictor, names: Vocabulary | None = None):
         self._predictor, self._model = predictor, predictor.model
@@ -221,12 +223,18 @@ class Lists(_Ranked):
             self.outputs.append(Tensor(_STRANGERS, "INT32", (-1,), None))
         if self._beside:
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
+        requests = getattr(self._model, "requests", None)
+        self._columns = [] if requests is None else requests.columns
         self._lists = ["exclude", "candidates"]
         if predictor.signature.layer is None:  # the programs rank all items themselves
             self._lists.remove("candidates")
         for name in self._lists:
             kinds |= {name: "BYTES", f"{name}_lengths": "INT32"}
+        if requests is not None:
+            numbers = set() if requests.schema is None else {*requests.schema.dense}
+            kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
         self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
+        self.takes_missing = bool(self._columns)
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""
@@ -261,6 +269,8 @@ class Lists(_Ranked):
             elif f"{name}_lengths" in tensors:
                 raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
         only = options.pop("candidates", None)
+        if self._columns:
+            options["columns"] = self._further_columns(tensors, len(indptr) - 1)
         if users is not None:
             _check_type(users, {"BYTES"}, "BYTES")
             _check_rows(len(users.data), limits)
@@ -285,7 +295,7 @@ class Lists(_Ranked):
             given, unknown = self._model.rows_of_names(
                 histories, exclude_seen=seen, only=only, **options
             )
-        except (TypeError, ValueError) as error:
+        except (DataError, TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
         padded, rows = len(items.shape) == 2, len(indptr) - 1
         strangers = None
@@ -296,6 +306,23 @@ class Lists(_Ranked):
         return Question(
             given, rows, unknown, k, padded, only=only is not None, strangers=strangers
         )
+
+    def _further_columns(
+        self, tensors: Mapping[str, Tensor], rows: int
+    ) -> dict[str, Any]:
+        """The columns of a request to two stages."""
+        found = {}
+        for name in self._columns:
+            if name not in tensors:
+                raise RefusedError(422, f"the input {name!r} is missing: [rows] or [1]")
+            found[name] = _of_all_rows(_cells(tensors[name]), rows)
+            if len(found[name]) != rows:
+                raise RefusedError(
+                    422,
+                    f"the input {name!r} must be [{rows}], as there are rows of items, or [1]; "
+                    f"got {list(tensors[name].shape)}",
+                )
+        return found
 
     def _further(
         self,
@@ -318,6 +345,10 @@ class Lists(_Ranked):
     def _lists_of(self, items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
         """The names of each row, without those that fill it up; and where they are."""
         names, kept = items.data, slice(None)
+        if self.takes_missing and None in names:
+            raise RefusedError(
+                422, f"the input {items.name!r} has a name that is missing"
+            )
         if len(items.shape) == 2:
             if isinstance(names, EncodedNames):
                 kept = names.ends > names.starts
@@ -483,7 +514,7 @@ def _of_all_rows(cells: Any, rows: int) -> Any:
 class Records:
     """Predictors of clicks: a tensor for each column."""
 
-    takes_missing: ClassVar[bool] = True
+    takes_missing: bool = True
 
     def __init__(self, predictor: Predictor):
         """Looks whether the predictor knows its columns.

@@ -1,11 +1,15 @@
 """Two runs as one model, against the click model on the joined table."""
 
 import functools
+import json
 
 import numpy as np
 import pytest
+from served import Client, listening
 
 import sparsejax as sj
+from sparsejax.serving.engine import Shape
+from sparsejax.serving.service import Service, Settings
 
 WORDS, KEYS = sj.data.VocabularyColumn, sj.data.KeyColumn
 ITEMS = [f"i{n}" for n in range(12)]
@@ -106,4 +110,148 @@ def test_scores_are_the_probabilities_of_the_joined_table(first, second) -> None
         scores = other.predict(records)
         order = np.argsort(-scores, kind="stable")
         assert found.names()[row] == [wanted[n] for n in order]
-        np.testing.assert_allclose(found.scores[row][: len(order)], scores[order], rtol=2e-6)
+        np.testing.assert_allclose(
+            found.scores[row][: len(order)], scores[order], rtol=2e-6
+        )
+
+
+def _asked(port: int, tensors: dict, parameters: dict) -> tuple[int, dict]:
+    """The status and the answer to tensors of one row."""
+    inputs = [
+        {
+            "name": name,
+            "datatype": "FP32" if name == "age" else "BYTES",
+            "shape": [len(data)],
+            "data": data,
+        }
+        for name, data in tensors.items()
+    ]
+    body = json.dumps({"inputs": inputs, "parameters": parameters}).encode()
+    status, _, answer = Client(port).ask("POST", "/v2/models/shop/infer", body)
+    return status, json.loads(answer)
+
+
+def test_a_request_of_a_service_equals_the_call_in_python(tmp_path) -> None:
+    both = sj.TwoStage(retrieval("histories"), ranking("din"), candidates=6, **COLUMNS)
+    path = tmp_path / "shop.predictor"
+    both.export(path, k=4, batch_size=1)
+    predictor = sj.load_predictor(path)
+    assert predictor.requests.columns == ["age", "user", "device"]
+    columns = {"age": [30.0], "user": ["ann"], "device": ["phone"]}
+    data = histories()
+    had = data.feature_names[data.indices[: data.indptr[1]]].tolist()
+    found = predictor.recommend_records({"items": [had], **columns}, k=3)
+    ours = both.recommend(["ann"], k=3, requests={"user": ["ann"], "device": ["phone"]})
+    assert predictor.names(found) == ours.names()
+    np.testing.assert_allclose(found.scores, ours.scores, rtol=1e-6)
+    assert not {*had} & {*ours.names()[0]}
+    service = Service("shop", Settings(shapes=(Shape(1, 256),)))
+    service.load(path)
+    with listening(service) as port:
+        status, answer = _asked(port, {"items": had, **columns}, {"k": 3})
+        items, scores, *_ = (each["data"] for each in answer["outputs"])
+        assert (status, [items]) == (200, ours.names())
+        assert np.float32(scores).tobytes() == found.scores.tobytes()
+        for wrong, text in (
+            ({"items": had}, "'age' is missing"),
+            ({"items": ["i1", None], **columns}, "name that is missing"),
+            ({"items": had, **columns, "age": [1.0, 2.0]}, "must be [1]"),
+            ({"items": had, **columns, "mood": ["a"]}, "unknown input 'mood'"),
+        ):
+            status, answer = _asked(port, wrong, {})
+            assert status == 422 and text in answer["error"], answer
+    service.close()
+    empty = predictor.recommend_records(
+        [{"items": [], "age": None, "user": None, "device": "x"}]
+    )
+    assert empty.ids.shape == (1, 4) and (empty.ids >= 0).all()
+    with pytest.raises(ValueError, match="the records lack the columns"):
+        predictor.recommend_records({"items": [["i1"]], "user": ["ann"]})
+    with pytest.raises(ValueError, match="has no recommend_names"):
+        predictor.recommend_names(["i1"])
+
+
+def test_each_column_comes_from_one_place() -> None:
+    one, other = retrieval("items"), ranking("din")
+    for changes, text in (
+        ({"item_columns": None}, "'price' of the ranking model comes from nowhere"),
+        ({"request_columns": ["device", "age"]}, "'age' .* from user_columns and from"),
+        ({"request_columns": ["device", "mood"]}, "has no column 'mood'"),
+        (
+            {"history_as": "device"},
+            "'device' .* from request_columns and from the history",
+        ),
+        ({"item_as": "had"}, "has no column 'had', by whose names"),
+        ({"lengths": {"item": 3}}, "lengths has"),
+        ({"user_columns": {"user": ["ann", "ann"], "age": [1, 2]}}, "more than once"),
+    ):
+        with pytest.raises((ValueError, sj.DataError), match=text):
+            sj.TwoStage(one, other, **{**COLUMNS, **changes}).recommend(
+                requests={"device": ["a"] * 4}
+            )
+    both = sj.TwoStage(one, other, candidates=5, **COLUMNS)
+    for options, text in (
+        ({"k": 6, "requests": {"device": ["a"] * 4}}, "first stage finds 5 candidates"),
+        ({}, "give requests="),
+        ({"requests": {"device": ["a"] * 3}}, "has 3 rows for 4 rows"),
+        ({"requests": {"user": ["ann"], "mood": ["a"]}}, "lacks the columns"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            both.recommend(**{"k": 2, **options})
+    with pytest.raises(ValueError, match="first stage is a run that ranks items"):
+        sj.TwoStage(other, other)
+    with pytest.raises(ValueError, match="second stage is a run of clicks"):
+        sj.TwoStage(one, one)
+
+
+def test_both_stages_find_more_than_each_alone() -> None:
+    """The history tells the group of items, and the mood of the request tells which of them."""
+    rng = np.random.default_rng(0)
+    groups, size, users = 8, 8, 240
+    kinds = {
+        f"{g}-{n}": ("calm", "loud")[n % 2] for g in range(groups) for n in range(size)
+    }
+    shown, heldout, moods = [], [], []
+    for n in range(users):
+        items = [f"{n % groups}-{m}" for m in rng.permutation(size)]
+        user, mood = f"u{n}", ("calm", "loud")[rng.integers(2)]
+        wanted = next(item for item in items[4:] + items if kinds[item] == mood)
+        seen = [item for item in items[:4] if item != wanted]
+        shown += [{"user": user, "item": item} for item in seen]
+        heldout.append({"user": user, "item": wanted})
+        moods.append({"user": user, "mood": mood})
+    data = sj.read(shown)
+    config = sj.NetworkConfig.autoencoder(hidden=(16,))
+    options = {"optimizer": "adagrad", "learning_rate": 0.1, "seed": 0}
+    one = sj.Run.train(data, config=config, num_epochs=20, batch_size=60, **options)
+    names = [*kinds]
+    pairs = [
+        (names[n], mood) for n in rng.integers(0, 64, 400) for mood in ("calm", "loud")
+    ]
+    clicks = [
+        {
+            "click": int(kinds[item] == mood),
+            "item": item,
+            "mood": mood,
+            "kind": kinds[item],
+        }
+        for item, mood in pairs
+    ]
+    ids = {"kind": WORDS(), "mood": WORDS()}
+    config = sj.DeepFMConfig(dim=4, hidden=(8,))
+    clicks = sj.read_clicks(clicks, sj.ClickSchema("click", ids=ids))
+    other = sj.Run.train(clicks, config=config, num_epochs=20, batch_size=80, **options)
+    about = {"item": names, "kind": [*kinds.values()]}
+    both = sj.TwoStage(
+        one, other, candidates=5, item_columns=about, request_columns=["mood"]
+    )
+    asked = {"k": 2, "requests": moods, "ranking_alone": True}
+    found = both.evaluate(sj.read(heldout, features=data), **asked)
+    # At best the first of two of the right kind, of four or five of the group.
+    assert found["retrieval_recall@5"] > 0.95
+    assert found["recall@2"] > 0.9 > 0.6 > found["retrieval_recall@2"]
+    assert found["ranking_recall@2"] < 0.2
+    for stage in ("retrieval", "ranking", "popularity"):
+        assert found["ndcg@2"] > found[f"{stage}_ndcg@2"] + 0.2
+    alone = one.evaluate(sj.read(heldout, features=data), k=2)
+    assert alone["ndcg@2"] == pytest.approx(found["retrieval_ndcg@2"])

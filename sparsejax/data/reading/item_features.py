@@ -219,7 +219,9 @@ def whole_table(
                 f"has several columns {quoted(twice)}; give each its own name",
             )
     try:
-        return path, pa.concat_tables(tables, promote_options="default").combine_chunks()
+        return path, pa.concat_tables(
+            tables, promote_options="default"
+        ).combine_chunks()
     except pa.ArrowInvalid as error:
         raise DataError.at(path, f"files have other columns: {error}") from error
 
