@@ -12,7 +12,7 @@ import numpy as np
 from flax import nnx
 from jax import lax
 
-from sparsejax.embeddings.feature_batch import CandidateBatch
+from sparsejax.embeddings.feature_batch import CandidateBatch, Ids
 from sparsejax.engine.rank.recommender import Recommender, can_deny
 from sparsejax.predictors.stages import DENSE, IDS
 from sparsejax.sparse import CSR
@@ -152,14 +152,15 @@ class Stages(nnx.Module):
         self.second.eval()
         return self.second(dense, batch).reshape(ids.shape)
 
-    def _ids(self, given, others, rows: int) -> dict[str, Any]:
+    def _ids(self, given, others, rows: int) -> dict[str, Ids]:
         """Ids of the features that are given, and none of the others."""
         nothing = jnp.zeros((rows, 0), jnp.int32)
-        found = {}
+        found: dict[str, Ids] = {}
         for name, ids in {**dict.fromkeys(others, nothing), **given}.items():
             feature = name.removeprefix(IDS)
-            found[feature] = jnp.asarray(ids)
-            if feature in self.wide:
-                words = lax.bitcast_convert_type(found[feature], jnp.uint32)
-                found[feature] = WideIds(words[:, :1], words[:, 1:])
+            if feature not in self.wide:
+                found[feature] = jnp.asarray(ids)
+                continue
+            words = lax.bitcast_convert_type(jnp.asarray(ids), jnp.uint32)
+            found[feature] = WideIds(words[:, :1], words[:, 1:])
         return found

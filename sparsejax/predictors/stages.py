@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ import numpy as np
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
 from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
-from sparsejax.data.sets.click_records import columns_of, examples_of
+from sparsejax.data.sets.click_records import cells_of, examples_of
 from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
 from sparsejax.data.sets.sequences import Histories
 from sparsejax.engine.rank.denied import denied_items
@@ -78,7 +78,9 @@ class Requests:
     @property
     def columns(self) -> list[str]:
         """The columns that a request has beside the items of its row."""
-        used = [] if self.schema is None else self.schema.used[1:]
+        if self.schema is None:
+            return []
+        used = [*self.schema.dense, *self.schema.ids]
         return [name for name in used if name != self.stages.history]
 
     @property
@@ -178,7 +180,7 @@ class Staged(Items):
         rest = {n: table for n, table in vocabularies.items() if n not in own}
         if signature.stages is None or ITEMS not in rest:
             raise ValueError(f"{LABEL} is not that of two stages with names of items")
-        made = super().of(dataclasses.replace(signature, stages=None), rest)
+        made: Any = super().of(dataclasses.replace(signature, stages=None), rest)
         requests = Requests(
             feature_names=rest[ITEMS].names,
             stages=signature.stages,
@@ -222,7 +224,7 @@ class Staged(Items):
         columns: Mapping[str, Any] | None = None,
         **options: Any,
     ) -> tuple[list[Rows], np.ndarray]:
-        """As for one stage, with the columns that a request has beside its items, by name."""
+        """Rows as of one stage, with the other columns of a request, by name."""
         if not isinstance(histories, NameLists):
             histories = NameLists.of(histories)
         (*given, exclude), unknown = self.first.rows_of_names(histories, **options)
@@ -234,22 +236,25 @@ class Staged(Items):
     ) -> Recommendations:
         """The best items for each record."""
         times = ["times"] * self.reads_times
-        found = columns_of(records, [ITEMS, *times, *self.requests.columns])
+        found = cells_of(records, [ITEMS, *times, *self.requests.columns]).columns
         lists, *numbers = (
             [cell or [] for cell in found.pop(name).to_pylist()]
             for name in (ITEMS, *times)
         )
         options: dict[str, Any] = {"times": numbers[0]} if numbers else {}
         options |= {"exclude_seen": exclude_seen, "columns": found}
-        (*given, seen), _ = self.rows_of_names(lists, **options)
-        kinds = {True: NamedArray, False: NamedCSR}
-        parts = {
-            like.name or "": kinds[isinstance(each, np.ndarray)]("records", each)
-            for like, each in zip(self.programs.inputs, given, strict=False)
-        }
+        given, _ = self.rows_of_names(lists, **options)
+        *parts, seen = (
+            NamedArray("records", each)
+            if isinstance(each, np.ndarray)
+            else NamedCSR("records", cast(CSR, each))
+            for each in given
+        )
+        names = [like.name or "" for like in self.programs.inputs[:-1]]
+        shown = Inputs(dict(zip(names, parts, strict=True)), alone=False)
         denied = denied_items(self.num_items, self.items, **which)
         rows = np.arange(len(lists))
-        return self._recommend(Inputs(parts, alone=False), k, seen, rows, denied)
+        return self._recommend(shown, k, cast(CSR, seen.matrix), rows, denied)
 
     def example(self) -> list[Rows]:
         *given, exclude = self.first.example()

@@ -36,9 +36,9 @@ from sparsejax.options.staging import (
 )
 from sparsejax.predictors.signature import Stages as StatedStages
 from sparsejax.predictors.stages import DENSE, IDS, Requests, padded
+from sparsejax.sparse import CSR
 from sparsejax.verbs.export import export_with_answer
 from sparsejax.verbs.recommend import recommend
-from sparsejax.sparse import CSR
 
 _PAIRS = 8192  # of rows with candidates, at a time
 _LENGTH = 200  # of a history
@@ -116,7 +116,7 @@ class TwoStage:
         Raises:
           ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit.
         """
-        kind, data = self._first.settings.kind, self._data("evaluate", asked.inputs)
+        kind, data = self._kind, self._data("evaluate", asked.inputs)
         heldout = kind.heldout(asked.heldout, self._reading, data, asked.inputs)
         if hasattr(heldout, "only_targets"):
             heldout = heldout.only_targets()
@@ -158,7 +158,7 @@ class TwoStage:
             the number of candidates.
         """
         self._check_k(asked.k)
-        kind, data = self._first.settings.kind, self._data("recommend", asked.inputs)
+        kind, data = self._kind, self._data("recommend", asked.inputs)
         if asked.users is not None:
             users = [asked.users] if isinstance(asked.users, str) else asked.users
             data = some_rows(data, users)
@@ -190,7 +190,7 @@ class TwoStage:
             )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
         # A file of a run reads no times.
-        kind, bare = self._first.settings.kind, [[str(self._first.known[0])]]
+        kind, bare = self._kind, [[str(self._first.known[0])]]
         data = kind.read_shown(bare, self._reading, self._first)
         model = self._model(kind.shown(self._first.model(), data, None)[0])
         names = self._requests
@@ -216,7 +216,7 @@ class TwoStage:
         known = self._second.known.vocabularies
         return Requests(
             feature_names=self._first.known,
-            stages=StatedStages(history=history, lengths=lengths | given),
+            stages=StatedStages(history=history, lengths={**lengths, **given}),
             schema=schema,
             vocabularies={new: known[old] for new, old in owners.items()},
         )
@@ -231,7 +231,7 @@ class TwoStage:
         if schema is None:
             raise ValueError(
                 f"no column of the ranking model tells the candidates apart: it has "
-                f"{self._schema.used[1:]}; name the column of items, item_as=..., or give "
+                f"{[*places]}; name the column of items, item_as=..., or give "
                 "item_columns"
             )
         known = self._second.known.vocabularies
@@ -286,7 +286,7 @@ class TwoStage:
 
     def _staged(self, data: Any, requests: Any) -> tuple[Stages, Inputs]:
         """Both models as one for some data, and the data as its inputs."""
-        kind = self._first.settings.kind
+        kind = self._kind
         first, shown, _ = kind.shown(self._first.model(), data, None)
         names, lists = data.row_names, lists_of(data, self._first.known)
         arrays = self._requests.arrays(self._columns(names, requests), lists)
@@ -329,7 +329,12 @@ class TwoStage:
                 f"{method} needs inputs=..., what the first stage is shown: the data of the "
                 "training is not kept with a run"
             )
-        return self._first.settings.kind.read_shown(inputs, self._reading, self._first)
+        return self._kind.read_shown(inputs, self._reading, self._first)
+
+    @property
+    def _kind(self) -> Any:
+        """The kind of the first stage, which is one of those that rank items."""
+        return self._first.settings.kind
 
     @property
     def _rows_at_once(self) -> int:
@@ -351,7 +356,10 @@ def _places_of(
     Raises:
       ValueError: a column comes from nowhere or from two places, or is named and not there.
     """
-    used, given = schema.used[1:], {_REQUEST_COLUMNS: asked.request_columns}
+    used, given = (
+        [*schema.dense, *schema.ids],
+        {_REQUEST_COLUMNS: asked.request_columns},
+    )
     given["history_as"] = [] if asked.history_as is None else [asked.history_as]
     for what, names in given.items():
         if unknown := [name for name in names if name not in used]:
@@ -403,7 +411,7 @@ def _check_kinds(first: Any, second: Any) -> None:
             "the first stage is a run that ranks items, such as one of sasrec or an "
             f"autoencoder, got a run of {first.kind.name}"
         )
-    if second.kind.name != "clicks":
+    if second.kind.ranks_items:
         raise ValueError(
             f"the second stage is a run of clicks, got a run of {second.kind.name}"
         )
