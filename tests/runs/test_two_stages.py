@@ -196,7 +196,7 @@ def test_each_column_comes_from_one_place() -> None:
                 requests={"device": ["a"] * 4}
             )
     both = sj.TwoStage(one, other, candidates=5, **COLUMNS)
-    cases = (
+    cases: Any = (
         ({"k": 6, "requests": {"device": ["a"] * 4}}, "first stage finds 5 candidates"),
         ({}, "give requests="),
         ({"requests": {"device": ["a"] * 3}}, "has 3 rows for 4 rows"),
@@ -204,7 +204,7 @@ def test_each_column_comes_from_one_place() -> None:
     )
     for options, text in cases:
         with pytest.raises(ValueError, match=text):
-            both.recommend(None, options.pop("k", 2), **options)
+            both.recommend(None, options.get("k", 2), requests=options.get("requests"))
     with pytest.raises(ValueError, match="first stage is a run that ranks items"):
         sj.TwoStage(other, other)
     with pytest.raises(ValueError, match="second stage is a run of clicks"):
