@@ -38,7 +38,6 @@ _TRAIN = Flag(type=str, value="TRAIN", positional=True)
 _TEST = Flag(type=str | None, value="[TEST]", default="", positional=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class InShell(Options):
     """Options whose names are flags."""
 
@@ -48,7 +47,6 @@ class InShell(Options):
         return flags_of(field)[0].spelled(name) if flags_of(field) else name
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Devices(Options):
     """One device or several, in one process or in several that run the same command.
 
@@ -80,7 +78,6 @@ class Devices(Options):
         return self.distributed or explicit != (None, None, None)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Compilation(InShell):
     """How programs for the device are compiled.
 
@@ -94,7 +91,6 @@ class Compilation(InShell):
     compilation_cache: bool = True
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Modelled(Described, training.Content):
     """A model, and content of its items.
 
@@ -118,7 +114,6 @@ class Modelled(Described, training.Content):
     words: tuple[str, ...] = option((), _COLUMNS, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Configured(Modelled):
     """A model that a file may describe.
 
@@ -131,7 +126,6 @@ class Configured(Modelled):
     config: Any = option(None, Flag(type=pathlib.Path | None, value="FILE", default=""))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Train(Configured, Clicks, training.Training, Devices, Compilation):
     """Trains a model on a file of interactions, or of clicks.
 
@@ -163,7 +157,6 @@ class Train(Configured, Clicks, training.Training, Devices, Compilation):
     gate: str | None = option(None, Flag(value="METRIC@K", default="any"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Tune(
     Modelled, Clicks, training.Stepping, training.Watching, Reading, Compilation
 ):
@@ -209,7 +202,6 @@ class Tune(
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Evaluate(measuring.Evaluate, Reading, Devices, Compilation):
     """Measures how well a model finds held-out interactions, compared with popularity.
 
@@ -228,7 +220,6 @@ class Evaluate(measuring.Evaluate, Reading, Devices, Compilation):
     heldout: Any = option(None, _TEST)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Compare(measuring.Ranked, Reading, Devices, Compilation):
     """Says whether one run is better than another, on the same held-out interactions.
 
@@ -252,7 +243,6 @@ class Compare(measuring.Ranked, Reading, Devices, Compilation):
     heldout: Any = option(None, _TEST)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Predict(predicting.Recommend, Reading, Devices, Compilation):
     """Writes the best items for each row, or how probable clicks are.
 
@@ -291,7 +281,6 @@ class Predict(predicting.Recommend, Reading, Devices, Compilation):
     finish: bool = option(False, SWITCH)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Export(predicting.Export, Compilation):
     """Writes a predictor: one file that recommends without the model's code.
 
@@ -308,7 +297,6 @@ class Export(predicting.Export, Compilation):
     compile: bool = False
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Convert(Columns):
     """Converts a file of interactions to another format.
 
@@ -337,7 +325,6 @@ class Convert(Columns):
     features: str | None = option(None, Flag(value="FILE", default="keep all"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Prepare(reading.Prepare, InShell):
     """Turns events into a data set in a folder; they need not fit in memory.
 
@@ -368,7 +355,6 @@ class Prepare(reading.Prepare, InShell):
     out: str = option(dataclasses.MISSING, Flag(positional=True, value="OUT"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Split(Clicks, Reading):
     """Splits interactions or clicks into DIR/train.parquet and DIR/heldout.parquet.
 
@@ -405,7 +391,6 @@ class Split(Clicks, Reading):
     histories: bool = option(False, SWITCH)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Report(measuring.Paged, Reading, Devices, Compilation):
     """Writes an HTML page about a run: how good it is, recommendations, curves, layers.
 
@@ -437,7 +422,6 @@ class Report(measuring.Paged, Reading, Devices, Compilation):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Vectors(Reading, Compilation):
     """Writes the vector of each item, or of each row of a file, with its name.
 
@@ -455,7 +439,6 @@ class Vectors(Reading, Compilation):
     data: str | None = option(None, _OPTIONAL_FILE)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Similar(Compilation):
     """Prints the most similar items: item<TAB>item,cosine:item,cosine...
 
@@ -472,7 +455,6 @@ class Similar(Compilation):
     k: int = 10
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
@@ -522,7 +504,6 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Serve(predicting.Serving, Compilation):
     """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
@@ -571,7 +552,6 @@ class Serve(predicting.Serving, Compilation):
     grace: float = option(30.0, above=0)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class ExportTriton(Options):
     """Writes a predictor into a model repository of NVIDIA's Triton, as the next version.
 
@@ -598,7 +578,6 @@ class ExportTriton(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Demo(Compilation):
     """Trains on the data that comes with the package and shows recommendations.
 

@@ -27,7 +27,6 @@ _NAMES = "{NAME[,NAME...],FILE}"
 CUTOFFS = Flag(type=str | None, value="INT[,INT...]", default="20", read="numbers")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Counting(Options):
     """How held-out interactions count.
 
@@ -46,7 +45,6 @@ class Counting(Options):
     unknown_users: Literal["count", "skip"] = option("count", kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Correcting(Options):
     """How the probabilities of a click model are corrected, see `sparsejax.calibrate`.
 
@@ -70,7 +68,6 @@ class Correcting(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Choosing(Options):
     """Which items may be ranked.
 
@@ -92,7 +89,6 @@ class Choosing(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Grouping(Options):
     """Groups of clicks that are measured apart.
 
@@ -105,7 +101,6 @@ class Grouping(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranking(Counting, Choosing):
     """How recommendations are measured.
 
@@ -123,7 +118,6 @@ class Ranking(Counting, Choosing):
     by: Literal["entries", "kinds"] | None = option(None, kinds=RANKING, shell=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Seen(Options):
     """The items that a row already has.
 
@@ -145,7 +139,6 @@ class Seen(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Shown(Counting, Seen):
     """The interactions that a model is shown, and those that it should find.
 
@@ -165,7 +158,6 @@ class Shown(Counting, Seen):
         return {**found, "exclude": "inputs" if self.exclude_seen else None}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Kept(Options):
     """Figures that are kept.
 
@@ -176,12 +168,10 @@ class Kept(Options):
     keep_rows: bool = option(False, shell=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Ranked(Shown, Ranking, Kept):
     """A ranking for held-out interactions."""
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Held(Ranking, Kept):
     """How a model is measured, by `Run.evaluate`, by `evaluate` and by the command.
 
@@ -205,8 +195,7 @@ class Held(Ranking, Kept):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Evaluate(Shown, Held, Grouping, Correcting):
+class Evaluate(Shown, Held, Grouping, Correcting, kw_only=False):
     """How well a model finds held-out interactions, or predicts clicks.
 
     Attributes:
@@ -253,8 +242,7 @@ class Evaluate(Shown, Held, Grouping, Correcting):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Measure(Held):
+class Measure(Held, kw_only=False):
     """A call of `evaluate`.
 
     Attributes:
@@ -335,7 +323,6 @@ class Measure(Held):
     batch_size: int | None = option(None, least=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Paged(Shown, Grouping):
     """The contents of a page about a run.
 
@@ -351,8 +338,7 @@ class Paged(Shown, Grouping):
     titles: Any = option(None, _FILE, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Written(Options):
+class _Written(Options, kw_only=False):
     """Where a page is written.
 
     Attributes:
@@ -362,8 +348,7 @@ class _Written(Options):
     path: str | os.PathLike[str] = option(dataclasses.MISSING, shell=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Report(Paged, _Written):
+class Report(Paged, _Written, kw_only=False):
     """A page about a run.
 
     Attributes:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 from typing import ClassVar, Literal
 
@@ -15,14 +14,12 @@ _COLUMNS = Flag(value="COLUMN", default="")
 _WITH_COLUMNS: tuple[KindName, ...] = ("clicks", "histories")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class OfKind(Options):
     """Options that describe models of one kind."""
 
     describes: ClassVar[KindName]
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Network(OfKind):
     """An autoencoder: its input and its output are all features of the data.
 
@@ -73,7 +70,6 @@ class Network(OfKind):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Histories(OfKind):
     """A model of histories. --config has its other options.
 
@@ -91,7 +87,6 @@ class Histories(OfKind):
     heads: int | None = option(None, Flag(value="INT", default="2"))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Clicks(Options):
     """The columns of a file of clicks, or of the events of histories. None of it is needed for
     saved data sets.
@@ -123,7 +118,6 @@ class Clicks(Options):
     dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Described(Network, Histories):
     """A model that options describe. Its kind reads those that are for its models."""
 

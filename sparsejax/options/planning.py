@@ -17,7 +17,6 @@ if TYPE_CHECKING:
 _SWITCH = Flag(gives=True)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Sized(Options):
     """The data whose training is planned, for `plan` and for the command.
 
@@ -39,8 +38,7 @@ class Sized(Options):
     compile: bool = option(False, _SWITCH, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True)
-class Plan(Sized):
+class Plan(Sized, kw_only=False):
     """A call of `plan`.
 
     Attributes:

@@ -24,8 +24,7 @@ if TYPE_CHECKING:
     from sparsejax.optimizers.optimizer import Optimizer
 
 
-@dataclasses.dataclass(frozen=True)
-class Recommend(Choosing):
+class Recommend(Choosing, kw_only=False):
     """A question for recommendations.
 
     Attributes:
@@ -69,8 +68,7 @@ class Recommend(Choosing):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Rank(Choosing):
+class Rank(Choosing, kw_only=False):
     """A call of `recommend`.
 
     Attributes:
@@ -103,7 +101,6 @@ class Rank(Choosing):
     batch_size: int = option(512, least=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Exported(Options):
     """The abilities of a predictor, see `sparsejax.export_predictor`.
 
@@ -127,8 +124,7 @@ class Exported(Options):
     int8: bool = option(False, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True)
-class Export(Exported, Correcting):
+class Export(Exported, Correcting, kw_only=False):
     """A predictor to write.
 
     Attributes:
@@ -140,8 +136,7 @@ class Export(Exported, Correcting):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Write(Exported):
+class Write(Exported, kw_only=False):
     """A call of `export_predictor`.
 
     Attributes:
@@ -175,7 +170,6 @@ class Write(Exported):
     item_features: ItemFeatures | None = option(None, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Serving(Options):
     """The options of a service, for the command and for `sparsejax.serving`.
 

@@ -40,7 +40,6 @@ FORMATS = Flag(
 COLUMN = Flag(type=Column, value="COLUMN", default="")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Columns(Options):
     """The columns of a table. By default their names say what they hold.
 
@@ -83,7 +82,6 @@ class Columns(Options):
     skip_bad_lines: bool = option(False, Flag(gives=True))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Reading(Columns):
     """The format of files, and what their columns hold.
 
@@ -94,8 +92,7 @@ class Reading(Columns):
     format: Format | None = option(None, FORMATS, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True)
-class Prepare(Reading):
+class Prepare(Reading, kw_only=False):
     """A call of `prepare`.
 
     Attributes:

@@ -18,7 +18,6 @@ _FILE = Flag(type=str | None, value="FILE", default="")
 _COLUMN = Flag(value="COLUMN", default="")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Joining(Options):
     """Where the columns of the second stage come from: each from one place.
 
@@ -47,8 +46,7 @@ class Joining(Options):
     lengths: Mapping[str, int] | None = option(None, shell=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Join(Joining):
+class Join(Joining, kw_only=False):
     """Two runs that are one model.
 
     Attributes:
@@ -62,7 +60,6 @@ class Join(Joining):
     candidates: int = option(500, least=1)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Requested(Options):
     """The columns that come with requests.
 
@@ -74,13 +71,11 @@ class Requested(Options):
     requests: Any = option(None, _FILE)
 
 
-@dataclasses.dataclass(frozen=True)
-class RecommendJoined(Recommend, Requested):
+class RecommendJoined(Recommend, Requested, kw_only=False):
     """A question for recommendations by two stages."""
 
 
-@dataclasses.dataclass(frozen=True)
-class EvaluateJoined(Shown, Choosing, Kept, Requested):
+class EvaluateJoined(Shown, Choosing, Kept, Requested, kw_only=False):
     """How well two stages find held-out interactions.
 
     Attributes:
@@ -95,8 +90,7 @@ class EvaluateJoined(Shown, Choosing, Kept, Requested):
     ranking_alone: bool = option(False, Flag(gives=True))
 
 
-@dataclasses.dataclass(frozen=True)
-class ExportJoined(Options):
+class ExportJoined(Options, kw_only=False):
     """A predictor of two stages to write.
 
     Attributes:

@@ -33,7 +33,6 @@ _FILE = Flag(type=str | None, value="FILE", default="")
 _FOLDER = Flag(type=pathlib.Path | None, value="DIR", default="")
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Stepping(Options):
     """The optimizer, and the batches of its steps.
 
@@ -55,7 +54,6 @@ class Stepping(Options):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Repeated(Options):
     """The options of `train` and `tune` that a run folder records, see `Recorded`.
 
@@ -97,7 +95,6 @@ class Repeated(Options):
             object.__setattr__(self, "targets", tuple(kinds))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Recorded(Repeated):
     """The options of `train` that a run folder records. A resume must keep them.
 
@@ -109,7 +106,6 @@ class Recorded(Repeated):
     deterministic: bool = option(False, Flag(gives=True))
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Watching(Repeated):
     """How training is measured and ended.
 
@@ -142,7 +138,6 @@ class Watching(Repeated):
     )
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Content(Options):
     """Content of the items.
 
@@ -156,8 +151,7 @@ class Content(Options):
     item_features: Any = option(None, _FILE, kinds=RANKING)
 
 
-@dataclasses.dataclass(frozen=True)
-class TrainMore(Stepping, Watching, Content, Recorded, Reading):
+class TrainMore(Stepping, Watching, Content, Recorded, Reading, kw_only=False):
     """The training of a model that is there.
 
     Attributes:
@@ -242,8 +236,7 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading):
     log: Callable[[int, Mapping[str, float]], None] | None = option(None, shell=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Train(TrainMore):
+class Train(TrainMore, kw_only=False):
     """The training of a new model.
 
     Attributes:
@@ -270,8 +263,7 @@ class Train(TrainMore):
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class Training(Train):
+class Training(Train, kw_only=False):
     """A training with the facts that were found out for it.
 
     Attributes:
@@ -293,8 +285,7 @@ class Training(Train):
     keep_linear: bool = option(False, shell=False)
 
 
-@dataclasses.dataclass(frozen=True)
-class Load(Reading):
+class Load(Reading, kw_only=False):
     """A run that is there, and how its methods read files.
 
     Attributes:
@@ -304,7 +295,6 @@ class Load(Reading):
     directory: str | os.PathLike[str] = option(dataclasses.MISSING, shell=False)
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Looping(Options):
     """How `fit` goes over the examples of every kind.
 
@@ -350,8 +340,7 @@ class Looping(Options):
     after_epoch: Callable[[int], None] | None = None
 
 
-@dataclasses.dataclass(frozen=True)
-class Fit(Looping):
+class Fit(Looping, kw_only=False):
     """A call of `fit`.
 
     Attributes:

@@ -44,7 +44,6 @@ _FEATURES = "item_features.parquet"
 _RECORDED = Recorded.option_names()
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Recorded):
     """The settings of a run: what `run.json` holds. The options that it records are `Recorded`.
 

@@ -47,7 +47,6 @@ _TOGETHER = 4  # such requests are put together at most
 _MANY_NAMES = 8192
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class Settings(Serving):
     """How a model is served.
 

@@ -20,8 +20,7 @@ STATED += [predicting.Export, training.Fit, measuring.Measure, predicting.Rank]
 STATED += [predicting.Write, planning.Plan, reading.Prepare]
 
 
-@dataclasses.dataclass(frozen=True)
-class Brewing(Options):
+class Brewing(Options, kw_only=False):
     """How tea is brewed.
 
     Attributes:
@@ -77,7 +76,8 @@ def parsed(*words: str) -> Brewing:
 
 def test_arguments_are_the_options():
     found = Kettle().brew("assam", minutes=None, milk=False)
-    assert found == Brewing("assam")
+    assert found == Brewing("assam") != Brewing("assam", minutes=4.0)
+    assert repr(found).startswith("Brewing(leaves='assam', minutes=None, ")
     assert found.given == {"leaves", "milk"}  # also at its default; None is no argument
     signature = inspect.signature(Kettle.brew)
     assert list(signature.parameters) == ["self", "leaves", "minutes", "milk", "lemon"]
@@ -182,7 +182,6 @@ def test_each_option_has_a_text_and_is_used(options, uses):
 
 
 def test_an_option_that_nothing_reads_is_found(uses):
-    @dataclasses.dataclass(frozen=True, kw_only=True)
     class Sweetened(training.Stepping):
         model: int = 0  # a name that others read, of other classes
         sugar: int = 0

@@ -67,7 +67,6 @@ def metric_names(k: int) -> list[str]:
     return [f"{name}@{k}" for name in (*METRICS, "coverage", "gini")]
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Setup(Ranking):
     """How recommendations are measured; `evaluate` documents each choice.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import pathlib
 import sys
 import time
@@ -35,7 +34,6 @@ from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Looping
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
 class How(Looping):
     """How to train. The number of examples of a step and that of epochs are decided."""
 
