@@ -493,15 +493,6 @@ def test_command_line(tmp_path, monkeypatch, capsys):
     assert shown == kinds - {"demo", "serve"}  # serve ends by a signal
 
 
-def test_choosing(capsys):
-    [code] = python("choosing.md")
-    exec(compile(code, "choosing.md", "exec"), {})  # noqa: S102
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == [
-        "0.1",
-        "0.2",
-    ]
-
-
 def test_measuring_while_it_trains(trained, capsys):
     exec(compile(python("logging.md")[0], "logging.md", "exec"), trained)  # noqa: S102
     assert capsys.readouterr().out.count("'users'") == 2
