@@ -364,7 +364,8 @@ def _finish(study: Any, tuning: _Tuning) -> None:
 def interval(tuning: _Tuning, folder: pathlib.Path, trials: Sequence[Any]) -> str:
     """The line about the luck in the best trial: which rows were held out is chance."""
     metric, k = tuning.metric, tuning.command.k
-    measured = tuning.kind.validated(Folder.of(folder).model(), tuning.source, k)
+    model = Folder.of(folder).validated_model()
+    measured = tuning.kind.validated(model, tuning.source, k)
     assert isinstance(measured, Measured)
     low, high = measured.intervals()[metric]
     close = sum(trial.value >= low for trial in trials) - 1

@@ -269,6 +269,14 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Computes the parts of a model that are not trained, before it is. For `build`."""
         del model, data
 
+    def save_final(self, path: pathlib.Path, config: Config, source: Source) -> None:
+        """Writes a part that a trained model gets at last, made of all data, if it has one."""
+        del path, config, source
+
+    def set_final(self, model: Any, path: pathlib.Path) -> None:
+        """Gives a trained model the part that `save_final` wrote."""
+        raise NotImplementedError
+
     # The data of a run.
 
     def schema(self, columns: Clicks) -> Any:

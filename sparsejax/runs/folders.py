@@ -7,6 +7,7 @@
                           and the categories
     checkpoints/          see `sparsejax.engine.train.checkpoint`
     item_features.parquet content of the items, if they have some
+    regression.npz        the regression of few clicks, also of held-out ones
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Kind, Maker, config_of, kind_of
-from sparsejax.kinds.source import Ahead, Earlier
+from sparsejax.kinds.source import Ahead, Earlier, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
@@ -40,7 +41,7 @@ from sparsejax.whole_files import whole_text_file
 
 VERSION = 1
 _SETTINGS, _VOCABULARY, _CHECKPOINTS = "run.json", "vocabulary.parquet", "checkpoints"
-_FEATURES = "item_features.parquet"
+_FEATURES, _FINAL = "item_features.parquet", "regression.npz"
 _RECORDED = Recorded.option_names()
 
 
@@ -302,6 +303,11 @@ class Folder:
         """The model that `load_model` returns; see `restored_modules`."""
         return restored_modules(self.directory, self.settings, self.known, ahead)[0]
 
+    def validated_model(self) -> Any:
+        """The model that was measured on held-out data, of which no part has seen them."""
+        opened = self.directory, self.settings, self.known
+        return restored_modules(*opened, final=False)[0]
+
     def item_features(self) -> ItemFeatures | None:
         """The content of the items; None if they have none."""
         return item_features_of(self.directory)
@@ -432,7 +438,12 @@ def earlier(directory: str | pathlib.Path) -> Earlier:
 
 
 def restored_modules(
-    directory: str | pathlib.Path, run: Settings, known: Any, ahead: Ahead | None = None
+    directory: str | pathlib.Path,
+    run: Settings,
+    known: Any,
+    ahead: Ahead | None = None,
+    *,
+    final: bool = True,
 ) -> tuple[Any, Optimizer]:
     """The model that `load_model` returns, and its optimizer.
 
@@ -443,6 +454,7 @@ def restored_modules(
       ahead: function that lowers the program that the model will run, and returns a function
         that compiles it. Where it helps, this happens in another thread while the checkpoint is
         read. The model that it gets has shapes in place of arrays.
+      final: whether the model gets the part that `Kind.save_final` wrote.
     """
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
@@ -460,6 +472,8 @@ def restored_modules(
             f"{directory}: holds no checkpoint yet; train it with resume=True"
         )
     optimizer.flush(model, deterministic=run.deterministic)
+    if final and (part := pathlib.Path(directory) / _FINAL).exists():
+        run.kind.set_final(model, part)
     return model, optimizer
 
 
@@ -496,6 +510,7 @@ def begun(
     *,
     resume: bool,
     features: ItemFeatures | None = None,
+    source: Source | None = None,
 ) -> Generator[Checkpoints]:
     """Begins or resumes a run, and keeps other trainings out of its folder meanwhile.
 
@@ -509,6 +524,7 @@ def begun(
       resume: continue if the folder exists. As long as it has no checkpoint, nothing
         was trained, so other settings may replace those in it.
       features: content of the items, if they have some.
+      source: data of a training, of which a part of the model may be made.
 
     Yields:
       The checkpoints of the run.
@@ -538,6 +554,11 @@ def begun(
             run.kind.save_known(directory / _VOCABULARY, known)
             if features is not None:
                 features.save(directory / _FEATURES)
+            if not steps:
+                # One may be left by a training that was killed at its beginning.
+                (directory / _FINAL).unlink(missing_ok=True)
+                if source is not None and run.origin is None:
+                    run.kind.save_final(directory / _FINAL, run.network, source)
             write(run)
 
         def undo():
@@ -588,7 +609,7 @@ def check_folder(directory: str | pathlib.Path, *, resume: bool) -> None:
         )
     if not directory.is_dir():
         raise ValueError(f"{directory}: is not a folder")
-    other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS, _FEATURES}
+    other = holds - {_SETTINGS, _VOCABULARY, _CHECKPOINTS, _FEATURES, _FINAL}
     if other and not (directory / _SETTINGS).exists():
         raise ValueError(f"{directory}: is not a run folder, it holds {min(other)}")
 

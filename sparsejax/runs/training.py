@@ -113,6 +113,7 @@ def train(
         source.known,
         resume=training.resume,
         features=source.features,
+        source=source,
     ) as checkpoints:
         if summary is not None:
             account = kind.account(source.data)

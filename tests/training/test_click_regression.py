@@ -24,6 +24,7 @@ from sparsejax.kinds.clicks.regression import (
 from sparsejax.kinds.clicks.scores import logits_of
 from sparsejax.kinds.kind import kind_called
 from sparsejax.options.training import Training
+from sparsejax.runs.folders import Folder
 
 SCHEMA = sj.ClickSchema(
     "click",
@@ -194,9 +195,21 @@ def test_a_run_has_it_by_default():
     network: Any = run.settings.network
     assert run.settings.validation_split == ".1" and network.regression
     kept, _ = clicks.split_rows(0.9, seed=0)
-    own = fit_regression(kept)
-    weights = np.asarray(run.model.linear.embeddings.table("item"))[:, 0]
-    np.testing.assert_allclose(weights, own.tables["item"], atol=1e-5)
+    own, every = fit_regression(kept), fit_regression(clicks)
+    assert np.abs(own.tables["item"] - every.tables["item"]).max() > 1e-3
+    measured = Folder.of(run.directory).validated_model()
+    # The examples that were held out count in the end.
+    for model, expected in ((measured, own), (run.model, every)):
+        weights = np.asarray(model.linear.embeddings.table("item"))[:, 0]
+        np.testing.assert_allclose(weights, expected.tables["item"], atol=1e-5)
+        share, alone = float(model.share[...]), regression_logits(expected, clicks)
+        set_to(model.share, 0.0)
+        np.testing.assert_allclose(logits_of(model, clicks)[0], alone, atol=1e-4)
+        set_to(model.share, share)
+    assert float(measured.share[...]) == share
+    (run.directory / "regression.npz").write_bytes(b"PK")
+    with pytest.raises(ValueError, match="regression.npz: is not the regression of th"):
+        sj.Run.load(run.directory).predict(clicks)
     test = drawn(4000, seed=3)
     by_regression = sj.metrics.auc(regression_logits(own, test), test.labels)
     assert run.evaluate(test)["auc"] > by_regression - 0.005

@@ -126,6 +126,17 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
         set_regression(model, data)
 
+    def save_final(self, path, config, source) -> None:
+        from sparsejax.kinds.clicks.regression import save_final
+
+        if config.regression and source.split is not None:
+            save_final(path, source.everything, config.combiner)
+
+    def set_final(self, model, path) -> None:
+        from sparsejax.kinds.clicks.regression import set_final
+
+        set_final(model, path)
+
     def examples(self, model, inputs, targets, weights) -> Examples:
         from sparsejax.kinds.clicks.job import click_examples
 
