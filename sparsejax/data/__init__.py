@@ -42,6 +42,8 @@ from sparsejax.data.sets.dataset import SparseDataset as SparseDataset
 from sparsejax.data.sets.dense import DenseDataset as DenseDataset
 from sparsejax.data.sets.event_schema import EventSchema as EventSchema
 from sparsejax.data.sets.events import Events as Events
+from sparsejax.data.sets.events import UserFeatures as UserFeatures
+from sparsejax.data.sets.events import read_user_features as read_user_features
 from sparsejax.data.sets.item_features import ItemFeatures as ItemFeatures
 from sparsejax.data.sets.named_rows import (
     UnknownFeaturesWarning as UnknownFeaturesWarning,

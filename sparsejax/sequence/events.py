@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping
-from typing import Self
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,7 @@ from jaxtyping import Array, Float, Int
 
 from sparsejax.data.files.stored import checksum, names_as_bytes
 from sparsejax.data.sets.click_schema import vocabulary_columns
-from sparsejax.data.sets.event_schema import CONTEXT
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.events import Events
 
 # Columns of events by name: `[..., ]` float32 of numbers; int32 ids; `[..., most]` of lists.
@@ -54,15 +54,27 @@ class EventSizes:
       dense: columns of numbers.
       ids: columns of categories.
       context: names of the columns that are known of the event to come.
+      users: the columns of users, or None.
     """
 
     dense: tuple[str, ...]
     ids: tuple[Categories, ...]
     context: tuple[str, ...] = ()
+    users: EventSizes | None = None
+
+    @classmethod
+    def of_data(cls, data: Any) -> Self | None:
+        """The columns of some histories' events and users; None if there are none."""
+        events, users = getattr(data, "events", None), getattr(data, "users", None)
+        if events is None and users is None:
+            return None
+        own = cls((), ()) if events is None else cls.of(events)
+        of_users = None if users is None else cls.of(users)
+        return dataclasses.replace(own, users=of_users)
 
     @classmethod
     def of(cls, events: Events) -> Self:
-        """The columns of some events."""
+        """The columns of some events, or of users."""
         owners = vocabulary_columns(events.schema)
         checksums = {
             name: checksum([names_as_bytes(names)])
@@ -93,12 +105,38 @@ class EventSizes:
         return {f"{CONTEXT}{name}": self.shapes[name] for name in self.context}
 
     @property
+    def user_shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of a user's part of each column of users."""
+        shapes = {} if self.users is None else self.users.shapes
+        return {f"{USERS}{name}": shape for name, shape in shapes.items()}
+
+    @property
     def of_context(self) -> EventSizes:
         """The columns that are known of the event to come, alone."""
         dense = (name for name in self.dense if name in self.context)
         return EventSizes(
             tuple(dense), tuple(c for c in self.ids if c.name in self.context)
         )
+
+    @property
+    def without_lists(self) -> EventSizes:
+        """The columns, for a comparison with others whose lists have other lengths."""
+        users = None if self.users is None else self.users.without_lists
+        ids = tuple(dataclasses.replace(each, most=None) for each in self.ids)
+        return dataclasses.replace(self, ids=ids, users=users)
+
+    def __str__(self) -> str:
+        found = {**dict.fromkeys(self.dense, "a number")}
+        found |= {each.name: f"{each.size:,} ids" for each in self.ids}
+        context = f" with context={[*self.context]}" if self.context else ""
+        users = "" if self.users is None else f" and users with {self.users}"
+        return f"{found}{context}{users}"
+
+    def is_number(self, column: str) -> bool:
+        """Whether a column, by its name in the model's call, is of numbers."""
+        if column.startswith(USERS):
+            return column.removeprefix(USERS) in (self.users or self).dense
+        return column.removeprefix(CONTEXT) in self.dense
 
     def check(
         self, columns: EventColumns, places: tuple[int, ...], *, request: bool
@@ -111,9 +149,8 @@ class EventSizes:
           request: whether the context of the event to come is among them.
         """
         wanted = {n: (*places, *each) for n, each in self.shapes.items()}
-        if request:
-            of_rows = self.request_shapes.items()
-            wanted |= {n: (*places[:1], *each) for n, each in of_rows}
+        of_rows = self.user_shapes | (self.request_shapes if request else {})
+        wanted |= {n: (*places[:1], *each) for n, each in of_rows.items()}
         if columns.keys() != wanted.keys():
             raise ValueError(
                 f"the model reads the columns of events {[*wanted]}, got {[*columns]}"
@@ -121,7 +158,7 @@ class EventSizes:
         for name, each in wanted.items():
             if (found := columns[name].shape) != each:
                 what = "histories, and behind it"
-                if name.startswith(CONTEXT):
+                if name in of_rows:
                     what = "rows, and behind it"
                 raise ValueError(
                     f"the column of events {name!r} has the shape {found}, expected "
@@ -144,7 +181,7 @@ class EventSizes:
         """
         found = dict(columns)
         for name in self.context:
-            own, to_come = columns[name], columns[f"{CONTEXT}{name}"][:, None]
+            own, to_come = found[name], found[f"{CONTEXT}{name}"][:, None]
             is_last = jnp.arange(own.shape[1])[None] == last[:, None]
             is_last = is_last.reshape(is_last.shape + (1,) * (own.ndim - 2))
             ahead = jnp.concatenate([own[:, 1:], own[:, :1]], axis=1)

@@ -13,7 +13,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Int
 
-from sparsejax.data.sets.event_schema import CONTEXT
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.embeddings.config import check_floating
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.mesh.layout import (
@@ -44,6 +44,8 @@ from sparsejax.sequence.turns import (
 
 # Once: a program that is compiled for a function is not found for its like.
 normal = nnx.initializers.normal(0.02)
+
+_USER = PADDING - 1  # the place of users
 
 Ids = Int[Array, "batch length"]
 Times = Float[Array, "batch length"] | None
@@ -81,6 +83,10 @@ class SequenceModel(nnx.Module):
     added at the place before it: in `loss` for each target, and elsewhere for the request,
     whose columns are `[batch]` or `[batch, most]` with the names `context/NAME`.
 
+    Columns of users, named `users/NAME`, are `[batch]` or `[batch, most]`. A model that was made for
+    them has one place more, in front of the history, with their vectors. So the first item is a
+    target, too, and a history without items has its user's hidden vector.
+
     Attributes:
       uses_times: whether times make a difference. They may still be None.
       config: settings of the model.
@@ -88,6 +94,7 @@ class SequenceModel(nnx.Module):
       output: the vectors of the items, `output.kernel`, read and scored with.
       events: the vectors of events' columns, `EventVectors`; None if the model reads none.
       context: the vectors of the columns that are known of the event to come, or None.
+      users: the vectors of users' columns, or None.
 
     Args:
       config: settings of the model.
@@ -109,6 +116,7 @@ class SequenceModel(nnx.Module):
     uses_times: bool = False
     events: EventVectors | None = None
     context: EventVectors | None = None
+    users: EventVectors | None = None
 
     def __init__(
         self,
@@ -136,6 +144,8 @@ class SequenceModel(nnx.Module):
             if events.context:
                 own = events.of_context
                 self.context = EventVectors(own, config.width, rngs=rngs)
+            if events.users is not None:
+                self.users = EventVectors(events.users, config.width, rngs=rngs)
         self.draws = rngs.negatives.fork()
         self.set_negatives(config.negatives)
 
@@ -216,16 +226,37 @@ class SequenceModel(nnx.Module):
     def embed(self, histories: Ids, events: EventColumns | None = None) -> Vectors:
         """The vector of each item, plus that of its event; zeros where there is no item.
 
+        If the model reads columns of users, their vectors are a place of its own in front.
+
         Raises:
           ValueError: histories are longer than `max_length`, or the columns of events are
             not those that the model was made for.
         """
         self._check_length(histories.shape[1])
         events = self._events_of(events, histories)
+        items, histories = histories, self._with_users(histories)
         vectors = self._vectors_of(histories.reshape(-1))
         vectors = vectors.reshape(*histories.shape, -1)
         vectors = self._with_events(vectors, events, histories)
-        return jnp.where(self._broken(histories)[..., None], jnp.nan, vectors)
+        broken = self._front(self._broken(items), False)
+        return jnp.where(broken[..., None], jnp.nan, vectors)
+
+    def _front(self, x: Any, fill: Any = 0) -> Any:
+        """An array of places, `[batch, length, ...]`, with the place of users in front."""
+        if self.users is None or x is None:
+            return x
+        more = [(0, 0), (1, 0), *[(0, 0)] * (x.ndim - 2)]
+        return jnp.pad(x, more, constant_values=fill)
+
+    def _with_users(self, histories: Ids) -> Ids:
+        """The histories with the place of users in front."""
+        return self._front(histories, _USER)
+
+    def _times_with_users(self, times: Times) -> Times:
+        """The times, with that of the first item at the place of users."""
+        if self.users is None or times is None:
+            return times
+        return jnp.concatenate([times[:, :1], times], axis=1)
 
     def _vectors_of(self, ids: Int[Array, "tokens"]) -> TokenVectors:
         """The vector of each item; zeros where the id is of no item."""
@@ -237,19 +268,34 @@ class SequenceModel(nnx.Module):
         vectors: jax.Array,
         events: EventColumns | None,
         ids: Int[Array, "*places"],
+        rows: Int[Array, "*places"] | None = None,
     ) -> jax.Array:
         """The vectors of items plus those of their events, where there is an item.
 
-        The context of the event behind a place also stands where there is none.
+        The context of the event behind a place also stands where there is none, and the vectors
+        of users where their place is.
+
+        Args:
+          vectors: vectors of the items.
+          events: the columns at these places, and of users `[batch, ...]`.
+          ids: the items.
+          rows: row of each place in the batch; None for places `[batch, length]`.
         """
         if self.events is None or events is None:
             return vectors
-        own = {name: events[name] for name in self.events.sizes.shapes}
-        vectors = vectors + jnp.where((ids != PADDING)[..., None], self.events(own), 0)
-        if self.context is None:
-            return vectors
-        names = self.context.sizes.shapes
-        return vectors + self.context({n: events[f"{CONTEXT}{n}"] for n in names})
+        if names := self.events.sizes.shapes:
+            own = self.events({name: events[name] for name in names})
+            vectors = vectors + jnp.where((ids >= 0)[..., None], own, 0)
+        if self.context is not None:
+            names = self.context.sizes.shapes
+            ahead = self.context({name: events[f"{CONTEXT}{name}"] for name in names})
+            vectors = vectors + ahead
+        if self.users is not None:
+            names = self.users.sizes.shapes
+            users = self.users({name: events[f"{USERS}{name}"] for name in names})
+            users = users[:, None] if rows is None else users[rows]
+            vectors = vectors + jnp.where((ids == _USER)[..., None], users, 0)
+        return vectors
 
     def _events_of(
         self, events: EventColumns | None, histories: Ids, *, request: bool = True
@@ -279,15 +325,20 @@ class SequenceModel(nnx.Module):
                 f"the model reads the columns of events {[*sizes.shapes]}; give events=..."
             )
         sizes.check(events, histories.shape, request=request)
+        events = {
+            n: self._front(x) if n in sizes.shapes else x for n, x in events.items()
+        }
         if not request:
             return sizes.in_training(events)
-        return sizes.in_request(events, _last_place(histories))
+        return sizes.in_request(events, _last_place(self._with_users(histories)))
 
     def _before_last(self, events: EventColumns) -> EventColumns:
         """The columns for a call with all places but the last, which is a target only."""
         names = () if self.context is None else self.context.sizes.shapes
         to_come = {f"{CONTEXT}{name}": events[name][:, -1] for name in names}
-        return {name: x[:, :-1] for name, x in events.items()} | to_come
+        of_users = {n: x for n, x in events.items() if n.startswith(USERS)}
+        own = {n: x[:, :-1] for n, x in events.items() if n not in of_users}
+        return own | of_users | to_come
 
     def _broken(self, ids: Int[Array, "*shape"]) -> Bool[Array, "*shape"]:
         return (ids < PADDING) | (ids >= self.num_items)
@@ -343,6 +394,8 @@ class SequenceModel(nnx.Module):
         model = with_vectors(self, deterministic=False)
         own = {} if events is None else {"events": model._before_last(events)}
         h = model(histories[:, :-1], None if times is None else times[:, :-1], **own)
+        histories, weights = self._with_users(histories), self._front(weights)
+        times = self._times_with_users(times)
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
             return model._loss_by_turns(histories, times, size, h, weights=weights)
@@ -473,7 +526,8 @@ class SequenceModel(nnx.Module):
         events: EventColumns | None = None,
     ) -> Float[Array, "batch width"]:
         """The hidden vector of each history's last item."""
-        return _at_the_end(self(histories, times, **_columns(events)), histories)
+        h = self(histories, times, **_columns(events))
+        return _at_the_end(h, self._with_users(histories))
 
     def queries(
         self,
@@ -589,6 +643,8 @@ class TokenModel(SequenceModel):
         rngs: nnx.Rngs,
     ):
         super().__init__(config, items=items, content=content, events=events, rngs=rngs)
+        if self.users is not None:  # who have a place
+            config = dataclasses.replace(config, max_length=config.max_length + 1)
         shape = config.max_length, config.width
         self.places = nnx.Param(normal(rngs.params(), shape, jnp.float32))
         self.dropout = Dropout(config.dropout, rngs=rngs)
@@ -611,13 +667,17 @@ class TokenModel(SequenceModel):
         Args:
           tokens: tokens of some histories.
           vectors: vectors of their items; None reads them.
-          events: columns of the events of the batch, `[batch, length, ...]`.
+          events: columns of the events of the batch, `[batch, length, ...]`, and of users,
+            `[batch, ...]`.
         """
         if vectors is None:
             vectors = self._vectors_of(tokens.ids)
         if events is not None:
-            events = {n: x[tokens.rows, tokens.places] for n, x in events.items()}
-            vectors = self._with_events(vectors, events, tokens.ids)
+            events = {
+                n: x if n.startswith(USERS) else x[tokens.rows, tokens.places]
+                for n, x in events.items()
+            }
+            vectors = self._with_events(vectors, events, tokens.ids, tokens.rows)
         vectors = vectors * self.config.width**0.5
         x = self.dropout(vectors + self.places[...][tokens.places], tokens)
         for block in self.blocks:
@@ -635,8 +695,10 @@ class TokenModel(SequenceModel):
         events = self._events_of(events, histories)
         if 0 in histories.shape:
             return jnp.zeros((*histories.shape, self.config.width))
+        items, histories = histories, self._with_users(histories)
+        times = self._times_with_users(times)
         h = self._of_tokens(Tokens.spread(histories, times), None, events)
-        broken = jnp.any(self._broken(histories), axis=1)
+        broken = jnp.any(self._broken(items), axis=1)
         h = h.reshape(*histories.shape, -1)
         return jnp.where(broken[:, None, None], jnp.nan, h)
 
@@ -653,10 +715,12 @@ class TokenModel(SequenceModel):
         """
         self._check_length(histories.shape[1])
         drops = self.dropout.rate > 0 and not self.dropout.deterministic
-        size = tokens_of_turn(histories)
+        size = tokens_of_turn(self._with_users(histories))
         if 0 in histories.shape or size is None or drops:
             return super().last(histories, times, events=events)
         events = self._events_of(events, histories)
+        items, histories = histories, self._with_users(histories)
+        times = self._times_with_users(times)
         vectors = self._vectors_of(histories.reshape(-1))
         layers = copy.copy(self)
         vars(layers)["output"] = None
@@ -696,7 +760,7 @@ class TokenModel(SequenceModel):
             # A time before an earlier one counts as that.
             times = lax.cummax(times, axis=1)
         h = last(state, vectors, rest, histories, times, events)
-        broken = jnp.any(self._broken(histories), axis=1)
+        broken = jnp.any(self._broken(items), axis=1)
         return jnp.where(broken[:, None], jnp.nan, h)
 
     def loss(
@@ -741,6 +805,8 @@ class TokenModel(SequenceModel):
         # An item behind padding would be taken for one of an earlier place.
         is_item = histories != PADDING
         broken |= jnp.any(is_item[:, 1:] & ~is_item[:, :-1])
+        histories, weights = self._with_users(histories), self._front(weights)
+        times = self._times_with_users(times)
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
             _check_wire(wire_dtype)

@@ -33,6 +33,7 @@ SIZES = EventSizes(
         Categories("first", "tags", 6, None),
     ),
     context=("price", "tags"),
+    users=EventSizes(("age",), (Categories("likes", "likes", 5, 2),)),
 )
 
 
@@ -42,10 +43,10 @@ def made(name: str, events: EventSizes | None = SIZES, **options):
         config, items=ITEMS, events=events, rngs=nnx.Rngs(0)
     )
     model.output.kernel[...] *= 20
-    if model.events is not None:
-        assert model.events.numbers is not None
-        for table in [*model.events.tables, model.events.numbers]:
-            table[...] *= 20
+    for vectors in (model.events, model.context, model.users):
+        if vectors is not None and vectors.numbers is not None:
+            for table in [*vectors.tables, vectors.numbers]:
+                table[...] *= 20
     model.eval()
     return model
 
@@ -64,9 +65,11 @@ def batch(rows: int, seed: int = 0):
         "tags": np.sort(rng.integers(-1, 6, (*shape, 3)))[..., ::-1],
         "first": rng.integers(0, 6, shape),
     }
+    columns["users/age"] = rng.normal(size=rows)
+    columns["users/likes"] = np.sort(rng.integers(-1, 5, (rows, 2)))[..., ::-1]
     columns = {
         n: jnp.asarray(
-            np.ascontiguousarray(x), jnp.float32 if n == "price" else jnp.int32
+            np.ascontiguousarray(x), jnp.float32 if x.dtype == float else jnp.int32
         )
         for n, x in columns.items()
     }
@@ -77,12 +80,13 @@ def batch(rows: int, seed: int = 0):
 def shown(columns, length: int = LENGTH):
     """Columns of the first places, and the context of the event behind them."""
     to_come = {f"context/{n}": columns[n][:, length] for n in SIZES.context}
-    return {n: x[:, :length] for n, x in columns.items()} | to_come
+    own = {n: columns[n][:, :length] for n in SIZES.shapes}
+    return columns | own | to_come
 
 
 def test_vectors_are_sums_over_columns():
     vectors = EventVectors(SIZES, 5, rngs=nnx.Rngs(0))
-    _, _, columns = batch(6)
+    columns = {n: x for n, x in batch(6)[2].items() if n in SIZES.shapes}
     found = vectors(columns)
     assert vectors.numbers is not None
     kinds, tags = (np.asarray(table[...], np.float64) for table in vectors.tables)
@@ -115,7 +119,7 @@ def test_loss_is_the_weighted_mean_over_targets(name, negatives):
             return nnx.clone(model).loss(histories, **own, **how)
 
         hidden = model(histories[:, :-1], events=shown(columns))
-        return loss(), loss(max_targets=histories[:, 1:].size), hidden
+        return loss(), loss(max_targets=histories.size), hidden
 
     by_turns, packed, hidden = losses(model, histories, weights, columns)
     np.testing.assert_allclose(by_turns, packed, rtol=1e-5)
@@ -126,9 +130,9 @@ def test_loss_is_the_weighted_mean_over_targets(name, negatives):
         )
         scores -= scores.max(-1, keepdims=True)
         logs = scores - np.log(np.exp(scores).sum(-1, keepdims=True))
-        targets = np.asarray(histories[:, 1:])
+        targets = np.asarray(histories)  # also the first item, behind the user's place
         each = -np.take_along_axis(logs, np.maximum(targets, 0)[..., None], -1)[..., 0]
-        own = np.where(targets >= 0, np.asarray(weights[:, 1:], np.float64), 0)
+        own = np.where(targets >= 0, np.asarray(weights, np.float64), 0)
         np.testing.assert_allclose(by_turns, (own * each).sum() / own.sum(), rtol=1e-5)
     nothing = losses(model, histories, jnp.zeros_like(weights), columns)
     assert nothing[0] == nothing[1] == 0
@@ -144,7 +148,7 @@ def test_a_column_changes_no_earlier_place(name):
     histories = jnp.maximum(histories, 0)[:, :LENGTH]
     hidden = nnx.jit(lambda model, histories, events: model(histories, events=events))
     before = hidden(model, histories, shown(columns))
-    for at, column in itertools.product((7, LENGTH), columns):
+    for at, column in itertools.product((7, LENGTH), SIZES.shapes):
         x = columns[column]
         other = x.at[:, at].add(1)
         if column == "tags":
@@ -152,11 +156,15 @@ def test_a_column_changes_no_earlier_place(name):
         elif column != "price":
             other = x.at[:, at].set((x[:, at] + 1) % SIZES.ids[0].size)
         after = hidden(model, histories, shown(columns | {column: other}))
-        first = at - (column in SIZES.context)
+        # The place of users is before the first one.
+        first = at + 1 - (column in SIZES.context)
         np.testing.assert_array_equal(after[:, :first], before[:, :first])
-        if first < LENGTH:
+        if first <= LENGTH:
             moved = np.abs(after[:, first] - before[:, first]).max(axis=1)
             assert (moved > 1e-4).all(), column
+    older = shown(columns | {"users/age": columns["users/age"] + 1})
+    moved = np.abs(hidden(model, histories, older) - before).max(axis=2)
+    assert (moved > 1e-5).all()  # also of the first place, before all items
     columns = shown(columns)
     # The last place alone, whose padding is not computed on a CPU.
     many = jnp.tile(histories, (100, 1)).at[::3, 5:].set(-1)
@@ -164,7 +172,7 @@ def test_a_column_changes_no_earlier_place(name):
     assert tokens_of_turn(many) is not None
     last = nnx.jit(lambda model, h, e: (model.last(h, events=e), model(h, events=e)))
     found, every = last(model, many, given)
-    place = np.sum(np.asarray(many) >= 0, axis=1) - 1
+    place = np.sum(np.asarray(many) >= 0, axis=1)
     wanted = np.take_along_axis(np.asarray(every), place[:, None, None], 1)[:, 0]
     np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-5)
 
@@ -175,21 +183,22 @@ def test_columns_without_an_item_are_not_read(name):
     histories, _, columns = batch(4)  # the first one is empty
     histories, columns = histories[:, :LENGTH], shown(columns)
     has = np.asarray(histories >= 0)
-    other = {
-        n: x
-        if n.startswith("context/")
-        else jnp.where(has.reshape(has.shape + (1,) * (x.ndim - 2)), x, 3)
-        for n, x in columns.items()
+    other = columns | {
+        n: jnp.where(
+            has.reshape(has.shape + (1,) * (columns[n].ndim - 2)), columns[n], 3
+        )
+        for n in SIZES.shapes
     }
     hidden = nnx.jit(lambda model, histories, events: model(histories, events=events))
     found, changed = (hidden(model, histories, each) for each in (columns, other))
     np.testing.assert_array_equal(found[0, 0], changed[0, 0])
     request = columns | {"context/price": columns["context/price"] + 1}
     asked = hidden(model, histories, request)
-    last = np.maximum(has.sum(axis=1) - 1, 0), np.arange(4)
+    last = has.sum(axis=1), np.arange(4)  # behind the place of users
     assert (np.abs(asked - found)[last[1], last[0]].max(axis=1) > 1e-4).all()
     for row, place in zip(last[1], last[0], strict=True):
         np.testing.assert_array_equal(asked[row, :place], found[row, :place])
+    has = np.pad(has, ((0, 0), (1, 0)), constant_values=True)  # the place of users
     np.testing.assert_array_equal(found[has], changed[has])
 
 
@@ -236,7 +245,7 @@ def test_eight_devices_do_what_one_does(name):
         def both(model):
             def loss(model):
                 own = {"weights": weights, "events": columns}
-                packed = model.loss(histories, **own, max_targets=16 * LENGTH)
+                packed = model.loss(histories, **own, max_targets=histories.size)
                 return packed + model.loss(histories, **own)
 
             return nnx.value_and_grad(loss)(model)

@@ -216,6 +216,113 @@ def test_the_request_has_the_context_of_the_event_to_come():
     assert same[:29].all() and not same[29]
 
 
+def planned(users: int, seed: int = 0) -> tuple[pandas.DataFrame, Any]:
+    """A step of 1, 3, 5 or 7 items, in 9 of 10 cases; the best answers of who knows all."""
+    rng = np.random.default_rng(seed)
+    first, hour, plan = (rng.integers(n, size=users) for n in (ITEMS, 2, 2))
+    best = (first + 1 + 2 * hour + 4 * plan) % ITEMS
+    other = rng.integers(ITEMS, size=users)
+    then = np.where(rng.random(users) < 0.9, best, other)
+    user = [f"u{seed}_{u}" for u in range(users)]
+    parts = [
+        pandas.DataFrame(
+            {"user": user, "item": [f"i{i}" for i in item], "time": time, "hour": hours}
+        )
+        for time, (item, hours) in enumerate(((first, hour * 0), (then, hour)))
+    ]
+    people = {"user": user, "plan": np.array(["free", "paid"])[plan]}
+    return pandas.concat(parts), (people, (then == best).mean())
+
+
+PLANS = sj.EventSchema(ids={"plan": sj.data.VocabularyColumn()})
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_models_reach_the_bound_of_the_hour_and_the_plan(name):
+    """Without them, a next item is one of four: .9 / 4 + .1 / 8."""
+    config, epochs = MODELS[name]
+    config = dataclasses.replace(config, max_length=2)
+    schema = sj.EventSchema(ids={"hour": sj.data.HashedColumn(25)}, context=["hour"])
+    table, (people, _) = planned(1500)
+    users = sj.data.read_user_features(people, PLANS)
+    data = sj.read_sequences(table, events=schema, users=users)
+    assert data.users is not None
+    table, (people, bound) = planned(3000, seed=1)
+    users = sj.data.read_user_features(people, data.users)
+    others = sj.read_sequences(table, features=data, events=data.events, users=users)
+    shown, heldout = others.split_last()
+    found = []
+    for own in (lambda each: each, lambda e: e.without_events().with_users(None)):
+        model, _ = trained(config, own(data), num_epochs=epochs)
+        measured = sj.evaluate(
+            model, own(shown), own(heldout), k=1, exclude=None, popularity=own(data)
+        )
+        found.append(measured["recall@1"])
+    assert found[0] > bound - 0.01
+    assert found[1] < 0.2375 + 0.03
+
+
+def test_users_are_known_by_their_columns(tmp_path):
+    plans = [
+        {"user": f"u{u}", "plan": ["a", "b"][: u % 3], "age": None if u == 3 else u}
+        for u in range(9)
+    ]
+    age = sj.data.DenseColumn(missing=7.0)
+    schema = sj.EventSchema(
+        ids={"plan": sj.data.VocabularyColumn()}, dense={"age": age}
+    )
+    users = sj.data.read_user_features(plans, schema)
+    data = sj.read_sequences(world(10), events=SCHEMA, users=users)
+    found = data.users
+    assert found is not None and data.num_rows == 10
+    row = {name: row for row, name in enumerate(data.row_names)}
+    # Nothing is known of u9, nor of the age of u3.
+    unknown, some = row["u9"], row["u2"]
+    assert found["age"][[unknown, row["u3"], some]].tolist() == [7, 7, 2]
+    assert found["plan"][[unknown, some]].tolist() == [[0, -1], [2, 3]]
+    more = data.align_rows(["u2", "new", "u1"], missing="empty")
+    assert more.users is not None
+    assert more.users["age"].tolist() == [2, 7, 1]
+    assert more.users["plan"].tolist() == [[2, 3], [0, -1], [2, -1]]
+    for part in data.split_last():
+        assert part.users is found
+    model, _ = small(data=data, num_epochs=1)
+    # An empty history has an answer by its user's columns alone.
+    ranked = sj.recommend(model, more, k=3, exclude=None)
+    other = more.with_users(
+        sj.data.read_user_features([{"user": "new", "plan": "b", "age": 9}], found)
+    )
+    assert (
+        sj.recommend(model, other, k=3, exclude=None).scores[1] != ranked.scores[1]
+    ).all()
+    # A new user of held-out data has its own columns there.
+    shown = more.align_rows(["u2"])
+    measured = sj.evaluate(
+        model, shown, data.align_rows(["u2", "u1"]), k=1, exclude=None
+    )
+    assert measured["users"] == 2
+    with pytest.raises(ValueError, match="of users, but the model reads"):
+        sj.recommend(model, data.with_users(None), k=2)
+    plain, _ = sj.build(sj.GRUConfig(max_length=4, width=4), data.with_users(None))
+    with pytest.raises(ValueError, match="of users, but the model reads none"):
+        sj.recommend(plain, data, k=2)
+    with pytest.raises(NotImplementedError, match="no columns of users yet"):
+        data.save(tmp_path / "data.parquet")
+    for table, message in (
+        ([*plans, plans[4]], "column 'user' has 'u4' twice"),
+        ([{"user": None, "plan": "a", "age": 1}], "each user has a name"),
+        ([{"user": "u1", "plan": "a"}], "age"),
+    ):
+        with pytest.raises(sj.data.DataError, match=message):
+            sj.data.read_user_features(table, schema)
+    with pytest.raises(ValueError, match="no kind and no context"):
+        sj.data.read_user_features(plans, SCHEMA)
+    strict = sj.EventSchema(dense={"age": sj.data.DenseColumn()})
+    with pytest.raises(ValueError, match="nothing is known of 1 users, and the column"):
+        users = sj.data.read_user_features(plans[:3] + plans[4:], strict)
+        sj.read_sequences(world(9), users=users)
+
+
 def test_context_that_cannot_be_is_an_error():
     schema = dataclasses.replace(SCHEMA, context=["price"])
     data = sj.read_sequences(world(20), events=schema)
@@ -237,7 +344,7 @@ def test_context_that_cannot_be_is_an_error():
         plain.without_events().with_context({"price": 1})
     with pytest.raises(ValueError, match="the context of the event to come is not kno"):
         sj.evaluate(model, data, data.without_events(), k=2)
-    with pytest.raises(ValueError, match="and context=.., but the model reads"):
+    with pytest.raises(ValueError, match="but the model reads .* context=..price"):
         sj.recommend(model, plain, k=2)
     with pytest.raises(ValueError, match="context is for histories"):
         sparse = data.to_sparse()

@@ -16,15 +16,15 @@ from sparsejax.data.reading.sources import (
     check_same_features,
 )
 from sparsejax.data.sets.dataset import SparseDataset
-from sparsejax.data.sets.event_schema import CONTEXT
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
 
 # Names of the inputs. There are times if the model uses them and the data have them. Columns
 # of events have names that begin with `EVENTS`.
 HISTORIES, TIMES, EVENTS = "histories", "times", "events/"
 
-# The shape that a model takes of an event's part of each column, by name. Names of columns that
-# are known of the event to come begin with `CONTEXT`; they have one event for each history.
+# The shape that a model takes of an event's part of each column, by name. Columns whose names begin
+# with `CONTEXT` or `USERS` have one cell for each history.
 EventShapes = Mapping[str, tuple[int, ...]]
 
 # Types of `exclude` and the like where the data are histories.
@@ -33,7 +33,7 @@ Unordered = Source | SequenceDataset | str | None
 
 def input_name(column: str) -> str:
     """The name of the input that has a column of events."""
-    return column if column.startswith(CONTEXT) else f"{EVENTS}{column}"
+    return column if column.startswith((CONTEXT, USERS)) else f"{EVENTS}{column}"
 
 
 def arrays_of(
@@ -56,13 +56,15 @@ def arrays_of(
     if times:
         arrays[TIMES] = data.padded_times(length)
     if events is not None:
-        assert isinstance(data, SequenceDataset) and data.events is not None
+        assert isinstance(data, SequenceDataset)
         for name, shape in events.items():
-            if name.startswith(CONTEXT):
-                assert data.context is not None
-                column = data.context[name.removeprefix(CONTEXT)]
-                arrays[input_name(name)] = _with_room(column, shape)
+            for begin, of_rows in ((CONTEXT, data.context), (USERS, data.users)):
+                if of_rows is not None and name.startswith(begin):
+                    column = of_rows[name.removeprefix(begin)]
+                    arrays[name] = _with_room(column, shape)
+            if name in arrays:
                 continue
+            assert data.events is not None
             column, fill = data.events[name], -1 if shape else 0
             arrays[input_name(name)] = data.padded_column(
                 _with_room(column, shape), length, fill=fill

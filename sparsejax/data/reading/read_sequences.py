@@ -25,7 +25,7 @@ from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.sets.assemble import align_to, encode
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.event_schema import EventSchema
-from sparsejax.data.sets.events import EventReader, Events
+from sparsejax.data.sets.events import EventReader, Events, UserFeatures
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.data.sets.vocabulary import vocabulary_order
 
@@ -44,6 +44,7 @@ def read_sequences(
     time_format: str | None = None,
     features: Vocabulary = None,
     events: EventSchema | Events | None = None,
+    users: UserFeatures | None = None,
     skip_bad_lines: bool = False,
 ) -> SequenceDataset:
     """Reads the events of each user in the order of time, with every repeat.
@@ -90,6 +91,7 @@ def read_sequences(
       events: the columns of events; or `train.events`, so that categories have the ids of the
         training data, and others are unknown. Of a row with lists of items, such a column has
         a list of the same length, or one value for all.
+      users: columns of the users, by their names, which `read_user_features` read.
       skip_bad_lines: leave out lines that cannot be read, see `read`.
 
     Raises:
@@ -122,6 +124,8 @@ def read_sequences(
     if data is None:
         data = _read(source, asked, reader)
     path = name_of(source)
+    if users is not None:
+        data = data.with_users(users)
     if features is None:
         return _accounted(data)
     return _accounted(align_to(data, features, path))

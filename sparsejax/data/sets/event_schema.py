@@ -17,8 +17,9 @@ from sparsejax.data.sets.click_schema import (
     ids_document,
 )
 
-# Begin of the name of a column that is known of the event to come, among those that a model reads.
-CONTEXT = "context/"
+# Begins of names among the columns that a model reads: of columns that are known of the event to
+# come, and of columns of users. These have one cell for each history.
+CONTEXT, USERS = "context/", "users/"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,9 +84,10 @@ class EventSchema:
             )
         if len(set(self.context)) < len(self.context):
             raise ValueError(f"context names a column twice: {list(self.context)}")
-        if wrong := [name for name in self.used if name.startswith(CONTEXT)]:
+        if wrong := [n for n in self.used if n.startswith((CONTEXT, USERS))]:
             raise ValueError(
-                f"columns of events may not begin with {CONTEXT!r}, as {wrong} do; rename them"
+                f"names of columns may not begin with {CONTEXT!r} or {USERS!r}, as {wrong} do; "
+                "rename them"
             )
 
     @property

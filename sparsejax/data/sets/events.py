@@ -10,10 +10,17 @@ from typing import Any
 import numpy as np
 
 from sparsejax import codec
-from sparsejax.data.events.block import Block, Cells
+from sparsejax.data.events.block import Block, Cells, encoded_names
 from sparsejax.data.files.entries import taken
-from sparsejax.data.files.names import Names, as_names
+from sparsejax.data.files.names import (
+    NameEncoder,
+    Names,
+    as_names,
+    find_names,
+    spelled_like,
+)
 from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.files.spelling import are_missing, as_integers_or_text
 from sparsejax.data.sets.click_columns import (
     Categories,
     Learner,
@@ -22,9 +29,12 @@ from sparsejax.data.sets.click_columns import (
     dense_of,
     warn_of_lists,
 )
+from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_records import cells_of, record_columns
 from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
+    MISSING,
+    ClickSchema,
     num_ids,
     vocabularies_of,
     vocabulary_columns,
@@ -207,6 +217,49 @@ class Events:
         """Some of the events, by their places."""
         return self.with_columns(taken(self.columns, at))
 
+    def rows(self, at: np.ndarray) -> Events:
+        """Columns of users, by the places of these; -1 is a user of whom nothing is known.
+
+        Raises:
+          ValueError: there is such a user, and a column of numbers has none for missing values.
+        """
+        unknown, columns = at < 0, {}
+        for name, column in self.columns.items():
+            known = (
+                column
+                if len(column)
+                else np.zeros((1, *column.shape[1:]), column.dtype)
+            )
+            columns[name] = found = known[at]
+            if not unknown.any():
+                continue
+            if (number := self.schema.dense.get(name)) is None:
+                found[unknown] = _PADDING
+                found[(unknown, 0) if found.ndim == 2 else unknown] = MISSING
+            elif number.missing is None:
+                raise ValueError(
+                    f"nothing is known of {unknown.sum():,} users, and the column of users "
+                    f"{name!r} does not say which number they have: DenseColumn(missing=0.0)"
+                )
+            else:
+                found[unknown] = number.missing
+        return self.with_columns(columns)
+
+    def joined(self, others: Events) -> Events:
+        """These events, then others of the same schema."""
+        columns = {}
+        for name, column in self.columns.items():
+            parts = [column, others[name]]
+            if name in self.schema.ids and max(part.ndim for part in parts) == 2:
+                parts = [part.reshape(len(part), -1) for part in parts]
+                most = max(part.shape[1] for part in parts)
+                more = [(0, 0), (0, most)]
+                parts = [
+                    np.pad(p, more, constant_values=_PADDING)[:, :most] for p in parts
+                ]
+            columns[name] = np.concatenate(parts)
+        return self.with_columns(columns)
+
     def check_like(self, other: Events, what: str) -> None:
         """Raises ValueError unless `other`, data named `what`, has these ids and columns."""
         if self.schema != other.schema or any(
@@ -305,18 +358,12 @@ class EventReader:
         for name in self.schema.ids:
             _checked(categories_of(cells, name), name, cells)
 
-    def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
-        """The blocks, whose cells of further columns are taken as they pass.
+    def take(self, cells: Cells) -> None:
+        """Takes the columns of some events.
 
         Raises:
           DataError: a cell cannot be read.
         """
-        for block in blocks:
-            if block.beside is not None:
-                self._take(block.beside)
-            yield block
-
-    def _take(self, cells: Cells) -> None:
         self._dense.append(dense_of(cells, self.schema.dense))
         found = {
             name: _checked(categories_of(cells, name), name, cells)
@@ -330,6 +377,17 @@ class EventReader:
                 self._ids[name].append(self._numbering[name].ids(each))
             else:
                 self._learner_of[name].add(name, each.texts)
+
+    def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
+        """The blocks, whose cells of further columns are taken as they pass.
+
+        Raises:
+          DataError: a cell cannot be read.
+        """
+        for block in blocks:
+            if block.beside is not None:
+                self.take(block.beside)
+            yield block
 
     def finish(self, path: Path) -> Events:
         """The columns of all events, in the order in which they were read.
@@ -379,3 +437,72 @@ def _joined(parts: list[np.ndarray], lengths: list[np.ndarray | None]) -> np.nda
     found = np.full(has.shape, _PADDING, np.int32)
     found[has] = flat
     return found
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class UserFeatures:
+    """Columns of users, in host memory: `read_user_features` reads them.
+
+    Attributes:
+      user_names: `[users]` text.
+      columns: the columns, with one cell for each user.
+    """
+
+    user_names: Names
+    columns: Events
+
+    def of(self, names: Names) -> Events:
+        """The columns of users with these names; missing values for a user that is not here.
+
+        Raises:
+          ValueError: a column of numbers has none for missing values, and a user is not here.
+        """
+        own = spelled_like(self.user_names, names)
+        return self.columns.rows(find_names(names, own))
+
+
+def read_user_features(
+    source: Paths, schema: EventSchema | Events, *, user: str = "user"
+) -> UserFeatures:
+    """Reads a table of users, for `read_sequences(users=...)`.
+
+    >>> users = [{"user": "ann", "plan": "paid", "age": 31}, {"user": "bob", "plan": None}]
+    >>> age = DenseColumn(missing=40.0)
+    >>> schema = EventSchema(ids={"plan": VocabularyColumn()}, dense={"age": age})
+    >>> found = read_user_features(users, schema)
+    >>> found.columns["plan"].tolist(), found.columns["age"].tolist()
+    ([2, 0], [31.0, 40.0])
+
+    A user that the table lacks has missing values in all columns.
+
+    Args:
+      source: files or a table in memory, as for `read_clicks`.
+      schema: types of the columns, without kinds and context; or `train.users`, so that
+        categories have the ids of the training data, and others are unknown.
+      user: the column with the names of the users.
+
+    Raises:
+      DataError: the table cannot be read, lacks a column, or names a user twice or not at all.
+      ValueError: the schema has kinds or context.
+    """
+    reader, names = EventReader(schema), NameEncoder()
+    own = reader.schema
+    if own.kind is not None or own.context:
+        raise ValueError(
+            "users have no kind and no context: leave both out of the schema"
+        )
+    columns, path = ClickSchema(user, own.dense, own.ids), as_paths(source)[0]
+    for cells in click_blocks(source, columns, [user, *own.used], labelled=False):
+        found = cells.columns[user]
+        texts, wrong, problem = as_integers_or_text(found)
+        if (missing := are_missing(found)).any():
+            wrong, problem = missing, "is empty: each user has a name"
+        if wrong.any():
+            raise cells.error(int(np.argmax(wrong)), f"column {user!r} {problem}")
+        names.add(encoded_names(texts, cells.path))
+        reader.take(cells)
+    distinct, codes = names.finish()
+    if len(distinct) < len(codes):
+        twice = distinct[np.argmax(np.bincount(codes) > 1)]
+        raise DataError.at(path, f"column {user!r} has {twice!r} twice")
+    return UserFeatures(distinct, reader.finish(path).taken(np.argsort(codes)))

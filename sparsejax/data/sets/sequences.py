@@ -17,7 +17,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
 from sparsejax.data.sets.event_schema import EventSchema
-from sparsejax.data.sets.events import Events, no_events
+from sparsejax.data.sets.events import Events, UserFeatures, no_events
 from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
@@ -132,6 +132,8 @@ class SequenceDataset(NamedRows):
       context: `[rows, ...]` the columns that are known of the event to come, by name, for a
         model that recommends; see `with_context`. None if they are not known. Selections and
         saved files leave it out.
+      users: the columns of the users, a cell for each row; see `with_users`. None if there are
+        none.
 
     Raises:
       ValueError: the sizes do not agree, an index is no feature's, a name occurs twice,
@@ -152,6 +154,7 @@ class SequenceDataset(NamedRows):
     weights: np.ndarray | None = None
     events: Events | None = None
     context: Mapping[str, np.ndarray] | None = None
+    users: Events | None = None
 
     def __post_init__(self) -> None:
         def put(name: str, value) -> None:
@@ -198,6 +201,10 @@ class SequenceDataset(NamedRows):
                 f"there are {self.num_entries:,} entries, but columns of "
                 f"{len(self.events):,} events"
             )
+        if self.users is not None and len(self.users) != self.num_rows:
+            raise ValueError(
+                f"there are {self.num_rows:,} rows, but columns of {len(self.users):,} users"
+            )
 
     def _check_times(self, times: np.ndarray) -> None:
         if times.shape != self.indices.shape:
@@ -226,13 +233,15 @@ class SequenceDataset(NamedRows):
     def are_examples(self) -> np.ndarray:
         """`[rows]` bool: whether a model can learn from a row.
 
-        It has an entry behind its first one, with a positive weight if there are weights.
+        It has an entry behind its first one, with a positive weight if there are weights. If
+        there are columns of users, the first one will do.
         """
+        first = int(self.users is None)
         if self.weights is None:
-            return np.diff(self.indptr) > 1
+            return np.diff(self.indptr) > first
         before = np.append(0, np.cumsum(self.weights > 0))
         start, end = self.indptr[:-1], self.indptr[1:]
-        return before[end] > before[np.minimum(start + 1, end)]
+        return before[end] > before[np.minimum(start + first, end)]
 
     @property
     def histories(self) -> Histories:
@@ -374,8 +383,18 @@ class SequenceDataset(NamedRows):
         return SequenceDataset(start, none, *names, events=events)
 
     def without_events(self) -> SequenceDataset:
-        """The same histories without columns of events. Weights stay."""
+        """The same histories without columns of events. Weights and columns of users stay."""
         return dataclasses.replace(self, events=None, context=None)
+
+    def with_users(self, users: UserFeatures | None) -> SequenceDataset:
+        """The same histories with columns of their users, by name; None takes them away.
+
+        Raises:
+          ValueError: nothing is known of a user, and a column of numbers does not say which
+            number such a user has.
+        """
+        found = None if users is None else users.of(self.row_names)
+        return dataclasses.replace(self, users=found)
 
     def with_context(self, context: Any) -> SequenceDataset:
         """The same histories, with what is known of the event to come of each.
@@ -612,9 +631,16 @@ class SequenceDataset(NamedRows):
             manner += ", weights"
         if self.events is not None:
             manner += f", events with {', '.join(self.events.schema.used)}"
+        if self.users is not None:
+            manner += f", users with {', '.join(self.users.schema.used)}"
         return manner
 
     def save(self, path: Path) -> None:
+        if self.users is not None:
+            raise NotImplementedError(
+                "saved files have no columns of users yet: save data.with_users(None), and "
+                "read the users again"
+            )
         facts, categories = "", {}
         if self.events is not None:
             stated = {
@@ -671,7 +697,14 @@ class SequenceDataset(NamedRows):
     ) -> SequenceDataset:
         rows = self.row_names if row_names is None else row_names
         features = self.feature_names if feature_names is None else feature_names
-        return _dataset(entries, rows, features, self.events, self.columns)
+        found = _dataset(entries, rows, features, self.events, self.columns)
+        return dataclasses.replace(found, users=self.users)
+
+    def _rows(self, rows: np.ndarray, names: Names | None = None) -> SequenceDataset:
+        if self.users is None:
+            return super()._rows(rows, names)
+        found = dataclasses.replace(self, users=None)._rows(rows, names)
+        return dataclasses.replace(found, users=self.users.rows(rows))
 
     def _in_order(self, entries: Entries) -> Entries:
         return entries

@@ -78,10 +78,19 @@ def _with_new_rows(
     if not len(new) or len(new) == len(names):
         return inputs
     more = (0, len(new))
-    left_out = inputs.left_out
+    left_out, users = inputs.left_out, inputs.users
+    if users is not None:
+        of_new = getattr(heldout, "users", None)
+        if of_new is None:
+            at = np.arange(len(inputs.row_names) + len(new))
+            users = users.rows(np.where(at < inputs.num_rows, at, -1))
+        else:
+            users.check_like(of_new, "the held-out data")
+            users = users.joined(of_new.taken(find_names(new, names)))
     return dataclasses.replace(
         inputs,
         indptr=np.pad(inputs.indptr, more, mode="edge"),
         row_names=np.concatenate([inputs.row_names, new]),
         left_out=None if left_out is None else np.pad(left_out, more),
+        users=users,
     )

@@ -123,11 +123,13 @@ class SequenceTask:
             arrays.append(data.padded_column(weights, length))
         if not self.packs:
             return [*arrays]
-        targets = np.minimum(np.diff(data.indptr), length) - 1
-        has_next = np.arange(length - 1) < targets[:, None]
+        # The first item is a target, if the place of users is before it.
+        first = int(getattr(model, "users", None) is None)
+        targets = np.minimum(np.diff(data.indptr), length) - first
+        has_next = np.arange(length - first) < targets[:, None]
         places = np.nonzero(has_next)[1].astype(np.int32)
         ends = np.cumsum(has_next.sum(axis=1), dtype=np.int32)
-        return [*arrays, CSR(None, places, np.append(0, ends), num_cols=length - 1)]
+        return [*arrays, CSR(None, places, np.append(0, ends), num_cols=length - first)]
 
 
 def _shapes_in_training(model: Any) -> EventShapes | None:
@@ -184,7 +186,7 @@ def with_targets(
 def sequence_examples(
     model: Any, sequences: SequenceDataset, wire_dtype: str | None = None
 ) -> Examples:
-    """The examples for a model: the rows with a target that another entry precedes.
+    """The examples for a model: the rows with a target, see `SequenceDataset.are_examples`.
 
     Raises:
       TypeError: the model is no model of histories.
@@ -196,7 +198,7 @@ def sequence_examples(
     if sequences.weights is not None:
         # Only the last places of a long row are read.
         last = sequences.padded_column(sequences.weights, model.config.max_length + 1)
-        kept &= (last[:, 1:] > 0).any(axis=1)
+        kept &= (last[:, int(sequences.users is None) :] > 0).any(axis=1)
     kept = np.flatnonzero(kept)
     if not kept.size:
         targets = "" if sequences.weights is None else " of positive weight"

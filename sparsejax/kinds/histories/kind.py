@@ -111,10 +111,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             )
         items = num_columns("data", data)
         sizes: dict[str, Any] = {"items": items, "content": content}
-        if (events := getattr(data, "events", None)) is not None:
-            from sparsejax.sequence.events import EventSizes
+        from sparsejax.sequence.events import EventSizes
 
-            sizes["events"] = EventSizes.of(events)
+        if (events := EventSizes.of_data(data)) is not None:
+            sizes["events"] = events
         return Maker(functools.partial(build_sequence_model, config, **sizes))
 
     def examples(self, model, inputs, targets, weights) -> Examples:

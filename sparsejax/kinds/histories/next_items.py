@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any, Protocol, runtime_checkable
 
 import jax
@@ -17,11 +16,12 @@ from sparsejax.data.reading.histories import (
     inputs_of,
 )
 from sparsejax.data.reading.sources import Inputs, check_columns
-from sparsejax.data.sets.event_schema import CONTEXT
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommender import can_deny
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.item_content import with_vectors
+from sparsejax.sequence.events import EventSizes
 
 
 @runtime_checkable
@@ -83,10 +83,13 @@ def has_times(model: Any, data: Any) -> bool:
 def event_shapes(model: Any) -> EventShapes | None:
     """The columns of events that a model reads, and the shapes of an event's part of each.
 
-    Among them are those that are known of the event to come, see `CONTEXT`. None if it reads none.
+    Among them are those that are known of the event to come, see `CONTEXT`, and columns of users,
+    see `USERS`. None if it reads none.
     """
-    events = getattr(model, "events", None)
-    return None if events is None else events.sizes.shapes | events.sizes.request_shapes
+    if (events := getattr(model, "events", None)) is None:
+        return None
+    sizes = events.sizes
+    return sizes.shapes | sizes.request_shapes | sizes.user_shapes
 
 
 def check_events(model: Any, data: Any, what: str = "inputs") -> None:
@@ -97,35 +100,33 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
       data: histories.
       what: name of the data, for messages.
     """
-    wanted = getattr(model, "events", None)
-    given: Any = getattr(data, "events", None)
+    wanted: Any = getattr(getattr(model, "events", None), "sizes", None)
+    given = EventSizes.of_data(data)
     if wanted is None and given is None:
         return
     if wanted is None:
         raise ValueError(
-            f"{what} has the columns of events {given.schema.used}, which the model does not "
+            f"{what} has the columns of events {given}, which the model does not "
             "read: make the model with build(config, data), or leave the columns out: "
-            "data.without_events()"
+            "data.without_events().with_users(None)"
         )
-    if given is None:
+    if given is None or not (given.shapes or not wanted.shapes):
         raise ValueError(
-            f"the model reads the columns of events {[*wanted.sizes.shapes]}, but {what} has "
+            f"the model reads the columns of events {wanted}, but {what} has "
             "none; read the data with events=train.events"
         )
-    sizes = wanted.sizes
-    found = type(sizes).of(given)
-    # Lists may have other lengths.
-    ids, others = (
-        [dataclasses.replace(each, most=None) for each in some.ids]
-        for some in (found, sizes)
-    )
-    if (found.dense, ids, found.context) != (sizes.dense, others, sizes.context):
+    if (given.users is None) != (wanted.users is None):
+        has, reads = ("no columns", wanted) if given.users is None else (given, "none")
         raise ValueError(
-            f"{what} has the columns of events {given.schema.used} with the numbers of ids "
-            f"{given.num_ids} and context={[*found.context]}, but the model reads "
-            f"{[*sizes.shapes]} with { {each.name: each.size for each in sizes.ids} } and "
-            f"context={[*sizes.context]}, or their categories have other ids; read the data with "
-            "events=train.events"
+            f"{what} has {has} of users, but the model reads {reads}; give or leave out "
+            "users=..., see data.with_users"
+        )
+    # Lists may have other lengths.
+    if given.without_lists != wanted.without_lists:
+        raise ValueError(
+            f"{what} has the columns of events {given}, but the model reads {wanted}, or their "
+            "categories have other ids; read the data with events=train.events, and users with "
+            "read_user_features(..., train.users)"
         )
 
 
@@ -155,9 +156,10 @@ class NextItems(nnx.Module):
             rows[TIMES] = jax.ShapeDtypeStruct(shape, jnp.float32)
         shapes = event_shapes(self.model) or {}
         for name, each in shapes.items():
-            is_number = name.removeprefix(CONTEXT) in self.model.events.sizes.dense
-            dtype = jnp.float32 if is_number else jnp.int32
-            places = () if name.startswith(CONTEXT) else shape
+            dtype = (
+                jnp.float32 if self.model.events.sizes.is_number(name) else jnp.int32
+            )
+            places = () if name.startswith((CONTEXT, USERS)) else shape
             rows[input_name(name)] = jax.ShapeDtypeStruct((*places, *each), dtype)
         return rows
 
