@@ -105,7 +105,7 @@ def gather_matmul(
       num_cols: number of columns.
       dtype: dtype of the result, float32 or bfloat16; that of `w` by default.
       missed: record of missed steps, by which rows of `w` are brought up to date where they are
-        read. `takes_narrow` must allow `hidden`, or it must be a multiple of 128.
+        read. Then `hidden` must be a multiple of 128, or a width that `takes_narrow` allows.
       config: how the work is cut; by default `default_config` for the shape.
 
     Raises:

@@ -67,7 +67,7 @@ class Targets(NamedTuple):
     """One label a row, in place of `label_words`.
 
     Attributes:
-      columns: the label's column; a row has none if it is outside the items.
+      columns: the item that is the label of each row; a number that is no item means no label.
       blocks: whether there is a label in 64 rows and 64 columns.
     """
 

@@ -59,8 +59,9 @@ Add = Callable[[CSR, jax.Array, np.dtype | None], jax.Array]
 # Places by default, as a multiple of an even share, and in deviations of a random share. From
 # 64 ids on the first is more. The number of distinct ids changes less from batch to batch.
 _ROOM, _DISTINCT_ROOM, _DEVIATIONS = 1.5, 1.2, 4
-# Places of one owner for items, as a multiple of an even share. Items are numbered as they first
-# occur, so that popular ones are neighbours. Two owners have places for all that a device has.
+# Places for items that an owner gets from a device, as a multiple of an even share. Items are
+# numbered as they first occur, so popular ones are neighbours, and one owner may get many. With
+# two owners each has places for all items of a device.
 _ONE_EACH_ROOM = 2.0
 
 
@@ -120,9 +121,9 @@ class Sent(NamedTuple):
     """Bytes that each device sends in a step.
 
     Attributes:
-      ids: columns, slots and weights.
-      sums: forward.
-      gradients: backward.
+      ids: bytes of ids to the owners of their rows, with slots and weights.
+      sums: bytes of rows or sums of rows that owners send back.
+      gradients: bytes of the gradients of these sums, to the owners.
     """
 
     ids: int

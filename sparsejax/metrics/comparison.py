@@ -97,7 +97,7 @@ class Measured(dict[str, float]):
           seed: seed of the random resamples.
 
         Raises:
-          ValueError: a number is wrong.
+          ValueError: `confidence` is not between 0 and 1, or `resamples` is too small.
         """
         figures = np.stack([*self.rows.means.values()])
         areas = [] if (area := self.rows.area) is None else [area]
@@ -206,7 +206,7 @@ def compare(
 
     Raises:
       TypeError: a measurement has no figures of rows.
-      ValueError: the rows differ, there is no metric that both have, or a number is wrong.
+      ValueError: the rows differ, there is no metric that both have, or `confidence` or `resamples` is out of bounds.
     """
     one, other = _rows_of("first", first), _rows_of("second", second)
     places = _places(one, other)
@@ -253,7 +253,7 @@ def _quantiles(
       seed: seed of the random resamples.
 
     Raises:
-      ValueError: a number is wrong.
+      ValueError: `confidence` is not between 0 and 1, or `resamples` is too small.
     """
     if not 0 < confidence < 1 or resamples < 1:
         raise ValueError(

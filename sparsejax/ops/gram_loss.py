@@ -91,7 +91,7 @@ def loss_and_updates[Carry](
       updates: functions that receive the gradients of each chunk. Here `update` also
         gets the kernel's gradient.
       shard: the part of a mesh's work that this device does; None for all of it.
-      at_once: whether the gradient of all items may exist.
+      at_once: whether memory suffices for the gradient of all items at once.
 
     Raises:
       ValueError: Gram matrices are asked for, and the loss is another or has a `scale`.

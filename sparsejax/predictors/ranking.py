@@ -157,7 +157,7 @@ class Items:
         if vocabularies.keys() - {ITEMS, TAGS}:
             raise ValueError(f"there are names of {sorted(vocabularies)}, not of items")
         if items is not None and len(items) != num_items:
-            raise ValueError(f"there are {len(items):,} names of {num_items:,} items")
+            raise ValueError(f"{len(items):,} names were given for {num_items:,} items")
         num_read = num_items - signature.added
         if features == num_read:
             features = num_items

@@ -368,7 +368,7 @@ def continued(
 
     Args:
       directory: the folder of the earlier run.
-      run: its settings.
+      run: settings of the earlier run.
       known: names of the earlier features, or for clicks a data set without examples, from
         `load_run`.
       settings: settings of the new run. It has as many features, or more.

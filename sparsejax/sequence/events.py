@@ -145,7 +145,7 @@ class EventSizes:
 
         Args:
           columns: the columns.
-          places: shape of the histories, to which an event's part of each column is added.
+          places: shape of the histories. A column has this shape and the shape of one event's value.
           request: whether the context of the event to come is among them.
         """
         wanted = {n: (*places, *each) for n, each in self.shapes.items()}

@@ -66,8 +66,8 @@ class Histories:
         Args:
           user: the name of the row.
           known: for each of `features` whether it is wanted.
-          most: different items at most, the last ones; None for all.
-          once: whether an item comes once, where it came last.
+          most: the largest number of different items; earlier ones are cut off. None keeps all.
+          once: whether only the last occurrence of each item is kept.
         """
         row = self._rows.get(user)
         ends = (0, 0) if row is None else self._indptr[row : row + 2]

@@ -174,7 +174,7 @@ def write(
 
     Args:
       path: the file.
-      form: form of the data.
+      form: kind of data set that is written, which names the key of its metadata.
       columns: arrays by name, of any lengths.
       facts: the facts that the metadata states under the key of the form.
       metadata: further metadata.

@@ -127,7 +127,7 @@ class Cut:
         Args:
           entries: entries of whole users.
           names: names of these users.
-          keys: `[entries]` the `keys` of their items.
+          keys: `[entries]` the key of each entry's item, made by `self.keys`.
         """
         if self.time is not None:
             stays, later = (entries.columns[n] != 0 for n in ("earlier", "later"))

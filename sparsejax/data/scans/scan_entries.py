@@ -160,7 +160,7 @@ class SavedFiles:
           files: files of one data set or of several.
           what: "values" or "times", for messages.
           typed: function that finds the type of the values or times in a file's schema.
-          form: form of the data.
+          form: kind of data set that is read.
 
         Raises:
           DataError: a file is something else, or differs from the first one.
@@ -211,6 +211,6 @@ def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:
         missing = statistics.null_count
     else:
         missing = opened.read_row_group(number, columns=["row"]).column(0).null_count
-    # The lists that are null behind the last row count, too.
+    # Parquet counts each null list, which pads the column behind the last row, as a value.
     entries = columns["indices"].num_values - missing
     return Group(file, number, group.num_rows - missing, entries)

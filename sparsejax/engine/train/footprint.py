@@ -23,8 +23,8 @@ from sparsejax.optimizers import optimizer
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 
-# Bytes per entry of a step, for each of the `hidden` numbers of the entry's row: the sums of
-# pieces of rows.
+# Long rows are added up in pieces. The sums of the pieces take so many bytes for each entry of a
+# step and each of the `hidden` numbers of its row.
 _PIECES = 1 / 8
 # Bytes per row of the data while the order of an epoch is sorted, besides the order.
 ORDER_SORTED = 20

@@ -81,7 +81,7 @@ _ALL = 2**62
 # A model has a regression by default from so many examples on, if each label has so many of
 # them, and up to so many numbers of all examples together, which are fitted in a minute.
 _LEAST_REGRESSED, _LEAST_OF_LABEL, _MOST_REGRESSED = 1_000, 100, 20_000_000
-# The share of the examples that is then held out.
+# The share of the examples that is held out to choose how much the layers beside it count.
 _HELD_OUT = 0.1
 _SILENT = Reading()
 

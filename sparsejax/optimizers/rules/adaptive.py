@@ -72,7 +72,7 @@ class rowwise_adagrad(Rule):
     def dense(self):
         def init(params):
             def of(p):
-                # From a part of the parameter, so that both lie on a mesh the same way.
+                # Made from the parameter's first columns, so that JAX gives it their sharding.
                 places = (slice(None), *[slice(1)] * (p.ndim - 1))
                 first = self.initial_accumulator_value
                 return jnp.full_like(p[places[: p.ndim]], first)
