@@ -31,6 +31,7 @@ from .embeddings.model_config import DCNConfig as DCNConfig
 from .embeddings.model_config import DeepFMConfig as DeepFMConfig
 from .embeddings.model_config import DINConfig as DINConfig
 from .embeddings.model_config import DLRMConfig as DLRMConfig
+from .embeddings.model_config import TINConfig as TINConfig
 from .embeddings.model_config import WideDeepConfig as WideDeepConfig
 from .engine.rank.nearest import nearest as nearest
 from .engine.rank.recommendations import Recommendations as Recommendations

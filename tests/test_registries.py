@@ -101,6 +101,7 @@ _PLACEMENT = (
     "embeddings/test_placement.py::test_training_does_not_depend_on_the_placement"
 )
 _SCORES = "embeddings/test_models.py::test_scores"
+_WEIGHED = "embeddings/test_din.py::test_scores_are_those_of_the_formula"
 _HISTORIES = "sequence/test_models.py::test_the_formula"
 _CODES = "embeddings/test_table_files.py::test_codes_are_within_their_bounds"
 _FORMAT = "data/test_readers.py::test_every_format_aligns_features"
@@ -174,7 +175,7 @@ TABLE: dict[str, dict[str, str]] = {
         "sasrec": "sequence/test_sasrec.py::test_the_formula",
         **dict.fromkeys(("hstu", "gru"), _HISTORIES),
         **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep"), _SCORES),
-        "din": "embeddings/test_din.py::test_scores_are_those_of_the_formula",
+        **dict.fromkeys(("din", "tin"), _WEIGHED),
     },
 }
 

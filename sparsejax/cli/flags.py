@@ -25,7 +25,16 @@ from sparsejax.options.reading import (
 # As sparsejax.data has them, to write.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
 Model = Literal[
-    "autoencoder", "sasrec", "hstu", "gru", "dlrm", "dcn", "deepfm", "wide_deep", "din"
+    "autoencoder",
+    "sasrec",
+    "hstu",
+    "gru",
+    "dlrm",
+    "dcn",
+    "deepfm",
+    "wide_deep",
+    "din",
+    "tin",
 ]
 SWITCH = Flag(gives=True)
 _FILE = Flag(value="FILE")
@@ -97,7 +106,7 @@ class Modelled(Described, training.Content):
     Attributes:
       model: autoencoder learns which items go together. sasrec, hstu and gru predict the next
         item: histories are in the order of --time, or else of the file, and an item may be in
-        one many times. dlrm, dcn, deepfm, wide_deep and din predict clicks. --config has their
+        one many times. dlrm, dcn, deepfm, wide_deep, din and tin predict clicks. --config has their
         options.
       content_columns: The columns of --item-features to read.
       words: Columns of --item-features whose words are tags, such as titles. Without it, titles

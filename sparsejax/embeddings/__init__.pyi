@@ -15,10 +15,12 @@ from .model_config import DeepFMConfig as DeepFMConfig
 from .model_config import DINConfig as DINConfig
 from .model_config import DLRMConfig as DLRMConfig
 from .model_config import DynamicTables as DynamicTables
+from .model_config import TINConfig as TINConfig
 from .model_config import WideDeepConfig as WideDeepConfig
 from .models import DCN as DCN
 from .models import DIN as DIN
 from .models import DLRM as DLRM
+from .models import TIN as TIN
 from .models import DeepFM as DeepFM
 from .models import WideDeep as WideDeep
 from .models import build_click_model as build_click_model

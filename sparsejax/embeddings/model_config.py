@@ -198,3 +198,33 @@ class DINConfig(ClickModelConfig):
     length: int = 50
     attention: tuple[int, ...] = (80, 40)
     hidden: tuple[int, ...] = (64, 32)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class TINConfig(ClickModelConfig):
+    """Layers of a `TIN`.
+
+    >>> TINConfig(beside=(("bought", "days_since"),)).to_json()
+    {'version': 1, 'model': 'tin', 'beside': [['bought', 'days_since']]}
+
+    Attributes:
+      length: number of ids that are read from the end of each history.
+      beside: pairs of a history and a column of lists that are as long as its own. A place of
+        the history has the vectors of both.
+      hidden: sizes of the layers behind the histories' sums; a last one of size 1 follows.
+    """
+
+    model = "tin"
+    length: int = 50
+    beside: tuple[tuple[str, str], ...] = ()
+    hidden: tuple[int, ...] = (64, 32)
+
+    def _check(self, name: str, value: Any) -> None:
+        if name != "beside":
+            super()._check(name, value)
+        elif [[type(each) for each in pair] for pair in value] != [[str] * 2] * len(
+            value
+        ):
+            raise TypeError(
+                f"beside must be pairs of a history and a column, got {value!r}"
+            )

@@ -25,6 +25,7 @@ from sparsejax.embeddings.model_config import (
     DeepFMConfig,
     DINConfig,
     DLRMConfig,
+    TINConfig,
     WideDeepConfig,
 )
 from sparsejax.embeddings.plan import EmbeddingPlan
@@ -74,7 +75,13 @@ class _ClickModel(nnx.Module):
         self.dtype = jnp.dtype(config.dtype)
         self.names = tuple(features)
         self.embeddings = _tables(
-            config, features, config.dim, on_mesh, rngs, histories=histories
+            config,
+            features,
+            config.dim,
+            on_mesh,
+            rngs,
+            histories=histories,
+            beside=[column for _, column in getattr(config, "beside", ())],
         )
         linear = None
         if self._has_linear or config.regression:
@@ -424,7 +431,62 @@ class WideDeep(_ClickModel):
         return _logit(self.hidden(self._inputs(dense, ids)))
 
 
-class DIN(_ClickModel):
+class _HistoryModel(_ClickModel):
+    """The base of models of which the candidate weighs histories."""
+
+    def __init__(
+        self,
+        config: DINConfig | TINConfig,
+        *,
+        num_dense: int,
+        features: Mapping[str, int | str],
+        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        histories = {name: of for name, of in features.items() if isinstance(of, str)}
+        if not histories:
+            raise ValueError(
+                f"{type(self).__name__} needs a history: a column of lists whose ids are "
+                "those of another column, read with like=, such as "
+                "VocabularyColumn(like='item'). The "
+                f"features are {list(features)}; without histories take dlrm or dcn"
+            )
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        beside = _beside(config, features, histories)
+        # Tuples, as a module's attributes are hashed.
+        self.histories, self.beside = tuple(histories.items()), beside
+        super().__init__(
+            config, num_dense, features, on_mesh, rngs, histories=config.length
+        )
+        self.attention = nnx.List(self._unit(config, rngs) for _ in histories)
+        inputs = num_dense + config.dim * (len(features) - len(beside))
+        self.hidden = _Layers(inputs, (*config.hidden, 1), self.dtype, rngs)
+
+    def _unit(self, config: Any, rngs: nnx.Rngs) -> nnx.Module:
+        """The parameters that weigh a history."""
+        raise NotImplementedError
+
+    def _pooled(self, unit: Any, name: str, candidate: jax.Array, rows) -> jax.Array:
+        """`[batch, dim]`: the sum of a history. A place without an id has a vector of zeros."""
+        raise NotImplementedError
+
+    def _trained(self, dense, ids) -> jax.Array:
+        rows = {n: v.astype(self.dtype) for n, v in self.embeddings(ids).items()}
+        pooled = {
+            name: self._pooled(unit, name, rows[candidate], rows).astype(self.dtype)
+            for (name, candidate), unit in zip(
+                self.histories, self.attention, strict=True
+            )
+        }
+        beside = {column for _, column in self.beside}
+        vectors = [(rows | pooled)[n] for n in self.names if n not in beside]
+        x = [self._dense(dense), *vectors]
+        return _logit(self.hidden(jnp.concatenate(x, 1)))
+
+
+class DIN(_HistoryModel):
     """Each id of a history is weighed by the candidate before the history is summed.
 
     The Deep Interest Network of Zhou et al. 2018. A feature that reads the table of another
@@ -465,52 +527,13 @@ class DIN(_ClickModel):
       ValueError: no feature reads the table of another one.
     """
 
-    def __init__(
-        self,
-        config: DINConfig,
-        *,
-        num_dense: int,
-        features: Mapping[str, int | str],
-        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
-        wire_dtype: jax.typing.DTypeLike | None = None,
-        exchange_room: float | None = None,
-        rngs: nnx.Rngs,
-    ):
-        histories = {name: of for name, of in features.items() if isinstance(of, str)}
-        if not histories:
-            raise ValueError(
-                "DIN needs a history: a column of lists whose ids are those of another "
-                "column, read with like=, such as VocabularyColumn(like='item'). The "
-                f"features are {list(features)}; without histories take dlrm or dcn"
-            )
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
-        super().__init__(
-            config, num_dense, features, on_mesh, rngs, histories=config.length
-        )
-        # Tuples, as a module's attributes are hashed.
-        self.histories = tuple(histories.items())
-        self.attention = nnx.List(
-            _Layers(4 * config.dim, (*config.attention, 1), self.dtype, rngs)
-            for _ in histories
-        )
-        inputs = num_dense + config.dim * len(features)
-        self.hidden = _Layers(inputs, (*config.hidden, 1), self.dtype, rngs)
+    def _unit(self, config, rngs):
+        sizes = (*config.attention, 1)
+        return _Layers(4 * config.dim, sizes, self.dtype, rngs)
 
-    def _trained(self, dense, ids) -> jax.Array:
-        rows = {n: v.astype(self.dtype) for n, v in self.embeddings(ids).items()}
-        for (name, candidate), layers in zip(
-            self.histories, self.attention, strict=True
-        ):
-            # A place without an id is a vector of zeros, which adds nothing.
-            weights = _attention(layers, rows[name], rows[candidate])
-            summed = jnp.einsum(
-                "bt,btd->bd", weights, rows[name], preferred_element_type=jnp.float32
-            )
-            rows[name] = summed.astype(self.dtype)
-        x = jnp.concatenate(
-            [self._dense(dense), *(rows[name] for name in self.names)], 1
-        )
-        return _logit(self.hidden(x))
+    def _pooled(self, unit, name, candidate, rows):
+        weights = _attention(unit, rows[name], candidate)
+        return (weights[..., None] * rows[name]).sum(1, dtype=jnp.float32)
 
 
 def _attention(layers: _Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
@@ -542,6 +565,116 @@ def _with_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
         return x
     bias = layer.bias[...].astype(x.dtype)
     return x + jnp.expand_dims(bias, range(x.ndim - 1))
+
+
+class TIN(_HistoryModel):
+    """Ids of a history, with their places, meet the candidate, which also scales their sum.
+
+    The Temporal Interest Network of Zhou et al. 2024 (arXiv:2308.08487). A *history* and its
+    *candidate* are those of `DIN`::
+
+        e_t = the vector of id t of a history
+              + the vectors of the columns beside it + place[ids behind t + 1]
+        c = the vector of its candidate + place[0]
+        a_t = softmax over t of e_t . c / sqrt(dim)
+        h = sum over t of a_t e_t * c
+        logit = hidden(dense, embeddings of the other features, h of each history)
+
+    A column *beside* a history is a list that is as long, such as the time since each of its
+    ids, in ranges. Places are counted from the end. If a history has more than `length` ids, the
+    last ones are read. A place whose id is unknown keeps its number, and takes no part.
+
+    >>> features = {"item": 90, "had": "item", "days": 30}
+    >>> config = TINConfig(length=3, beside=(("had", "days"),))
+    >>> model = TIN(config, num_dense=0, features=features, rngs=nnx.Rngs(0))
+    >>> ids = {"had": jnp.array([[5, 6, -1]]), "days": jnp.array([[9, 2, -1]])}
+    >>> model(jnp.zeros((1, 0)), ids | {"item": jnp.array([4])}).shape
+    (1,)
+
+    Args:
+      config: widths, the columns beside histories, and the dtype of the layers.
+      num_dense: number of dense columns; may be 0.
+      features: number of ids of each feature, by the feature's name; the number 2^64 makes a
+        dynamic table, by `config.dynamic`. The name of another feature in place of a number
+        makes this feature a history of that one.
+      plan: a plan made by `plan_embeddings`, or placements of some tables.
+        `EmbeddingCollection` places the others.
+      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
+        of the table.
+      exchange_room: places for ids between each pair of devices, as a multiple of an even
+        share; 1.5 by default, and more for few ids.
+      rngs: random streams.
+
+    Raises:
+      ValueError: no feature reads the table of another one, or `config.beside` names a feature
+        that is not there, is no history, or has another use.
+    """
+
+    def _unit(self, config, rngs):
+        return _Places(config.length, config.dim, rngs)
+
+    def _pooled(self, unit, name, candidate, rows):
+        known = (rows[name] != 0).any(-1)
+        events = sum(
+            (rows[column] for of, column in self.beside if of == name),
+            start=rows[name],
+        )
+        here, *before = jnp.split(unit.vectors[...].astype(events.dtype), [1])
+        query, size = candidate + here, known.shape[1]
+        count = (known * (1 + jnp.arange(size))[None]).max(1)
+        # Products with vectors of places need no vector for each place of each example.
+        scores = (events * query[:, None]).sum(-1, dtype=jnp.float32)
+        of_places = query @ before[0][:size].T
+        scores = scores + _from_the_end(of_places, count).astype(jnp.float32)
+        weights = _softmax(scores / np.sqrt(self.config.dim), known).astype(
+            events.dtype
+        )
+        summed = (weights[..., None] * events).sum(1, dtype=jnp.float32)
+        return query * (summed + _from_the_end(weights, count) @ before[0][:size])
+
+
+class _Places(nnx.Module):
+    """Vectors of the candidate's place, and of those before it."""
+
+    def __init__(self, length: int, dim: int, rngs: nnx.Rngs):
+        self.vectors = nnx.Param(_factor_init(rngs.params(), (1 + length, dim)))
+
+
+def _beside(config, features, histories) -> tuple[tuple[str, str], ...]:
+    """Pairs of histories and columns beside them, which are checked."""
+    pairs = getattr(config, "beside", ())
+    found = [column for _, column in pairs]
+    free = [name for name in features if name not in {*histories, *histories.values()}]
+    for history, column in pairs:
+        if history not in histories or column not in free or found.count(column) > 1:
+            raise ValueError(
+                "beside has pairs of a history and of a column that no other pair has: "
+                f"histories are {list(histories)}, columns {free}, got {(history, column)}"
+            )
+    return pairs
+
+
+@jax.custom_vjp
+def _from_the_end(x: jax.Array, count: jax.Array) -> jax.Array:
+    """Turns round the first `count` numbers of each row, and makes the others 0."""
+    at = count[:, None] - 1 - jnp.arange(x.shape[1])[None]
+    turned = jnp.take_along_axis(x, jnp.maximum(at, 0), axis=1)
+    return jnp.where(at >= 0, turned, 0)
+
+
+# The matrix of such a turn is symmetric, so its derivative needs no scatter.
+_from_the_end.defvjp(
+    lambda x, count: (_from_the_end(x, count), count),
+    lambda count, slope: (_from_the_end(slope, count), None),
+)
+
+
+def _softmax(scores: jax.Array, known: jax.Array) -> jax.Array:
+    """Over the known places of each row; a row without one has zeros."""
+    scores = jnp.where(known, scores, -jnp.inf)
+    most = jax.lax.stop_gradient(scores.max(1, keepdims=True, initial=-1e30))
+    weights = jnp.exp(scores - most)
+    return weights / jnp.maximum(weights.sum(1, keepdims=True), 1e-30)
 
 
 class Fitted(nnx.Variable):
@@ -577,6 +710,7 @@ _MODELS: Mapping[str, type[Any]] = {
     "deepfm": DeepFM,
     "wide_deep": WideDeep,
     "din": DIN,
+    "tin": TIN,
 }
 
 
@@ -646,12 +780,14 @@ def _tables(
     init=None,
     rule=None,
     histories: int | None = None,
+    beside: Sequence[str] = (),
 ):
     """The tables of all features.
 
     Args:
       histories: how many vectors of a feature that reads the table of another one stay apart;
         by default they are summed, as are those of the others.
+      beside: other features whose vectors stay apart.
     """
     tables = {}
     for name, rows in features.items():
@@ -677,13 +813,12 @@ def _tables(
         )
     read = {}
     for name, rows in features.items():
-        if not isinstance(rows, str):
-            read[name] = FeatureConfig(name, combiner=config.combiner)
-        elif histories is None:
-            read[name] = FeatureConfig(rows, combiner=config.combiner)
+        table = rows if isinstance(rows, str) else name
+        if histories is None or (table == name and name not in beside):
+            read[name] = FeatureConfig(table, combiner=config.combiner)
         else:
             read[name] = FeatureConfig(
-                rows, combiner=None, length=histories, longer="last"
+                table, combiner=None, length=histories, longer="last"
             )
     plan = on_mesh.plan
     if isinstance(plan, EmbeddingPlan):
@@ -705,10 +840,8 @@ def _linear(layer: nnx.Linear, x: jax.Array) -> jax.Array:
     more = x.shape[1] - layer.in_features
     if not more:
         return layer(x)
-    kernel, bias = layer.kernel[...], layer.bias
-    kernel = jnp.pad(kernel.astype(x.dtype), ((0, more), (0, 0)))
-    y = x @ kernel
-    return y if bias is None else y + bias[...].astype(x.dtype)[None]
+    kernel = layer.kernel[...].astype(x.dtype)
+    return _with_bias(layer, x @ jnp.pad(kernel, ((0, more), (0, 0))))
 
 
 @jax.custom_vjp

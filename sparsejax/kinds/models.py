@@ -4,6 +4,6 @@
 MODELS = {
     "autoencoder": "items",
     **dict.fromkeys(("sasrec", "hstu", "gru"), "histories"),
-    **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep", "din"), "clicks"),
+    **dict.fromkeys(("dlrm", "dcn", "deepfm", "wide_deep", "din", "tin"), "clicks"),
 }
 DEFAULT_MODEL, *_ = MODELS

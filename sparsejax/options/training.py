@@ -243,7 +243,7 @@ class Train(TrainMore, kw_only=False):
       model: autoencoder, the default, learns which items go together. It sees neither order nor
         repeats, even in histories. sasrec, hstu and gru predict the next item: histories are in
         the order of their times, or else of the file, and an item may be in one many times.
-        dlrm, the default for clicks, dcn, deepfm, wide_deep and din predict clicks.
+        dlrm, the default for clicks, dcn, deepfm, wide_deep, din and tin predict clicks.
       config: The configuration of the model, in place of one that suits the data.
       schema: The columns of a file of clicks, a `ClickSchema`; or of the events of histories,
         an `EventSchema`.

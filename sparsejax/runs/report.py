@@ -274,7 +274,7 @@ _KINDS = {
         "The model reads what a user did, in its order, and says what comes next.",
     ),
     **dict.fromkeys(
-        ("dlrm", "dcn", "deepfm", "wide_deep", "din"),
+        ("dlrm", "dcn", "deepfm", "wide_deep", "din", "tin"),
         "The model says how probable a click is, from columns of numbers and of categories.",
     ),
 }

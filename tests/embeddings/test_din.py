@@ -1,4 +1,4 @@
-"""DIN, whose histories are weighed by the candidate, beside float64 and a second formula."""
+"""DIN and TIN, whose histories are weighed by the candidate, beside float64."""
 
 import json
 from typing import Any
@@ -15,6 +15,9 @@ from sparsejax.sparse import CSR
 
 FEATURES = {"user": 30, "item": 50, "shop": 9, "had": "item", "shops": "shop"}
 CONFIG = sj.DINConfig(dim=4, length=5, attention=(6, 3), hidden=(7,))
+TIMED = sj.TINConfig(dim=4, length=5, beside=(("had", "days"),), hidden=(7,))
+FEATURES_OF = {CONFIG: FEATURES, TIMED: FEATURES | {"days": 12}}
+both = pytest.mark.parametrize("config", [CONFIG, TIMED], ids=["din", "tin"])
 
 
 def lists(rng, batch, rows, longest):
@@ -26,7 +29,7 @@ def lists(rng, batch, rows, longest):
     return CSR.tree_unflatten(rows, (None, ids, indptr, None))
 
 
-def inputs(batch=16, num_dense=2):
+def inputs(batch=16, num_dense=2, config=CONFIG):
     rng = np.random.default_rng(0)
     ids: dict[str, Any] = {
         "user": rng.integers(0, 30, batch).astype(np.int32),
@@ -35,14 +38,21 @@ def inputs(batch=16, num_dense=2):
         "had": lists(rng, batch, 50, 8),
         "shops": lists(rng, batch, 9, 3),
     }
+    if config == TIMED:
+        indptr = ids["had"].indptr
+        days = rng.integers(0, 12, indptr[-1]).astype(np.int32)
+        ids["days"] = CSR.tree_unflatten(12, (None, days, indptr, None))
     dense = rng.standard_normal((batch, num_dense)).astype(np.float32)
     return dense, ids, rng.integers(0, 2, batch).astype(np.float32)
 
 
-def built(config=CONFIG, num_dense=2, features=FEATURES):
+def built(config=CONFIG, num_dense=2, features=None):
     """With parameters none of which is zero."""
     model = sj.embeddings.build_click_model(
-        config, num_dense=num_dense, features=features, rngs=nnx.Rngs(0)
+        config,
+        num_dense=num_dense,
+        features=features or FEATURES_OF[config],
+        rngs=nnx.Rngs(0),
     )
     rng = np.random.default_rng(1)
     for _, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
@@ -68,28 +78,42 @@ def oracle(model, dense, ids):
         return [(wide(layer.kernel), wide(layer.bias)) for layer in module.layers]
 
     units = {
-        name: stack(m)
-        for (name, _), m in zip(model.histories, model.attention, strict=True)
+        name: m for (name, _), m in zip(model.histories, model.attention, strict=True)
     }
-    tables = {name: wide_table(model, name) for name in ("user", "item", "shop")}
+    names = [*model.num_ids]
+    tables = {n: wide_table(model, n) for n in names if n not in model.like}
+
+    def of(name, row):
+        """The last ids of a list, in full and as vectors."""
+        x = ids[name]
+        found = x.indices[x.indptr[row] : x.indptr[row + 1]][-model.config.length :]
+        return tables[model.like.get(name, name)][found] * (found >= 0)[:, None]
+
+    def pooled(name, row):
+        e, unit = of(name, row), units[name]
+        if model.config.model == "din":
+            layers = stack(unit)
+            units_of = [np.concatenate([x, c, x - c, x * c]) for x in e]
+            return sum(
+                (through(layers, u)[0] * x for u, x in zip(units_of, e, strict=True)),
+                0 * c,
+            )
+        known, places = e.any(1), wide(unit.vectors)
+        for history, column in model.config.beside:
+            e = e + of(column, row) if history == name else e
+        e, query = e + places[1 : 1 + len(e)][::-1], c + places[0]
+        a = np.exp(e @ query / np.sqrt(model.config.dim)) * known
+        return (a[:, None] * e).sum(0) * query / max(a.sum(), 1e-30)
+
     scores = []
     for row in range(len(dense)):
         parts = [np.asarray(dense[row], np.float64)]
-        for name, of in FEATURES.items():
-            if isinstance(of, int):
-                id_ = int(ids[name].reshape(-1)[row])
-                parts.append(tables[name][id_] * (id_ >= 0))
+        for name in names:
+            if name == "days":
                 continue
-            candidate = int(ids[of].reshape(-1)[row])
-            c = tables[of][candidate] * (candidate >= 0)
-            x = ids[name]
-            had = x.indices[x.indptr[row] : x.indptr[row + 1]]
-            total = np.zeros(model.config.dim)
-            for each in had[-model.config.length :]:
-                e = tables[of][each]
-                unit = np.concatenate([e, c, e - c, e * c])
-                total += through(units[name], unit)[0] * e
-            parts.append(total)
+            at = int(ids[model.like.get(name, name)].reshape(-1)[row])
+            c = tables[model.like.get(name, name)][at] * (at >= 0)
+            parts.append(pooled(name, row) if name in model.like else c)
         scores.append(through(stack(model.hidden), np.concatenate(parts))[0])
     return np.array(scores)
 
@@ -98,13 +122,14 @@ def wide_table(model, name):
     return np.asarray(model.embeddings.table(name), np.float64)
 
 
-def test_scores_are_those_of_the_formula():
-    dense, ids, _ = inputs()
-    model = built()
+@both
+def test_scores_are_those_of_the_formula(config):
+    dense, ids, _ = inputs(config=config)
+    model = built(config)
     np.testing.assert_allclose(
         model(dense, ids), oracle(model, dense, ids), rtol=2e-5, atol=2e-5
     )
-    assert sj.DINConfig.from_json(json.loads(json.dumps(CONFIG.to_json()))) == CONFIG
+    assert type(config).from_json(json.loads(json.dumps(config.to_json()))) == config
     # On the device lists are cut as on the host.
     on_device = jax.tree.map(jnp.asarray, ids)
     np.testing.assert_allclose(
@@ -115,19 +140,22 @@ def test_scores_are_those_of_the_formula():
     )
 
 
-def test_histories_in_arrays_are_cut_to_their_last_ids():
-    dense, ids, _ = inputs()
-    model = built()
-    widths = {"had": 40, "shops": 40}
+@both
+def test_histories_in_arrays_are_cut_to_their_last_ids(config):
+    dense, ids, _ = inputs(config=config)
+    model = built(config)
+    # Unknown, as arrays can say; the other ids keep their places.
+    ids["had"].indices[ids["had"].indptr[2] - 2] = -1
+    width = 40
     arrays = dict(ids)
-    for name, width in widths.items():
+    for name in {"had", "shops", "days"} & ids.keys():
         x = ids[name]
         array = np.full((len(dense), width), -1, np.int32)
         for row in range(len(dense)):
             own = x.indices[x.indptr[row] : x.indptr[row + 1]]
             array[row, : len(own)] = own
         arrays[name] = array
-    want = model(dense, ids)
+    want = oracle(model, dense, ids)
     for given in (arrays, jax.tree.map(jnp.asarray, arrays)):
         np.testing.assert_allclose(model(dense, given), want, rtol=1e-5, atol=1e-5)
 
@@ -144,10 +172,11 @@ def test_a_predictor_cuts_histories_as_the_model_does(tmp_path):
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
-def test_gradients_are_those_of_the_formula():
+@both
+def test_gradients_are_those_of_the_formula(config):
     """By finite differences of the float64 oracle, for some numbers of each array."""
-    dense, ids, clicks = inputs(6)
-    model = built()
+    dense, ids, clicks = inputs(6, config=config)
+    model = built(config)
 
     def loss_of(scores):
         return np.mean(np.logaddexp(0, scores) - clicks * scores)
@@ -185,21 +214,22 @@ def step(model, optimizer, dense, ids, click):
     return loss
 
 
-def test_training_on_a_mesh_has_the_losses_of_one_device():
+@both
+def test_training_on_a_mesh_has_the_losses_of_one_device(config):
     losses = []
     for mesh in (sj.make_mesh(), sj.make_mesh(data=2, model=4)):
         with jax.set_mesh(mesh):
             model = sj.embeddings.build_click_model(
-                CONFIG,
+                config,
                 num_dense=2,
-                features=FEATURES,
+                features=FEATURES_OF[config],
                 plan={"item": "rows"},
                 rngs=nnx.Rngs(0),
             )
             optimizer = sj.Optimizer(
                 model, sj.optimizers.rowwise_adagrad(0.1), dense=optax.adam(1e-2)
             )
-            batch = inputs()
+            batch = inputs(config=config)
             losses.append([float(step(model, optimizer, *batch)) for _ in range(8)])
     np.testing.assert_allclose(*losses, rtol=1e-4)
     assert losses[0][-1] < 0.8 * losses[0][0]
@@ -212,3 +242,28 @@ def test_a_model_without_histories():
         sj.embeddings.FeatureConfig("item", longer="first")  # pyrefly: ignore
     with pytest.raises(ValueError, match="give combiner=None and length"):
         sj.embeddings.FeatureConfig("item", longer="last")
+    for pair in (("had", "item"), ("user", "shop"), ("had", "day")):
+        with pytest.raises(ValueError, match="beside has pairs of a history and"):
+            built(sj.TINConfig(beside=(pair,)), features=FEATURES)
+    with pytest.raises(TypeError, match="beside must be pairs of a history and"):
+        sj.TINConfig(beside=("had",))  # pyrefly: ignore
+
+
+def test_the_last_of_a_history_counts_more():
+    """A click is likely if the candidate is the last of four, which a DIN cannot see."""
+    rng = np.random.default_rng(0)
+    had = rng.integers(0, 6, (6000, 4)).astype(np.int32)
+    item = had[np.arange(6000), rng.integers(0, 4, 6000)]
+    dense, click = np.zeros((6000, 0), np.float32), (item == had[:, -1]) * 1.0
+    found = []
+    for config in (sj.DINConfig(length=4), sj.TINConfig(length=4)):
+        model = built(config, 0, {"item": 6, "had": "item"})
+        optimizer = sj.Optimizer(model, sj.optimizers.adam(0.01))
+        for at in range(0, 5000, 100):
+            part = slice(at, at + 100)
+            ids = {"item": item[part], "had": had[part]}
+            step(model, optimizer, dense[part], ids, click[part])
+        part = slice(5000, None)
+        scores = model(dense[part], {"item": item[part], "had": had[part]})
+        found.append(sj.metrics.auc(np.asarray(scores), click[part]))
+    assert found[1] > found[0] + 0.1

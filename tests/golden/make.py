@@ -132,6 +132,8 @@ CONFIGS = {
     "wide_deep.json": lambda: CLICK_MODELS["fit_wide_deep"][0],
     "dcn.json": lambda: sj.DCNConfig(cross=2, rank=5, hidden=(3,)),
     "deepfm.json": lambda: sj.DeepFMConfig(combiner="mean"),
+    "din.json": lambda: sj.DINConfig(length=9, attention=(8,)),
+    "tin.json": lambda: sj.TINConfig(beside=(("seen", "days"),)),
 }
 
 
