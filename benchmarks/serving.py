@@ -79,13 +79,16 @@ CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
 _GPU = Case(1_000_000, "bfloat16", (1, 8, 64, 256, 1024), (200, 1000), 8.0, 4)
 _LARGE = Case(10_000_000, "bfloat16", (1, 64, 1024), (), 0.0, 0)
 _HUGE = Case(100_000_000, "bfloat16", (64,), (), 0.0, 0)
+# Two stages: the case, and the length of histories.
+_BOTH, _CANDIDATES = Case(100_000, "float32", (1,), (50,), 20.0, 1), 500
+_STAGES = {"stages-50": (_BOTH, 50), "stages-200": (_BOTH, 200)}
 
 
 def main() -> None:
     if sys.argv[1:2] == ["client"]:
         _run(_client(**json.loads(sys.argv[2])))
         return
-    parts = "usual", "large", "huge"
+    parts = "usual", "large", "huge", *_STAGES
     command(__doc__, __file__, {part: {} for part in parts}, _measure)
 
 
@@ -102,6 +105,10 @@ def _measure(part: str) -> Iterator[dict]:
     import jax
 
     usual = CPU if jax.default_backend() == "cpu" else _GPU
+    if part in _STAGES:
+        for result in _of_stages(*_STAGES[part]):
+            yield {"part": part} | result | {"versions": {"jax": jax.__version__}}
+        return
     case = {"usual": usual, "large": _LARGE, "huge": _HUGE}[part]
     if usual is CPU and case is not CPU:
         return
@@ -153,6 +160,81 @@ def export(path: pathlib.Path, case: Case) -> None:
     model = _model(case, 0.1)
     names = [f"item {i}" for i in range(case.items)] if case.rates else None
     sj.export_predictor(model, path, k=_MOST, names=names, batch_size=max(case.rows))
+
+
+def _export_stages(path: pathlib.Path, case: Case, length: int) -> None:
+    """An untrained GRU of width 16 finds candidates, and an untrained DIN ranks them."""
+    from flax import nnx
+
+    import sparsejax as sj
+    from sparsejax.data.files.names import as_names
+    from sparsejax.kinds.histories.next_items import NextItems
+    from sparsejax.kinds.stages import Stages
+    from sparsejax.predictors import signature
+    from sparsejax.predictors.stages import IDS, Requests
+
+    items, names = case.items, as_names(f"item {i}" for i in range(case.items))
+    config = sj.GRUConfig(max_length=length, width=16)
+    first = sj.sequence.build_sequence_model(config, items=items, rngs=nnx.Rngs(0))
+    sizes = {"user": 100_000, "item": items + 2, "had": "item"}
+    config = sj.DINConfig(dim=16, length=length, attention=(80, 40), hidden=(64, 32))
+    second = sj.embeddings.build_click_model(
+        config, num_dense=0, features=sizes, rngs=nnx.Rngs(1)
+    )
+    ids = {"user": sj.data.HashedColumn(100_000), "had": sj.data.VocabularyColumn()}
+    requests = Requests(
+        feature_names=names,
+        stages=signature.Stages(history="had", lengths={"user": 1, "had": length}),
+        schema=sj.ClickSchema("click", ids=ids),
+        vocabularies={"had": names},
+    )
+    both = Stages(
+        NextItems(first, times=False),
+        second,
+        candidates=_CANDIDATES,
+        items={f"{IDS}item": 2 + np.arange(items, dtype=np.int32)[:, None]},
+        requests=requests.inputs,
+    )
+    sj.export_predictor(both, path, k=K, names=requests, batch_size=1)
+
+
+def _of_stages(case: Case, length: int) -> Iterator[dict]:
+    """Batches of one row on the device, and requests to a service, with its processor seconds."""
+    import sparsejax as sj
+    from sparsejax.serving.engine import Engine
+
+    shown = [[f"item {i}" for i in row[:length]] for row in numbers(200, case)]
+    shown = [(row * length)[:length] for row in shown]
+    with tempfile.TemporaryDirectory() as folder:
+        path = pathlib.Path(folder) / "model.predictor"
+        _export_stages(path, case, length)
+        predictor = sj.load_predictor(path)
+        engine, times = Engine(predictor), []
+        began = time.process_time()
+        for row in shown:
+            start = time.perf_counter()
+            columns = {"user": ["u7"]}
+            given, _ = predictor.model.rows_of_names([row], columns=columns)
+            shape = engine.shape_for(engine.size_of(given))
+            assert shape is not None
+            engine.run(shape, engine.packed(shape, [given]))
+            times.append(time.perf_counter() - start)
+        spent = (time.process_time() - began) / len(shown) * 1e3
+        yield {"processor": spent} | milliseconds(times)
+        bodies = [_body(row, user="u7") for row in shown]
+        with _service(path) as (ports, _):
+            before, began = _sums(ports["port"]), _processor_seconds(ports["pid"])
+            asking = at_rate(ports["port"], bodies, case.rates[0], case.seconds)
+            times, failed = _run(asking)
+            spent = (_processor_seconds(ports["pid"]) - began) / len(times) * 1e3
+            found = {"rate": case.rates[0], "failed": failed, "processor": spent}
+            yield found | milliseconds(times) | _spent(before, _sums(ports["port"]))
+
+
+def _processor_seconds(pid: int) -> float:
+    """The seconds of processors that a process has taken."""
+    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _on_device(case: Case) -> Any:
@@ -383,7 +465,7 @@ def _service(
             if service.poll() is not None:
                 raise RuntimeError(said.read_text())
             time.sleep(0.02)
-        ports = {name: int(port) for name, port in found}
+        ports = {name: int(port) for name, port in found} | {"pid": service.pid}
         while not _is_ready(ports["port"]):
             time.sleep(0.02)
         yield ports, time.perf_counter() - began
@@ -437,9 +519,13 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def _body(history: list[str]) -> bytes:
-    items = {"name": "items", "datatype": "BYTES", "shape": [len(history)]}
-    document = {"inputs": [items | {"data": history}], "parameters": {"k": K}}
+def _body(history: list[str], **columns: str) -> bytes:
+    lists = {"items": history} | {name: [cell] for name, cell in columns.items()}
+    inputs = [
+        {"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data}
+        for name, data in lists.items()
+    ]
+    document = {"inputs": inputs, "parameters": {"k": K}}
     return json.dumps(document).encode()
 
 

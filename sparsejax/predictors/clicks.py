@@ -13,7 +13,8 @@ import scipy.special
 
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
-from sparsejax.data.sets.click_records import examples_of
+from sparsejax.data.sets.click_columns import Numbering
+from sparsejax.data.sets.click_records import examples_of, numbering_of
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
@@ -183,7 +184,13 @@ class Clicks:
             raise ValueError(
                 "this predictor has no schema; export it with names=train, or use predict"
             )
-        return examples_of(records, self.schema, self.vocabularies)
+        return examples_of(records, self.schema, self.vocabularies, self.numbering)
+
+    @functools.cached_property
+    def numbering(self) -> dict[str, Numbering]:
+        """How each column of categories gets its ids."""
+        assert self.schema is not None  # else there are no records
+        return numbering_of(self.schema, self.vocabularies, few=True)
 
     @property
     def _names(self) -> set[str]:

@@ -18,7 +18,8 @@ import numpy as np
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
 from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
-from sparsejax.data.sets.click_records import cells_of, examples_of
+from sparsejax.data.sets.click_columns import Numbering
+from sparsejax.data.sets.click_records import cells_of, examples_of, numbering_of
 from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
 from sparsejax.data.sets.sequences import Histories
 from sparsejax.engine.rank.denied import denied_items
@@ -75,6 +76,13 @@ class Requests:
         """`Stages.lengths`."""
         return self.stages.lengths
 
+    @functools.cached_property
+    def numbering(self) -> dict[str, Numbering]:
+        """How each column of categories gets its ids."""
+        if self.schema is None:
+            return {}
+        return numbering_of(self.schema, self.vocabularies, few=True)
+
     @property
     def columns(self) -> list[str]:
         """The columns that a request has beside the items of its row."""
@@ -120,7 +128,9 @@ class Requests:
         if self.stages.history is not None:
             lists = histories if hasattr(histories, "type") else [*map(list, histories)]
             columns = {**columns, self.stages.history: lists}
-        dense, ids = examples_of(columns, self.schema, self.vocabularies)
+        dense, ids = examples_of(
+            columns, self.schema, self.vocabularies, self.numbering
+        )
         if len(dense) != len(histories):
             raise ValueError(
                 f"there are {len(histories):,} rows, but columns of {len(dense):,}"

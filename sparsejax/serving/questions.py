@@ -225,6 +225,8 @@ class Lists(_Ranked):
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
         requests = getattr(self._model, "requests", None)
         self._columns = [] if requests is None else requests.columns
+        if requests is not None:
+            _ = requests.numbering  # made now, and not for the first request
         self._lists = ["exclude", "candidates"]
         if predictor.signature.layer is None:  # the programs rank all items themselves
             self._lists.remove("candidates")
@@ -534,6 +536,7 @@ class Records:
             *(Tensor(name, "BYTES", (-1,), None) for name in schema.ids),
         ]
         self._categories = set(schema.ids)
+        _ = self._model.numbering  # made now, and not for the first request
         self.outputs = [
             Tensor("probabilities", "FP32", (-1,), None),
             Tensor("rows", "INT32", (-1,), None),

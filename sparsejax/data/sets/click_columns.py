@@ -13,6 +13,7 @@ import pyarrow.types as pt
 from sparsejax.callers import warn_caller
 from sparsejax.data.events.block import Cells, encoded_names, is_list, list_lengths
 from sparsejax.data.files import spelling
+from sparsejax.data.files.name_index import NameTable, Places
 from sparsejax.data.files.names import (
     NameEncoder,
     Names,
@@ -40,6 +41,7 @@ from sparsejax.data.sets.click_schema import (
     HasIds,
     IdColumn,
     KeyColumn,
+    VocabularyColumn,
     vocabulary_columns,
     vocabulary_of,
 )
@@ -274,12 +276,23 @@ def _spelled(texts: pa.DictionaryArray) -> pa.DictionaryArray:
 
 
 class Numbering:
-    """Gives categories their ids: by a hash, or by a vocabulary that is known."""
+    """Gives categories their ids: by a hash, or by a vocabulary that is known.
 
-    def __init__(self, column: IdColumn, vocabulary: Names | None):
+    Args:
+      column: type of the column.
+      vocabulary: the categories that are known.
+      few: whether few categories are numbered at a time, and often: an index is kept then.
+    """
+
+    def __init__(
+        self, column: IdColumn, vocabulary: Names | None, *, few: bool = False
+    ):
         self._column = column
         known = to_arrow(as_names([]) if vocabulary is None else vocabulary)
         self._known = spelling.as_categories(known)
+        self._places = None
+        if few and isinstance(column, VocabularyColumn):
+            self._places = Places(NameTable.of(as_names(self._known)).index)
 
     def ids(self, categories: Categories) -> np.ndarray:
         """`[entries]` int32, or uint64 of a `KeyColumn`.
@@ -302,7 +315,10 @@ class Numbering:
             found = 1 + rest.astype(np.int32)
             found[lengths(spelled) == 0] = MISSING
         else:
-            found = find_texts(spelled, self._known)
+            if self._places is None:
+                found = find_texts(spelled, self._known)
+            else:
+                found = self._places.find(spelled.to_pylist())
             found = np.where(found < 0, RARE, found + FIRST_KNOWN)
             found[lengths(spelled) == 0] = MISSING
         return found.astype(np.int32)[texts.indices.to_numpy()]

@@ -37,6 +37,7 @@ def examples_of(
     | Sequence[Mapping[str, Any]],
     schema: ClickSchema,
     vocabularies: Mapping[str, Names],
+    numbering: Mapping[str, Numbering] | None = None,
 ) -> tuple[np.ndarray, dict[str, Ids]]:
     """Numbers and ids of records, by the rules of `read_clicks`.
 
@@ -46,6 +47,7 @@ def examples_of(
       schema: types of the columns.
       vocabularies: categories of the training data; other categories have the id of
         rare ones.
+      numbering: result of `numbering_of` for many calls; by default it is made now.
 
     Returns:
       Dense columns `[n, d]` float32, and the ids of each feature as in a `ClickDataset`.
@@ -56,13 +58,14 @@ def examples_of(
       TypeError: the records are no columns.
     """
     block = cells_of(records, [*schema.dense, *schema.ids])
+    if numbering is None:
+        numbering = numbering_of(schema, vocabularies)
     sizes = num_ids(schema, vocabularies)
     found = {name: categories_of(block, name) for name in schema.ids}
     ids: dict[str, Ids] = {}
     unknown = False
-    for name, column in schema.ids.items():
-        known = vocabulary_of(schema, name, vocabularies)
-        flat = Numbering(column, known).ids(found[name])
+    for name in schema.ids:
+        flat = numbering[name].ids(found[name])
         unknown |= bool((flat == RARE).any())
         if (lengths := found[name].lengths) is None:
             ids[name] = flat
@@ -71,6 +74,16 @@ def examples_of(
     if unknown:  # else it would take a service's time in vain
         warn_of_lists(found, schema, vocabularies)
     return dense_of(block, schema.dense), ids
+
+
+def numbering_of(
+    schema: ClickSchema, vocabularies: Mapping[str, Names], *, few: bool = False
+) -> dict[str, Numbering]:
+    """How each column of categories gets its ids; `few` is that of `Numbering`."""
+    return {
+        name: Numbering(column, vocabulary_of(schema, name, vocabularies), few=few)
+        for name, column in schema.ids.items()
+    }
 
 
 def cells_of(records: Any, names: Sequence[str]) -> Cells:
