@@ -40,7 +40,7 @@ from collections.abc import Iterator
 
 _HERE = pathlib.Path(__file__).resolve().parent
 
-from report import RESULTS, emit, origin, table, versions, write_section
+from report import RESULTS, emit, print_results, versions
 
 _PARTS = ("imports", "tracing", "lowering", "compiling", "rest")
 _EVENTS = {
@@ -70,8 +70,9 @@ def main() -> None:
     arguments = parser.parse_args()
     match arguments.action:
         case "table":
-            before, now = (json.loads(path.read_text()) for path in _SAVED)
-            _write_table(now, before)
+            for report in (json.loads(path.read_text()) for path in _SAVED):
+                report["results"] = [r | r["parts"] for r in report["results"]]
+                print_results(report)
         case "compare":
             if len(arguments.files) not in (0, 2):
                 parser.error("compare takes TRAIN and TEST, or neither")
@@ -257,25 +258,6 @@ def exclusive(spans: list[tuple[float, float, str]]) -> dict[str, float]:
                 seconds[part] += end - begin
                 break
     return seconds
-
-
-def _write_table(report: dict, before: dict) -> None:
-    """Prints the results beside those of a commit before."""
-    earlier = {(r["command"], r["cache"]): r["seconds"] for r in before["results"]}
-    rows = [
-        [
-            f"`{r['command']}`",
-            r["cache"],
-            f"{earlier[r['command'], r['cache']]:.1f}",
-            f"**{r['seconds']:.1f}**",
-            *(f"{r['parts'].get(part, 0):.1f}" for part in _PARTS),
-            r["programs"],
-        ]
-        for r in report["results"]
-    ]
-    columns = ["command", "cache", "before", "seconds", *_PARTS, "programs"]
-    lines = [f"{origin(report)} Before: commit {before['commit']}."]
-    write_section("first_result", [*lines, "", *table(columns, rows)])
 
 
 if __name__ == "__main__":

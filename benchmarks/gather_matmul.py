@@ -9,13 +9,12 @@ memory well. Every result is checked against float64 before it is timed.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 from report import command, reported
-from timing import Time, time_jax, time_torch
+from timing import measure_jax, measure_torch
 from workloads import WORKLOADS, Workload, make_rows
 
 _BATCHES = 3
@@ -62,19 +61,23 @@ def _error(actual: np.ndarray, rows: tuple, hidden: int) -> float:
     return float(off / np.linalg.norm(expected))
 
 
-def _result(workload, dtype, name, time: Time, error: float) -> dict:
-    limit = 1e-5 if dtype == "float32" else 1e-2
-    if not error < limit:
-        raise ValueError(f"relative error {error}")
-    itemsize = 4 if dtype == "float32" else 2
-    return {
-        "workload": workload.name,
-        "dtype": dtype,
-        "implementation": name,
-        **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
-        "bytes": workload.bytes_moved(itemsize),
-        "error": error,
-    }
+def _checked(workload: Workload, dtype: str, rows: tuple) -> Callable:
+    """Function that returns the error of a product, or raises."""
+
+    def check(found) -> float:
+        actual = found if isinstance(found, np.ndarray) else np.asarray(found)
+        error = _error(actual, rows, workload.hidden)
+        if not error < (1e-5 if dtype == "float32" else 1e-2):
+            raise ValueError(f"relative error {error}")
+        return error
+
+    return check
+
+
+def _named(workload: Workload, dtype: str, name: str) -> dict:
+    moved = workload.bytes_moved(4 if dtype == "float32" else 2)
+    names = {"workload": workload.name, "dtype": dtype, "implementation": name}
+    return names | {"bytes": moved}
 
 
 def _product(workload: Workload, implementation, indices, indptr, w):
@@ -86,7 +89,6 @@ def _product(workload: Workload, implementation, indices, indptr, w):
 
 
 def _measure_jax(workload: Workload) -> Iterator[dict]:
-    import jax
     import jax.numpy as jnp
 
     names = "mosaic_gpu", "xla", "cusparse"
@@ -99,10 +101,9 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
             if dtype == "bfloat16" and name == "cusparse":
                 continue
             with reported(workload.name, dtype, name):
-                jitted = jax.jit(function)
-                error = _error(jitted(*inputs[0]), batches[0], workload.hidden)
-                time = time_jax(jitted, inputs)
-                yield _result(workload, dtype, name, time, error)
+                check = _checked(workload, dtype, batches[0])
+                found = measure_jax(function, inputs, check)
+                yield _named(workload, dtype, name) | found
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
@@ -136,10 +137,11 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
             candidates["torch CSR @ dense"] = matmul
         for name, function in candidates.items():
             with reported(workload.name, dtype, name):
-                y = function(*inputs[0]).float().cpu().numpy()
-                error = _error(y, batches[0], workload.hidden)
-                time = time_torch(function, inputs)
-                yield _result(workload, dtype, name, time, error)
+                check = _checked(workload, dtype, batches[0])
+                found = measure_torch(
+                    function, inputs, lambda y, c=check: c(y.float().cpu().numpy())
+                )
+                yield _named(workload, dtype, name) | found
         if dtype == "float32":
             shared = cupy.asarray(w)
             pairs = []
@@ -153,11 +155,11 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                 return matrix @ w
 
             with reported(workload.name, dtype, "CuPy"):
-                error = _error(
-                    cupy.asnumpy(multiply(*pairs[0])), batches[0], workload.hidden
+                check = _checked(workload, dtype, batches[0])
+                found = measure_torch(
+                    multiply, pairs, lambda y, c=check: c(cupy.asnumpy(y))
                 )
-                time = time_torch(multiply, pairs)
-                yield _result(workload, dtype, "CuPy", time, error)
+                yield _named(workload, dtype, "CuPy") | found
         del inputs, w
 
 

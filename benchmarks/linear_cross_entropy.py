@@ -13,15 +13,13 @@ threshold; it is timed as it comes, and with all of them.
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
-from outputs import kernel_times
 from report import command, reported
-from timing import Time, time_jax, time_torch
+from timing import Time, kernels_of, temporary_bytes, time_jax, time_torch
 
 # A bfloat16 matrix product on random data does this many operations a second.
 _CEILING = 7.9e14
@@ -86,7 +84,7 @@ def _result(shape, dtype, name, time: Time, temporary, errors) -> dict:
         "shape": shape.name,
         "dtype": dtype,
         "implementation": name,
-        **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
+        **time.figures(),
         "temporary_bytes": temporary,
         "errors": [round(float(error), 5) for error in errors],
     }
@@ -184,9 +182,7 @@ def _measure_jax(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
             continue
         with reported(shape.name, dtype, name):
             compiled = future.result()
-            analysis = compiled.memory_analysis()
-            assert analysis is not None
-            temporary = analysis.temp_size_in_bytes
+            temporary = temporary_bytes(compiled)
             _, (dh, dkernel) = compiled(*inputs)
             got = dh[:_CHECKED], dkernel[inputs[2][:_CHECKED]]
             errors = [
@@ -200,7 +196,7 @@ def _measure_jax(part: str, shape: Shape, dtype: str) -> Iterator[dict]:
             time = time_jax(compiled, [inputs], rounds=3)
             more = {}
             if name == _OURS:
-                more["kernels"] = kernel_times(compiled, inputs)
+                more["kernels"] = kernels_of(compiled, inputs)
             yield _result(shape, dtype, name, time, temporary, errors) | more
 
 

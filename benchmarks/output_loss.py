@@ -10,23 +10,13 @@ before anything is timed.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any, Literal
 
 import numpy as np
-from outputs import (
-    BATCHES,
-    CHECKED,
-    exact,
-    host_operands,
-    jax_inputs,
-    kernel_times,
-    rows_of,
-    temporary_bytes,
-)
+from outputs import CHECKED, exact, host_operands, jax_inputs, torch_inputs
 from report import command, reported
-from timing import Time, time_jax, time_torch
+from timing import measure_jax, measure_torch
 from workloads import OUTPUTS, Workload
 
 _RULES = {
@@ -57,21 +47,10 @@ def _error(dh, loss: str, workload: Workload, bias=0.0) -> float:
         slopes = 1 / (1 + np.exp(-scores)) if loss == "sigmoid" else scores
     want = (slopes - labels).astype(np.float32) @ kernel
     off = np.linalg.norm(np.asarray(dh, np.float32)[:CHECKED] - want)
-    return float(off / np.linalg.norm(want))
-
-
-def _result(workload, loss, name, time: Time, temporary, error, **more):
+    error = float(off / np.linalg.norm(want))
     if not error < 2e-2:
         raise ValueError(f"relative error {error}")
-    return {
-        "workload": workload.name,
-        "loss": loss,
-        "implementation": name,
-        **{key: round(value, 1) for key, value in dataclasses.asdict(time).items()},
-        "temporary_bytes": temporary,
-        "error": error,
-        **more,
-    }
+    return error
 
 
 def _ours(
@@ -96,7 +75,7 @@ def _ours(
         of = (0, 1) if bias is None else (0, 1, 2)
         return jax.value_and_grad(loss, of)(h, kernel, bias, labels)
 
-    return jax.jit(function)
+    return function
 
 
 def _bias(workload: Workload) -> np.ndarray:
@@ -121,7 +100,7 @@ def _dense(loss: str):
             return optax.sigmoid_binary_cross_entropy(scores, dense).sum()
         return optax.l2_loss(scores, dense).sum()
 
-    return jax.jit(jax.value_and_grad(function, (0, 1)))
+    return jax.value_and_grad(function, (0, 1))
 
 
 def _measure_jax(workload: Workload) -> Iterator[dict]:
@@ -142,33 +121,27 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         for name, function in candidates.items():
             if loss == "softmax" and name == _BIASED:
                 continue
+            added = bias[: workload.features] if name == _BIASED else 0.0
+
+            def check(found, loss=loss, added=added):
+                return _error(found[1][0], loss, workload, added)
+
             with reported(workload.name, loss, name):
-                compiled = function.lower(*inputs[0]).compile()
-                temporary = temporary_bytes(compiled)
-                _, gradients = compiled(*inputs[0])
-                added = bias[: workload.features] if name == _BIASED else 0.0
-                error = _error(gradients[0], loss, workload, added)
-                more: dict[str, Any] = {}
-                if name == "mosaic_gpu":
-                    more["kernels"] = kernel_times(function, inputs[0])
-                time = time_jax(function, inputs)
-                yield _result(workload, loss, name, time, temporary, error, **more)
+                ours = name == "mosaic_gpu"
+                found = measure_jax(function, inputs, check, kernels=ours)
+                yield _named(workload, loss, name) | found
+
+
+def _named(workload: Workload, loss: str, name: str) -> dict:
+    return {"workload": workload.name, "loss": loss, "implementation": name}
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
     import torch  # pyrefly: ignore[missing-import]
 
     functional = torch.nn.functional
-    h, kernel = host_operands(workload)
-    items = workload.features
-    kernel = torch.from_numpy(kernel[:items]).cuda().bfloat16().requires_grad_()
-    inputs = []
-    for seed in range(BATCHES):
-        indices, indptr = rows_of(workload, seed)
-        rows = np.repeat(np.arange(workload.batch), np.diff(indptr))
-        place = [torch.from_numpy(x.astype(np.int64)).cuda() for x in (rows, indices)]
-        mine = torch.from_numpy(h[seed]).cuda().bfloat16().requires_grad_()
-        inputs.append((mine, kernel, *place))
+    inputs = torch_inputs(workload, trained=True)
+    kernel = inputs[0][1]
 
     def loss_of(h, kernel, rows, columns, loss):
         scores = (h @ kernel.T).float()
@@ -190,16 +163,13 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                 total = made(h, kernel, rows, columns, loss)
                 return torch.autograd.grad(total, (h, kernel))
 
+            def check(found, loss=loss):
+                return _error(found[0].float().cpu().numpy(), loss, workload)
+
             with reported(workload.name, loss, name):
-                dh = step(*inputs[0])[0].float().cpu().numpy()
-                error = _error(dh, loss, workload)
-                before = torch.cuda.memory_allocated()
-                torch.cuda.reset_peak_memory_stats()
-                time = time_torch(step, inputs)
-                temporary = torch.cuda.max_memory_allocated() - before
-                # The gradient is no temporary.
-                temporary -= kernel.element_size() * kernel.numel()
-                yield _result(workload, loss, name, time, temporary, error)
+                kept = kernel.element_size() * kernel.numel()  # its gradient
+                found = measure_torch(step, inputs, check, kept=kept)
+                yield _named(workload, loss, name) | found
 
 
 if __name__ == "__main__":

@@ -48,23 +48,23 @@ def jax_inputs(workload: Workload) -> list[tuple]:
     return jax.block_until_ready(inputs)
 
 
-def temporary_bytes(compiled) -> int:
-    """Memory of intermediates, by the compiler's figures."""
-    analysis = compiled.memory_analysis()
-    assert analysis is not None
-    return analysis.temp_size_in_bytes
+def torch_inputs(workload: Workload, *, trained: bool) -> list[tuple]:
+    """For each batch: h, kernel, and the rows and columns of its entries."""
+    import torch  # pyrefly: ignore[missing-import]
 
+    h, kernel = host_operands(workload)
 
-def kernel_times(function, arguments: tuple) -> dict[str, float]:
-    """Microseconds of each kernel of a call of a jitted function, the longest first."""
-    from jax.experimental.mosaic.gpu import profiler
+    def put(array):
+        placed = torch.from_numpy(array).cuda().bfloat16()
+        return placed.requires_grad_(trained)
 
-    _, timings = profiler.measure(function, aggregate=False)(*arguments)
-    total: dict[str, float] = {}
-    for name, milliseconds in timings or []:
-        total[name[:40]] = total.get(name[:40], 0) + 1e3 * milliseconds
-    largest = sorted(total.items(), key=lambda item: -item[1])
-    return {name: round(time, 1) for name, time in largest}
+    shared, inputs = put(kernel[: workload.features]), []
+    for seed in range(BATCHES):
+        indices, indptr = rows_of(workload, seed)
+        rows = np.repeat(np.arange(workload.batch), np.diff(indptr))
+        place = [torch.from_numpy(x.astype(np.int64)).cuda() for x in (rows, indices)]
+        inputs.append((put(h[seed]), shared, *place))
+    return inputs
 
 
 @functools.cache

@@ -27,6 +27,10 @@ class Time:
     kernel_best: float
     call: float
 
+    def figures(self) -> dict[str, float]:
+        """The times for a report."""
+        return {name: round(value, 1) for name, value in vars(self).items()}
+
 
 def time_jax(
     function: Callable, inputs: Sequence[tuple], *, rounds: int = _ROUNDS
@@ -93,6 +97,65 @@ def time_torch(
         kernel.append(total / len(inputs))
     wall = _wall(call, rounds) / len(inputs)
     return Time(statistics.median(kernel), min(kernel), wall)
+
+
+def measure_jax(
+    function: Callable,
+    inputs: Sequence[tuple],
+    check: Callable,
+    *,
+    kernels: bool = False,
+) -> dict:
+    """Times and memory of a function whose first results `check` accepts.
+
+    Args:
+      function: what is compiled.
+      inputs: arguments of equal shapes.
+      check: gets the results of the first arguments. It returns their error, or raises.
+      kernels: whether the time of each kernel is reported, too.
+    """
+    import jax
+
+    jitted = jax.jit(function)
+    compiled = jitted.lower(*inputs[0]).compile()
+    error = check(compiled(*inputs[0]))
+    more = {"kernels": kernels_of(jitted, inputs[0])} if kernels else {}
+    found = time_jax(jitted, inputs).figures()
+    memory = {"temporary_bytes": temporary_bytes(compiled)}
+    return found | memory | {"error": error} | more
+
+
+def measure_torch(
+    function: Callable, inputs: Sequence[tuple], check: Callable, *, kept: int = 0
+) -> dict:
+    """The same for torch; `kept` are bytes of the results, which are not temporary."""
+    import torch  # pyrefly: ignore[missing-import]
+
+    error = check(function(*inputs[0]))
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    found = time_torch(function, inputs).figures()
+    temporary = torch.cuda.max_memory_allocated() - before - kept
+    return found | {"temporary_bytes": temporary, "error": error}
+
+
+def temporary_bytes(compiled) -> int:
+    """Memory of intermediates, by the compiler's figures."""
+    analysis = compiled.memory_analysis()
+    assert analysis is not None
+    return analysis.temp_size_in_bytes
+
+
+def kernels_of(function, arguments: tuple) -> dict[str, float]:
+    """Microseconds of each kernel of a call of a jitted function, the longest first."""
+    from jax.experimental.mosaic.gpu import profiler
+
+    _, timings = profiler.measure(function, aggregate=False)(*arguments)
+    total = collections.defaultdict(float)
+    for name, milliseconds in timings or []:
+        total[name[:40]] += 1e3 * milliseconds
+    largest = sorted(total.items(), key=lambda item: -item[1])
+    return {name: round(time, 1) for name, time in largest}
 
 
 def _kernels_of_trace(folder: str) -> Iterator[tuple[str, float]]:
