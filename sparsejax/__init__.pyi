@@ -27,10 +27,13 @@ from .data import read_item_features as read_item_features
 from .data import read_sequences as read_sequences
 from .embeddings.changes import apply_changes as apply_changes
 from .embeddings.changes import export_changes as export_changes
+from .embeddings.model_config import PLE as PLE
 from .embeddings.model_config import DCNConfig as DCNConfig
 from .embeddings.model_config import DeepFMConfig as DeepFMConfig
 from .embeddings.model_config import DINConfig as DINConfig
 from .embeddings.model_config import DLRMConfig as DLRMConfig
+from .embeddings.model_config import MMoE as MMoE
+from .embeddings.model_config import SharedBottom as SharedBottom
 from .embeddings.model_config import TINConfig as TINConfig
 from .embeddings.model_config import WideDeepConfig as WideDeepConfig
 from .engine.rank.nearest import nearest as nearest

@@ -19,8 +19,8 @@ CODE = {
 }
 
 
-def test_there_are_six_lists():
-    assert len(SECTIONS) == 6
+def test_there_are_seven_lists():
+    assert len(SECTIONS) == 7
 
 
 @pytest.mark.parametrize("name", SECTIONS)

@@ -29,6 +29,7 @@ from sparsejax import codec
 from sparsejax.cli import flags, shell
 from sparsejax.cli import train as commands_of_train
 from sparsejax.data.files.opening import shown
+from sparsejax.engine.train.progress import is_loss
 from sparsejax.kinds.content import set_content
 from sparsejax.kinds.kind import Kind, Range, kind_for, kind_of
 from sparsejax.kinds.source import Source
@@ -86,7 +87,13 @@ class _Tuning(NamedTuple):
     @property
     def metric(self) -> str:
         """The metric that decides."""
-        return self.kind.metric(self.command.k)
+        name = self.kind.metric(self.command.k, self.source.data)
+        if is_loss(name):
+            raise ValueError(
+                f"tune looks for the highest metric, and {name} is a loss: let the first label "
+                "be one with 0 and 1"
+            )
+        return name
 
     def with_chosen(self, chosen: Mapping[str, Any]) -> tuple[flags.Train, Any]:
         """The training and the network with some values of the settings that are tuned."""

@@ -34,6 +34,7 @@ from sparsejax.data.sets.click_schema import ClickSchema as ClickSchema
 from sparsejax.data.sets.click_schema import DenseColumn as DenseColumn
 from sparsejax.data.sets.click_schema import HashedColumn as HashedColumn
 from sparsejax.data.sets.click_schema import KeyColumn as KeyColumn
+from sparsejax.data.sets.click_schema import LabelColumn as LabelColumn
 from sparsejax.data.sets.click_schema import VocabularyColumn as VocabularyColumn
 from sparsejax.data.sets.clicks import ClickDataset as ClickDataset
 from sparsejax.data.sets.clicks import ClickSplit as ClickSplit

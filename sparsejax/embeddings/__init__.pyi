@@ -9,12 +9,15 @@ from .dynamic.changes import Export as Export
 from .dynamic.state import TableStats as TableStats
 from .feature_batch import FeatureBatch as FeatureBatch
 from .feature_batch import WideIds as WideIds
+from .model_config import PLE as PLE
 from .model_config import ClickModelConfig as ClickModelConfig
 from .model_config import DCNConfig as DCNConfig
 from .model_config import DeepFMConfig as DeepFMConfig
 from .model_config import DINConfig as DINConfig
 from .model_config import DLRMConfig as DLRMConfig
 from .model_config import DynamicTables as DynamicTables
+from .model_config import MMoE as MMoE
+from .model_config import SharedBottom as SharedBottom
 from .model_config import TINConfig as TINConfig
 from .model_config import WideDeepConfig as WideDeepConfig
 from .models import DCN as DCN

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, ClassVar, Literal, get_args
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, Self, get_args
 
+from sparsejax import codec
 from sparsejax.codec import ModelConfig
 from sparsejax.embeddings.config import Admit, DynamicTableConfig, Evict, Initializer
 from sparsejax.embeddings.row_numbers import RowNumber
@@ -55,11 +57,109 @@ class DynamicTables:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
+class Sharing:
+    """How the labels of a click model share its last layers; `SharedBottom` and others add theirs.
+
+    Attributes:
+      tower: sizes of the layers that each label has alone; a last one of size 1 follows.
+    """
+
+    tower: tuple[int, ...] = (32,)
+
+    def __post_init__(self) -> None:
+        for field in dataclasses.fields(self):
+            _check_sizes(f"sharing: {field.name}", getattr(self, field.name))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedBottom(Sharing):
+    """One stack of layers for all labels, and a tower for each (Caruana 1997).
+
+    ::
+
+        logit_k = tower_k(layers(x))
+
+    The layers are those of the model's configuration, such as `hidden`, without their last one
+    of size 1.
+
+    >>> DLRMConfig(sharing=SharedBottom(tower=(16,))).to_json()
+    {'version': 1, 'model': 'dlrm', 'sharing': {'kind': 'shared_bottom', 'tower': [16]}}
+    """
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MMoE(Sharing):
+    """Experts that all labels share, mixed by a gate of each label (Ma et al. 2018).
+
+    ::
+
+        g_k = softmax(W_k x + b_k)
+        logit_k = tower_k(sum over e of g_ke expert_e(x))
+
+    An expert has the layers of the model's configuration, such as `hidden`, without their last
+    one of size 1.
+
+    >>> DCNConfig(sharing=MMoE(experts=8)).to_json()
+    {'version': 1, 'model': 'dcn', 'sharing': {'kind': 'mmoe', 'experts': 8}}
+
+    Attributes:
+      experts: number of experts.
+    """
+
+    experts: int = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PLE(Sharing):
+    """Experts of each label beside shared ones, in levels (Tang et al. 2020).
+
+    ::
+
+        g_k = softmax(W_k x_k + b_k)          over the experts of label k and the shared ones
+        y_k = sum over these e of g_ke expert_e
+        y_s = a like sum over all experts, by a gate that reads x_s
+        logit_k = tower_k(y_k of the last level)
+
+    All `x_k` and `x_s` are the inputs at the first level, and `y_k` and `y_s` of the level
+    before at the others. Experts of label k read `x_k`, and shared ones `x_s`. An expert has the
+    layers of the model's configuration, such as `hidden`, without their last one of size 1.
+
+    >>> WideDeepConfig(sharing=PLE(levels=2)).to_json()
+    {'version': 1, 'model': 'wide_deep', 'sharing': {'kind': 'ple', 'levels': 2}}
+
+    Attributes:
+      experts: number of experts that each label has alone.
+      shared: number of shared experts.
+      levels: number of levels.
+    """
+
+    experts: int = 2
+    shared: int = 2
+    levels: int = 1
+
+
+_SHARING: Mapping[str, type[Sharing]] = {
+    "shared_bottom": SharedBottom,
+    "mmoe": MMoE,
+    "ple": PLE,
+}
+
+
+def _check_sizes(name: str, value: Any) -> None:
+    """Raises TypeError or ValueError unless these are sizes."""
+    sizes = value if isinstance(value, tuple) else (value,)
+    if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
+        raise TypeError(f"{name} must be of integers, got {value!r}")
+    if any(not 1 <= size < 2**31 for size in sizes):
+        raise ValueError(f"{name} must be positive, below 2^31, got {value!r}")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class ClickModelConfig(ModelConfig):
     """Settings of all click models. `DLRMConfig` and the others add their own.
 
     >>> ClickModelConfig.from_json({"version": 1, "model": "wide_deep", "hidden": [64]})
-    WideDeepConfig(dim=16, combiner='sum', dtype='float32', dynamic=None, regression=False, hidden=(64,))
+    WideDeepConfig(dim=16, combiner='sum', dtype='float32', dynamic=None, regression=False, sharing=None, hidden=(64,))
 
     Attributes:
       dim: numbers in a row of each table.
@@ -70,6 +170,8 @@ class ClickModelConfig(ModelConfig):
       regression: whether a logistic regression of the ids and the dense columns is fitted
         before training. Its logit is added to that of the layers, and training leaves it as
         it is. In place of one that is trained, for models that have a linear part.
+      sharing: how several labels share the last layers; None is `SharedBottom()`. In JSON it
+        has a "kind": "shared_bottom", "mmoe" or "ple".
     """
 
     kind: ClassVar[str] = "clicks"
@@ -79,6 +181,7 @@ class ClickModelConfig(ModelConfig):
     dtype: Dtype = "float32"
     dynamic: DynamicTables | None = None
     regression: bool = False
+    sharing: Sharing | None = None
 
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
@@ -99,17 +202,43 @@ class ClickModelConfig(ModelConfig):
                     "ids yet: leave out regression or dynamic"
                 )
             return
-        sizes = value if isinstance(value, tuple) else (value,)
-        if value is None and name in ("rank", "dynamic"):
+        if value is None and name in ("rank", "dynamic", "sharing"):
+            return
+        if name == "sharing":
+            if type(value) not in _SHARING.values():
+                raise TypeError(
+                    f"sharing must be SharedBottom, MMoE or PLE, got {value!r}"
+                )
             return
         if name == "dynamic":
             if not isinstance(value, DynamicTables):
                 raise TypeError(f"dynamic must be DynamicTables, got {value!r}")
             return
-        if any(isinstance(size, bool) or not isinstance(size, int) for size in sizes):
-            raise TypeError(f"{name} must be of integers, got {value!r}")
-        if any(not 1 <= size < 2**31 for size in sizes):
-            raise ValueError(f"{name} must be positive, below 2^31, got {value!r}")
+        _check_sizes(name, value)
+
+    def to_json(self) -> dict[str, Any]:
+        """The configuration as a JSON object; defaults are left out."""
+        found = super().to_json()
+        if self.sharing is not None:
+            kinds = {kind: name for name, kind in _SHARING.items()}
+            values = codec.document(self.sharing, skip_defaults=True)
+            found["sharing"] = {"kind": kinds[type(self.sharing)], **values}
+        return found
+
+    @classmethod
+    def from_json(cls, document: object) -> Self:
+        """The configuration of a JSON object, which `to_json` or a person has made.
+
+        "model" chooses the class.
+
+        Raises:
+          ValueError: not an object, an unknown version, model or key, or a wrong value.
+        """
+        if isinstance(document, Mapping) and document.get("sharing") is not None:
+            given, label = document["sharing"], 'the model: "sharing"'
+            sharing = codec.read_tagged(_SHARING, "kind", given, label)
+            document = {**document, "sharing": sharing}
+        return super().from_json(document)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

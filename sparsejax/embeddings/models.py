@@ -6,7 +6,7 @@ Flax layers.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import jax
@@ -19,16 +19,19 @@ from sparsejax.embeddings import new_ids
 from sparsejax.embeddings.collection import EmbeddingCollection
 from sparsejax.embeddings.config import FeatureConfig, Placement, TableConfig
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
+from sparsejax.embeddings.layers import Layers, relu, with_bias
 from sparsejax.embeddings.model_config import (
     ClickModelConfig,
     DCNConfig,
     DeepFMConfig,
     DINConfig,
     DLRMConfig,
+    SharedBottom,
     TINConfig,
     WideDeepConfig,
 )
 from sparsejax.embeddings.plan import EmbeddingPlan
+from sparsejax.embeddings.sharing import chained, shared_layers
 from sparsejax.ops.dot_interaction import blank_vectors, dot_interaction
 from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers.optimizer import Optimizer
@@ -38,16 +41,18 @@ from sparsejax.wide_ids import NUM_IDS
 # The factors of second order start small: they are multiplied with each other.
 _factor_init = nnx.initializers.normal(0.01)
 _PLAN: Mapping[str, Placement] = {}
+_ONE_LABEL: Mapping[str, str | None] = {}
 
 Dense = Float[Array | np.ndarray, "batch columns"]
 
 
 class _OnMesh(NamedTuple):
-    """How tables lie on a mesh, and what crosses; see `EmbeddingCollection`."""
+    """How tables lie on a mesh and what crosses, see `EmbeddingCollection`; and the labels."""
 
     plan: EmbeddingPlan | Mapping[str, Placement]
     wire_dtype: jax.typing.DTypeLike | None
     exchange_room: float | None
+    labels: Mapping[str, str | None]
 
 
 class _ClickModel(nnx.Module):
@@ -74,6 +79,12 @@ class _ClickModel(nnx.Module):
         self.config, self.num_dense = config, num_dense
         self.dtype = jnp.dtype(config.dtype)
         self.names = tuple(features)
+        self.labels = tuple(on_mesh.labels)
+        self.after = tuple(
+            None if before is None else self.labels.index(before)
+            for before in on_mesh.labels.values()
+        )
+        _check_labels(config, self.labels)
         self.embeddings = _tables(
             config,
             features,
@@ -94,12 +105,12 @@ class _ClickModel(nnx.Module):
         self,
         dense: Dense,
         ids: Mapping[str, Ids] | FeatureBatch,
-    ) -> Float[Array, "batch"]:
-        """The logit of each example, in float32."""
+    ) -> Float[Array, "batch *labels"]:
+        """The logit of each example, in float32; with several labels one for each of them."""
         logit = self._trained(dense, ids)
         if self.share is not None:
             logit = self.share[...] * logit
-        return logit if self.linear is None else self.linear(dense, ids) + logit
+        return self._finished(logit, dense, ids)
 
     def _trained(self, dense, ids) -> jax.Array:
         """The logits of the layers that are trained, without those of the linear part."""
@@ -109,10 +120,27 @@ class _ClickModel(nnx.Module):
         self,
         dense: Dense,
         ids: Mapping[str, Ids] | FeatureBatch,
-    ) -> Float[Array, "batch"]:
+    ) -> Float[Array, "batch *labels"]:
         """The logit whose loss `fit` lowers: that of the model with a `share` of 1."""
-        logit = self._trained(dense, ids)
-        return logit if self.linear is None else self.linear(dense, ids) + logit
+        return self._finished(self._trained(dense, ids), dense, ids)
+
+    def _finished(self, logit: jax.Array, dense, ids) -> jax.Array:
+        """The logits of the layers with those of the linear part, and by the labels before."""
+        if self.linear is not None:
+            logit = self.linear(dense, ids) + logit
+        is_chain = any(before is not None for before in self.after)
+        return chained(logit, self.after) if is_chain else logit
+
+    def _last(self, inputs: int, sizes: tuple[int, ...], rngs: nnx.Rngs) -> nnx.Module:
+        """The last layers: to a logit, or by `sharing` to one for each label."""
+        if not self.labels:
+            return Layers(inputs, (*sizes, 1), self.dtype, rngs)
+        sharing = self.config.sharing or SharedBottom()
+        labels = len(self.labels)
+        return shared_layers(sharing, inputs, sizes, labels, self.dtype, rngs)
+
+    def _logit(self, x: jax.Array) -> jax.Array:
+        return (x if self.labels else x[:, 0]).astype(jnp.float32)
 
     @property
     def num_ids(self) -> dict[str, int]:
@@ -160,35 +188,6 @@ class _ClickModel(nnx.Module):
         return jnp.asarray(dense, self.dtype)
 
 
-class _Layers(nnx.Module):
-    """Linear layers with ReLU between them, and behind the last one if asked for.
-
-    The input may have more columns than the first layer takes, if these are 0.
-    """
-
-    def __init__(
-        self,
-        inputs: int,
-        sizes: Sequence[int],
-        dtype: jnp.dtype,
-        rngs: nnx.Rngs,
-        *,
-        end: bool = False,
-    ):
-        self.end = end
-        self.layers = nnx.List(
-            nnx.Linear(a, b, dtype=dtype, rngs=rngs)
-            for a, b in zip((inputs, *sizes), sizes, strict=False)
-        )
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        last = len(self.layers) - 1
-        for i, layer in enumerate(self.layers):
-            x = _linear(layer, x)
-            x = x if i == last and not self.end else _relu(x)
-        return x
-
-
 class DLRM(_ClickModel):
     """Dot products between all pairs of embeddings (Naumov et al. 2019).
 
@@ -214,6 +213,8 @@ class DLRM(_ClickModel):
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
     """
 
@@ -226,22 +227,23 @@ class DLRM(_ClickModel):
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
+        labels: Mapping[str, str | None] = _ONE_LABEL,
         rngs: nnx.Rngs,
     ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
         super().__init__(config, num_dense, features, on_mesh, rngs)
         bottom, vectors, inputs = None, len(features), 0
         if num_dense:
             sizes = (*config.bottom, config.dim)
-            bottom = _Layers(num_dense, sizes, self.dtype, rngs, end=True)
+            bottom = Layers(num_dense, sizes, self.dtype, rngs, end=True)
             vectors, inputs = vectors + 1, config.dim
-        self.bottom: _Layers | None = nnx.data(bottom)
+        self.bottom: Layers | None = nnx.data(bottom)
         inputs += vectors * (vectors - 1) // 2
         if not inputs:
             raise ValueError(
                 "one feature alone has no pairs; give it dense columns too"
             )
-        self.top = _Layers(inputs, (*config.top, 1), self.dtype, rngs)
+        self.top = self._last(inputs, config.top, rngs)
         # The form of `dot_interaction`.
         self.implementation: Implementation = None
 
@@ -258,7 +260,7 @@ class DLRM(_ClickModel):
         pairs = dot_interaction(
             rows, first, blank=blank, implementation=self.implementation
         )
-        return _logit(self.top(pairs))
+        return self._logit(self.top(pairs))
 
 
 class DCN(_ClickModel):
@@ -286,6 +288,8 @@ class DCN(_ClickModel):
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
     """
 
@@ -298,9 +302,10 @@ class DCN(_ClickModel):
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
+        labels: Mapping[str, str | None] = _ONE_LABEL,
         rngs: nnx.Rngs,
     ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
         super().__init__(config, num_dense, features, on_mesh, rngs)
         size, dtype = self.num_inputs, self.dtype
 
@@ -312,13 +317,13 @@ class DCN(_ClickModel):
             return nnx.Sequential(down, up)
 
         self.cross = nnx.List(cross() for _ in range(config.cross))
-        self.hidden = _Layers(size, (*config.hidden, 1), dtype, rngs)
+        self.hidden = self._last(size, config.hidden, rngs)
 
     def _trained(self, dense, ids) -> jax.Array:
         first = x = self._inputs(dense, ids)
         for layer in self.cross:
             x = first * layer(x) + x
-        return _logit(self.hidden(x))
+        return self._logit(self.hidden(x))
 
 
 class DeepFM(_ClickModel):
@@ -347,6 +352,8 @@ class DeepFM(_ClickModel):
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
     """
 
@@ -361,12 +368,16 @@ class DeepFM(_ClickModel):
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
+        labels: Mapping[str, str | None] = _ONE_LABEL,
         rngs: nnx.Rngs,
     ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
         super().__init__(config, num_dense, features, on_mesh, rngs)
         self.factors = nnx.Param(_factor_init(rngs.params(), (num_dense, config.dim)))
-        self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
+        self.hidden = self._last(self.num_inputs, config.hidden, rngs)
+        # How much the pairs count for each of several labels.
+        scales = nnx.Param(jnp.ones(len(self.labels))) if self.labels else None
+        self.scales: nnx.Param | None = nnx.data(scales)
 
     def _trained(self, dense, ids) -> jax.Array:
         x = self._inputs(dense, ids)
@@ -377,7 +388,9 @@ class DeepFM(_ClickModel):
         # The sum over pairs, by the square of the sum.
         square, squares = jnp.square(vectors.sum(1)), jnp.square(vectors).sum(1)
         pairs = 0.5 * jnp.sum(square - squares, axis=1)
-        return pairs + _logit(self.hidden(x))
+        if self.scales is not None:
+            pairs = pairs[:, None] * self.scales[...][None]
+        return pairs + self._logit(self.hidden(x))
 
 
 class WideDeep(_ClickModel):
@@ -407,6 +420,8 @@ class WideDeep(_ClickModel):
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
     """
 
@@ -421,14 +436,15 @@ class WideDeep(_ClickModel):
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
+        labels: Mapping[str, str | None] = _ONE_LABEL,
         rngs: nnx.Rngs,
     ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
         super().__init__(config, num_dense, features, on_mesh, rngs)
-        self.hidden = _Layers(self.num_inputs, (*config.hidden, 1), self.dtype, rngs)
+        self.hidden = self._last(self.num_inputs, config.hidden, rngs)
 
     def _trained(self, dense, ids) -> jax.Array:
-        return _logit(self.hidden(self._inputs(dense, ids)))
+        return self._logit(self.hidden(self._inputs(dense, ids)))
 
 
 class _HistoryModel(_ClickModel):
@@ -443,6 +459,7 @@ class _HistoryModel(_ClickModel):
         plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
         wire_dtype: jax.typing.DTypeLike | None = None,
         exchange_room: float | None = None,
+        labels: Mapping[str, str | None] = _ONE_LABEL,
         rngs: nnx.Rngs,
     ):
         histories = {name: of for name, of in features.items() if isinstance(of, str)}
@@ -453,7 +470,7 @@ class _HistoryModel(_ClickModel):
                 "VocabularyColumn(like='item'). The "
                 f"features are {list(features)}; without histories take dlrm or dcn"
             )
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room)
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
         beside = _beside(config, features, histories)
         # Tuples, as a module's attributes are hashed.
         self.histories, self.beside = tuple(histories.items()), beside
@@ -462,7 +479,7 @@ class _HistoryModel(_ClickModel):
         )
         self.attention = nnx.List(self._unit(config, rngs) for _ in histories)
         inputs = num_dense + config.dim * (len(features) - len(beside))
-        self.hidden = _Layers(inputs, (*config.hidden, 1), self.dtype, rngs)
+        self.hidden = self._last(inputs, config.hidden, rngs)
 
     def _unit(self, config: Any, rngs: nnx.Rngs) -> nnx.Module:
         """The parameters that weigh a history."""
@@ -483,7 +500,7 @@ class _HistoryModel(_ClickModel):
         beside = {column for _, column in self.beside}
         vectors = [(rows | pooled)[n] for n in self.names if n not in beside]
         x = [self._dense(dense), *vectors]
-        return _logit(self.hidden(jnp.concatenate(x, 1)))
+        return self._logit(self.hidden(jnp.concatenate(x, 1)))
 
 
 class DIN(_HistoryModel):
@@ -521,6 +538,8 @@ class DIN(_HistoryModel):
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
 
     Raises:
@@ -529,14 +548,14 @@ class DIN(_HistoryModel):
 
     def _unit(self, config, rngs):
         sizes = (*config.attention, 1)
-        return _Layers(4 * config.dim, sizes, self.dtype, rngs)
+        return Layers(4 * config.dim, sizes, self.dtype, rngs)
 
     def _pooled(self, unit, name, candidate, rows):
         weights = _attention(unit, rows[name], candidate)
         return (weights[..., None] * rows[name]).sum(1, dtype=jnp.float32)
 
 
-def _attention(layers: _Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
+def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.Array:
     """`[batch, length]`: `layers([e, c, e - c, e * c])` of each vector of a history.
 
     The first layer's product is linear in its four parts, so those of `e` and `e - c` are one
@@ -549,22 +568,15 @@ def _attention(layers: _Layers, history: jax.Array, candidate: jax.Array) -> jax
     kernel = jnp.concatenate([of_each + of_gap, of_both])
     both = jnp.concatenate([history, history * candidate[:, None]], axis=-1)
     once = candidate @ (of_candidate - of_gap)
-    x = both @ kernel + _with_bias(first, once)[:, None]
+    x = both @ kernel + with_bias(first, once)[:, None]
     for layer in others[:-1]:
-        x = layer(_relu(x))
+        x = layer(relu(x))
     for layer in others[-1:]:
         # A GPU multiplies a matrix by one column faster as a sum.
         column = layer.kernel[...].astype(x.dtype)[None, None, :, 0]
-        x = (_relu(x) * column).sum(-1, keepdims=True, dtype=jnp.float32)
-        x = _with_bias(layer, x.astype(column.dtype))
+        x = (relu(x) * column).sum(-1, keepdims=True, dtype=jnp.float32)
+        x = with_bias(layer, x.astype(column.dtype))
     return x[..., 0]
-
-
-def _with_bias(layer: nnx.Linear, x: jax.Array) -> jax.Array:
-    if layer.bias is None:
-        return x
-    bias = layer.bias[...].astype(x.dtype)
-    return x + jnp.expand_dims(bias, range(x.ndim - 1))
 
 
 class TIN(_HistoryModel):
@@ -603,6 +615,8 @@ class TIN(_HistoryModel):
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
 
     Raises:
@@ -690,17 +704,26 @@ class _Linear(nnx.Module):
     def __init__(self, config, num_dense, features, on_mesh, rngs):
         zeros = nnx.initializers.zeros
         rule = sgd(0.0) if config.regression else None
+        labels = (len(on_mesh.labels),) if on_mesh.labels else ()
         self.embeddings = _tables(
-            config, features, 1, on_mesh, rngs, init=zeros, rule=rule
+            config,
+            features,
+            max(labels, default=1),
+            on_mesh,
+            rngs,
+            init=zeros,
+            rule=rule,
         )
         variable = Fitted if config.regression else nnx.Param
-        self.weights = variable(jnp.zeros(num_dense))
-        self.bias = variable(jnp.zeros(()))
+        self.weights = variable(jnp.zeros((num_dense, *labels)))
+        self.bias = variable(jnp.zeros(labels))
 
     def __call__(self, dense, ids) -> jax.Array:
-        rows = self.embeddings.concat(ids).sum(axis=1)
+        rows, bias = self.embeddings.concat(ids), self.bias[...]
+        if labels := bias.shape:
+            rows, bias = rows.reshape(len(rows), -1, *labels), bias[None]
         dense = jnp.asarray(dense, jnp.float32)
-        return rows + dense @ self.weights[...] + self.bias[...]
+        return rows.sum(axis=1) + dense @ self.weights[...] + bias
 
 
 # By the names that their configurations have.
@@ -730,6 +753,7 @@ def build_click_model(
     plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
     wire_dtype: jax.typing.DTypeLike | None = None,
     exchange_room: float | None = None,
+    labels: Mapping[str, str | None] = _ONE_LABEL,
     rngs: nnx.Rngs,
 ) -> nnx.Module:
     """The model of a configuration.
@@ -751,6 +775,8 @@ def build_click_model(
         of the table.
       exchange_room: places for ids between each pair of devices, as a multiple of an even
         share; 1.5 by default, and more for few ids.
+      labels: several labels by name, each with the earlier label without which it cannot be 1,
+        or None. None are named for a model of one label.
       rngs: random streams.
     """
     make = _MODELS.get(getattr(config, "model", ""))
@@ -766,6 +792,7 @@ def build_click_model(
         plan=plan,
         wire_dtype=wire_dtype,
         exchange_room=exchange_room,
+        labels=labels,
         rngs=rngs,
     )
 
@@ -824,6 +851,7 @@ def _tables(
     if isinstance(plan, EmbeddingPlan):
         plan = plan.of_width(dim)
     options: dict[str, Any] = on_mesh._asdict() | {"plan": plan}
+    del options["labels"]
     return EmbeddingCollection(tables, read, rngs=rngs, **options)
 
 
@@ -832,33 +860,14 @@ def _vectors(rows: jax.Array, dim: int) -> jax.Array:
     return rows.reshape(len(rows), rows.shape[1] // dim, dim)
 
 
-def _linear(layer: nnx.Linear, x: jax.Array) -> jax.Array:
-    """`layer(x)`, if columns of `x` that the layer does not have are 0.
-
-    Zeros below its kernel cost nothing: it is cast anyway.
-    """
-    more = x.shape[1] - layer.in_features
-    if not more:
-        return layer(x)
-    kernel = layer.kernel[...].astype(x.dtype)
-    return _with_bias(layer, x @ jnp.pad(kernel, ((0, more), (0, 0))))
-
-
-@jax.custom_vjp
-def _relu(x: jax.Array) -> jax.Array:
-    """ReLU whose derivative reads the result.
-
-    Autodiff reads `x`. Then the product that makes `x` writes it, and another pass the result.
-    XLA would also read `x` to find where the result is more than 0.
-    """
-    return jnp.maximum(x, 0)
-
-
-_relu.defvjp(
-    lambda x: (_relu(x),) * 2,
-    lambda y, slope: (jnp.where(y != 0, slope, 0),),
-)
-
-
-def _logit(x: jax.Array) -> jax.Array:
-    return x[:, 0].astype(jnp.float32)
+def _check_labels(config: ClickModelConfig, labels: tuple[str, ...]) -> None:
+    """Raises ValueError if the configuration does not fit the number of labels."""
+    if labels and config.regression:
+        raise ValueError(
+            f"regression=True is for one label, but there are {len(labels)}: leave it out"
+        )
+    if not labels and config.sharing is not None:
+        raise ValueError(
+            "sharing says how several labels share layers, but there is one: leave it out, or "
+            "name more by ClickSchema(labels=[...])"
+        )

@@ -259,7 +259,7 @@ class Interactions[
             )
             for each in (model, without_content(model))
         )
-        name = self.metric(k)
+        name = self.metric(k, source.data)
         found = metrics.compare(without, with_content)[name]
         if found.high >= 0:
             return None

@@ -396,8 +396,8 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         del schema, examples
         return {}
 
-    def metric(self, k: int) -> str:
-        """The validation metric that decides."""
+    def metric(self, k: int, data: Any) -> str:
+        """The validation metric that decides for a model of some data."""
         return f"ndcg@{k}"
 
     @abc.abstractmethod

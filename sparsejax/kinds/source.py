@@ -89,7 +89,7 @@ class Findings:
       model: the trained model.
       facts: texts about the data.
       measured: metrics, if something was held out.
-      calibration: predicted and true shares of clicks, see `write_report`.
+      calibration: predicted and true shares of clicks by label, see `write_report`.
       counts: `[items]` how often each occurs; None if the model ranks no items.
       shown: the rows that the model is shown, if there are some.
       heldout: held-out entries of the rows in `shown`, if there are some.
@@ -98,7 +98,9 @@ class Findings:
     model: Any
     facts: Sequence[str] = ()
     measured: Mapping[str, float] | None = None
-    calibration: Sequence[tuple[float, float]] = ()
+    calibration: Mapping[str, Sequence[tuple[float, float]]] = dataclasses.field(
+        default_factory=dict
+    )
     counts: np.ndarray | None = None
     shown: Any = None
     heldout: Any = None

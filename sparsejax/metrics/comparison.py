@@ -34,12 +34,14 @@ class Rows:
       scores: `[rows]` scores of clicks, by which the AUC orders them; None if there is
         no AUC.
       labels: `[rows]` labels of clicks, 0 or 1.
+      parts: the figures of each of several labels, by its name; then there are no others.
     """
 
     names: np.ndarray | None
     means: Mapping[str, Float[np.ndarray, "rows"]]
     scores: np.ndarray | None = None
     labels: np.ndarray | None = None
+    parts: Mapping[str, Rows] = dataclasses.field(default_factory=dict)
 
     @classmethod
     def of_clicks(cls, logits: np.ndarray, labels: np.ndarray) -> Rows:
@@ -55,6 +57,8 @@ class Rows:
         return cls(None, {"log_loss": losses}, scores=x, labels=np.asarray(labels))
 
     def __len__(self) -> int:
+        if self.parts:
+            return max(map(len, self.parts.values()))
         return len(next(iter(self.means.values())))
 
     @property
@@ -99,6 +103,13 @@ class Measured(dict[str, float]):
         Raises:
           ValueError: `confidence` is not between 0 and 1, or `resamples` is too small.
         """
+        options = {"confidence": confidence, "resamples": resamples, "seed": seed}
+        if self.rows.parts:
+            return {
+                f"{metric}/{name}": ends
+                for name, rows in self.rows.parts.items()
+                for metric, ends in Measured({}, rows).intervals(**options).items()
+            }
         figures = np.stack([*self.rows.means.values()])
         areas = [] if (area := self.rows.area) is None else [area]
         ends = _quantiles(figures, areas, confidence, resamples, seed)
@@ -194,7 +205,8 @@ def compare(
     True
 
     Compared are the metrics that both have and that are means over rows, and of clicks the log
-    loss and the AUC. Rows are matched by name.
+    loss and the AUC, of several labels those of each label that both have. Rows are matched by
+    name.
 
     Args:
       first: the result of `evaluate(..., keep_rows=True)` for one model.
@@ -209,6 +221,18 @@ def compare(
       ValueError: the rows differ, there is no metric that both have, or `confidence` or `resamples` is out of bounds.
     """
     one, other = _rows_of("first", first), _rows_of("second", second)
+    options = {"confidence": confidence, "resamples": resamples, "seed": seed}
+    if shared := [name for name in one.parts if name in other.parts]:
+        both = [
+            (n, Measured({}, one.parts[n]), Measured({}, other.parts[n]))
+            for n in shared
+        ]
+        found = {
+            f"{metric}/{name}": difference
+            for name, *pair in both
+            for metric, difference in compare(*pair, **options).items()
+        }
+        return Comparison(found, rows=len(one), confidence=confidence)
     places = _places(one, other)
     means = [name for name in one.means if name in other.means]
     if not means:

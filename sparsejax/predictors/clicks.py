@@ -18,6 +18,7 @@ from sparsejax.data.sets.click_records import examples_of, numbering_of
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
+    LabelColumn,
     num_ids,
     vocabularies_of,
 )
@@ -67,7 +68,7 @@ class Clicks:
         stacks, schema = signature.stacks, signature.schema
         names = {name: table.names for name, table in vocabularies.items()}
         num_dense = sum(signature.inputs[0].shape) if signature.inputs else 0
-        wanted = of_clicks(num_dense, stacks)
+        wanted = of_clicks(num_dense, stacks, schema)
         if not stacks or wanted != {name: getattr(signature, name) for name in wanted}:
             raise ValueError(f"{LABEL} is not that of a click model")
         if schema is not None:
@@ -84,8 +85,8 @@ class Clicks:
         self,
         clicks: ClickDataset | np.ndarray,
         ids: Mapping[str, Ids] | None,
-    ) -> np.ndarray:
-        """The probability of a click of each example."""
+    ) -> Any:
+        """The probability of a click of each example, or the prediction of each label."""
         if isinstance(clicks, ClickDataset):
             if ids is not None:
                 raise ValueError("a data set has ids: leave out ids")
@@ -102,7 +103,9 @@ class Clicks:
                 f"dense must be [n, {self.num_dense}], got the shape {dense.shape}"
             )
         ids = self._checked(ids, len(dense))
-        found = np.empty(len(dense), np.float32)
+        found = np.empty(
+            (len(dense), *([len(self.labels)] * bool(self.labels))), np.float32
+        )
         # All examples are answered by the same weights, also if others come meanwhile.
         programs = self.programs.steady()
         batches = programs.batches(len(dense))
@@ -118,15 +121,29 @@ class Clicks:
         ]
         for (_, part), result in zip(batches, results, strict=True):
             found[part] = np.asarray(result)[: part.stop - part.start]
-        if np.isnan(found).any():
+        if (wrong := np.isnan(found).reshape(len(found), -1).any(axis=1)).any():
             raise FloatingPointError(
-                f"the model gives NaN for example {int(np.isnan(found).argmax()):,}; its "
+                f"the model gives NaN for example {int(wrong.argmax()):,}; its "
                 "weights or the numbers of the example are not finite"
             )
-        return scipy.special.expit(found)
+        return self.predictions(found)
 
-    def predict_records(self, records: Any) -> np.ndarray:
-        """The probability of a click of each record."""
+    @property
+    def labels(self) -> dict[str, LabelColumn]:
+        """The labels by name, if there are several."""
+        return {} if self.schema is None else self.schema.several
+
+    def predictions(self, scores: np.ndarray) -> Any:
+        """The predictions of scores `[n]`, or of each label from `[n, labels]`."""
+        if not self.labels:
+            return scipy.special.expit(scores)
+        return {
+            name: scipy.special.expit(z) if column.is_probability else z
+            for (name, column), z in zip(self.labels.items(), scores.T, strict=True)
+        }
+
+    def predict_records(self, records: Any) -> Any:
+        """The probability of a click of each record, or the prediction of each label."""
         return self.predict(*self._examples_of(records))
 
     def rows_of_records(self, records: Any) -> list[Rows]:

@@ -9,7 +9,6 @@ from typing import Any, Literal, overload
 
 import jax
 import numpy as np
-from jaxtyping import Float
 
 from sparsejax import change_folders
 from sparsejax.change_folders import Changes
@@ -288,8 +287,9 @@ class Predictor:
         self,
         clicks: ClickDataset | np.ndarray,
         ids: Mapping[str, np.ndarray | CSR | WideIds] | None = None,
-    ) -> Float[np.ndarray, "examples"]:
-        """The probability of a click of each example, as `sparsejax.predict`.
+    ) -> Any:
+        """The probability of a click of each example, as `sparsejax.predict`; of several labels
+        a dict with the predictions of each.
 
         On a CPU the bits are those of `predict`, if both score as many examples at a
         time. Else the last bits may differ.
@@ -311,8 +311,8 @@ class Predictor:
         """
         return self._method("predict")(clicks, ids)
 
-    def predict_records(self, records: Any) -> Float[np.ndarray, "examples"]:
-        """The probability of a click of each record, from its columns.
+    def predict_records(self, records: Any) -> Any:
+        """The probability of a click of each record, from its columns; see `predict`.
 
         Columns are read as `read_clicks` reads a file, with the vocabularies of the
         training data. A category that was rare there, or did not occur, has the id of

@@ -445,8 +445,11 @@ def reads_histories(features: Features) -> bool:
     return isinstance(row, jax.ShapeDtypeStruct) and len(row.shape) == 1
 
 
-def of_clicks(num_dense: int, stacks: Sequence[ClickStack]) -> dict[str, Any]:
-    """Inputs and outputs of a signature: a logit for each example."""
+def of_clicks(
+    num_dense: int, stacks: Sequence[ClickStack], schema: ClickSchema | None = None
+) -> dict[str, Any]:
+    """Inputs and outputs of a signature: a logit for each example, or for each of its labels."""
+    labels = (len(schema.several),) if schema is not None and schema.several else ()
     dense = Array(name="dense", shape=(num_dense,), dtype="float32")
     tables = (
         Array(
@@ -459,5 +462,5 @@ def of_clicks(num_dense: int, stacks: Sequence[ClickStack]) -> dict[str, Any]:
     )
     return {
         "inputs": (dense, *tables),
-        "outputs": (Array(name="logits", dtype="float32", shape=()),),
+        "outputs": (Array(name="logits", dtype="float32", shape=labels),),
     }

@@ -8,6 +8,7 @@ they were written.
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Any, Self
 
@@ -144,7 +145,7 @@ class StoredAnswer:
             count if found.ids is None else len(found.ids)
         ):
             raise ValueError(f"{_LABEL}: ids and scores do not fit the signature")
-        if not wanted and count != 1:
+        if not wanted and count != math.prod(signature.outputs[0].shape):
             raise ValueError(f"{_LABEL}: {count} logits of one example")
         return found
 
@@ -180,8 +181,10 @@ class StoredAnswer:
         largest = max(map(abs, self.scores), default=0.0)
         if ids is None or self.ids is None:  # a logit of 0 is a probability of a half
             most = part * max(1.0, largest)
-            fits = bool(abs(scores[0] - self.scores[0]) <= most)
-            now, before = f"{scores[0]:.6g}", f"{self.scores[0]:.6g}"
+            fits = bool(np.all(abs(scores - np.array(self.scores)) <= most))
+            now, before = (
+                ", ".join(f"{x:.6g}" for x in y) for y in (scores, self.scores)
+            )
             what = "logit"
         else:
             most = part * largest
@@ -215,9 +218,9 @@ def _is_like(found: dict[int, float], stored: dict[int, float], most: float) -> 
 def _first_row(
     outputs: Sequence[np.ndarray],
 ) -> tuple[np.ndarray | None, np.ndarray]:
-    """Ids and scores of the items of a row, or its logit."""
+    """Ids and scores of the items of a row, or its logit, or that of each label."""
     if len(outputs) == 1:
-        return None, outputs[0][:1]
+        return None, outputs[0][:1].reshape(-1)
     ids, scores = (output[0] for output in outputs)
     return ids[ids >= 0], scores[ids >= 0]
 

@@ -65,7 +65,8 @@ def write_report(
     *,
     title: str = "Training report",
     measured: Mapping[str, float] | None = None,
-    calibration: Sequence[tuple[float, float]] = (),
+    calibration: Sequence[tuple[float, float]]
+    | Mapping[str, Sequence[tuple[float, float]]] = (),
     examples: Sequence[Example] = (),
     similar: Mapping[str, Sequence[str]] | None = None,
     settings: Mapping[str, object] | None = None,
@@ -112,7 +113,7 @@ def write_report(
         _section("New and rare items", _by_entries(measured or {})),
         _section("Kinds of events", _by_kinds(measured or {})),
         _section("Measured", _values(measured or {})) if not of_items else "",
-        _section("Calibration", _calibration(calibration)),
+        *_calibrations(calibration),
         _section("Recommendations", _cards(_example(e, titled) for e in examples)),
         _section("Most similar items", _similar(similar or {}, titled)),
         _section("How it was trained", _tiles(model, epochs, measured)),
@@ -312,15 +313,22 @@ def _verdict(measured: Mapping[str, float]) -> str:
         elif popular > found:
             text += " Popularity is better: this model should not be used."
         return text
-    if "auc" not in measured:
-        return ""
-    text = (
-        f"Of an example with a click and one without, the model gives the click the higher "
-        f"probability in {_percent(measured['auc'])} of all cases; by chance it is 50 %."
-    )
-    if "calibration" in measured:
-        text += f" It predicts {measured['calibration']:.2f} clicks for each that there was."
-    return text
+    sentences = []
+    for metric in measured:
+        name, _, label = metric.partition("/")
+        if name != "auc":
+            continue
+        label = label or "click"
+        text = (
+            f"Of an example with a {label} and one without, the model gives the {label} the "
+            f"higher probability in {_percent(measured[metric])} of all cases; by chance it is "
+            "50 %."
+        )
+        right = measured.get(metric.replace("auc", "calibration", 1))
+        if right is not None:
+            text += f" It predicts {right:.2f} {label}s for each that there was."
+        sentences.append(text)
+    return " ".join(sentences)
 
 
 def _percent(share: float) -> str:
@@ -333,12 +341,13 @@ def _percent(share: float) -> str:
 
 # Metrics of which more is better, of which less is, and of which 1 is right.
 _MORE = (*METRICS, "coverage", "auc", "group_auc")
-_LESS, _ONE = ("gini", "log_loss", "normalized_entropy"), ("calibration",)
+_LESS = "gini", "log_loss", "normalized_entropy", "squared_error", "quantile_loss"
+_ONE = ("calibration",)
 
 
 def _direction(name: str) -> str:
     """An arrow that says which way is better, if one is."""
-    name = name.partition("@")[0]
+    name = name.partition("@")[0].partition("/")[0]
     if name in _ONE:
         return ' <span class="soft" title="1 is right">→ 1</span>'
     if name in _LESS:
@@ -373,7 +382,7 @@ def _tiles(model, history, measured) -> str:
         metrics = _metrics_of(history)
         ndcg = [name for name in metrics if name.startswith("ndcg@")]
         ranked = [name for name in metrics if "@" in name]
-        auc = [name for name in metrics if name == "auc"]
+        auc = [name for name in metrics if name.startswith("auc")]
         for name in [*ndcg, *ranked, *auc][:1]:
             # In a joined history, some epochs may lack it.
             if points := _points(history, name):
@@ -446,6 +455,17 @@ def _charts(history: Sequence[Mapping[str, float]]) -> str:
     if metrics:
         caption += "; metrics are those of the validation data"
     return f'{caption}.</p>\n<div class="charts">\n' + "\n".join(figures) + "\n</div>"
+
+
+def _calibrations(found: Any) -> list[str]:
+    """A section for each curve. With one there is no need of its label's name."""
+    if not isinstance(found, Mapping):
+        found = {"": found}
+    return [
+        _section(f"Calibration of {name}" if len(found) > 1 else "Calibration", drawn)
+        for name, points in found.items()
+        if (drawn := _calibration(points))
+    ]
 
 
 def _calibration(points: Sequence[tuple[float, float]]) -> str:

@@ -12,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-import numpy as np
 
 from sparsejax.codec import Config
 from sparsejax.data import (
@@ -250,8 +249,10 @@ class Run:
         rows, found = uses.recommended(asked, self._reading, self._kept)
         return found.named(rows, item_names(self.known))
 
-    def predict(self, examples: Any) -> np.ndarray:
+    def predict(self, examples: Any) -> Any:
         """The probability of a click of each example, `[examples]` float32.
+
+        Of several labels a dict with the prediction of each, see `sparsejax.predict`.
 
         Args:
           examples: a file of the same columns, which needs no labels; or a `ClickDataset`.

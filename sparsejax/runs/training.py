@@ -14,7 +14,7 @@ from sparsejax.callers import warn_caller
 from sparsejax.engine.train.dispatch import Dispatch, Epochs, Program
 from sparsejax.engine.train.progress import EarlyStopping
 from sparsejax.kinds.content import set_content, sizes_of
-from sparsejax.kinds.kind import Defaults, Kind, kind_of
+from sparsejax.kinds.kind import Defaults, kind_of
 from sparsejax.kinds.reading import name_of
 from sparsejax.kinds.source import Source
 from sparsejax.kinds.threads import meanwhile
@@ -55,7 +55,9 @@ def train(
     kind = kind_of(training.config)
     training = _with_targets_of_origin(training)
     following.check(training, directory)
-    stopping = _early_stopping(training, kind)
+    stopping = None
+    if training.patience is not None:
+        stopping = EarlyStopping(patience=training.patience)
     if training.follow:  # each file is an epoch, and the rate has no end to fall to
         training = training.replaced(num_epochs=1, decay="none")
     source = source_of(training)
@@ -330,9 +332,3 @@ def _continued(
         f"{added:,} are new; the optimizer {what}"
     )
     return model, optimizer
-
-
-def _early_stopping(training: Training, kind: Kind) -> EarlyStopping | None:
-    if training.patience is None:
-        return None
-    return EarlyStopping(metric=kind.metric(training.k), patience=training.patience)

@@ -23,7 +23,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import scipy.special
 
 from sparsejax.data.files.name_index import EncodedNames
 from sparsejax.data.files.names import find_names
@@ -514,7 +513,10 @@ def _of_all_rows(cells: Any, rows: int) -> Any:
 
 
 class Records:
-    """Predictors of clicks: a tensor for each column."""
+    """Predictors of clicks: a tensor for each column, and of several labels one for each.
+
+    The best rows of a request with k are those of the first label.
+    """
 
     takes_missing: bool = True
 
@@ -535,10 +537,15 @@ class Records:
             *(Tensor(name, "FP32", (-1,), None) for name in schema.dense),
             *(Tensor(name, "BYTES", (-1,), None) for name in schema.ids),
         ]
-        self._categories = set(schema.ids)
+        self._categories, self._labels = set(schema.ids), list(schema.several)
+        if "rows" in self._labels:
+            raise ValueError("a label is called rows, as an output of the service is")
         _ = self._model.numbering  # made now, and not for the first request
         self.outputs = [
-            Tensor("probabilities", "FP32", (-1,), None),
+            *(
+                Tensor(n, "FP32", (-1,), None)
+                for n in self._labels or ["probabilities"]
+            ),
             Tensor("rows", "INT32", (-1,), None),
         ]
 
@@ -591,9 +598,10 @@ class Records:
         (logits,) = answer
         rows = np.arange(len(logits), dtype=np.int32)
         if question.k:
-            rows = np.argsort(-logits, kind="stable")[: question.k].astype(np.int32)
-        found = scipy.special.expit(logits[rows])
-        return {
-            "probabilities": Tensor("probabilities", "FP32", found.shape, found),
-            "rows": Tensor("rows", "INT32", rows.shape, rows),
-        }
+            by = logits[:, 0] if self._labels else logits
+            rows = np.argsort(-by, kind="stable")[: question.k].astype(np.int32)
+        found = self._model.predictions(logits[rows])
+        if not isinstance(found, dict):
+            found = {"probabilities": found}
+        found = {n: Tensor(n, "FP32", x.shape, x) for n, x in found.items()}
+        return {**found, "rows": Tensor("rows", "INT32", rows.shape, rows)}

@@ -234,14 +234,12 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             for name, each in found.items()
         }
         return ClickDataset(
-            labels_of(block, self.schema.label),
+            labels_of(block, self.schema),
             dense_of(block, self.schema.dense),
             ids,
             self.schema,
             self.vocabularies,
-            weights=None
-            if (name := self.schema.weight) is None
-            else weights_of(block, name),
+            weights=weights_of(block, self.schema),
         )
 
     def _joined(self, parts: list[ClickDataset]) -> ClickDataset:
@@ -308,8 +306,8 @@ def scan_clicks(
         columns = vocabulary_columns(schema)
         counters = {name: Counter() for name in vocabularies_of(schema)}
         rows, first = 0, True
-        for block in click_blocks(path, schema, [schema.label, *columns]):
-            rows += len(labels_of(block, schema.label))
+        for block in click_blocks(path, schema, [*schema.targets, *columns]):
+            rows += len(labels_of(block, schema))
             found = {name: categories_of(block, name) for name in columns}
             if first:
                 warn_of_lists(found, schema, None)

@@ -36,6 +36,7 @@ from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     MISSING,
     RARE,
+    ClickSchema,
     DenseColumn,
     HashedColumn,
     HasIds,
@@ -66,27 +67,65 @@ class Categories(NamedTuple):
     lengths: np.ndarray | None
 
 
-def labels_of(block: Cells, name: str) -> np.ndarray:
-    """`[examples]` float32, 0 or 1.
+def labels_of(block: Cells, schema: ClickSchema) -> np.ndarray:
+    """`[examples]` float32, or `[examples, labels]` with NaN for a missing one.
 
     Raises:
-      DataError: a label is missing, or is another number.
+      DataError: a label is a number that its column cannot have, or the only one is missing.
+        A label is 1 without the one that it comes after.
     """
+    if not schema.several:
+        return _label(block, schema.label, 1.0, is_binary=True, optional=False)
+    found: dict[str, np.ndarray] = {}
+    for name, column in schema.several.items():
+        most = 1.0 if column.is_probability else None
+        is_binary = column.loss == "binary"
+        found[name] = _label(block, name, most, is_binary=is_binary, optional=True)
+        if column.after is not None:
+            wrong = (found[name] == 1) & (found[column.after] == 0)
+            if wrong.any():
+                raise block.error(
+                    int(np.argmax(wrong)),
+                    f"the label {name!r} is 1, but {column.after!r}, which it comes after, is 0",
+                )
+    return np.stack([*found.values()], axis=1)
+
+
+def _label(
+    block: Cells, name: str, most: float | None, *, is_binary: bool, optional: bool
+) -> np.ndarray:
+    """A label from 0 to `most`, or any number; NaN where it is missing and may be."""
     found, missing = _numbers(block, name)
-    wrong = missing | ((found != 0) & (found != 1))
+    wrong = missing & (not optional)
+    if most is not None:
+        wrong |= (found < 0) | (found > most) | (is_binary & (found != found.round()))
     if wrong.any():
         row = int(np.argmax(wrong))
         given = "missing" if missing[row] else f"{found[row]:g}"
-        raise block.error(row, f"the label {name!r} is {given}; expected 0 or 1")
-    return found.astype(np.float32)
+        wanted = "0 or 1" if is_binary else f"a number from 0 to {most:g}"
+        raise block.error(row, f"the label {name!r} is {given}; expected {wanted}")
+    return np.where(missing, np.nan, found).astype(np.float32)
 
 
-def weights_of(block: Cells, name: str) -> np.ndarray:
-    """`[examples]` float32, 0 or more.
+def weights_of(block: Cells, schema: ClickSchema) -> np.ndarray | None:
+    """`[examples]` float32, or `[examples, labels]` if labels have weights of their own.
 
     Raises:
       DataError: a weight is missing, negative or not finite.
     """
+    rows = None if schema.weight is None else _weight(block, schema.weight)
+    if not schema.label_weights:
+        return rows
+    one = np.ones(len(block.columns[schema.label]), np.float32)
+    rows = one if rows is None else rows
+    by_label = [
+        rows * _weight(block, column.weight) if isinstance(column.weight, str) else rows
+        for column in schema.several.values()
+    ]
+    return np.stack(by_label, axis=1)
+
+
+def _weight(block: Cells, name: str) -> np.ndarray:
     found, missing = _numbers(block, name)
     if (wrong := missing | (found < 0)).any():
         row = int(np.argmax(wrong))

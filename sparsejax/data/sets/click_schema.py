@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from collections.abc import Collection, Mapping
-from typing import Any, ClassVar, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, ClassVar, Literal, Protocol, cast, get_args
 
 from sparsejax import codec
 from sparsejax.data.files.names import Names
@@ -128,6 +128,63 @@ IdColumn = HashedColumn | VocabularyColumn | KeyColumn
 _KINDS = {"hashed": HashedColumn, "vocabulary": VocabularyColumn, "key": KeyColumn}
 
 
+Loss = Literal["binary", "log_loss", "squared", "quantile"]
+
+
+@dataclasses.dataclass(frozen=True)
+class LabelColumn:
+    """One of several labels: a column that a model predicts. Empty cells are missing labels.
+
+    ::
+
+        "binary"      0 or 1, with the log loss; predicted is the probability of 1
+        "log_loss"    a number from 0 to 1, with the log loss; predicted is its mean
+        "squared"     any number, with the squared error; predicted is its mean
+        "quantile"    any number, with the loss max(q d, (q - 1) d) of d = label - prediction
+
+    >>> labels = {"click": LabelColumn(), "buy": LabelColumn(weight=5.0, after="click")}
+    >>> schema = ClickSchema(labels=labels, ids={"item": HashedColumn(100)})
+    >>> rows = [{"click": 1, "buy": 0, "item": "tea"}, {"click": 0, "buy": None, "item": "cup"}]
+    >>> read_clicks(rows, schema).labels.tolist()
+    [[1.0, 0.0], [0.0, nan]]
+
+    A missing label counts in no loss and in no metric.
+
+    Attributes:
+      loss: the loss, and so which labels there are.
+      quantile: the quantile q of the loss "quantile", between 0 and 1.
+      weight: the factor of this label's loss; or the name of a column with a factor for each
+        example.
+      after: an earlier label without which this one is never 1, as no item is bought that was
+        not clicked. The model then learns the probability of this label among examples with
+        the earlier one, and multiplies both, see `ESMM` (Ma et al. 2018).
+    """
+
+    loss: Loss = "binary"
+    quantile: float | None = None
+    weight: float | str = 1.0
+    after: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.loss not in get_args(Loss):
+            raise ValueError(f"loss is one of {get_args(Loss)}, got {self.loss!r}")
+        if (self.loss == "quantile") != (self.quantile is not None):
+            raise ValueError(
+                'quantile=... goes with loss="quantile", and it with quantile=...'
+            )
+        if self.quantile is not None and not 0 < self.quantile < 1:
+            raise ValueError(f"quantile is between 0 and 1, got {self.quantile}")
+        if not isinstance(self.weight, str) and not 0 <= self.weight < math.inf:
+            raise ValueError(f"weight is 0 or more, or a column, got {self.weight}")
+        if self.after is not None and self.loss != "binary":
+            raise ValueError(f'after=... is for loss="binary", got {self.loss!r}')
+
+    @property
+    def is_probability(self) -> bool:
+        """Whether a prediction is the sigmoid of the model's score, rather than the score."""
+        return self.loss in ("binary", "log_loss")
+
+
 @dataclasses.dataclass(frozen=True)
 class ClickSchema:
     """The columns of a file of clicks.
@@ -143,7 +200,7 @@ class ClickSchema:
     Columns of the file that the schema does not name are not read.
 
     Attributes:
-      label: the column with 1 for a click and 0 for none.
+      label: the column with 1 for a click and 0 for none; of several labels the first.
       dense: columns of numbers, in the order in which the model gets them.
       ids: columns of categories: the features of an `EmbeddingCollection`.
       columns: for a text file without a header, the names of all its columns in order.
@@ -152,23 +209,27 @@ class ClickSchema:
       time: the column of times, for `ClickDataset.split_at`. Models do not read it.
       weight: the column of the examples' weights, 0 or more, by which `fit` multiplies their
         losses. Only examples with labels need it.
+      labels: several labels, in place of `label`: names of columns with 0 and 1, or a
+        `LabelColumn` for each name. Then a data set's labels are `[n, labels]`.
 
     Raises:
       ValueError: a column has two roles, or is not among `columns`; there is nothing but
-        labels.
+        labels, or no label.
       TypeError: a column is of no known kind.
     """
 
     kind: ClassVar[str] = "clicks"
-    label: str
+    label: str = ""
     dense: Mapping[str, DenseColumn] = dataclasses.field(default_factory=dict)
     ids: Mapping[str, IdColumn] = dataclasses.field(default_factory=dict)
     columns: tuple[str, ...] | None = None
     delimiter: str | None = None
     time: str | None = None
     weight: str | None = None
+    labels: Mapping[str, LabelColumn] | Sequence[str] = ()
 
     def __post_init__(self) -> None:
+        self._set_labels()
         check_columns(self.dense, self.ids)
         used = self.used if self.time is None else [*self.used, self.time]
         if twice := sorted({name for name in used if used.count(name) > 1}):
@@ -205,6 +266,49 @@ class ClickSchema:
             columns=("label", *numbers_, *names),
         )
 
+    def _set_labels(self) -> None:
+        """Checks the labels. A single one with the log loss is no other than `label`."""
+        given = self.labels
+        if not isinstance(given, Mapping):
+            if isinstance(given, str) or len(set(given)) < len(given):
+                raise ValueError(
+                    f"labels are different names of columns, got {given!r}"
+                )
+            given = dict.fromkeys(given, LabelColumn())
+        first = next(iter(given), self.label)
+        if not first or self.label not in ("", first):
+            raise ValueError(
+                "name the column of labels, label=..., or several, labels=[...], whose first "
+                f"one is label; got {self.label!r} and {list(given)}"
+            )
+        for name, column in given.items():
+            if not isinstance(column, LabelColumn):
+                raise TypeError(f"labels[{name!r}] must be LabelColumn, got {column!r}")
+            earlier = list(given)[: list(given).index(name)]
+            before = column.after
+            if before is not None and not (
+                before in earlier and given[before].loss == "binary"
+            ):
+                raise ValueError(
+                    f"label {name!r} comes after {before!r}, which is no label with 0 and 1 "
+                    f"before it; these are {earlier}"
+                )
+        if list(given.values()) == [LabelColumn()]:
+            given = {}
+        object.__setattr__(self, "labels", given)
+        object.__setattr__(self, "label", first)
+
+    @property
+    def several(self) -> dict[str, LabelColumn]:
+        """The labels by name; empty for a single one with 0 and 1."""
+        return dict(cast(Mapping[str, LabelColumn], self.labels))
+
+    @property
+    def label_weights(self) -> list[str]:
+        """The columns of weights that single labels have."""
+        weights = (column.weight for column in self.several.values())
+        return list(dict.fromkeys(w for w in weights if isinstance(w, str)))
+
     @property
     def inputs(self) -> list[str]:
         """The columns that a model is shown: dense, ids."""
@@ -212,8 +316,10 @@ class ClickSchema:
 
     @property
     def targets(self) -> list[str]:
-        """The columns that only training and measuring read: label, weight."""
-        return [self.label, *([] if self.weight is None else [self.weight])]
+        """The columns that only training and measuring read: labels, weights."""
+        labels = list(self.several) or [self.label]
+        weight = [] if self.weight is None else [self.weight]
+        return [*labels, *weight, *self.label_weights]
 
     @property
     def used(self) -> list[str]:
@@ -222,6 +328,10 @@ class ClickSchema:
 
     def to_json(self) -> dict[str, Any]:
         """The schema as a JSON object, for `from_json`."""
+        labels = {
+            name: codec.document(column, skip_defaults=True)
+            for name, column in self.several.items()
+        }
         return {
             "label": self.label,
             "dense": {n: codec.document(c) for n, c in self.dense.items()},
@@ -230,6 +340,7 @@ class ClickSchema:
             "delimiter": self.delimiter,
             **({} if self.time is None else {"time": self.time}),
             **({} if self.weight is None else {"weight": self.weight}),
+            **({"labels": labels} if labels else {}),
         }
 
     @classmethod
@@ -240,13 +351,16 @@ class ClickSchema:
           ValueError: it is not such an object.
         """
         label = "not a schema of clicks"
-        document = codec.value(dict[str, Any], document, label)
+        document = dict(codec.value(dict[str, Any], document, label))
         ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
-        return codec.read(
-            cls,
-            {**document, "ids": {n: id_column(n, c, label) for n, c in ids.items()}},
-            label,
-        )
+        document["ids"] = {n: id_column(n, c, label) for n, c in ids.items()}
+        if isinstance(labels := document.get("labels"), list):
+            labels = codec.value(tuple[str, ...], labels, label, "labels")
+            document["labels"] = dict.fromkeys(labels, LabelColumn())
+        elif labels is not None:
+            hint = dict[str, LabelColumn]
+            document["labels"] = codec.value(hint, labels, label, "labels")
+        return codec.read(cls, document, label)
 
 
 def check_columns(
@@ -350,6 +464,17 @@ def with_columns(
     if not ids and not dense:
         return None, {}
     return ClickSchema(schema.label, dense, ids), {new: old for old, new in own.items()}
+
+
+def unweighted(schema: ClickSchema) -> ClickSchema:
+    """The columns without those of weights."""
+    labels = {
+        name: dataclasses.replace(column, weight=1.0)
+        if isinstance(column.weight, str)
+        else column
+        for name, column in schema.several.items()
+    }
+    return dataclasses.replace(schema, weight=None, labels=labels)
 
 
 class HasIds(Protocol):

@@ -1,8 +1,9 @@
 """The Parquet form of a saved data set of clicks.
 
-A row of the table is an example, with the columns `label`, `dense/NAME` and `ids/NAME`
+A row of the table is an example, with the columns `label`, or `label/NAME` for each of several,
+`dense/NAME` and `ids/NAME`
 (int32, or a list of int32; uint64 of a `KeyColumn`); with times also `time`, and with weights
-`weight`. Beside them are the
+`weight`, or `weight/NAME` by label. Beside them are the
 vocabularies, `vocabulary/NAME`. The shorter
 columns end in nulls, which take no room. The schema's metadata is a JSON object with the
 `ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
@@ -27,13 +28,15 @@ from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
     num_ids,
+    unweighted,
     vocabularies_of,
 )
 from sparsejax.sparse import CSR
 
 _VERSION = 1
-# The columns of parts that not all data sets have, by the names of these parts.
-BESIDE = {"times": "time", "weights": "weight"}
+# Parts that not all data sets have.
+BESIDE = ("times", "weights")
+_TIME = "time"
 # Rows of a row group, which can be read without the others.
 _GROUP_ROWS = 2**18
 
@@ -50,12 +53,6 @@ class ClickParts(NamedTuple):
     vocabularies: Mapping[str, Names]
     times: np.ndarray | None = None
     weights: np.ndarray | None = None
-
-    @property
-    def beside(self) -> dict[str, np.ndarray]:
-        """The parts that not all data sets have, by the names of their columns."""
-        found = {column: getattr(self, part) for part, column in BESIDE.items()}
-        return {column: array for column, array in found.items() if array is not None}
 
 
 class Facts(NamedTuple):
@@ -80,8 +77,13 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
     Raises:
       OSError: the file cannot be written.
     """
-    columns: dict[str, pa.Array] = {"label": pa.array(parts.labels)}
-    columns |= {name: pa.array(array) for name, array in parts.beside.items()}
+    if parts.weights is None:
+        parts = parts._replace(schema=unweighted(parts.schema))
+    columns = _apart(_label_columns(parts.schema), parts.labels)
+    if parts.times is not None:
+        columns[_TIME] = pa.array(parts.times)
+    if parts.weights is not None:
+        columns |= _apart(_weight_columns(parts.schema), parts.weights)
     for i, name in enumerate(parts.schema.dense):
         columns[f"dense/{name}"] = pa.array(np.ascontiguousarray(parts.dense[:, i]))
     for name, ids in parts.ids.items():
@@ -123,12 +125,9 @@ def read_saved(path: Path) -> ClickParts:
             for name in stored_columns(facts.schema)
         }
         parts = stored_examples(columns, facts.schema, vocabularies)
-        beside = {
-            part: table[column].slice(0, facts.rows).combine_chunks().to_numpy()
-            for part, column in BESIDE.items()
-            if column in table.column_names
-        }
-        parts = parts._replace(**beside)
+        if _TIME in table.column_names:
+            times = table[_TIME].slice(0, facts.rows).combine_chunks().to_numpy()
+            parts = parts._replace(times=times)
         if len(parts.labels) != facts.rows:
             raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
     except (ValueError, KeyError, pa.ArrowException) as error:
@@ -208,9 +207,25 @@ def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
 
 def stored_columns(schema: ClickSchema) -> list[str]:
     """The columns of the examples."""
-    weight = [] if schema.weight is None else [BESIDE["weights"]]
+    targets = [*_label_columns(schema), *_weight_columns(schema)]
     dense = [f"dense/{name}" for name in schema.dense]
-    return ["label", *weight, *dense, *[f"ids/{name}" for name in schema.ids]]
+    return [*targets, *dense, *[f"ids/{name}" for name in schema.ids]]
+
+
+def _label_columns(schema: ClickSchema) -> list[str]:
+    return [f"label/{name}" for name in schema.several] or ["label"]
+
+
+def _weight_columns(schema: ClickSchema) -> list[str]:
+    if schema.label_weights:
+        return [f"weight/{name}" for name in schema.several]
+    return [] if schema.weight is None else ["weight"]
+
+
+def _apart(names: list[str], array: np.ndarray) -> dict[str, pa.Array]:
+    """The columns of an array `[n]`, or `[n, columns]`."""
+    parts = [array] if array.ndim == 1 else np.ascontiguousarray(array.T)
+    return {name: pa.array(part) for name, part in zip(names, parts, strict=True)}
 
 
 def stored_vocabularies(
@@ -239,8 +254,8 @@ def stored_examples(
     vocabularies: Mapping[str, Names],
 ) -> ClickParts:
     """Examples of a file, from its columns. Behind the last one labels are null."""
-    label = columns["label"]
-    rows = len(label) - label.null_count
+    names = _label_columns(schema)
+    rows = len(columns[names[0]]) - columns[names[0]].null_count
 
     def numbers(name: str) -> np.ndarray:
         return columns[name].slice(0, rows).to_numpy()
@@ -255,15 +270,21 @@ def stored_examples(
         ids[name] = id_lists(column.flatten().to_numpy(), indptr, size)
     dense = [numbers(f"dense/{name}") for name in schema.dense]
     empty = np.empty((rows, 0), np.float32)
-    labels = numbers("label")
-    weights = None if schema.weight is None else numbers(BESIDE["weights"])
+
+    def joined(names: list[str], single: bool) -> np.ndarray:
+        return numbers(names[0]) if single else np.stack([*map(numbers, names)], axis=1)
+
+    labels, weights = joined(names, not schema.several), None
+    if by := _weight_columns(schema):
+        weights = joined(by, not schema.label_weights)
     dense = np.stack(dense, axis=1) if dense else empty
     return ClickParts(labels, dense, ids, schema, vocabularies, weights=weights)
 
 
 def _checksum(parts: ClickParts) -> int:
     leaves = [parts.labels.tobytes(), parts.dense.tobytes()]
-    leaves += [array.tobytes() for array in parts.beside.values()]
+    beside = (getattr(parts, name) for name in BESIDE)
+    leaves += [array.tobytes() for array in beside if array is not None]
     for ids in parts.ids.values():
         arrays = (ids.indptr, ids.indices) if isinstance(ids, CSR) else (ids,)
         leaves += [np.asarray(array).tobytes() for array in arrays]

@@ -38,6 +38,7 @@ from sparsejax.data.sets.click_schema import (
     MISSING,
     RARE,
     ClickSchema,
+    LabelColumn,
     features_of,
     num_ids,
     vocabularies_of,
@@ -66,7 +67,8 @@ class ClickDataset:
     (array([2, 3], dtype=int32), {'user': 4})
 
     Attributes:
-      labels: `[n]` float32, 1 for a click, else 0.
+      labels: `[n]` float32, 1 for a click, else 0. Of several labels `[n, labels]`, where NaN
+        is a missing one.
       dense: `[n, d]` float32, in the order of `schema.dense`.
       ids: for each feature `[n]` int32, of a `KeyColumn` uint64, or of a column of lists a CSR with NumPy leaves,
         whose row `i` has the ids of example `i`. They keep the order of the lists, and
@@ -78,7 +80,7 @@ class ClickDataset:
       times: `[n]` int64, float64 or datetime64 in microseconds, if the schema names their
         column; else None.
       weights: `[n]` float32, the weights of the examples, if the schema names their column;
-        else None.
+        else None. Also `[n, labels]`, if labels have columns of weights.
 
     Raises:
       ValueError: shapes, features, labels or ids do not fit together.
@@ -105,14 +107,16 @@ class ClickDataset:
             raise ValueError(
                 f"ids must have the features {list(self.schema.ids)}, got {list(self.ids)}"
             )
-        if not np.isin(self.labels, (0, 1)).all():
-            raise ValueError("labels must be 0 or 1")
+        self._check_labels()
         if self.times is not None and self.times.shape != (rows,):
             raise ValueError(f"times must have shape {(rows,)}, got {self.times.shape}")
+        shape = (
+            (rows, len(self.schema.several)) if self.schema.label_weights else (rows,)
+        )
         if (weights := self.weights) is not None and not (
-            weights.shape == (rows,) and np.all((weights >= 0) & np.isfinite(weights))
+            weights.shape == shape and np.all((weights >= 0) & np.isfinite(weights))
         ):
-            raise ValueError(f"weights must be {rows:,} finite numbers of 0 or more")
+            raise ValueError(f"weights must be {shape} finite numbers of 0 or more")
         if not np.isfinite(self.dense).all():
             raise ValueError("dense must be finite")
         for name, ids in self.ids.items():
@@ -126,10 +130,71 @@ class ClickDataset:
             if len(flat) and not (0 <= np.min(flat) and int(np.max(flat)) < size):
                 raise ValueError(f"ids[{name!r}] has an id outside [0, {size:,})")
 
+    def _check_labels(self) -> None:
+        """Raises ValueError unless labels fit their columns."""
+        if not self.schema.several:
+            if self.labels.ndim != 1 or not np.isin(self.labels, (0, 1)).all():
+                raise ValueError("labels must be 0 or 1")
+            return
+        shape = (self.num_rows, len(self.schema.several))
+        if self.labels.shape != shape:
+            raise ValueError(f"labels must have shape {shape}, got {self.labels.shape}")
+        for (name, column), y in zip(
+            self.schema.several.items(), self.labels.T, strict=True
+        ):
+            y = y[~np.isnan(y)]
+            right = np.isin(y, (0, 1)) if column.loss == "binary" else np.isfinite(y)
+            if column.loss == "log_loss":
+                right = (y >= 0) & (y <= 1)
+            if not right.all():
+                raise ValueError(
+                    f"labels of {name!r} do not fit its loss {column.loss!r}"
+                )
+
+    def of_label(self, name: str) -> ClickDataset:
+        """The examples that have one of several labels, with this label alone.
+
+        >>> schema = ClickSchema(labels=["click", "buy"], ids={"ad": HashedColumn(9)})
+        >>> clicks = read_clicks({"click": [1, 0], "buy": [0, None], "ad": ["a", "b"]}, schema)
+        >>> clicks.of_label("buy")
+        ClickDataset(1 examples, 0.0 % clicks, 0 dense, 1 features)
+
+        Raises:
+          ValueError: there is no such label.
+        """
+        if name not in self.schema.several:
+            raise ValueError(
+                f"there is no label {name!r}; there are {list(self.schema.several)}"
+            )
+        place = list(self.schema.several).index(name)
+        column = dataclasses.replace(self.schema.several[name], after=None)
+        some = self.rows(np.flatnonzero(~np.isnan(self.labels[:, place])))
+        labels, weights = some.labels[:, place], some.weights
+        if weights is not None and weights.ndim == 2:
+            weights = weights[:, place]
+        alone = {name: column}
+        if column.loss == "binary":
+            alone = ()
+        else:
+            labels = labels[:, None]
+            if self.schema.label_weights:
+                weights = None if weights is None else weights[:, None]
+        schema = dataclasses.replace(self.schema, label=name, labels=alone)
+        return dataclasses.replace(some, labels=labels, weights=weights, schema=schema)
+
     def __repr__(self) -> str:
-        clicks = f"{np.mean(self.labels):.1%}" if self.num_rows else "no "
+        named = {"clicks": self.labels}
+        if self.schema.several:
+            named = dict(zip(self.schema.several, self.labels.T, strict=True))
+        shares = {
+            name: f"{y[~np.isnan(y)].mean():.1%} {name}".replace("%", " %")
+            for name, y in named.items()
+            if self.schema.several.get(name, LabelColumn()).is_probability
+            and (~np.isnan(y)).any()
+        }
+        clicks = ", ".join(shares.values()) or "no  clicks"
         return (
-            f"ClickDataset({self.num_rows:,} examples, {clicks.replace('%', ' %')} clicks, "
+            f"ClickDataset({self.num_rows:,} examples, {clicks}, "
             f"{len(self.schema.dense)} dense, {len(self.ids)} features)"
         )
 
@@ -380,9 +445,8 @@ def _check(block: Cells, schema: ClickSchema, labelled: bool) -> None:
     """Raises DataError for examples that cannot be read."""
     dense_of(block, schema.dense)
     if labelled:
-        labels_of(block, schema.label)
-        if schema.weight is not None:
-            weights_of(block, schema.weight)
+        labels_of(block, schema)
+        weights_of(block, schema)
         if schema.time is not None and schema.time in block.columns:
             times_of(block, schema.time, None)
     for name in schema.ids:
@@ -396,7 +460,7 @@ def read_unlabelled(
     *,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
-    """`read_clicks` of files that need no labels: the labels of the data set are 0."""
+    """`read_clicks` of files that need no labels: the labels of the data set are 0, or missing."""
     known = known_vocabularies(schema, vocabulary)
     return _read(path, schema, known, labelled=False, skip_bad_lines=skip_bad_lines)
 
@@ -436,13 +500,14 @@ def _read(
         check = functools.partial(_check, schema=schema, labelled=labelled)
     for block in click_blocks(path, schema, names, labelled=labelled, check=check):
         dense.append(dense_of(block, schema.dense))
-        none = np.zeros(len(dense[-1]), np.float32)
-        labels.append(labels_of(block, schema.label) if labelled else none)
+        labels.append(
+            labels_of(block, schema) if labelled else _none(dense[-1], schema)
+        )
         if timed is not None:
             part, kind = times_of(block, timed, kind)
             times.append(part)
-        if labelled and schema.weight is not None:
-            weights.append(weights_of(block, schema.weight))
+        if labelled and (part := weights_of(block, schema)) is not None:
+            weights.append(part)
         found = {name: categories_of(block, name) for name in schema.ids}
         if len(dense) == 1:
             warn_of_lists(found, schema, known)
@@ -472,6 +537,13 @@ def _read(
         np.concatenate(times) if times else None,
         np.concatenate(weights) if weights else None,
     )
+
+
+def _none(dense: np.ndarray, schema: ClickSchema) -> np.ndarray:
+    """The labels of examples that have none: 0, or of several labels missing ones."""
+    if not schema.several:
+        return np.zeros(len(dense), np.float32)
+    return np.full((len(dense), len(schema.several)), np.nan, np.float32)
 
 
 def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None:

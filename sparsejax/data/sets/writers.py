@@ -8,7 +8,7 @@ import io
 import pathlib
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -155,7 +155,9 @@ def _record_writer(
     return lambda records: file.writelines("\t".join(r) + "\n" for r in records)
 
 
-def save_numbers(path: str, name: str, numbers: np.ndarray) -> None:
+def save_numbers(
+    path: str, name: str, numbers: np.ndarray | Mapping[str, np.ndarray]
+) -> None:
     """Writes numbers, whole or not at all, in the form that the file's name asks for.
 
     ::
@@ -170,23 +172,31 @@ def save_numbers(path: str, name: str, numbers: np.ndarray) -> None:
     Args:
       path: the file, which is replaced if it exists.
       name: name of the column.
-      numbers: `[n]`.
+      numbers: `[n]`; or several columns by their names, for .parquet and .csv.
 
     Raises:
       OSError: the file cannot be written.
+      ValueError: the file's form has one column, and there are several.
     """
+    columns = numbers if isinstance(numbers, Mapping) else {name: numbers}
     match pathlib.Path(path.removesuffix(".gz").removesuffix(".xz")).suffix:
+        case ending if ending not in (".parquet", ".csv") and len(columns) > 1:
+            raise ValueError(
+                f"{path}: there are several columns, {', '.join(columns)}: write a file whose "
+                "name ends in .csv or .parquet"
+            )
         case ".npy" if path.endswith(".npy"):
             with whole_file(path) as file:
-                np.save(file, numbers)
+                np.save(file, *columns.values())
         case ".parquet" if path.endswith(".parquet"):
-            column = pa.table({name: arrow.from_numbers(numbers)})
-            parquet.write_whole(path, column, group_rows=_GROUP_ROWS)
+            table = pa.table({n: arrow.from_numbers(x) for n, x in columns.items()})
+            parquet.write_whole(path, table, group_rows=_GROUP_ROWS)
         case ending:
             with whole_text_file(path) as file:
+                lines = csv.writer(file, lineterminator="\n")
                 if ending == ".csv":
-                    file.write(f"{name}\n")
-                file.writelines(f"{number!s}\n" for number in numbers)
+                    lines.writerow(columns)
+                lines.writerows(zip(*columns.values(), strict=True))
 
 
 def _rows(

@@ -17,7 +17,9 @@ from sparsejax.mesh import processes
 # `Estimate`: how long is looked, and from when on training takes long.
 _LEAST_SECONDS, _LONG_SECONDS = 10, 1800
 # Metrics of which a lower value is better.
-_LOSSES = frozenset({"log_loss", "normalized_entropy"})
+_LOSSES = frozenset(
+    {"log_loss", "normalized_entropy", "squared_error", "quantile_loss"}
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -32,7 +34,8 @@ class EarlyStopping:
     Attributes:
       metric: a key of the validation metrics, such as "recall@20". Higher is better, except
         for "log_loss" and "normalized_entropy". By default "ndcg@k", with the `k` of `fit`;
-        for clicks "auc".
+        for clicks "auc". Of several labels "auc/buy" is that of the label "buy", and the
+        default is that of the first.
       patience: epochs without a new best before training stops.
       restore_best: end with model and optimizer as they were after the best epoch, also
         if training was not stopped. They come from its checkpoint if there is a
@@ -47,6 +50,11 @@ class EarlyStopping:
     def __post_init__(self) -> None:
         if self.patience < 1:
             raise ValueError(f"patience must be at least 1, got {self.patience}")
+
+
+def is_loss(metric: str) -> bool:
+    """Whether less is better of a metric, which may have the name of a label behind it."""
+    return metric.partition("/")[0] in _LOSSES
 
 
 @dataclasses.dataclass
@@ -114,13 +122,13 @@ class Progress:
 
     @property
     def _sign(self) -> int:
-        return -1 if self.settings["metric"] in _LOSSES else 1
+        return -1 if is_loss(self.settings["metric"]) else 1
 
     def outcome(self, stopping: EarlyStopping, kept: int) -> str:
         """Why training ended, and which epoch the model is of."""
         metric, why = self.settings["metric"], ""
         if self.stopped:
-            moved = "fallen" if metric in _LOSSES else "risen"
+            moved = "fallen" if is_loss(metric) else "risen"
             why = f", as {metric} has not {moved} for {stopping.patience} epochs"
         best = "no epoch"
         if self.best_epoch:  # else the metric was always NaN

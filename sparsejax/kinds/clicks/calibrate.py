@@ -67,6 +67,10 @@ def calibrate(
         )
     if method not in get_args(Method):
         raise ValueError(f'method is "platt" or "isotonic", got {method!r}')
+    if getattr(model, "labels", ()):
+        raise NotImplementedError(
+            "probabilities of several labels are not corrected; a model of one label has this"
+        )
     offset = 0.0
     if negatives_kept is not None:
         if not 0 < negatives_kept <= 1:

@@ -31,13 +31,14 @@ from sparsejax.kinds.clicks.dynamic import assigned, rates_of
 from sparsejax.kinds.clicks.exchange import IdsAhead, exchange_of
 from sparsejax.kinds.clicks.regression import least_share, set_to
 from sparsejax.kinds.clicks.scores import (
-    METRICS,
     Clicks,
     check_click_model,
     check_columns,
+    check_labels,
     check_same_columns,
     evaluate_clicks,
     logits_of,
+    names_of_metrics,
 )
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit
@@ -51,7 +52,7 @@ _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its A
 class ClickTask:
     """The `TrainingTask` of click models.
 
-    Matrices are labels `[n]`, or `[n, 2]` with the weights behind them, dense columns `[n, d]`, the ids of all features with one id an
+    Matrices are labels `[n]`, or `[n, 2 l]` with the weights of l labels behind them, dense columns `[n, d]`, the ids of all features with one id an
     example `[n, f]`, a CSR for each feature of lists, and, if there are ids of 64 bits, their
     words `[n, f, 2]`, the lower one first.
 
@@ -59,13 +60,15 @@ class ClickTask:
       single: names of the features with one id an example.
       lists: names of the features of lists.
       keys: names of the features with an id of 64 bits.
-      weighted: whether examples have weights.
+      weighted: whether there are weights behind the labels.
+      losses: the name of each label's loss, and its quantile; of several labels alone.
     """
 
     single: tuple[str, ...]
     lists: tuple[str, ...]
     keys: tuple[str, ...] = ()
     weighted: bool = False
+    losses: tuple[tuple[str, float | None], ...] = ()
 
     @property
     def inputs(self) -> list[str]:
@@ -84,8 +87,10 @@ class ClickTask:
         lists = [name for name, ids in clicks.ids.items() if isinstance(ids, CSR)]
         keys = [n for n, c in clicks.schema.ids.items() if isinstance(c, KeyColumn)]
         single = [name for name in clicks.ids if name not in (*lists, *keys)]
-        weighted = clicks.weights is not None
-        return cls(tuple(single), tuple(lists), tuple(keys), weighted)
+        several = clicks.schema.several.values()
+        losses = tuple((column.loss, column.quantile) for column in several)
+        weighted = clicks.weights is not None or bool(several)
+        return cls(tuple(single), tuple(lists), tuple(keys), weighted, losses)
 
     def matrices(self, clicks: ClickDataset) -> list[Matrix]:
         """The matrices of some examples."""
@@ -96,10 +101,7 @@ class ClickTask:
         wide = [WideIds.of(clicks.ids[name]) for name in self.keys]
         words = [np.stack([ids.low, ids.high], axis=1) for ids in wide]
         keys = [np.stack(words, axis=1)] if words else []
-        labels = clicks.labels
-        if clicks.weights is not None:
-            labels = np.stack([labels, clicks.weights], axis=1)
-        return [labels, clicks.dense, rows, *lists, *keys]
+        return [_with_weights(clicks), clicks.dense, rows, *lists, *keys]
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         labels, dense, rows, *lists = matrices
@@ -125,8 +127,16 @@ class ClickTask:
         check_click_model(model)
 
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
-        """The binary cross-entropy of `model(dense, ids)`, or of its `training_logits`."""
+        """The binary cross-entropy of `model(dense, ids)`, or of its `training_logits`.
+
+        Of several labels, the sum of their losses.
+        """
         logits = getattr(model, "training_logits", model)(*x).astype(jnp.float32)
+        if self.losses:
+            count = len(self.losses)
+            each = zip(self.losses, logits.T, labels[:, :count].T, strict=True)
+            found = jnp.stack([loss_of(*loss, z, y) for loss, z, y in each], axis=1)
+            return weights @ jnp.sum(labels[:, count:] * found, axis=1)
         if self.weighted:
             labels, given = labels.T
             weights = weights * given
@@ -142,6 +152,32 @@ class ClickTask:
 
     def with_staged(self, x: Any, staged: Any) -> Any:
         return x[0], staged
+
+
+def loss_of(
+    name: str, quantile: float | None, scores: jax.Array, labels: jax.Array
+) -> jax.Array:
+    """`[batch]` losses of a label, see `LabelColumn`."""
+    if name in ("binary", "log_loss"):
+        return optax.sigmoid_binary_cross_entropy(scores, labels)
+    over = labels - scores
+    if quantile is None:
+        return jnp.square(over)
+    return jnp.maximum(quantile * over, (quantile - 1) * over)
+
+
+def _with_weights(clicks: ClickDataset) -> np.ndarray:
+    """The labels, and their weights behind them if there are some: 0 for a missing label."""
+    labels, weights = clicks.labels, clicks.weights
+    if not clicks.schema.several:
+        return labels if weights is None else np.stack([labels, weights], axis=1)
+    factors = [c.weight for c in clicks.schema.several.values()]
+    of_label = np.array([1 if isinstance(f, str) else f for f in factors], np.float32)
+    if weights is not None:
+        of_label = of_label * weights.reshape(clicks.num_rows, -1)
+    missing = np.isnan(labels)
+    labels, given = np.where(missing, 0, labels), np.where(missing, 0, of_label)
+    return np.concatenate([labels, given], axis=1, dtype=np.float32)
 
 
 class ClickStaging:
@@ -221,10 +257,14 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
     _check_rows(clicks)
     if (given := clicks.weights) is not None and not given.any():
         raise ValueError("all examples have the weight 0: there is nothing to learn")
-    if given is None and clicks.schema.weight is not None:
-        raise ValueError(
-            f"the examples have no weights, but the schema names {clicks.schema.weight!r}"
-        )
+    named = [clicks.schema.weight or "", *clicks.schema.label_weights]
+    if given is None and any(named):
+        raise ValueError(f"the examples have no weights, but the schema names {named}")
+    for name, labels in zip(clicks.schema.several, clicks.labels.T, strict=False):
+        if np.isnan(labels).all():
+            raise ValueError(
+                f"no example has the label {name!r}: leave it out of the schema"
+            )
     roles = ClickTask.of_data(clicks)
     weights = checked_weights(weights, clicks.num_rows)
     return Examples(roles, tuple(roles.matrices(clicks)), weights)
@@ -266,13 +306,15 @@ def click_job(asked: Fit) -> Job:
     model, clicks, validation = asked.model, asked.inputs, asked.validation
     assert isinstance(clicks, Clicks)  # which its kind is
     check_columns(model, clicks)
+    check_labels(model, clicks)
     # Where nothing crosses, the settings are empty: they change nothing.
     exchange, settings = exchange_of(
         model, clicks, asked.wire_dtype, asked.exchange_room
     )
     metric, prepare = None, None
     if validation is not None:
-        metric = metric_of(asked.early_stopping, METRICS[0], METRICS[:-1], "of clicks")
+        known = names_of_metrics(clicks.schema.several)
+        metric = metric_of(asked.early_stopping, known[0], known, "of clicks")
         if not isinstance(validation, ClickDataset | ScannedClicks):
             raise TypeError(
                 "clicks are validated on a ClickDataset or ScannedClicks, got "
@@ -282,10 +324,11 @@ def click_job(asked: Fit) -> Job:
         # The files of ScannedClicks are not read yet, so their labels are not known.
         if (
             isinstance(validation, ClickDataset)
+            and not clicks.schema.several
             and len(np.unique(validation.labels)) < 2
         ):
             raise ValueError(_ONE_CLASS)
-        prepare = functools.partial(_measure, validation)
+        prepare = functools.partial(_measure, validation, metric)
     if isinstance(clicks, ClickDataset):
         examples = click_examples(clicks, asked.row_weights)
     else:
@@ -293,7 +336,7 @@ def click_job(asked: Fit) -> Job:
     return Job(examples, metric, prepare, exchange, settings, rates_of(model))
 
 
-def _measure(validation: Clicks, batch_size: int) -> Measure:
+def _measure(validation: Clicks, metric: str, batch_size: int) -> Measure:
     def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
         options = {
             "optimizer": optimizer,
@@ -303,8 +346,10 @@ def _measure(validation: Clicks, batch_size: int) -> Measure:
         if getattr(model, "share", None) is not None:
             _choose_share(model, validation, **options)
         found = evaluate_clicks(model, validation, **options)
-        if METRICS[0] not in found:
-            raise ValueError(_ONE_CLASS)
+        if metric not in found:
+            raise ValueError(
+                f"{_ONE_CLASS}: there is no {metric}" if "/" in metric else _ONE_CLASS
+            )
         return found
 
     return measured

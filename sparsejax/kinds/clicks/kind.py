@@ -41,7 +41,12 @@ from sparsejax.kinds.clicks.reading import (
     were_trained_on,
     without_rows,
 )
-from sparsejax.kinds.clicks.scores import check_click_model, evaluate_clicks, predict
+from sparsejax.kinds.clicks.scores import (
+    check_click_model,
+    evaluate_clicks,
+    names_of_metrics,
+    predict,
+)
 from sparsejax.kinds.clicks.worth import LEAST_ROWS, compared, warning_of_columns
 from sparsejax.kinds.kind import Defaults, Kind, Maker, Measurement, Tuned, kind_of
 from sparsejax.kinds.reading import (
@@ -118,7 +123,12 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                 "a click model reads a ClickDataset or ScannedClicks, got "
                 f"{type(data).__name__}"
             )
-        sizes = {"num_dense": len(data.schema.dense), "features": data.features}
+        sizes: dict[str, Any] = {
+            "num_dense": len(data.schema.dense),
+            "features": data.features,
+        }
+        if several := data.schema.several:
+            sizes["labels"] = {name: column.after for name, column in several.items()}
         return Maker(functools.partial(build_click_model, config, **sizes))
 
     def prepare(self, model: Any, data: Any) -> None:
@@ -187,8 +197,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         make = self.maker(config, data_to_plan(schema, examples))
         return tables_of(make, rule)
 
-    def metric(self, k: int) -> str:
-        return "auc"
+    def metric(self, k: int, data: Any) -> str:
+        return names_of_metrics(data.schema.several)[0]
 
     def read_config(self, document: object) -> ClickModelConfig:
         return ClickModelConfig.from_json(document)
@@ -394,7 +404,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         if (examples := asked.heldout) is None:
             raise ValueError("give heldout=..., the examples to measure on")
-        if (weighted := asked.weighted) and run.known.schema.weight is None:
+        schema = run.known.schema
+        if (weighted := asked.weighted) and not (schema.weight or schema.label_weights):
             raise ValueError(
                 "weighted: the run has no column of weights, as weight=... names one"
             )
@@ -411,8 +422,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             keep_rows=asked.keep_rows,
             weighted=weighted,
         )
-        is_like_training = weighted or run.known.schema.weight is None
-        if clicks.num_rows >= LEAST_ROWS and is_like_training:
+        is_like_training = weighted or schema.weight is None
+        if clicks.num_rows >= LEAST_ROWS and is_like_training and not schema.several:
             _warn_of_base_rate(measured)
         return Measurement(measured)
 
@@ -439,7 +450,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
         return evaluate_clicks(model, source.heldout, keep_rows=True)
 
-    def probabilities(self, examples: Any, reading: Reading, run: Opened) -> np.ndarray:
+    def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:
         read = meanwhile(
             lambda: read_like(examples, run.known, reading, labelled=False)
         )
@@ -454,18 +465,44 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         return Findings(
             model=model,
             measured=evaluate_clicks(model, clicks, groups=groups, keep_rows=True),
-            facts=[
-                name_of(asked.heldout),
-                f"{clicks.num_rows:,} examples",
-                f"{clicks.labels.mean():.1%} clicks".replace("%", " %"),
-            ],
-            calibration=calibration_curve(predict(model, clicks), clicks.labels),
+            facts=[name_of(asked.heldout), *_facts(clicks)],
+            calibration=_curves(clicks, predict(model, clicks)),
         )
+
+
+def _facts(clicks: ClickDataset) -> list[str]:
+    """The number of examples, and the shares of clicks, or of each label with 0 and 1."""
+    shares = {"clicks": clicks.labels}
+    if several := clicks.schema.several:
+        columns = zip(several.items(), clicks.labels.T, strict=True)
+        shares = {name: y for (name, c), y in columns if c.loss == "binary"}
+    found = [
+        f"{y[~np.isnan(y)].mean():.1%} {name}".replace("%", " %")
+        for name, y in shares.items()
+        if not np.isnan(y).all()
+    ]
+    return [f"{clicks.num_rows:,} examples", *found]
+
+
+def _curves(
+    clicks: ClickDataset, predicted: np.ndarray | dict[str, np.ndarray]
+) -> dict[str, list[tuple[float, float]]]:
+    """The calibration curves of all labels with 0 and 1, by their names."""
+    if not isinstance(predicted, dict):
+        return {clicks.schema.label: calibration_curve(predicted, clicks.labels)}
+    columns = zip(clicks.schema.several.items(), clicks.labels.T, strict=True)
+    return {
+        name: calibration_curve(predicted[name][there], y[there])
+        for (name, column), y in columns
+        if column.loss == "binary" and (there := ~np.isnan(y)).any()
+    }
 
 
 def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> bool:
     """Whether the model has a regression, and there are examples enough to hold some out."""
     if not isinstance(data, ClickDataset) or data.num_rows < _LEAST_REGRESSED:
+        return False
+    if data.schema.several:
         return False
     clicked = int(data.labels.sum())
     if min(clicked, data.num_rows - clicked) < _LEAST_OF_LABEL:

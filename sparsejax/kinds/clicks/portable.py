@@ -20,7 +20,12 @@ from sparsejax.embeddings.dynamic.state import IndexState
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.placement import Stack, StackedTable, stack_tables
 from sparsejax.embeddings.row_codes import RowCodes, TableDtype
-from sparsejax.kinds.clicks.scores import Clicks, check_click_model, check_columns
+from sparsejax.kinds.clicks.scores import (
+    Clicks,
+    check_click_model,
+    check_columns,
+    check_labels,
+)
 from sparsejax.kinds.content import copied
 from sparsejax.kinds.portable import Portable, split
 from sparsejax.mesh.layout import to_host_in_pieces
@@ -57,6 +62,14 @@ def portable_clicks(asked: Write) -> Portable:
     row_codes.check_table_dtype(table_dtype)
     _check_unknown(unknown_ids, model)
     num_dense = _num_dense(model, clicks)
+    labels = {} if clicks is None else clicks.schema.several
+    if clicks is not None:
+        check_labels(model, clicks)
+    elif getattr(model, "labels", ()):
+        raise ValueError(
+            f"the model has the labels {model.labels}: pass names=train, whose schema says what "
+            "they are"
+        )
     model = copied(model)
     model.eval()
     tables = [
@@ -84,7 +97,7 @@ def portable_clicks(asked: Write) -> Portable:
         readers = dict(zip(numbers, map(_reader, scales), strict=True))
         with gradients.reading(model, readers):
             found = model(dense, batch)
-        if found.shape != dense.shape[:1]:
+        if found.shape != (*dense.shape[:1], *([len(labels)] * bool(labels))):
             raise ValueError(
                 "a click model returns a logit for each example, [batch]; this one returns "
                 f"the shape {found.shape} for {dense.shape[0]} examples"
@@ -95,7 +108,11 @@ def portable_clicks(asked: Write) -> Portable:
     schema = None if clicks is None else clicks.schema
     vocabularies = {} if clicks is None else clicks.vocabularies
     return Portable(
-        stated={"stacks": stated, "schema": schema, **of_clicks(num_dense, stated)},
+        stated={
+            "stacks": stated,
+            "schema": schema,
+            **of_clicks(num_dense, stated, schema),
+        },
         function=logits,
         weights=[
             Stored(

@@ -17,6 +17,7 @@ from sparsejax.data.sets.click_schema import (
     HashedColumn,
     KeyColumn,
     VocabularyColumn,
+    unweighted,
     without_time,
 )
 from sparsejax.data.sets.clicks import (
@@ -26,7 +27,7 @@ from sparsejax.data.sets.clicks import (
     read_unlabelled,
 )
 from sparsejax.engine.train.checkpoint import fingerprint
-from sparsejax.kinds.clicks.scores import check_same_columns
+from sparsejax.kinds.clicks.scores import check_same_columns, check_same_labels
 from sparsejax.kinds.reading import is_file, is_saved, name_of, skips_bad_lines
 from sparsejax.kinds.source import Opened, Source
 from sparsejax.options.measuring import Evaluate, Paged
@@ -90,6 +91,7 @@ def read_like(
         try:
             if append:
                 check_same_schema(known.schema, data.schema, "this data set")
+                check_same_labels(known, data)
                 data = data.append_features(known.vocabularies)
             else:
                 check_same_columns(known, data)
@@ -102,7 +104,7 @@ def read_like(
         vocabulary = dict(known.vocabularies)
         schema = without_time(known.schema)
         if not weighted:
-            schema = dataclasses.replace(schema, weight=None)
+            schema = unweighted(schema)
         data = read_clicks(
             source, schema, features=vocabulary, append=append, skip_bad_lines=skip
         )
@@ -161,13 +163,16 @@ def without_rows(
         name: np.zeros(0, np.uint64 if size == NUM_IDS else np.int32)
         for name, size in sizes.items()
     }
+    several = (0, len(schema.several))
+    labels = np.zeros(several if schema.several else 0, np.float32)
+    weights = None if schema.weight is None else np.zeros(0, np.float32)
     return ClickDataset(
-        np.zeros(0, np.float32),
+        labels,
         np.zeros((0, len(schema.dense)), np.float32),
         ids,
         without_time(schema),
         vocabularies,
-        weights=None if schema.weight is None else np.zeros(0, np.float32),
+        weights=np.zeros(several, np.float32) if schema.label_weights else weights,
     )
 
 
@@ -202,6 +207,6 @@ def groups_of(
     ):
         return name
     only = dataclasses.replace(
-        without_time(schema), dense={}, ids={name: KeyColumn()}, weight=None
+        unweighted(without_time(schema)), dense={}, ids={name: KeyColumn()}
     )
     return read_clicks(source, only).ids[name]

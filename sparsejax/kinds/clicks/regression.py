@@ -106,7 +106,7 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
       NotImplementedError: the examples are scanned.
       ValueError: there are none, or all have one label, and the model has no weights yet.
     """
-    if getattr(model, "share", None) is None:
+    if getattr(model, "share", None) is None:  # as with several labels
         return
     if not isinstance(clicks, ClickDataset):
         raise NotImplementedError(

@@ -5,13 +5,12 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
-from jaxtyping import Float
 
 from sparsejax import metrics
 from sparsejax.callers import warn_caller
@@ -22,7 +21,9 @@ from sparsejax.data.sets.click_schema import (
     RARE,
     HashedColumn,
     IdColumn,
+    LabelColumn,
     VocabularyColumn,
+    unweighted,
 )
 from sparsejax.data.sets.clicks import ClickDataset, check_same_schema
 from sparsejax.embeddings.host_slots import NoRoomError
@@ -49,6 +50,12 @@ from sparsejax.wide_ids import WideIds
 Clicks = ClickDataset | ScannedClicks
 
 METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
+# The metrics of labels that are numbers, by their losses.
+OF_NUMBERS = {
+    "log_loss": "log_loss",
+    "squared": "squared_error",
+    "quantile": "quantile_loss",
+}
 
 
 def predict(
@@ -57,8 +64,11 @@ def predict(
     *,
     optimizer: Optimizer | None = None,
     batch_size: int = 8192,
-) -> Float[np.ndarray, "examples"]:
+) -> Any:
     """The probability of a click of each example, `sigmoid(model(dense, ids))`.
+
+    With several labels it is a dict with the predictions of each, `[examples]`: probabilities,
+    or of labels with the losses "squared" and "quantile" numbers, see `LabelColumn`.
 
     >>> _ = pathlib.Path("clicks.csv").write_text("click,user\\n1,ann\\n0,bob\\n0,ann\\n")
     >>> clicks = read_clicks("clicks.csv", ClickSchema("click", ids={"user": HashedColumn(9)}))
@@ -83,7 +93,9 @@ def predict(
       ValueError: the columns of the data are not those of the model.
     """
     found = _Scores(model, optimizer, batch_size).of_all(clicks)
-    return _probabilities(found.logits).astype(np.float32)
+    if not clicks.schema.several:
+        return _probabilities(found.logits).astype(np.float32)
+    return predictions(found.logits, clicks.schema.several)
 
 
 def logits_of(
@@ -94,7 +106,7 @@ def logits_of(
     batch_size: int = 8192,
     deterministic: bool = False,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """`[examples]` logits and labels. See `evaluate_clicks`."""
+    """`[examples]` logits and labels, or `[examples, labels]`. See `evaluate_clicks`."""
     found = _Scores(model, optimizer, batch_size, deterministic).of_all(clicks)
     return found.logits, found.labels
 
@@ -138,13 +150,42 @@ def evaluate_clicks(
             f"{', '.join(clicks.schema.ids)}"
         )
     found = scores.of_all(clicks, groups if isinstance(groups, str) else None)
-    # In float64, so that a sure prediction is not rounded to 0 or 1.
-    p = _probabilities(found.logits.astype(np.float64))
-    weights = found.weights if weighted else None
-    if weighted and weights is None:
+    if weighted and found.weights is None:
         raise ValueError(
             "weighted: the data have no weights, see ClickSchema(weight=...)"
         )
+    by = None
+    if groups is not None:
+        by = np.asarray(groups) if found.groups is None else found.groups
+        if isinstance(groups, str):
+            _warn_of_merged(groups, clicks.schema.ids[groups], by)
+    found = found._replace(groups=by, weights=found.weights if weighted else None)
+    several = clicks.schema.several
+    if not several:
+        measured = _measured(found)
+        rows = metrics.Rows.of_clicks(found.logits, found.labels) if keep_rows else None
+    else:
+        measured, parts = {}, {}
+        for place, (name, column) in enumerate(several.items()):
+            each = found.of_label(place)
+            if not len(each.labels):
+                warnings.warn(f"no example has the label {name!r}", stacklevel=2)
+                continue
+            of_label = (
+                _measured(each) if column.loss == "binary" else _error(each, column)
+            )
+            measured |= {f"{metric}/{name}": x for metric, x in of_label.items()}
+            if keep_rows:
+                parts[name] = _rows_of_label(each, column)
+        rows = metrics.Rows(None, {}, parts=parts) if keep_rows else None
+    return measured if rows is None else metrics.Measured(measured, rows)
+
+
+def _measured(found: _Found) -> dict[str, float]:
+    """The metrics of a label with 0 and 1."""
+    # In float64, so that a sure prediction is not rounded to 0 or 1.
+    p = _probabilities(found.logits.astype(np.float64))
+    weights, groups = found.weights, found.groups
     log_loss = {"log_loss": metrics.log_loss(p, found.labels, weights)}
     if len(np.unique(found.labels)) == 2:
         measured = {
@@ -162,16 +203,61 @@ def evaluate_clicks(
     if found.labels.any():
         measured["calibration"] = metrics.calibration(p, found.labels, weights)
     if groups is not None:
-        by = np.asarray(groups) if found.groups is None else found.groups
-        if isinstance(groups, str):
-            _warn_of_merged(groups, clicks.schema.ids[groups], by)
-        grouped = metrics.group_auc(found.logits, found.labels, by, weights)
+        grouped = metrics.group_auc(found.logits, found.labels, groups, weights)
         measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
-    if not keep_rows:
-        return measured
-    return metrics.Measured(
-        measured, metrics.Rows.of_clicks(found.logits, found.labels)
-    )
+    return measured
+
+
+def _errors(found: _Found, column: LabelColumn) -> np.ndarray:
+    """`[examples]` losses of a label that is a number, in float64."""
+    z, y = found.logits.astype(np.float64), found.labels.astype(np.float64)
+    if column.is_probability:
+        return np.logaddexp(0, z) - y * z
+    over = y - z
+    if column.quantile is None:
+        return np.square(over)
+    return np.maximum(column.quantile * over, (column.quantile - 1) * over)
+
+
+def _error(found: _Found, column: LabelColumn) -> dict[str, float]:
+    """The metrics of a label that is a number: its loss, and of a share the calibration."""
+    mean = np.average(_errors(found, column), weights=found.weights)
+    measured = {OF_NUMBERS[column.loss]: float(mean)}
+    w = np.ones(len(found.labels)) if found.weights is None else found.weights
+    if column.is_probability and (total := float(w @ found.labels)):
+        p = _probabilities(found.logits.astype(np.float64))
+        measured["calibration"] = float(w @ p) / total
+    return measured
+
+
+def _rows_of_label(found: _Found, column: LabelColumn) -> metrics.Rows:
+    if column.loss == "binary":
+        return metrics.Rows.of_clicks(found.logits, found.labels)
+    figures = {OF_NUMBERS[column.loss]: _errors(found, column)}
+    return metrics.Rows(None, figures, labels=found.labels)
+
+
+def predictions(
+    logits: np.ndarray, labels: Mapping[str, LabelColumn]
+) -> dict[str, np.ndarray]:
+    """`[examples]` float32 for each label, from `logits: [examples, labels]`."""
+    return {
+        name: (_probabilities(z) if column.is_probability else z).astype(np.float32)
+        for (name, column), z in zip(labels.items(), logits.T, strict=True)
+    }
+
+
+def names_of_metrics(several: Mapping[str, LabelColumn]) -> list[str]:
+    """The metrics by which early stopping can go, the default first."""
+    if not several:
+        return [*METRICS[:-1]]
+    return [
+        f"{metric}/{name}"
+        for name, column in several.items()
+        for metric in (
+            METRICS[:-1] if column.loss == "binary" else [OF_NUMBERS[column.loss]]
+        )
+    ]
 
 
 def _warn_of_merged(name: str, column: IdColumn, ids: np.ndarray) -> None:
@@ -250,9 +336,28 @@ def check_columns(model: Any, clicks: Clicks) -> None:
             )
 
 
+def check_labels(model: Any, clicks: Clicks) -> None:
+    """Raises ValueError if the labels of the data are not those of the model."""
+    given = tuple(clicks.schema.several)
+    wanted = getattr(model, "labels", given)
+    if tuple(wanted) != given:
+        named = [tuple(each) or "one label" for each in (wanted, given)]
+        raise ValueError(
+            f"the model has {named[0]}, but the data have {named[1]}; read all data with "
+            "one schema, and build the model with it"
+        )
+
+
+def check_same_labels(train: Clicks, other: Clicks) -> None:
+    """Raises ValueError if labels of the two mean something else."""
+    if unweighted(train.schema).several != unweighted(other.schema).several:
+        raise ValueError("the labels differ from those of the training data")
+
+
 def check_same_columns(train: Clicks, validation: Clicks) -> None:
     """Raises ValueError if ids of the two mean something else."""
     check_same_schema(train.schema, validation.schema, "validation")
+    check_same_labels(train, validation)
     for name, known in train.vocabularies.items():
         if not np.array_equal(known, validation.vocabularies[name]):
             raise ValueError(
@@ -265,12 +370,29 @@ def _table(like: str | None) -> str:
     return "a table of its own" if like is None else f"the table of {like!r}"
 
 
-class _Found:
-    """Scores of examples, `[examples]` each; groups only if they were asked for."""
+class _Found(NamedTuple):
+    """Scores of examples, `[examples]` each; groups only if they were asked for.
 
-    def __init__(self, logits, labels, groups, weights):
-        self.logits, self.labels, self.groups = logits, labels, groups
-        self.weights: np.ndarray | None = weights
+    With several labels logits and labels are `[examples, labels]`, and weights may be.
+    """
+
+    logits: np.ndarray
+    labels: np.ndarray
+    groups: np.ndarray | None
+    weights: np.ndarray | None
+
+    def of_label(self, place: int) -> _Found:
+        """Those of the examples that have a label."""
+        there = ~np.isnan(self.labels[:, place])
+        groups, weights = self.groups, self.weights
+        if weights is not None and weights.ndim == 2:
+            weights = weights[:, place]
+        return _Found(
+            self.logits[there, place],
+            self.labels[there, place],
+            None if groups is None else groups[there],
+            None if weights is None else weights[there],
+        )
 
 
 class _Scores:
@@ -305,6 +427,7 @@ class _Scores:
                 f"ScannedClicks; got {type(clicks).__name__}"
             )
         check_columns(self._model, clicks)
+        check_labels(self._model, clicks)
         parts = [clicks] if isinstance(clicks, ClickDataset) else clicks.chunks()
         scored = None
         if self._staged is None:
@@ -312,9 +435,10 @@ class _Scores:
         logits, labels, groups, weights, first = [], [], [], [], 0
         for part in parts:
             found = self._of_part(scored, part)
-            if np.isnan(found).any():
+            wrong = np.isnan(found).reshape(len(found), -1).any(axis=1)
+            if wrong.any():
                 raise FloatingPointError(
-                    f"the model gives NaN for example {first + int(np.isnan(found).argmax()):,}"
+                    f"the model gives NaN for example {first + int(wrong.argmax()):,}"
                     "; its weights are not finite, or an id is outside its table"
                 )
             logits.append(found)
@@ -329,7 +453,8 @@ class _Scores:
                     )
                 groups.append(ids)
             first += part.num_rows
-        empty = [np.empty(0, np.float32)]
+        shape = (0, len(clicks.schema.several)) if clicks.schema.several else 0
+        empty = [np.empty(shape, np.float32)]
         by = None if feature is None else np.concatenate(groups or empty)
         return _Found(
             np.concatenate(logits or empty),
@@ -354,7 +479,8 @@ class _Scores:
                     if self._most == 1:
                         raise
                     self._most = -(-min(self._most, clicks.num_rows) // 2)
-        parts = [np.asarray(x) for x in found] or [np.empty(0, np.float32)]
+        shape = (0, len(clicks.schema.several)) if clicks.schema.several else 0
+        parts = [np.asarray(x) for x in found] or [np.empty(shape, np.float32)]
         return np.concatenate(parts)[: clicks.num_rows]
 
     def _scored_on_host(
@@ -368,7 +494,7 @@ class _Scores:
 
 @functools.partial(Programs, static_argnames="graphdef")
 def _logits(graphdef, state, dense, ids):
-    """`[batch]` logits of a model from `split`."""
+    """`[batch]` logits of a model from `split`, or `[batch, labels]`."""
     with merged(graphdef, state) as model:
         model.eval()
         return replicated(model(dense, ids).astype(jnp.float32))

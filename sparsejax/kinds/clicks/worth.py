@@ -66,7 +66,8 @@ class Comparison:
 def compared(
     model: ClickModel, train: Clicks, validation: Clicks | None
 ) -> Comparison | None:
-    """A model beside simple predictions; None if there are too few examples to say, or weights.
+    """A model beside simple predictions; None if there are too few examples to say, weights, or several
+    labels.
 
     The logistic regression has L2 regularization, and is fitted on at most 40,000 of the
     training examples. Without validation data, the model is measured on others of the
@@ -78,7 +79,8 @@ def compared(
       train: the examples that it was trained on.
       validation: examples that it was not trained on, or None.
     """
-    if train.schema.weight is not None:  # the model's loss is another one
+    # The model's loss is another one.
+    if train.schema.weight is not None or train.schema.several:
         return None
     fitted = _some(train, _FITTED + (_MEASURED if validation is None else 0), seed=0)
     if validation is None:
@@ -124,6 +126,16 @@ def warning_of_columns(clicks: Clicks) -> str | None:
     clicks of its other examples: of two thirds of at most 60,000 examples, and the AUC is that
     of the other third. So an id of one example alone tells nothing.
     """
+    if several := clicks.schema.several:
+        if not isinstance(clicks, ClickDataset):
+            clicks = next(clicks.chunks())
+        found = [
+            warning_of_columns(clicks.of_label(name))
+            for name, column in several.items()
+            if column.loss == "binary"
+        ]
+        said = [f"label {n!r}: {t}" for n, t in zip(several, found, strict=False) if t]
+        return "; ".join(said) or None
     some = _some(clicks, _FITTED + _MEASURED, seed=0)
     third = some.num_rows // 3
     measured, fitted = some.rows(slice(third)), some.rows(slice(third, None))
