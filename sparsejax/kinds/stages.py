@@ -150,7 +150,9 @@ class Stages(nnx.Module):
             candidates=self._ids(of_items, of_requests, len(at)),
         )
         self.second.eval()
-        return self.second(dense, batch).reshape(ids.shape)
+        logits = self.second(dense, batch)
+        # The first one of several labels ranks.
+        return (logits if logits.ndim == 1 else logits[:, 0]).reshape(ids.shape)
 
     def _ids(self, given, others, rows: int) -> dict[str, Ids]:
         """Ids of the features that are given, and none of the others."""

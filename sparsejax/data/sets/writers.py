@@ -187,7 +187,7 @@ def save_numbers(
             )
         case ".npy" if path.endswith(".npy"):
             with whole_file(path) as file:
-                np.save(file, *columns.values())
+                np.save(file, next(iter(columns.values())))
         case ".parquet" if path.endswith(".parquet"):
             table = pa.table({n: arrow.from_numbers(x) for n, x in columns.items()})
             parquet.write_whole(path, table, group_rows=_GROUP_ROWS)

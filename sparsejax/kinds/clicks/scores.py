@@ -382,7 +382,7 @@ class _Found(NamedTuple):
     weights: np.ndarray | None
 
     def of_label(self, place: int) -> _Found:
-        """Those of the examples that have a label."""
+        """Figures of the examples that have a label."""
         there = ~np.isnan(self.labels[:, place])
         groups, weights = self.groups, self.weights
         if weights is not None and weights.ndim == 2:
