@@ -137,9 +137,10 @@ class Clicks:
         """The predictions of scores `[n]`, or of each label from `[n, labels]`."""
         if not self.labels:
             return scipy.special.expit(scores)
+        by_label = np.ascontiguousarray(scores.T)
         return {
             name: scipy.special.expit(z) if column.is_probability else z
-            for (name, column), z in zip(self.labels.items(), scores.T, strict=True)
+            for (name, column), z in zip(self.labels.items(), by_label, strict=True)
         }
 
     def predict_records(self, records: Any) -> Any:

@@ -17,6 +17,7 @@ LABELS = {
 SCHEMA = sj.ClickSchema(
     labels=LABELS, ids={"item": sj.data.VocabularyColumn()}, weight="w"
 )
+OTHER: list = ["other"]
 ROWS = [
     {"click": 1, "buy": 1, "price": 2.5, "item": "tea", "w": 2, "v": 3},
     {"click": 0, "buy": 0, "price": None, "item": "cup", "w": 1, "v": 1},
@@ -114,7 +115,7 @@ def test_wrong_lines(tmp_path, change, message):
         (lambda ids: Label("quantile", quantile=1.0), "between 0 and 1"),
         (lambda ids: Label("squared", after="a"), "is for loss"),
         (lambda ids: Label(weight=-1.0), "0 or more"),
-        (lambda ids: Label(loss="other"), "loss is one of"),
+        (lambda ids: Label(*OTHER), "loss is one of"),
     ],
 )
 def test_wrong_schemas(make, message):
