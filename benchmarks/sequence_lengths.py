@@ -7,11 +7,13 @@ A part is a model, a form and a length; each is a process. They compile at the s
 measure one after the other. In the form "fit" it is `fit` that trains, with bfloat16; the
 others are loops of one's own. "plain" is the loop that the documentation shows, with bfloat16;
 "bfloat16" and "float32" tell the loss how many targets there are, by `max_targets`. A part that
-is named alone says how long its first step takes.
+is named alone says how long its first step takes. The parts "events" time steps with columns of
+events and of users beside those of ids alone, in turns: 65,536 tokens, up to 200 in a history.
 """
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +28,8 @@ SHAPES = {50: 1024, 200: 256, 512: 128, 1024: 64, 4096: 16, 16384: 1}
 ITEMS, WIDTH, HEADS, BLOCKS, NEGATIVES = 200_000, 256, 4, 2, 1024
 _DROPOUT, _TEMPERATURE, _STEPS = 0.4, 0.1, 50
 _FORMS = "plain", "bfloat16", "fit", "float32", "torch", "recommend"
+# Of the parts "events": tokens, ids of each column, and rounds.
+_TOKENS, _CATEGORIES, _ROUNDS = 2**16, (1000, 100, 24), 5
 # Of `fit`: batches of an epoch, and epochs.
 _BATCHES, _EPOCHS = 32, 4
 
@@ -36,7 +40,10 @@ def _measure(part: str) -> Iterator[dict]:
     batch = SHAPES[length]
     items, times = histories(length, batch * (_BATCHES if form == "fit" else 1), ITEMS)
     targets = int((items[:, 1:] >= 0).sum())
-    if form == "fit":
+    if form == "events":
+        batch, targets = _TOKENS // 128, _TOKENS
+        found = _events(model)
+    elif form == "fit":
         targets = round(targets / _BATCHES)
         found = _fit(model, items, times, batch)
     elif form == "recommend":
@@ -57,7 +64,7 @@ def _measure(part: str) -> Iterator[dict]:
     }
 
 
-def _model(model: str, dtype: str, length: int):
+def _model(model: str, dtype: str, length: int, events=None):
     from flax import nnx
 
     import sparsejax as sj
@@ -72,42 +79,89 @@ def _model(model: str, dtype: str, length: int):
         heads=HEADS,
         blocks=BLOCKS,
     )
-    return sj.sequence.build_sequence_model(config, items=ITEMS, rngs=nnx.Rngs(0))
+    sizes = {"items": ITEMS, "events": events}
+    return sj.sequence.build_sequence_model(config, **sizes, rngs=nnx.Rngs(0))
 
 
 def _steps(model: str, form: str, items, times, targets: int) -> dict:
     """Times of a training step; those of kernels but for the form "plain"."""
     import jax.numpy as jnp
 
-    import sparsejax as sj
-
     plain = form == "plain"
     made = _model(model, "bfloat16" if plain else form, items.shape[1] - 1)
-    made.train()
-    optimizer = sj.Optimizer(made, sj.optimizers.adam(1e-3))
     given = jnp.asarray(items), jnp.asarray(times) if model == "hstu" else None
     named = {} if plain else {"max_targets": -(-targets // 1024) * 1024}
+    step = _step(made, *given, named)
+    found = _timed(step) | _peak()
+    if plain:
+        # The profiler would have the program compiled anew, without graphs.
+        return found
+    kernels = time_kernels(lambda i: step().block_until_ready(), 3)
+    return found | {
+        "kernel": round(sum(kernels.values()), 1),
+        "kernels": largest(kernels, 10),
+    }
+
+
+def _step(made, items, times, named: dict, columns: dict | None = None) -> Callable:
+    """A training step of a model that is ready to be called."""
+    import sparsejax as sj
+
+    made.train()
+    optimizer = sj.Optimizer(made, sj.optimizers.adam(1e-3))
 
     @sj.jit
-    def step(model, optimizer, items, times):
+    def step(model, optimizer, items, times, columns):
         def loss_of(model):
-            return model.loss(items, times, **named)
+            return model.loss(items, times, **columns, **named)
 
         loss, gradients = optimizer.value_and_grad(loss_of)(model)
         optimizer.update(model, gradients)
         return loss
 
-    found = _timed(lambda: step(made, optimizer, *given)) | _peak()
-    if plain:
-        # The profiler would have the program compiled anew, without graphs.
-        return found
-    kernels = time_kernels(
-        lambda i: step(made, optimizer, *given).block_until_ready(), 3
-    )
-    return found | {
-        "kernel": round(sum(kernels.values()), 1),
-        "kernels": largest(kernels, 10),
+    more = {} if columns is None else {"events": columns}
+    return functools.partial(step, made, optimizer, items, times, more)
+
+
+def _events(model: str) -> dict:
+    """Times of steps by what they read beside ids, in turns."""
+    import jax.numpy as jnp
+
+    from sparsejax.sequence.events import Categories, EventSizes
+
+    ids = tuple(Categories(f"c{n}", f"c{n}", n, None) for n in _CATEGORIES)
+    users = EventSizes((), (Categories("plan", "plan", 100, None),))
+    forms = {
+        "ids": None,
+        "columns": EventSizes((), ids),
+        "users": EventSizes((), ids, users=users),
+        "context": EventSizes((), ids, (ids[-1].name,), users),
     }
+    rng = np.random.default_rng(0)
+    apart = rng.integers(-72, 73, _TOKENS // 256)
+    inside = np.arange(201) < 129 + np.append(apart, -apart)[:, None]
+    items = jnp.asarray(np.where(inside, rng.integers(0, ITEMS, inside.shape), -1))
+    times = np.where(inside, np.cumsum(rng.exponential(3e4, inside.shape), 1), 0)
+    given = items, jnp.asarray(times, jnp.float32) if model == "hstu" else None
+    every = {each.name: rng.integers(0, each.size, inside.shape) for each in ids}
+    every["users/plan"] = rng.integers(0, 100, len(inside))
+    steps = {}
+    for form, sizes in forms.items():
+        made, own = _model(model, "bfloat16", 200, sizes), None
+        if sizes is not None:
+            names = [*sizes.shapes, *sizes.user_shapes]
+            own = {name: jnp.asarray(every[name]) for name in names}
+        # The first item of each history is a target behind its user's place.
+        targets = _TOKENS + len(inside) * ("users/plan" in (own or ()))
+        steps[form] = _step(made, *given, {"max_targets": targets}, own)
+    rounds = [{f: _timed(step) for f, step in steps.items()} for _ in range(_ROUNDS)]
+    found = {}
+    for form, step in steps.items():
+        found[form] = statistics.median(each[form]["call"] for each in rounds)
+        kernels = time_kernels(lambda i, step=step: step().block_until_ready(), 3)
+        found[f"{form}, kernels"] = round(sum(kernels.values()), 1)
+    ratios = {f: round(found[f] / found["ids"], 3) for f in forms}
+    return {"call": found["ids"], "calls": found, "ratios": ratios}
 
 
 def _timed(step: Callable) -> dict:
@@ -233,4 +287,5 @@ if __name__ == "__main__":
         # Padded scores of 4,096 places squared are too many for torch.
         if length <= {"torch": 1024, "fit": 4096}.get(form, length)
     }
+    parts |= {f"{model}-events-200": {} for model in ("hstu", "sasrec")}
     command(__doc__, __file__, parts, _measure, together=True)
