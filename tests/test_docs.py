@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import public_api
+import pyarrow.csv
 import pytest
 import scipy.sparse
 from flax import nnx
@@ -457,6 +458,49 @@ def test_the_names_for_users_of_other_libraries(capsys):
         "combine=1",
     ):
         assert unknown_names(span, known), span
+
+
+def test_the_lines_for_users_of_other_libraries_run(tmp_path, monkeypatch):
+    """The calls in the last column, one after the other, of models of items and histories."""
+    monkeypatch.chdir(tmp_path)
+    rng, items = np.random.default_rng(0), ["tea", "milk", "rye", "nuts", "figs", "oil"]
+    lines = [
+        f"user{user},{item},2024-03-{day:02}"
+        for user in range(24)
+        for day, item in enumerate(rng.choice(items, 4, replace=False), user + 1)
+    ]
+    pathlib.Path("purchases.csv").write_text("user,item,date\n" + "\n".join(lines))
+    kinds = "\n".join(
+        f"{item},{'drink' if len(item) < 4 else 'food'}" for item in items
+    )
+    pathlib.Path("products.csv").write_text("item,kind\n" + kinds)
+    small, fit = sj.SASRecConfig(max_length=4, width=8, blocks=1), sj.fit
+    monkeypatch.setattr(sj, "fit", lambda *a, **k: fit(*a, **(k | {"num_epochs": 1})))
+    for section in (DOCS / "coming_from.md").read_text().split("\n## ")[1:]:
+        title = section.splitlines()[0]
+        if title not in ("implicit", "LightFM", "RecBole", "RecTools", "Keras-RS"):
+            continue
+        data = sj.read("purchases.csv")
+        train, heldout = data.split(0.8, seed=0)
+        model, optimizer = sj.build(sj.NetworkConfig.autoencoder((4,)), data)
+        given = {"sj": sj, "data": data, "train": train, "heldout": heldout}
+        given |= {"model": model, "optimizer": optimizer, "name": "tea", "path": "one"}
+        given |= {"config": sj.NetworkConfig.autoencoder((4,)), "time": "2024-03-15"}
+        given |= {
+            "x": sj.CSR.from_scipy(data.to_scipy()[:2]),
+            "ids": np.tile(np.arange(4), (2, 1)),
+        }
+        if title == "RecBole":
+            given["ids"] = sj.data.random_candidates(train, heldout, count=2)
+        if title == "RecTools":
+            given |= {"table": pyarrow.csv.read_csv("purchases.csv")}
+            given |= {"path": "purchases.csv", "config": small}
+        for line in section.splitlines():
+            last = line.strip("|").rpartition("|")[2] if line.startswith("|") else ""
+            for code in re.findall(r"`([^`]+)`", last):
+                if "(" in code and "..." not in code:
+                    code = code.replace("sj.SASRecConfig()", "config")
+                    exec(compile(code, f"coming_from.md: {title}", "exec"), given)  # noqa: S102
 
 
 def test_large_models(capsys):
