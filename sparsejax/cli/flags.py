@@ -193,7 +193,7 @@ class Tune(
 
     data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
     run: pathlib.Path = option(pathlib.Path("tuned"), _FOLDER)
-    trials: int = 50
+    trials: int = option(50, least=1)
     limit: str | None = option(
         None, Flag(name="time", value="TIME", default="no limit")
     )

@@ -109,8 +109,6 @@ def tune(command: flags.Tune) -> None:
     optuna = _optuna()
     seconds = math.inf if command.limit is None else _seconds(command.limit)
     deadline = time.monotonic() + seconds
-    if command.trials < 1:
-        raise ValueError(f"trials={command.trials} must be at least 1")
     kind, rate = kind_for(command.model), command.learning_rate
     command.check_kind(kind.name)
     if command.validation is None:

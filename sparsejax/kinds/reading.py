@@ -117,8 +117,6 @@ def read_histories(
       features: the items, as names; or data that has them, and perhaps columns of events.
       events: the columns of events, unless `features` has them.
     """
-    if reading.value is not None:
-        raise ValueError("value=...: histories have no values; leave it out")
     if events is None:
         events = getattr(features, "events", None)
     if isinstance(source, SequenceDataset):

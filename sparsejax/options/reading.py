@@ -40,7 +40,7 @@ FORMATS = Flag(
 COLUMN = Flag(type=Column, value="COLUMN", default="")
 
 
-class Columns(Options):
+class Named(Options):
     """The columns of a table. By default their names say what they hold.
 
     Attributes:
@@ -48,9 +48,6 @@ class Columns(Options):
       item: Column of items, or of lists of items.
       value: Column of values, or of lists of values.
       time: Column of times, or of lists of times. None leaves the times out.
-      delimiter: Separator of the columns of a CSV file: one or two characters.
-      separator: Separator of the items in a cell, if cells hold lists: ' ' or '|'.
-      time_format: Format of times in the notation of strptime: '%d.%m.%Y %H:%M'.
       indicator: Ignore the values: every entry counts 1.
       skip_bad_lines: Leave out lines that cannot be read, of clicks too. A warning counts them
         and says which they are. More than one in a hundred is an error.
@@ -60,7 +57,7 @@ class Columns(Options):
 
     user: Column = option(None, COLUMN, kinds=RANKING)
     item: Column = option(None, COLUMN, kinds=RANKING)
-    value: Column = option(None, COLUMN, kinds=RANKING)
+    value: Column = option(None, COLUMN, kinds=("items",))
     time: TimeColumn = option(
         BY_NAME,
         COLUMN,
@@ -71,6 +68,21 @@ class Columns(Options):
         ),
         kinds=RANKING,
     )
+    indicator: bool = option(False, Flag(name="no-value", gives=True), kinds=("items",))
+    skip_bad_lines: bool = option(False, Flag(gives=True))
+
+
+class Columns(Named):
+    """The columns of a table, and the text between and in them.
+
+    Attributes:
+      delimiter: Separator of the columns of a CSV file: one or two characters.
+      separator: Separator of the items in a cell, if cells hold lists: ' ' or '|'.
+      time_format: Format of times in the notation of strptime: '%d.%m.%Y %H:%M'.
+    """
+
+    heading = "columns"
+
     delimiter: str | None = option(
         None, Flag(value="TEXT", default="from the content"), kinds=RANKING
     )
@@ -78,8 +90,6 @@ class Columns(Options):
     time_format: str | None = option(
         None, Flag(value="FORMAT", default="ISO 8601"), kinds=RANKING
     )
-    indicator: bool = option(False, Flag(name="no-value", gives=True), kinds=RANKING)
-    skip_bad_lines: bool = option(False, Flag(gives=True))
 
 
 class Reading(Columns):
@@ -92,13 +102,10 @@ class Reading(Columns):
     format: Format | None = option(None, FORMATS, kinds=RANKING)
 
 
-class Prepare(Reading, kw_only=False):
-    """A call of `prepare`.
+class Preparing(Named):
+    """How events become a data set, in `prepare` here and on Spark.
 
     Attributes:
-      events: Files, or a table in memory; see `read`. Tables may have a list of items on
-        each row.
-      out: The folder to make, or an address in a store.
       time: Column with the times. It is read only if `split_time`, `split_last` or
         `duplicates="last"` needs it.
       duplicates: The value of an entry that has several events: their sum ("add"), the
@@ -123,14 +130,10 @@ class Prepare(Reading, kw_only=False):
       skip_bad_lines: Leave out lines that cannot be read, of which at most one in a hundred may
         be bad; and of tables events without a user or an item, with a value that is not finite
         as float32, or without a time where it is needed. The manifest has their number.
-      memory: Memory that the engine may use, like "4GB"; by default 80 % of all.
     """
 
     only_with: ClassVar = {"repeats": ("split_time",), "seed": ("split_fraction",)}
 
-    events: Any
-    out: str | os.PathLike[str]
-    _: dataclasses.KW_ONLY
     time: Column = option(None, COLUMN)
     duplicates: Literal["add", "last", "max"] = "add"
     min_user: int = option(1, least=1)
@@ -149,4 +152,32 @@ class Prepare(Reading, kw_only=False):
         None, Flag(value="FLOAT", default=""), above=0, below=1
     )
     seed: int = option(0, least=0, below=2**32)
+
+
+class Prepare(Preparing, Reading, kw_only=False):
+    """A call of `prepare`.
+
+    Attributes:
+      events: Files, or a table in memory; see `read`. Tables may have a list of items on
+        each row.
+      out: The folder to make, or an address in a store.
+      memory: Memory that the engine may use, like "4GB"; by default 80 % of all.
+    """
+
+    events: Any
+    out: str | os.PathLike[str]
+    _: dataclasses.KW_ONLY
     memory: str | None = option(None, Flag(value="SIZE", default="80 % of all"))
+
+
+class PrepareFrame(Preparing, kw_only=False):
+    """A call of `spark.prepare`.
+
+    Attributes:
+      frame: Any data frame, also of Spark Connect. It may have a list of items on each row.
+      out: The folder to make: an address in a store, or a folder that all machines share.
+      skip_bad_lines: Leave out events that are wrong. The manifest has their number.
+    """
+
+    frame: Any
+    out: str | os.PathLike[str]

@@ -54,13 +54,48 @@ class Stepping(Options):
     )
 
 
-class Repeated(Options):
+class Seeded(Options):
+    """A training that begins from a seed.
+
+    Attributes:
+      seed: Seed of the initial weights, the order of rows, corruption and dropout.
+    """
+
+    seed: int = option(0, least=0, below=2**32)
+
+
+class Exact(Seeded):
+    """A training whose bits can be repeated.
+
+    Attributes:
+      deterministic: Give the same bits in every process on the same kind of GPU. It can
+        make steps slower. A resume must keep it.
+    """
+
+    deterministic: bool = option(False, Flag(gives=True))
+
+
+class Saved(Options):
+    """A training that is saved and reported on from time to time.
+
+    Attributes:
+      checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
+      resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
+        settings must be those the run was begun with; only num_epochs=... may be higher.
+      log: Function that is called with the step and the metrics after each epoch, see `fit`.
+    """
+
+    checkpoint_seconds: float = option(30.0, least=0.0)
+    resume: bool = option(False, Flag(gives=True))
+    log: Callable[[int, Mapping[str, float]], None] | None = option(None, shell=False)
+
+
+class Repeated(Seeded):
     """The options of `train` and `tune` that a run folder records, see `Recorded`.
 
     Attributes:
       k: Cut-off of the validation metrics: the number of recommendations that count.
       patience: Stop when the validation's ndcg@k, or AUC, has not risen for this many epochs.
-      seed: Seed of the initial weights, the order of rows, corruption and dropout.
       targets: Kinds of events that the model learns to predict, and is measured on. It reads
         events of all kinds. A run that goes on from another one has its targets and weights,
         unless others are given.
@@ -71,7 +106,6 @@ class Repeated(Options):
     patience: int | None = option(
         None, Flag(value="INT", default="train all epochs"), least=1
     )
-    seed: int = option(0, least=0, below=2**32)
     targets: str | Sequence[str] | None = option(
         None,
         Flag(type=tuple[str, ...] | None, value="KIND", default="all kinds"),
@@ -95,15 +129,8 @@ class Repeated(Options):
             object.__setattr__(self, "targets", tuple(kinds))
 
 
-class Recorded(Repeated):
-    """The options of `train` that a run folder records. A resume must keep them.
-
-    Attributes:
-      deterministic: Give the same bits in every process on the same kind of GPU. It can
-        make steps slower. A resume must keep it.
-    """
-
-    deterministic: bool = option(False, Flag(gives=True))
+class Recorded(Repeated, Exact):
+    """The options of `train` that a run folder records. A resume must keep them."""
 
 
 class Watching(Repeated):
@@ -151,7 +178,7 @@ class Content(Options):
     item_features: Any = option(None, _FILE, kinds=RANKING)
 
 
-class TrainMore(Stepping, Watching, Content, Recorded, Reading, kw_only=False):
+class TrainMore(Stepping, Watching, Content, Recorded, Saved, Reading, kw_only=False):
     """The training of a model that is there.
 
     Attributes:
@@ -183,10 +210,6 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading, kw_only=False):
       export_seconds: Seconds between two exports of changes.
       fused: Apply the gradient of the last layer's kernel where it is computed, which
         saves an array of the kernel's size. Not with a tied kernel.
-      checkpoint_seconds: Seconds between checkpoints; 0 saves as often as possible.
-      resume: Continue from the last checkpoint of the run, or begin if it has no checkpoint. The
-        settings must be those the run was begun with; only num_epochs=... may be higher.
-      log: Function that is called with the step and the metrics after each epoch, see `fit`.
     """
 
     only_with: ClassVar = {
@@ -231,9 +254,6 @@ class TrainMore(Stepping, Watching, Content, Recorded, Reading, kw_only=False):
         None, Flag(value="FLOAT", default="60"), kinds=("clicks",), least=0.0
     )
     fused: bool = option(False, Flag(gives=True), kinds=RANKING)
-    checkpoint_seconds: float = option(30.0, least=0.0)
-    resume: bool = option(False, Flag(gives=True))
-    log: Callable[[int, Mapping[str, float]], None] | None = option(None, shell=False)
 
 
 class Train(TrainMore, kw_only=False):
@@ -295,7 +315,7 @@ class Load(Reading, kw_only=False):
     directory: str | os.PathLike[str] = option(dataclasses.MISSING, shell=False)
 
 
-class Looping(Options):
+class Looping(Exact, Saved):
     """How `fit` goes over the examples of every kind.
 
     Attributes:
@@ -329,14 +349,9 @@ class Looping(Options):
 
     batch_size: int | None = option(None, least=1)
     num_epochs: int | None = option(None, least=1)
-    seed: int = option(0, least=0, below=2**32)
     shuffle: bool = True
     early_stopping: EarlyStopping | None = None
-    checkpoint_seconds: float = option(30.0, least=0.0)
-    resume: bool = False
     fused: bool = False
-    deterministic: bool = False
-    log: Callable[[int, Mapping[str, float]], None] | None = None
     after_epoch: Callable[[int], None] | None = None
 
 
@@ -380,7 +395,11 @@ class Fit(Looping, kw_only=False):
       checkpoint_dir: Folder to save checkpoints in. Only one training at a time can use it.
     """
 
-    only_with: ClassVar = {"early_stopping": ("validation",), "k": ("validation",)}
+    only_with: ClassVar = {
+        "early_stopping": ("validation",),
+        "k": ("validation",),
+        "checkpoint_seconds": ("checkpoint_dir",),
+    }
 
     model: Fittable | HistoryModel | ClickModel
     optimizer: Optimizer

@@ -133,6 +133,7 @@ class Run:
           ValueError: this is not a run folder, or it is damaged.
         """
         folder = Folder.of(pathlib.Path(asked.directory))
+        asked.check_kind(folder.settings.kind.name)
         return cls(_Kept(folder), asked.as_type(Reading))
 
     def save(self, directory: _Path) -> None:

@@ -10,15 +10,14 @@ import math
 import os
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.files import arrow
-from sparsejax.data.files.columns import Column
 from sparsejax.data.files.names import Names, as_names, to_arrow
-from sparsejax.data.files.opening import DataError, Path, is_address, shown
+from sparsejax.data.files.opening import DataError, is_address, shown
 from sparsejax.data.files.parquet import MANIFEST
 from sparsejax.data.files.spelling import has_only_digits
 from sparsejax.data.files.stores import Place
@@ -44,9 +43,9 @@ from sparsejax.data.prepared.preparation import (
     warn_of_merged,
     with_left_out,
 )
-from sparsejax.data.sets import split
-from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.vocabulary import hand_starts
+from sparsejax.options.option import verb
+from sparsejax.options.reading import PrepareFrame
 from sparsejax.spark.events import (
     PATH,
     FrameEvents,
@@ -65,26 +64,8 @@ _BROADCAST_ITEMS = 2**20  # up to here all workers get the codes of all items
 _INDEX_BITS = 33  # of `monotonically_increasing_id`: the place in a partition
 
 
-def prepare(
-    frame: Any,
-    out: Path,
-    *,
-    user: Column = None,
-    item: Column = None,
-    value: Column = None,
-    time: Column = None,
-    duplicates: Literal["add", "last", "max"] = "add",
-    min_user: int = 1,
-    min_item: int = 1,
-    features: Features = None,
-    indicator: bool = False,
-    split_time: split.Time | None = None,
-    repeats: split.Repeats | None = None,
-    split_last: int | None = None,
-    split_fraction: float | None = None,
-    seed: int = 0,
-    skip_bad_lines: bool = False,
-) -> Manifest:
+@verb(PrepareFrame)
+def prepare(asked: PrepareFrame) -> Manifest:
     """Turns events in a data frame of Spark into a data set in a folder.
 
     ::
@@ -105,29 +86,6 @@ def prepare(
     that Spark computes it. Write it to a table first, or set `spark.checkpoint.dir`: then
     its entries are written there once.
 
-    Args:
-      frame: any data frame, also of Spark Connect. It may have a list of items on each row.
-      out: the folder to make: an address in a store, or a folder that all machines share.
-      user: the column with the users, by name or number; by default its name is known.
-      item: the column with the items.
-      value: the column with the values.
-      time: the column with the times. It is read only if `split_time`, `split_last` or
-        `duplicates="last"` needs it.
-      duplicates: value of an entry that has several events: their sum ("add"), the
-        value of the latest ("last"), or the largest ("max"). This and all arguments
-        below are as in `sparsejax.prepare`.
-      min_user: leave out users with fewer entries.
-      min_item: leave out items with fewer users.
-      features: vocabulary to prepare against: names or a data set.
-      indicator: ignore values.
-      split_time: hold out events at or after this time.
-      repeats: with `split_time`, whether entries with events on both sides are held out,
-        too.
-      split_last: number of last entries of each row to hold out.
-      split_fraction: the share of the entries that stays in train.
-      seed: seed of the random choice by `split_fraction`.
-      skip_bad_lines: leave out events that are wrong. The manifest has their number.
-
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
         has one. Or the frame reads the files of a Delta or another table without its log,
@@ -145,39 +103,24 @@ def prepare(
         raise ImportError(
             "preparing data on Spark needs pyspark: pip install 'sparsejax[spark]'"
         ) from None
-    asked = Asked(
-        user=user,
-        item=item,
-        value=value,
-        time=time,
-        duplicates=duplicates,
-        min_user=min_user,
-        min_item=min_item,
-        features=features,
-        indicator=indicator,
-        split_time=split_time,
-        repeats=repeats,
-        split_last=split_last,
-        split_fraction=split_fraction,
-        seed=seed,
-        skip_bad_lines=skip_bad_lines,
-    )
+    settings, frame, out = Asked(asked), asked.frame, asked.out
     address = os.fspath(out) if is_address(out) else os.path.abspath(out)
     before = None  # a folder without a manifest is unfinished
     if Place.of(address).below(MANIFEST).size() is not None:
-        before = prepared_before(address, asked.settings)
+        before = prepared_before(address, settings.settings)
     check_workers(frame.sparkSession)
     with contextlib.ExitStack() as kept, clear_errors("preparing the frame"):
         check_files(frame)
         events = frame_events(
             frame,
-            asked.chosen,
-            indicator=indicator,
-            with_time=asked.with_time,
+            settings.chosen,
+            indicator=asked.indicator,
+            with_time=settings.with_time,
         )
-        session = frame.sparkSession
-        preparation = _Preparation(session, events, asked.cut, asked.settings, kept)
-        return preparation.run(address, asked.known, before)
+        preparation = _Preparation(
+            frame.sparkSession, events, settings.cut, settings.settings, kept
+        )
+        return preparation.run(address, settings.known, before)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -249,7 +249,7 @@ def test_wrong_arguments(folder, capsys):
     config = str(folder / "gru.json")
     text = error(*argv, "--model", "sasrec", "--config", config)
     assert "--model sasrec: " in text and "gru.json describes gru" in text
-    assert "histories have no values" in error(*argv, "--model", "gru", "--value", "x")
+    assert "--no-value is of no use for" in error(*argv, "--model", "gru", "--no-value")
     files = [
         str(folder / "splits" / f"{name}.parquet") for name in ("train", "heldout")
     ]

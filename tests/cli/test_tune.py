@@ -261,7 +261,7 @@ def test_it_ends_when_the_time_is_over(argv, curves, capsys):
 def test_what_is_refused(argv, tmp_path, monkeypatch, capsys):
     for more, message in [
         (["--time", "soon"], "--time soon: expected a time such as 90s"),
-        (["--trials", "0"], "--trials 0 must be at least 1"),
+        (["--trials", "0"], "--trials must be at least 1, got 0"),
         (["--run", "."], ".: does not hold a tuning, but data.txt"),
         (["--validation", "1.5"], "a share must be between 0 and 1"),
     ]:

@@ -382,6 +382,8 @@ def test_refusals(tmp_path):
         fit(model, optimizer, train, seed=1, resume=True, **options)
     with pytest.raises(ValueError, match="cannot resume with other data"):
         fit(model, optimizer, checkerboard(22, 8)[0], resume=True, **options)
+    with pytest.raises(ValueError, match="checkpoint_seconds needs checkpoint_dir"):
+        fit(model, optimizer, train, checkpoint_seconds=30.0)
     with pytest.raises(ValueError, match="resume=True needs checkpoint_dir"):
         fit(model, optimizer, train, resume=True)
     with pytest.raises(ValueError, match=r"seed must be below 4,294,967,296"):

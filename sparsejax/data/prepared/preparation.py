@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 import glob
 import hashlib
 import json
@@ -20,7 +19,7 @@ import pyarrow as pa
 from sparsejax import codec, processors
 from sparsejax.data.events.stream import Events, events_of
 from sparsejax.data.files import arrow
-from sparsejax.data.files.columns import BY_NAME, Chosen, Column
+from sparsejax.data.files.columns import BY_NAME, Chosen
 from sparsejax.data.files.entries import Entries
 from sparsejax.data.files.names import (
     Names,
@@ -49,10 +48,9 @@ from sparsejax.data.prepared.folder_files import (
     write_rows,
 )
 from sparsejax.data.sets import split
-from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.options.option import verb
-from sparsejax.options.reading import Prepare
+from sparsejax.options.reading import Prepare, Preparing
 from sparsejax.whole_files import temporary_folder, whole_folder
 
 _BATCH = 2**18  # sorted entries that come from the engine at a time
@@ -81,19 +79,18 @@ class Cut:
     fraction: float | None = None
     seed: int = 0
 
-    def check(self) -> None:
-        """Raises ValueError for wrong values, or for several splits."""
-        given = [
-            f"split_{name}"
-            for name in ("time", "last", "fraction")
-            if getattr(self, name) is not None
-        ]
+    @classmethod
+    def of(cls, asked: Preparing) -> Cut:
+        """The split that the options of `prepare` ask for; ValueError for several."""
+        names = "split_time", "split_last", "split_fraction"
+        given = [name for name in names if getattr(asked, name) is not None]
         if len(given) > 1:
             raise ValueError(f"there is one split, but {' and '.join(given)} are given")
-        if self.last is not None and self.last < 1:
-            raise ValueError(f"split_last must be 1 or more, got {self.last}")
-        if self.fraction is not None:
-            split.check_fraction(self.fraction)
+        time, last, fraction = (getattr(asked, name) for name in names)
+        repeats = asked.repeats or "new"
+        return cls(
+            time=time, repeats=repeats, last=last, fraction=fraction, seed=asked.seed
+        )
 
     def __bool__(self) -> bool:
         return not self.time is self.last is self.fraction is None
@@ -152,91 +149,40 @@ class Cut:
         return split.heldout_by_hash(indptr, at, users, keys, self.fraction)
 
 
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Asked:
-    """The arguments of `prepare` about the events, here and on Spark, checked.
+    """The options of `prepare` about the events, here and on Spark, as they are used.
 
-    Raises:
-      ValueError: one is wrong, or they name several splits.
+    Attributes:
+      cut: the split.
+      known: the given vocabulary.
+      chosen: the columns.
+      with_time: whether events must have times.
+      settings: the settings as the manifest has them.
     """
 
-    user: Column
-    item: Column
-    value: Column
-    time: Column
-    duplicates: str
-    min_user: int
-    min_item: int
-    features: Features
-    indicator: bool
-    split_time: split.Time | None
-    repeats: split.Repeats | None
-    split_last: int | None
-    split_fraction: float | None
-    seed: int
-    skip_bad_lines: bool
-
-    def __post_init__(self) -> None:
-        if self.repeats is not None:
-            split.check_repeats(self.repeats)
-            if self.split_time is None:
-                raise ValueError(
-                    f"repeats={self.repeats!r} goes with split_time=..., which is not given"
-                )
-        self.cut.check()
-        if self.duplicates not in ("add", "last", "max"):
-            raise ValueError(
-                f'duplicates is "add", "last" or "max", got {self.duplicates!r}'
-            )
-        for name in ("min_user", "min_item"):
-            if (least := getattr(self, name)) < 1:
-                raise ValueError(f"{name} must be 1 or more, got {least}")
-
-    @functools.cached_property
-    def cut(self) -> Cut:
-        """The split."""
-        return Cut(
-            time=self.split_time,
-            repeats=self.repeats or "new",
-            last=self.split_last,
-            fraction=self.split_fraction,
-            seed=self.seed,
-        )
-
-    @functools.cached_property
-    def known(self) -> Names | None:
-        """The given vocabulary."""
-        return None if self.features is None else of_features(self.features)
-
-    @property
-    def chosen(self) -> Chosen:
-        """The columns."""
-        time = BY_NAME if self.time is None else self.time
-        return Chosen(self.user, self.item, self.value, time)
-
-    @property
-    def with_time(self) -> bool:
-        """Whether events must have times."""
-        is_cut = self.cut.time is not None or self.cut.last is not None
-        return is_cut or self.duplicates == "last"
-
-    @functools.cached_property
-    def settings(self) -> dict[str, Any]:
-        """The settings as the manifest has them."""
-        cut, known = self.cut, self.known
-        return {
-            "columns": [self.user, self.item, self.value, self.time],
-            "duplicates": self.duplicates,
-            "min_user": self.min_user,
-            "min_item": self.min_item,
+    def __init__(self, asked: Preparing):
+        asked.check_effect()
+        self.cut = cut = Cut.of(asked)
+        given = asked.features
+        self.known = known = None if given is None else of_features(given)
+        columns = asked.user, asked.item, asked.value
+        time = BY_NAME if asked.time is None else asked.time
+        self.chosen = Chosen(*columns, time)
+        is_cut = cut.time is not None or cut.last is not None
+        self.with_time = is_cut or asked.duplicates == "last"
+        self.settings = {
+            "columns": [*columns, asked.time],
+            "duplicates": asked.duplicates,
+            "min_user": asked.min_user,
+            "min_item": asked.min_item,
             "features": None if known is None else vocabulary_hash(known),
-            "indicator": self.indicator,
+            "indicator": asked.indicator,
             "split_time": None if cut.time is None else str(cut.time),
             "repeats": cut.repeats,
             "split_last": cut.last,
             "split_fraction": cut.fraction,
             "seed": cut.seed,
-            "skip_bad_lines": self.skip_bad_lines,
+            "skip_bad_lines": asked.skip_bad_lines,
         }
 
 
@@ -273,9 +219,7 @@ def prepare(asked: Prepare) -> Manifest:
       OSError: `out` cannot be written.
       ValueError: an argument is wrong.
     """
-    asked.check_effect()
-    known = asked.values_of(Prepare)
-    settings = Asked(**{f.name: known[f.name] for f in dataclasses.fields(Asked)})
+    settings = Asked(asked)
     before = prepared_before(asked.out, settings.settings)
     with _writing(asked.out, before) as folder, _engine(folder, asked.memory) as engine:
         found = events_of(

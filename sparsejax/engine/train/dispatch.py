@@ -53,6 +53,7 @@ from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import row_params
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Looping
 
 # A program is compiled for this many epochs: it has room for the largest of their batches.
 _EPOCHS_OF_A_PROGRAM = 32
@@ -151,7 +152,7 @@ class Epochs:
         seed: int = 0,
         shuffle: bool = True,
     ):
-        check_epochs(batch_size, num_epochs, seed)
+        Looping(batch_size=batch_size, num_epochs=num_epochs, seed=seed)  # checks them
         self.num_epochs, self.num_rows = num_epochs, examples.num_rows
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
         self._parts = axis_sizes()[0] if mesh_is_set() else 1
@@ -735,19 +736,6 @@ def _ordered(
         number = jax.random.fold_in(jax.random.fold_in(key, epoch), VIRTUAL_SHARDS)
         order = evened(order, data.loads(), number, data.num_rows)
     return order, data.needed(order)
-
-
-def check_epochs(batch_size: int, num_epochs: int, seed: int) -> None:
-    """Raises ValueError if a number is out of range."""
-    if batch_size < 1 or num_epochs < 1:
-        raise ValueError(f"{batch_size=} and {num_epochs=} must be positive")
-    check_seed(seed)
-
-
-def check_seed(seed: int) -> None:
-    """Raises ValueError for a seed that JAX would truncate."""
-    if not 0 <= seed < 2**32:
-        raise ValueError(f"{seed=} must be from 0 to 2**32 - 1")
 
 
 def check_modules(model: Any, optimizer: Any) -> None:
