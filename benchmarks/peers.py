@@ -54,6 +54,26 @@ class Clicks(nn.Module):
         return functional.binary_cross_entropy_with_logits(logits, labels)
 
 
+class DIN(nn.Module):
+    """The loss of a DIN, whose history is weighed by the candidate."""
+
+    def __init__(self, dense: int, ids: int, dim: int, attention: tuple, hidden: tuple):
+        super().__init__()
+        self.user, self.item = nn.Embedding(ids, dim), nn.Embedding(ids, dim)
+        self.attention = layers(4 * dim, *attention, 1)
+        self.hidden = layers(dense + 3 * dim, *hidden, 1)
+
+    def forward(self, dense, user, item, had, labels):
+        history = self.item(had.clamp(min=0)) * (had >= 0)[..., None]
+        candidate = self.item(item)
+        both = candidate[:, None].expand_as(history)
+        unit = torch.cat([history, both, history - both, history * both], -1)
+        summed = (self.attention(unit) * history).sum(1)
+        x = torch.cat([dense, self.user(user), candidate, summed], -1)
+        logits = self.hidden(x)[:, 0].float()
+        return functional.binary_cross_entropy_with_logits(logits, labels)
+
+
 class Autoencoder(nn.Module):
     """The loss of a softmax over all items, of which a row has several."""
 

@@ -5,7 +5,9 @@
 
 `clicks` is a DLRM of a shop: 26 tables with 1.2 M ids in all, 16 wide, 13 dense numbers,
 zipf 1.2. `sasrec` and `hstu` have two blocks, 50 places and 512 sampled negatives. `items` is
-an autoencoder over 40,981 items with a softmax over all. All have Adam. *Own* is a loop of
+an autoencoder over 40,981 items with a softmax over all. `din` is a DIN with a million users and
+items, vectors of 16, and layers of 80 and 40 that weigh a history, of whose places a uniform share
+is filled; its width is the number of places. All have Adam. *Own* is a loop of
 one's own under `sj.jit`; *kernels* is its time by CUPTI, *host* the time until a call returns.
 
 Each side is a process that waits while the other works, so both have the whole machine. Of
@@ -38,6 +40,7 @@ _ROWS += (20, 10, 7, 4, 3)
 _DENSE, _DIM, _LAYERS, _SKEW = 13, 16, (512, 256), 1.2
 _LENGTH, _NEGATIVES, _DROPOUT = 50, 512, 0.4
 _ITEMS, _ENTRIES, _HIDDEN = 40_981, 27, 256
+_IDS, _FACTS = 1_000_000, 4  # of DIN
 _RATE = 1e-3
 
 # Kind, batch, width of a sequence model, dtype.
@@ -57,13 +60,21 @@ _CASES = {
         ("items", 4_096, 0, "bfloat16"),
         ("items", 65_536, 0, "bfloat16"),
     ),
+    "din": (
+        ("din", 4_096, 50, "bfloat16"),
+        ("din", 4_096, 200, "bfloat16"),
+        ("din", 65_536, 50, "bfloat16"),
+        ("din", 65_536, 200, "bfloat16"),
+    ),
     "cpu": (
+        ("din", 512, 50, "float32"),
         ("clicks", 4_096, 0, "float32"),
         ("sasrec", 128, 64, "float32"),
         ("hstu", 128, 64, "float32"),
         ("items", 512, 0, "float32"),
     ),
     "tiny": (
+        ("din", 16, 8, "float32"),
         ("clicks", 64, 0, "float32"),
         ("sasrec", 8, 16, "float32"),
         ("hstu", 8, 16, "float32"),
@@ -239,6 +250,18 @@ def _clicks(batch: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return dense, ids, (rng.random(batch) < 0.2).astype(np.float32)
 
 
+def _examples(batch: int, places: int) -> tuple[np.ndarray, ...]:
+    """Dense columns, users, items, histories and labels."""
+    rng = np.random.default_rng(0)
+    filled = rng.integers(0, places + 1, (batch, 1))
+    had = rng.integers(0, _IDS, (batch, places))
+    had = np.where(np.arange(places) < filled, had, -1)
+    dense = rng.standard_normal((batch, _FACTS)).astype(np.float32)
+    user, item = rng.integers(0, _IDS, (2, batch))
+    click = rng.integers(0, 2, batch).astype(np.float32)
+    return dense, *(a.astype(np.int32) for a in (user, item, had)), click
+
+
 def _rows(batch: int) -> tuple[np.ndarray, np.ndarray]:
     """`indptr` and `indices` of rows with about 27 items."""
     rng = np.random.default_rng(0)
@@ -264,7 +287,22 @@ class _Ours:
 
         self.kind, self.batch = kind, batch
         rngs: Any = nnx.Rngs
-        if kind == "clicks":
+
+        def loss_of(model, dense, ids, labels):
+            logits = model(dense, ids)
+            return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+
+        if kind == "din":
+            weighed = sj.DINConfig(
+                dim=_DIM, length=width, attention=(80, 40), hidden=(64, 32), dtype=dtype
+            )
+            read: Any = {"user": _IDS, "item": _IDS, "had": "item"}
+            self.make = lambda: sj.embeddings.build_click_model(
+                weighed, num_dense=_FACTS, features=read, rngs=rngs(0)
+            )
+            dense, *ids, labels = map(jnp.asarray, _examples(batch, width))
+            given: tuple = dense, dict(zip(read, ids, strict=True)), labels
+        elif kind == "clicks":
             names = [f"C{i}" for i in range(len(_ROWS))]
             features = dict(zip(names, _ROWS, strict=True))
             shape = {"num_dense": _DENSE, "features": features}
@@ -272,11 +310,7 @@ class _Ours:
             self.make = lambda: sj.embeddings.DLRM(clicked, **shape, rngs=rngs(0))  # pyrefly: ignore
             dense, ids, labels = _clicks(batch)
             columns = {n: jnp.asarray(ids[:, i]) for i, n in enumerate(names)}
-            given: tuple = jnp.asarray(dense), columns, jnp.asarray(labels)
-
-            def loss_of(model, dense, ids, labels):
-                logits = model(dense, ids)
-                return optax.sigmoid_binary_cross_entropy(logits, labels).mean()
+            given = jnp.asarray(dense), columns, jnp.asarray(labels)
 
         elif kind == "items":
             hidden = sj.nn.HiddenConfig(name="hidden", size=_HIDDEN, activation="tanh")
@@ -354,6 +388,8 @@ class _Ours:
 
         import sparsejax as sj
 
+        if self.kind == "din":
+            return []
         data, found, on_gpu = self._data(), [], jax.default_backend() == "gpu"
         for rule in (sj.optimizers.adagrad(_RATE), sj.optimizers.adam(_RATE)):
             model = self.make()
@@ -417,7 +453,7 @@ class _Torch:
 
     def __init__(self, kind: str, batch: int, width: int, dtype: str):
         import torch  # pyrefly: ignore[missing-import]
-        from peers import Autoencoder, Clicks, Sequences
+        from peers import DIN, Autoencoder, Clicks, Sequences
 
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if device == "cpu":
@@ -427,10 +463,14 @@ class _Torch:
         place = lambda array: torch.from_numpy(array).to(device)
         long = lambda array: place(array.astype(np.int64))
         self._torch, self._on_gpu, drawn = torch, device == "cuda", tuple
-        if kind == "clicks":
-            make: Callable = lambda: Clicks(_DENSE, _ROWS, _DIM, _LAYERS)
+        if kind == "din":
+            make: Callable = lambda: DIN(_FACTS, _IDS, _DIM, (80, 40), (64, 32))
+            dense, *ids, labels = _examples(batch, width)
+            given: tuple = place(dense), *map(long, ids), place(labels)
+        elif kind == "clicks":
+            make = lambda: Clicks(_DENSE, _ROWS, _DIM, _LAYERS)
             dense, ids, labels = _clicks(batch)
-            given: tuple = place(dense), long(ids), place(labels)
+            given = place(dense), long(ids), place(labels)
         elif kind == "items":
             make = lambda: Autoencoder(_ITEMS, _HIDDEN)
             indptr, indices = _rows(batch)
