@@ -1,7 +1,6 @@
 """What content of items brings to models over all items, and what it costs.
 
     python benchmarks/item_features.py quality --data FILE --attributes FILE   on a GPU
-    python benchmarks/item_features.py cold --data FILE --attributes FILE      on a GPU
     python benchmarks/item_features.py step --content vectors                  on a GPU
     python benchmarks/item_features.py table                                   anywhere
 
@@ -9,9 +8,6 @@ FILE is that of `sequences.py`, and the attributes are a JSON object with a list
 each item; both may be packed (.xz). `quality` predicts the last item of each user, with
 vectors by ids alone and with tags, and measures items by the number of their entries. The
 last but one is for validation, and not trained on.
-`cold` leaves all entries of a tenth of the items out of training, and asks for them: among
-all items, and among these alone. There the model with tags has them in its vocabulary from
-the beginning ("known"), or gets them after training ("later").
 `step` times a training step of SASRec over a million items, and says how much memory the process had at most. With
 `--forms parts stored` first the vectors of the items are made part by part, and then all are stored.
 """
@@ -36,9 +32,9 @@ from sequences import read
 
 import sparsejax as sj
 
-K, COLD_K = 10, 20
+K = 10
 MODELS = ("hstu", "sasrec", "autoencoder")
-# Of `step`, as in `sequence_step.py`.
+# Of `step`.
 WIDTH, BLOCKS, LENGTH, BATCH = 256, 2, 50, 256
 _VECTORS, _TAGS, _KINDS = 768, 20, 100_000
 
@@ -50,7 +46,6 @@ def main() -> None:
     parser.add_argument("--forms", nargs="+", help="of `quality`, or stored, parts")
     parser.add_argument("--seeds", type=int, default=5)
     parser.add_argument("--epochs", type=int, help="by default the recipe's")
-    parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--content", choices=("none", "vectors", "tags"))
     parser.add_argument("--items", type=int, default=1_000_000)
     parser.add_argument("--width", type=int, default=WIDTH)
@@ -58,7 +53,7 @@ def main() -> None:
     training_command(
         parser,
         __file__,
-        {"quality": _quality, "cold": _cold, "step": _step},
+        {"quality": _quality, "step": _step},
         {
             "table": lambda report: print_means(
                 report, "model", "form", "content", "items"
@@ -67,17 +62,6 @@ def main() -> None:
         data="FILE",
         without_data=("step",),
     )
-
-
-def _in_time(arguments: argparse.Namespace, trials: Iterator) -> Iterator:
-    """The trials, as long as there is time for one more like the longest."""
-    begin, longest = time.perf_counter(), 0.0
-    for trial in trials:
-        start = time.perf_counter()
-        if start - begin + longest > arguments.seconds:
-            return
-        yield trial
-        longest = max(longest, time.perf_counter() - start)
 
 
 def _config(name: str, train: sj.SequenceDataset) -> Any:
@@ -116,7 +100,7 @@ def _quality(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
     results: list[dict] = []
     forms = arguments.forms or ("ids", "tags")
     trials = itertools.product(range(arguments.seeds), arguments.models, forms)
-    for seed, name, form in _in_time(arguments, trials):
+    for seed, name, form in trials:
         tagged = form == "tags"
         start = time.perf_counter()
         model = _fitted(
@@ -154,103 +138,6 @@ def _measured(model: Any, parts: tuple) -> dict[str, float]:
         result[f"validation {metric}@{K}"] = round(other[f"{metric}@{K}"], 5)
     kept = (f"recall@{K}", f"ndcg@{K}", f"share@{K}", f"coverage@{K}", "entries[")
     return result | {k: round(v, 5) for k, v in found.items() if k.startswith(kept)}
-
-
-def _cold(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
-    data, features = read(arguments.data), sj.read_item_features(arguments.attributes)
-    results: list[dict] = []
-    names = [name for name in arguments.models if name != "autoencoder"]
-    forms = ("neighbours", "ids", "known", "later")
-    trials = itertools.product(range(arguments.seeds), names, forms)
-    for seed, name, form in _in_time(arguments, trials):
-        start = time.perf_counter()
-        result: dict[str, Any] = {"model": name, "form": form, "seed": seed}
-        result |= _of_cold(data, features, name, form, seed, arguments.epochs, COLD_K)
-        result["seconds"] = round(time.perf_counter() - start, 1)
-        results.append(result)
-        yield {"results": results}, result
-
-
-def _of_cold(
-    data: Any,
-    features: sj.ItemFeatures,
-    name: str,
-    form: str,
-    seed: int,
-    epochs: int | None,
-    k: int,
-) -> dict[str, Any]:
-    """What lists of `k` hold of a tenth of the items, of which no entry is trained on."""
-    train, heldout = data.split_items(0.9, seed=seed)
-    counts = np.asarray((_matrix(train) > 0).sum(axis=0)).ravel()
-    known, cold = train.feature_names[counts > 0], train.feature_names[counts == 0]
-    train, heldout = (
-        part.align_features(np.concatenate([known, cold])) for part in (train, heldout)
-    )
-    rows = np.flatnonzero(np.diff(_matrix(heldout).indptr))
-    users = train.row_names[rows]
-    shown, wanted = train.align_rows(users), _matrix(heldout.align_rows(users))
-    counts = np.asarray((_matrix(train) > 0).sum(axis=0)).ravel()
-    is_cold = np.arange(len(counts)) >= len(known)
-    if form == "neighbours":
-        scores = _neighbours(features.align(train), _matrix(shown))
-        lists = _best(scores, _matrix(shown), is_cold, k)
-    else:
-        part = train.align_features(known) if form == "later" else train
-        model = _fitted(name, part, None if form == "ids" else features, seed, epochs)
-        if form == "later":
-            model.add_items(len(cold))
-            model.output.content.set_to(features.align(train).tags, None)
-        lists = [
-            sj.recommend(model, shown, k=k, exclude=shown, only_items=some).ids
-            for some in (None, np.flatnonzero(is_cold))
-        ]
-    result: dict[str, Any] = {"users": len(rows), "cold items": len(cold)}
-    for among, ids in zip(("all", "cold"), lists, strict=True):
-        result[f"recall@{k} among {among}"] = _recall(ids, wanted)
-    popular = np.argsort(-counts, kind="stable")[:k]
-    result["popularity among all"] = _recall(np.tile(popular, (len(rows), 1)), wanted)
-    result["chance among all"] = round(k / len(counts), 5)
-    result["chance among cold"] = round(k / len(cold), 5)
-    return result
-
-
-def _matrix(data: sj.SequenceDataset | sj.SparseDataset) -> Any:
-    """A row for each user, `[users, items]`."""
-    rows = data.to_sparse() if isinstance(data, sj.SequenceDataset) else data
-    return scipy.sparse.csr_array(rows.to_scipy())
-
-
-def _neighbours(content: sj.ItemFeatures, shown: Any) -> Any:
-    """Cosines of each item's tags with those of a history together, `[users, items]`."""
-    tags = content.tags.astype(np.float64)
-    norms = np.sqrt(tags.multiply(tags).sum(axis=1))
-    tags = scipy.sparse.diags_array(1 / np.maximum(norms, 1e-9)) @ tags
-    return (shown @ tags) @ tags.T
-
-
-def _best(scores, seen: Any, is_cold: np.ndarray, k: int) -> list[np.ndarray]:
-    """The best items among all that a user does not have, and among the cold ones."""
-    lists = []
-    for allowed in (np.ones_like(is_cold), is_cold):
-        ids = []
-        for start in range(0, scores.shape[0], 1000):
-            part = slice(start, start + 1000)
-            dense = scores[part].toarray()
-            dense[seen[part].toarray() > 0] = -1
-            dense[:, ~allowed] = -1
-            ids.append(np.argsort(-dense, axis=1, kind="stable")[:, :k])
-        lists.append(np.concatenate(ids))
-    return lists
-
-
-def _recall(ids: np.ndarray, wanted) -> float:
-    """The mean over users of the share of what they want that is in the list."""
-    shape = ids.shape[0], wanted.shape[1]
-    rows = np.repeat(np.arange(len(ids)), ids.shape[1])
-    listed = scipy.sparse.csr_array((np.ones(ids.size), (rows, ids.ravel())), shape)
-    hits = listed.multiply(wanted > 0).sum(axis=1)
-    return round(float(np.mean(hits / np.diff(wanted.indptr))), 5)
 
 
 def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
