@@ -249,6 +249,21 @@ def test_a_model_without_histories():
         sj.TINConfig(beside=("had",))  # pyrefly: ignore
 
 
+def test_a_column_beside_a_history_is_as_long():
+    column = sj.data.VocabularyColumn
+    schema = sj.ClickSchema(
+        "click",
+        ids={"item": column(), "had": column(like="item"), "days": column()},
+    )
+    shown: dict[str, Any] = {"click": [0, 1], "item": ["a", "b"]}
+    shown |= {"had": [["a"], ["a", "b"]], "days": [["1"], ["2"]]}
+    data = sj.read_clicks(shown, schema)
+    config = sj.TINConfig(dim=2, beside=(("had", "days"),))
+    model, optimizer = sj.build(config, data, sj.optimizers.sgd(0.1))
+    with pytest.raises(ValueError, match="example 1: 2 ids in 'had', but 1 in 'days'"):
+        sj.fit(model, optimizer, data, num_epochs=1, batch_size=2)
+
+
 def test_the_last_of_a_history_counts_more():
     """A click is likely if the candidate is the last of four, which a DIN cannot see."""
     rng = np.random.default_rng(0)

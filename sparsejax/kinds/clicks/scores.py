@@ -334,6 +334,22 @@ def check_columns(model: Any, clicks: Clicks) -> None:
                 f"{_table(read.get(name))} in the model; build it with "
                 "features=train.features"
             )
+    if isinstance(clicks, ClickDataset):
+        for pair in getattr(model, "beside", ()):
+            _check_lengths(clicks, *pair)
+
+
+def _check_lengths(clicks: ClickDataset, history: str, beside: str) -> None:
+    lengths = [
+        np.diff(x.indptr) if isinstance(x, CSR) else np.ones(clicks.num_rows)
+        for x in (clicks.ids[history], clicks.ids[beside])
+    ]
+    if (wrong := np.flatnonzero(lengths[0] != lengths[1])).size:
+        row = wrong[0]
+        raise ValueError(
+            f"example {row}: {lengths[0][row]:.0f} ids in {history!r}, but "
+            f"{lengths[1][row]:.0f} in {beside!r}, which is beside it: give each id one"
+        )
 
 
 def check_labels(model: Any, clicks: Clicks) -> None:
