@@ -112,11 +112,6 @@ def undone_by(undo: Callable[[], object]) -> Iterator[None]:
         del _undo[key]
 
 
-def is_watched() -> bool:
-    """Whether signals end this process, because `watch` was called."""
-    return _watched
-
-
 def say_once(say: Callable[[], object]) -> None:
     """Calls a function that reports an interrupt, if none has reported it before.
 

@@ -23,12 +23,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsejax.optimizers.rules.base import (
-    LinearRule,
-    Rule,
-    check_below_one,
-    power,
-)
+from sparsejax.optimizers.rules.base import LinearRule, Rule, power
 from sparsejax.optimizers.rules.missed_steps import Linear
 from sparsejax.optimizers.rules.replay import Replay
 
@@ -205,10 +200,7 @@ class Momentum(DsstneRule, LinearRule):
     dense_state = _Velocity
 
     mu: float
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(mu=self.mu)
+    below_one = ("mu",)
 
     def move(self, gradient, state, numbers):
         velocity = self.mu * state["velocity"] - numbers * gradient
@@ -288,10 +280,7 @@ class RMSProp(_Adaptive):
     dense_state = _Squares
 
     mu: float
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(mu=self.mu)
+    below_one = ("mu",)
 
     def move(self, gradient, state, numbers):
         squares = _average(self.mu, state["squares"], gradient)
@@ -318,10 +307,7 @@ class AdaDelta(_Adaptive):
 
     learning_rate: float = dataclasses.field(default=1.0, init=False)
     mu: float
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(mu=self.mu)
+    below_one = ("mu",)
 
     def move(self, gradient, state, numbers):
         squares = _average(self.mu, state["squares"], gradient)
@@ -353,10 +339,7 @@ class Adam(_Adaptive):
 
     mu: float
     mu1: float
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(mu=self.mu, mu1=self.mu1)
+    below_one = ("mu", "mu1")
 
     @property
     def row_sparse(self) -> bool:

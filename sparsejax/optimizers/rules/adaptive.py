@@ -9,13 +9,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsejax.optimizers.rules.base import (
-    Rule,
-    check_below_one,
-    check_positive,
-    mean_of_rows,
-    power,
-)
+from sparsejax.optimizers.rules.base import Rule, mean_of_rows, power
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,12 +56,9 @@ class rowwise_adagrad(Rule):
     """
 
     by_row = True
+    positive = ("eps",)
     initial_accumulator_value: float = 0.0
     eps: float = 1e-8
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_positive(eps=self.eps)
 
     def dense(self):
         def init(params):
@@ -114,13 +105,10 @@ class rmsprop(Rule):
 
     elementwise = True
     shrinks_state = True
+    below_one = ("decay",)
+    positive = ("eps",)
     decay: float = 0.9
     eps: float = 1e-8
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(decay=self.decay)
-        check_positive(eps=self.eps)
 
     def dense(self):
         return optax.rmsprop(self.learning_rate, self.decay, self.eps, eps_in_sqrt=True)
@@ -150,13 +138,10 @@ class adadelta(Rule):
 
     elementwise = True
     shrinks_state = True
+    below_one = ("rho",)
+    positive = ("eps",)
     rho: float = 0.9
     eps: float = 1e-6
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(rho=self.rho)
-        check_positive(eps=self.eps)
 
     def dense(self):
         return optax.adadelta(self.learning_rate, self.rho, self.eps)

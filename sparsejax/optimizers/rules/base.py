@@ -45,6 +45,9 @@ class Rule:
     by_row: ClassVar[bool] = False
     # Whether `step` and `catch_up` apply `weight_decay`.
     takes_weight_decay: ClassVar[bool] = False
+    # Options that must be below 1, and those that must not be 0.
+    below_one: ClassVar[tuple[str, ...]] = ()
+    positive: ClassVar[tuple[str, ...]] = ()
 
     learning_rate: float | optax.Schedule
     weight_decay: float = dataclasses.field(default=0.0, kw_only=True)
@@ -71,6 +74,12 @@ class Rule:
                 "adamw, which decays weights beside the gradient, or sgd, momentum or "
                 "nesterov; for a model without sparse kernels, optax"
             )
+        for name in self.below_one:
+            if (value := getattr(self, name)) >= 1:
+                raise ValueError(f"{name} must be below 1, got {value}")
+        for name in self.positive:
+            if not (callable(value := getattr(self, name)) or value > 0):
+                raise ValueError(f"{name} must be positive, got {value}")
 
     @property
     def name(self) -> str:
@@ -238,15 +247,3 @@ def power(base: float, exponent: jax.Array) -> jax.Array:
         return jnp.where(exponent > 0, 0.0, 1.0)
     # The base is rounded to float32, because the dense rule multiplies by that in each step.
     return jnp.exp2(exponent * math.log2(np.float32(base)))
-
-
-def check_below_one(**options: float) -> None:
-    for name, value in options.items():
-        if value >= 1:
-            raise ValueError(f"{name} must be below 1, got {value}")
-
-
-def check_positive(**options: float) -> None:
-    for name, value in options.items():
-        if value <= 0:
-            raise ValueError(f"{name} must be positive, got {value}")

@@ -10,13 +10,7 @@ import jax.numpy as jnp
 import optax
 from jax import lax
 
-from sparsejax.optimizers.rules.base import (
-    Rule,
-    check_below_one,
-    check_positive,
-    penalised,
-    power,
-)
+from sparsejax.optimizers.rules.base import Rule, penalised, power
 from sparsejax.optimizers.rules.missed_steps import Linear
 from sparsejax.optimizers.rules.replay import Replay
 
@@ -28,14 +22,14 @@ class _Moments(Rule):
     elementwise = True
     shrinks_state = True
     moves_weights = True
+    below_one = ("b1", "b2")
+    positive = ("eps",)
     b1: float = 0.9
     b2: float = 0.999
     eps: float = 1e-8
 
     def __post_init__(self):
         super().__post_init__()
-        check_below_one(b1=self.b1, b2=self.b2)
-        check_positive(eps=self.eps)
         name, bound = self._bound
         if self.b1 >= bound:
             raise ValueError(

@@ -8,7 +8,7 @@ from typing import ClassVar
 import jax.numpy as jnp
 import optax
 
-from sparsejax.optimizers.rules.base import LinearRule, check_below_one, penalised
+from sparsejax.optimizers.rules.base import LinearRule, penalised
 from sparsejax.optimizers.rules.missed_steps import Linear
 
 
@@ -58,12 +58,9 @@ class momentum(LinearRule):
     shrinks_state = True
     moves_weights = True
     nesterov: ClassVar[bool] = False
+    below_one = ("momentum",)
 
     momentum: float = 0.9
-
-    def __post_init__(self):
-        super().__post_init__()
-        check_below_one(momentum=self.momentum)
 
     def dense(self):
         decay = optax.add_decayed_weights(self.weight_decay)

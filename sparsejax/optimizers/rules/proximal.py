@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from sparsejax.optimizers.rules.base import Rule, check_positive
+from sparsejax.optimizers.rules.base import Rule
 
 
 class FtrlState(NamedTuple):
@@ -41,6 +41,7 @@ class ftrl(Rule):
     """
 
     elementwise = True
+    positive = ("learning_rate", "beta")
     beta: float = 1.0
     l1: float = 0.0
     l2: float = 0.0
@@ -52,7 +53,6 @@ class ftrl(Rule):
                 "ftrl needs a number as learning_rate, not a schedule: its rate falls by "
                 "itself, for each weight, and z depends on learning_rate"
             )
-        check_positive(learning_rate=self.learning_rate, beta=self.beta)
 
     def dense(self):
         def part(params, rows, name):
