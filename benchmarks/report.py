@@ -128,8 +128,11 @@ def training_command(
 
 def versions() -> dict[str, str]:
     """The versions of libraries that this process has imported, and its device."""
-    names = [n for n in _LIBRARIES if n in sys.modules]
-    found = {n: importlib.metadata.version(n) for n in names}
+    loaded = {name: sys.modules[name] for name in _LIBRARIES if name in sys.modules}
+    found = {
+        name: getattr(module, "__version__", "") or importlib.metadata.version(name)
+        for name, module in loaded.items()
+    }
     if "torch" in found:
         import torch  # pyrefly: ignore[missing-import]
 
