@@ -49,6 +49,18 @@ def names_of(text: str) -> list[str]:
     return text.split(",")
 
 
+def values_of(text: str) -> dict[str, str]:
+    """Texts by name, `hour=9,device=phone`.
+
+    Raises:
+      ValueError: one has no name.
+    """
+    parts = [part.partition("=") for part in text.split(",")]
+    if not all(name and sign for name, sign, _ in parts):
+        raise ValueError(f"is values by column, such as hour=9,page=home; got {text!r}")
+    return {name: value for name, _, value in parts}
+
+
 def weights_of(text: str) -> dict[str, float] | str:
     """Numbers by name, `view=.1,purchase=1`; or the text, if it has no such sign.
 
@@ -57,22 +69,21 @@ def weights_of(text: str) -> dict[str, float] | str:
     """
     if "=" not in text:
         return text
-    found: dict[str, float] = {}
-    for part in text.split(","):
-        name, _, number = part.rpartition("=")
-        try:
-            found[name] = float(number)
-        except ValueError:
-            name = ""
-        if not name:
-            raise ValueError(
-                f"is a column, or numbers by kind, such as purchase=1,view=.1; got {text!r}"
-            )
-    return found
+    try:
+        return {name: float(number) for name, number in values_of(text).items()}
+    except ValueError:
+        raise ValueError(
+            f"is a column, or numbers by kind, such as purchase=1,view=.1; got {text!r}"
+        ) from None
 
 
 # Readers of values that are lists, by `Flag.read`.
-_READERS = {"names": names_of, "numbers": numbers_of, "weights": weights_of}
+_READERS = {
+    "names": names_of,
+    "numbers": numbers_of,
+    "weights": weights_of,
+    "values": values_of,
+}
 
 
 @functools.cache

@@ -35,7 +35,8 @@ class Flag:
       type: the type of the flag's value, if it is not that of the option.
       read: form of the flag's value: "numbers" are whole numbers with commas between; "names"
         are words with commas between, or a file with a name on each line; "weights" are
-        numbers by name, `NAME=NUMBER` with commas between, or a name alone.
+        numbers by name, `NAME=NUMBER` with commas between, or a name alone; "values" are texts
+        by name.
       positional: whether it is an argument without a flag.
       repeated: whether it may be given several times.
       gives: the option's value if the flag is given, which then has no value of its own.
@@ -46,7 +47,7 @@ class Flag:
     value: str = ""
     default: str | None = None
     type: Any = None
-    read: Literal["", "names", "numbers", "weights"] = ""
+    read: Literal["", "names", "numbers", "weights", "values"] = ""
     positional: bool = False
     repeated: bool = False
     gives: Any = _NOTHING

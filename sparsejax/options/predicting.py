@@ -36,6 +36,8 @@ class Recommend(Choosing, kw_only=False):
       exclude_seen: Do not recommend items that a row has in the inputs.
       exclude: Also do not recommend a row's interactions here: a file, a table or data. Rows
         are matched by name; nothing is excluded for a row that is not in it.
+      context: For histories, values of columns that are known of the event to come, for all rows;
+        in Python also a frame with a row for each, see `SequenceDataset.with_context`.
     """
 
     users: Collection[str] | None = option(
@@ -65,6 +67,16 @@ class Recommend(Choosing, kw_only=False):
     )
     exclude: Any = option(
         None, Flag(type=str | None, value="FILE", default=""), kinds=RANKING
+    )
+    context: Any = option(
+        None,
+        Flag(
+            type=str | None,
+            value="COLUMN=VALUE[,COLUMN=VALUE...]",
+            default="",
+            read="values",
+        ),
+        kinds=("histories",),
     )
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Self, cast
 
@@ -10,9 +12,12 @@ import numpy as np
 
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.reading.histories import (
+    EVENTS,
     HISTORIES,
     TIMES,
+    EventShapes,
     arrays_of,
+    input_name,
     inputs_of,
     unordered,
 )
@@ -23,8 +28,19 @@ from sparsejax.data.reading.sources import (
     check_columns,
     check_same_features,
 )
+from sparsejax.data.sets.click_records import cells_of, record_columns
+from sparsejax.data.sets.click_schema import RARE, VocabularyColumn
+from sparsejax.data.sets.event_schema import CONTEXT
+from sparsejax.data.sets.events import Events, no_events
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
-from sparsejax.predictors.ranking import NOTHING, Items, Known, some_of
+from sparsejax.predictors.ranking import (
+    NOTHING,
+    Beside,
+    Items,
+    Known,
+    NameLists,
+    some_of,
+)
 from sparsejax.predictors.runtime import Programs, Rows
 from sparsejax.predictors.signature import (
     LABEL,
@@ -37,22 +53,42 @@ from sparsejax.sparse import CSR
 _HOUR = 3600.0  # in seconds, between the items of an example
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
 class Ordered(Items):
-    """Recommends to histories, whose last items a model reads in order."""
+    """Recommends to histories, whose last items a model reads in order.
+
+    Attributes:
+      events: the columns of events that the model reads, without events; None if it reads none.
+    """
+
+    events: Events | None = None
 
     @classmethod
     def of(
         cls, signature: Signature, vocabularies: Mapping[str, NameTable]
     ) -> Callable[[Programs], Self]:
-        if not reads_histories(features_of(signature.inputs[:-1])):
+        features = features_of(signature.inputs[:-1])
+        if not reads_histories(features):
             raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
-        return super().of(signature, vocabularies)
+        assert isinstance(features, Mapping)
+        events = _events_of(signature, features, vocabularies)
+        own = {n: t for n, t in vocabularies.items() if not n.startswith(EVENTS)}
+        made: Any = super().of(signature, own)
+        return functools.partial(made, events=events)
 
     @property
     def _length(self) -> int:
         """How many items are read."""
         assert isinstance(self.num_features, Mapping)
         return cast(jax.ShapeDtypeStruct, self.num_features[HISTORIES]).shape[0]
+
+    @functools.cached_property
+    def _shapes(self) -> EventShapes | None:
+        """The columns of events that are read, and the shapes of an event's part of each."""
+        if self.events is None:
+            return None
+        assert isinstance(self.num_features, Mapping)
+        return _shapes_in(self.num_features)
 
     @property
     def reads_times(self) -> bool:
@@ -63,6 +99,7 @@ class Ordered(Items):
         ids = some_of(self.num_read)
         ordered = Histories(np.array([0, len(ids)]), ids, _HOUR * np.arange(len(ids)))
         arrays = arrays_of(ordered, self._length, times=self.reads_times)
+        # Ids of 0 and 1, a missing and an unknown category, do for the columns.
         pairs = zip(self.programs.inputs, super().example(), strict=True)
         return [arrays.get(like.name or "", other) for like, other in pairs]
 
@@ -80,20 +117,100 @@ class Ordered(Items):
                 f"read_sequences makes it, not a {type(inputs).__name__}"
             )
         check_columns("inputs", inputs.num_features, self.num_items, "items")
-        if inputs.events is not None:
-            raise ValueError(
-                f"inputs has the columns of events {inputs.events.schema.used}, which the "
-                "predictor does not read; leave them out: inputs.without_events()"
+        if (inputs.events is None) != (self.events is None):
+            has, wanted = (
+                "none" if each is None else f"{each.schema.used}"
+                for each in (inputs.events, self.events)
             )
+            raise ValueError(
+                f"inputs has the columns of events {has}, but the predictor reads {wanted}; "
+                "leave them out, inputs.without_events(), or read the data with "
+                "events=predictor.events"
+            )
+        if self.events is not None and inputs.events is not None:
+            self.events.check_like(inputs.events, "inputs")
+            if self.events.schema.context and inputs.context is None:
+                raise ValueError(
+                    "the predictor reads what is known of the event to come: "
+                    f"{[*self.events.schema.context]}; give inputs.with_context(...)"
+                )
         if self.items is not None:
             names = inputs.feature_names, self.items
             both = zip(("inputs", "the predictor"), names, strict=True)
             check_same_features(*(NamedCSR(w, NOTHING, None, n) for w, n in both))
-        return inputs_of(inputs, self._length, times=self.reads_times)
+        how: dict[str, Any] = {"times": self.reads_times, "events": self._shapes}
+        return inputs_of(inputs, self._length, **how)
 
-    def _shown(self, known: Known, matrix: CSR, times: np.ndarray | None) -> Inputs:
+    def recommend_names(self, histories: Any, **options: Any) -> Any:
+        """The names of the best items for histories of names, or of events."""
+        events = isinstance(histories, list | tuple) and _has_events(histories)
+        if not events and self.events is None:
+            return super().recommend_names(histories, **options)
+        if self.events is None:
+            raise ValueError(
+                "the predictor reads no columns of events: give the names of the items alone"
+            )
+        one = all(isinstance(part, Mapping) for part in histories)
+        lists = [histories] if one else histories
+        names, times, columns = _parts_of(lists, self.events.schema.used)
+        if self.reads_times:
+            if options.get("times") is not None:
+                raise ValueError("events have their times; leave out times=...")
+            options["times"] = times[0] if one else times
+        columns |= _of_context(options.pop("context", None))
+        found = names[0] if one else names
+        return super().recommend_names(found, columns=columns, **options)
+
+    def _columns_of(
+        self, lists: NameLists, columns: Mapping[str, Any] | None
+    ) -> Beside | None:
+        if self.events is None:
+            return super()._columns_of(lists, columns)
+        schema, given = self.events.schema, columns or {}
+        wanted = [*schema.used, *(f"{CONTEXT}{name}" for name in schema.context)]
+        count, rows = len(lists.names), len(lists.indptr) - 1
+        if unknown := [name for name in given if name not in wanted]:
+            raise ValueError(
+                f"the predictor reads no column {unknown[0]!r}; it reads {wanted}"
+            )
+        lacks = [name for name in schema.used if name not in given]
+        if lacks and count:
+            raise ValueError(
+                f"the events lack the columns {lacks}, which the predictor reads: give each "
+                'event as an object, such as {"item": "tea", '
+                + f'"{lacks[0]}": ...'
+                + "}"
+            )
+        found = dict(self.events.columns)
+        if count:
+            cells = {name: given[name] for name in schema.used}
+            found = self.events.read(cells_of(cells, schema.used), schema.used)
+        new = np.zeros(rows, np.int64)
+        if count:
+            where = np.repeat(np.arange(rows), np.diff(lists.indptr))
+            new = np.bincount(where, _unknown_in(self.events, found), rows).astype(int)
+            numbers = lists.numbers
+            if numbers is None:
+                numbers = self._columns.find(lists.names)
+            found = {name: column[numbers >= 0] for name, column in found.items()}
+        if schema.context:
+            own = {name: given.get(f"{CONTEXT}{name}") for name in schema.context}
+            context = self.events.context_of(own, rows)
+            new = new + _unknown_in(self.events, context).astype(int)
+            found |= {f"{CONTEXT}{name}": column for name, column in context.items()}
+        return Beside(found, new)
+
+    def _shown(
+        self,
+        known: Known,
+        matrix: CSR,
+        times: np.ndarray | None,
+        beside: Beside | None,
+    ) -> Inputs:
         ordered = Histories(known.indptr, known.numbers.astype(np.int32), times)
-        arrays = arrays_of(ordered, self._length, times=times is not None)
+        how: dict[str, Any] = {"times": times is not None, "events": self._shapes}
+        how["columns"] = None if beside is None else beside.columns
+        arrays = arrays_of(ordered, self._length, **how)
         parts = {name: NamedArray(name, array) for name, array in arrays.items()}
         return Inputs(parts, alone=False)
 
@@ -107,10 +224,15 @@ class Ordered(Items):
         unread = (ids < 0) | (ids >= self.num_read)
         # The items that are read come first, as they do without the others.
         order = np.argsort(unread, axis=1, kind="stable")
-        for name, nothing in ((HISTORIES, -1), (TIMES, 0)):
-            if name in places:
-                given = np.where(unread, nothing, found[places[name]])
-                found[places[name]] = np.take_along_axis(given, order, axis=1)
+        nothing = {HISTORIES: -1, TIMES: 0}
+        for name, shape in (self._shapes or {}).items():
+            if not name.startswith(CONTEXT):
+                nothing[input_name(name)] = -1 if shape else 0
+        for name in nothing.keys() & places.keys():
+            given = found[places[name]]
+            over = (..., *(None,) * (given.ndim - 2))
+            given = np.where(unread[over], nothing[name], given).astype(given.dtype)
+            found[places[name]] = np.take_along_axis(given, order[over], axis=1)
         return found
 
     def _values_of(
@@ -129,3 +251,100 @@ class Ordered(Items):
             )
         if times is not None and not self.reads_times:
             raise ValueError("the predictor reads no times; leave out times")
+
+
+def _shapes_in(
+    features: Mapping[str, Any],
+) -> dict[str, tuple[int, ...]]:
+    """The columns of events among inputs, and the shapes of an event's part of each."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name, like in features.items():
+        shape = like.shape if isinstance(like, jax.ShapeDtypeStruct) else ()
+        if name.startswith(EVENTS):
+            found[name.removeprefix(EVENTS)] = shape[1:]
+        elif name.startswith(CONTEXT):
+            found[name] = shape
+    return found
+
+
+def _events_of(
+    signature: Signature,
+    features: Mapping[str, Any],
+    vocabularies: Mapping[str, NameTable],
+) -> Events | None:
+    """The columns of events of a file, without events; None if it has none.
+
+    Raises:
+      ValueError: schema, inputs and categories do not fit each other.
+    """
+    schema, shapes = signature.events, _shapes_in(features)
+    named = {
+        name.removeprefix(EVENTS): table.names
+        for name, table in vocabularies.items()
+        if name.startswith(EVENTS)
+    }
+    if schema is None and not shapes and not named:
+        return None
+    wanted: list[str] = []
+    if schema is not None:
+        wanted = [*schema.used, *(f"{CONTEXT}{name}" for name in schema.context)]
+    if schema is None or sorted(wanted) != sorted(shapes):
+        raise ValueError(f"{LABEL} has other columns of events than its schema")
+    lists = {name: s[0] for name, s in shapes.items() if s and name in schema.ids}
+    return no_events(schema, named, lists)
+
+
+def _has_events(histories: Sequence[Any]) -> bool:
+    """Whether a history, or the first one that is not empty, has objects for its events."""
+    first = next((part for part in histories if isinstance(part, Mapping) or part), "")
+    if isinstance(first, list | tuple):
+        first = first[0]
+    return isinstance(first, Mapping)
+
+
+def _parts_of(
+    histories: Sequence[Any], used: Sequence[str]
+) -> tuple[list[list[str]], list[list[Any]], dict[str, list[Any]]]:
+    """The names of the items of some histories of events, their times, and the columns.
+
+    Raises:
+      TypeError: an event is no object.
+      ValueError: an event has no item.
+    """
+    names, times, events = [], [], []
+    for history in histories:
+        for event in history if isinstance(history, list | tuple) else [history]:
+            if not isinstance(event, Mapping) or history is event:
+                raise TypeError(
+                    'an event is an object, such as {"item": "tea", "time": 3}, with a value '
+                    f"for each of the columns {[*used]}, got {event!r:.80}"
+                )
+            if "item" not in event:
+                raise ValueError(f"an event has no item: {dict(event)!r:.80}")
+        names.append([event["item"] for event in history])
+        times.append([event.get("time", np.nan) for event in history])
+        events += history
+    columns = record_columns(events)
+    missing = [None] * len(events)
+    return names, times, {name: columns.get(name, missing) for name in used}
+
+
+def _of_context(context: Any) -> dict[str, Any]:
+    """The columns `context/NAME` of a dict, or of a list with a dict for each history."""
+    if context is None:
+        return {}
+    if isinstance(context, list | tuple):
+        context = record_columns(context)
+    return {f"{CONTEXT}{name}": each for name, each in context.items()}
+
+
+def _unknown_in(events: Events, columns: Mapping[str, np.ndarray]) -> np.ndarray:
+    """How many categories of each event, or of each history, are rare or unknown."""
+    found = [
+        (column == RARE).reshape(len(column), -1).sum(axis=1)
+        for name, column in columns.items()
+        if name in events.schema.ids
+        and isinstance(events.schema.ids[name], VocabularyColumn)
+    ]
+    count = len(next(iter(columns.values())))
+    return sum(found, start=np.zeros(count, np.int64))

@@ -29,7 +29,7 @@ from sparsejax.wide_ids import WideIds
 
 # Attributes that predictors of some kinds have.
 _FACTS = {
-    *("k", "num_features", "num_items", "items"),
+    *("k", "num_features", "num_items", "items", "events"),
     *("num_dense", "schema", "vocabularies", "requests"),
 }
 
@@ -80,6 +80,9 @@ class Predictor:
         a dict, as the model has it.
       num_items: number of items that are scored (items and histories).
       items: names of the items, or None (items and histories).
+      events: the columns of events and their categories, to read other data with:
+        `read_sequences(path, features=predictor.items, events=predictor.events)` (histories; None
+        if the model reads none).
       num_dense: number of dense columns (clicks).
       schema: types of the columns of records; None if the file has none (clicks).
       vocabularies: for each `VocabularyColumn` its categories (clicks).
@@ -159,9 +162,10 @@ class Predictor:
     @overload
     def recommend_names(
         self,
-        histories: Sequence[str],
+        histories: Sequence[str] | Sequence[Mapping[str, Any]],
         *,
         times: Sequence[float] | None = None,
+        context: Any = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -172,9 +176,10 @@ class Predictor:
     @overload
     def recommend_names(
         self,
-        histories: Sequence[Sequence[str]],
+        histories: Sequence[Sequence[str] | Sequence[Mapping[str, Any]]],
         *,
         times: Sequence[Sequence[float]] | None = None,
+        context: Any = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -184,9 +189,10 @@ class Predictor:
 
     def recommend_names(
         self,
-        histories: Sequence[str] | Sequence[Sequence[str]],
+        histories: Any,
         *,
         times: Sequence[float] | Sequence[Sequence[float]] | None = None,
+        context: Any = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -207,12 +213,21 @@ class Predictor:
         come again with `exclude_seen=False`. Names that the predictor does not know are
         skipped. A history without any known name is treated as empty, like a new user.
 
+        If the model reads columns of events, a history is a list of events, each an object with
+        its item, its columns and, if the predictor reads times, its time::
+
+            [{"item": "tea", "time": 3, "action": "view", "price": 2.5}, {"item": "rye", ...}]
+
+        A column that an event lacks is missing, and other keys are not read.
+
         Args:
-          histories: names of items, `["a", "b"]`; or a list of such lists. An empty list
-            is one history.
+          histories: names of items, `["a", "b"]`, or events; or a list of such lists. An empty
+            list is one history.
           times: time of each name, for a predictor that reads times: numbers in the
             unit of the training data, for dates seconds. Times do not fall within a
-            history, and only their differences count.
+            history, and only their differences count. Events have theirs themselves.
+          context: columns that are known of the event to come, if the model reads any: a dict of
+            values, one for all histories or a list of one for each; or a list of dicts.
           k: number of items for each history; by default as many as the predictor was
             exported with.
           exclude_seen: whether items of the history are not recommended.
@@ -234,7 +249,14 @@ class Predictor:
         """
         options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen, "times": times}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
-        return self._method("recommend_names")(histories, unknown=unknown, **options)
+        method = self._method("recommend_names")
+        if context is not None:
+            if getattr(self.model, "events", None) is None:
+                raise ValueError(
+                    "the predictor reads no columns of events: leave out context"
+                )
+            options["context"] = context
+        return method(histories, unknown=unknown, **options)
 
     def recommend_records(
         self,

@@ -98,6 +98,19 @@ class Known(NamedTuple):
         return np.repeat(np.arange(len(self.indptr) - 1), np.diff(self.indptr))
 
 
+class Beside(NamedTuple):
+    """The columns of the events of some histories.
+
+    Attributes:
+      columns: the columns of the events of known items; and those of the histories, whose
+        names begin with `context/`.
+      unknown: `[histories]` how many of their categories are unknown.
+    """
+
+    columns: Mapping[str, np.ndarray]
+    unknown: np.ndarray
+
+
 def unflattened(features: Features, inputs: Sequence[Any]) -> Any:
     """The inputs of a program in the form that a model takes."""
     if isinstance(features, int):
@@ -203,6 +216,7 @@ class Items:
         exclude_seen: bool,
         unknown: Literal["skip", "error"],
         times: Sequence[float] | Sequence[Sequence[float]] | None,
+        columns: Mapping[str, Any] | None = None,
         **which: Any,
     ) -> list[str] | list[list[str]]:
         """The names of the best items for histories of names."""
@@ -216,6 +230,7 @@ class Items:
         several = cast(Sequence[Sequence[str]], [histories] if one else histories)
         self._check_names_suffice(times)
         lists = NameLists.of(several)
+        beside = self._columns_of(lists, columns)
         known = self._known_of(lists)
         if unknown == "error" and len(known.numbers) < len(lists.names):
             columns = self._columns
@@ -228,9 +243,9 @@ class Items:
         rows = np.arange(matrix.num_rows)
         if times is not None:
             given = cast(Sequence[Sequence[float]], [times] if one else times)
-            shown = self._shown(known, matrix, self._times_of(several, given))
+            shown = self._shown(known, matrix, self._times_of(several, given), beside)
         else:
-            shown = self._shown(known, matrix, None)
+            shown = self._shown(known, matrix, None, beside)
         seen = matrix if exclude_seen else None
         denied = denied_items(self.num_items, self.items, **which)
         found = self._recommend(shown, k, seen, rows, denied)
@@ -288,10 +303,11 @@ class Items:
         exclude: NameLists | Sequence[Sequence[str]] | None = None,
         exclude_seen: bool = True,
         only: NameLists | None = None,
+        columns: Mapping[str, Any] | None = None,
     ) -> tuple[list[Rows], np.ndarray]:
         """Histories of names as the programs take them; and how many of each are unknown.
 
-        Unknown names of `exclude` and `only` count, too.
+        Unknown names of `exclude` and `only` count, and unknown categories of events, too.
 
         Args:
           histories: names of the items of each history.
@@ -301,6 +317,8 @@ class Items:
           exclude_seen: whether items of a history are not recommended to it.
           only: for each history the names of the only items that are ranked. The rows
             are then inputs of `Programs.only`.
+          columns: for a predictor that reads columns of events, the cells of each column for
+            all names, one after the other; and of each column `context/NAME` for the histories.
 
         Raises:
           TypeError: a name is not a string, or a history is a string.
@@ -313,14 +331,17 @@ class Items:
         known = self._known_of(asked)
         matrix = self._matrix_of(known)
         at = None if times is None else self._times_of(asked.lists(), times)
+        beside = self._columns_of(asked, columns)
         if values is not None:
             data = self._values_of(asked.lists(), values, known)
             valued = dataclasses.replace(matrix, data=data)
-            shown = self._shown(known, valued, at)
+            shown = self._shown(known, valued, at, beside)
         else:
-            shown = self._shown(known, matrix, at)
+            shown = self._shown(known, matrix, at, beside)
         unwanted = [known] * exclude_seen
         unknown = _lengths(asked.indptr) - _lengths(known.indptr)
+        if beside is not None:
+            unknown = unknown + beside.unknown
         if exclude is not None:
             further = _as_lists(exclude)
             unwanted.append(self._known_of(further))
@@ -375,7 +396,25 @@ class Items:
             )
         return Inputs.of(inputs)
 
-    def _shown(self, known: Known, matrix: CSR, times: np.ndarray | None) -> Inputs:
+    def _columns_of(
+        self, lists: NameLists, columns: Mapping[str, Any] | None
+    ) -> Beside | None:
+        """The columns of the events of some histories.
+
+        Raises:
+          ValueError: the model reads no such columns.
+        """
+        if columns is not None:
+            raise ValueError("the predictor reads no columns of events; leave them out")
+        return None
+
+    def _shown(
+        self,
+        known: Known,
+        matrix: CSR,
+        times: np.ndarray | None,
+        beside: Beside | None,
+    ) -> Inputs:
         """Histories of known items as inputs."""
         return Inputs({"inputs": NamedCSR("histories", matrix)}, alone=True)
 

@@ -14,6 +14,7 @@ from sparsejax import codec
 from sparsejax.data.reading.histories import HISTORIES
 from sparsejax.data.reading.sources import Features, dense_row
 from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.ops.precision import Precision
 
 VERSION = 5
@@ -306,6 +307,7 @@ class Signature:
       stacks: for clicks, how the ids of features become rows of tables.
       schema: for clicks and stages, types of the columns of records; None if the file has
         none.
+      events: for histories, types of the columns of events; None if the model reads none.
       stages: for stages, how columns become inputs; else None.
       layer: the output layer; None if it is part of the programs.
       added: items behind those that the programs know: only the output layer has them. Its
@@ -323,6 +325,7 @@ class Signature:
     jax: str
     stacks: tuple[ClickStack, ...] = ()
     schema: ClickSchema | None = None
+    events: EventSchema | None = None
     stages: Stages | None = None
     layer: OutputLayer | None = None
     added: int = 0
@@ -390,9 +393,11 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         """The signature as a JSON object, for `from_json`."""
-        document = dataclasses.asdict(dataclasses.replace(self, schema=None))
-        if self.schema is not None:
-            document["schema"] = self.schema.to_json()
+        bare = dataclasses.replace(self, schema=None, events=None)
+        document = dataclasses.asdict(bare)
+        for name in ("schema", "events"):
+            if (schema := getattr(self, name)) is not None:
+                document[name] = schema.to_json()
         return {"version": VERSION} | document
 
     @classmethod
@@ -405,6 +410,8 @@ class Signature:
         stated = codec.without_version(document, VERSION, LABEL)
         if stated.get("schema") is not None:
             stated["schema"] = ClickSchema.from_json(stated["schema"])
+        if stated.get("events") is not None:
+            stated["events"] = EventSchema.from_json(stated["events"])
         return codec.read(cls, stated, LABEL)
 
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import metrics
-from sparsejax.data import UnknownFeaturesWarning
+from sparsejax.data import SequenceDataset, UnknownFeaturesWarning
 from sparsejax.data.files.names import find_names
 from sparsejax.data.reading.histories import unordered
 from sparsejax.kinds.kind import Kind, kind_called
@@ -207,7 +207,10 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
         items than the gate ranks; or no row has held-out events.
     """
     _check_ranks(predictor, gate)
-    heldout: Any = unordered("heldout", source.heldout, source.data)
+    wanted = source.heldout
+    if isinstance(wanted, SequenceDataset):
+        wanted = wanted.only_targets()
+    heldout: Any = unordered("heldout", wanted, source.data)
     names = heldout.row_names
     is_shown = find_names(names, source.data.row_names) >= 0
     names = names[is_shown & (np.diff(heldout.matrix.indptr) > 0)]
@@ -217,6 +220,8 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
         # The version that serves does not know what is new.
         warnings.simplefilter("ignore", UnknownFeaturesWarning)
         shown = source.data.align_rows(names).align_features(predictor.items)
+    if isinstance(wanted, SequenceDataset):
+        shown = shown.with_context_of(wanted)
     found = predictor.recommend(shown, k=gate.k, exclude=shown)
     places = find_names(predictor.items, item_names(source.known))
     ids = np.where(found.ids >= 0, places[found.ids], -1)

@@ -25,6 +25,7 @@ from sparsejax.data.sets.click_schema import (
 from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.reading import some_rows
+from sparsejax.kinds.source import item_names
 from sparsejax.kinds.stages import Stages
 from sparsejax.options.option import takes
 from sparsejax.options.predicting import Rank
@@ -118,6 +119,7 @@ class TwoStage:
         """
         kind, data = self._kind, self._data("evaluate", asked.inputs)
         heldout = kind.heldout(asked.heldout, self._reading, data, asked.inputs)
+        heldout = kind.with_targets(heldout, self._first.settings)
         if hasattr(heldout, "only_targets"):
             heldout = heldout.only_targets()
         seen = kind.matrix(data)
@@ -170,7 +172,7 @@ class TwoStage:
             "batch_size": self._rows_at_once,
         }
         found = recommend(model, **options)
-        return found.named(data.row_names, self._first.known)
+        return found.named(data.row_names, item_names(self._first.known))
 
     @takes(ExportJoined)
     def export(self, asked: ExportJoined) -> None:
@@ -187,6 +189,11 @@ class TwoStage:
             raise ValueError(
                 f"the ranking model has the columns {clash}, whose names are those of other "
                 "inputs of a service: call them otherwise, and train it again"
+            )
+        if item_names(self._first.known) is not self._first.known:
+            raise NotImplementedError(
+                "the first stage reads columns of events, which predictors of two stages do not "
+                "take yet: train it without, or call recommend"
             )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
         # A file of a run reads no times.

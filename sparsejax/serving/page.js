@@ -9,6 +9,10 @@ const hints = {
   exclude: "what is not recommended, too",
   candidates: "the only names that are ranked",
 };
+const hint = (name, datatype) => hints[name]
+  || (name.startsWith("events/") ? "of each of the items, in their order; " : "")
+  + (name.startsWith("context/") ? "known of the event to come; " : "")
+  + (KINDS[datatype] || "numbers");
 const TITLES = new Map(Object.entries(JSON.parse(at("titles").textContent)));
 let inputs = [];
 
@@ -39,7 +43,7 @@ async function about() {
   inputs = facts.inputs.filter(input => !HIDDEN(input.name));
   for (const { name, datatype } of inputs) {
     const label = made("label", name + " ", { for: "input " + name });
-    label.append(made("small", (hints[name] || KINDS[datatype] || "numbers") + "; one on each line"));
+    label.append(made("small", hint(name, datatype) + "; one on each line"));
     const rows = name === "items" ? 4 : 1;
     at("inputs").append(label, made("textarea", "", { id: "input " + name, rows, spellcheck: "false" }));
   }

@@ -7,6 +7,10 @@ Inputs and outputs by names, for each kind of predictor::
                         values FP32, of items; times FP64, of histories: as items are
                         exclude BYTES, as items are, with exclude_lengths
                         candidates BYTES, the only items that are ranked, also so
+                        events/NAME, of histories, for each column of events that the model
+                        reads: FP32, or BYTES for categories, as items are; or BYTES [n, m]
+                        for lists of categories of the n items, filled up with ""
+                        context/NAME [rows], columns that are known of the event to come
                         users BYTES [rows], before whose items comes what they had
     stages              as items or histories without candidates, and a tensor for each column,
                         [rows], or [1] if all rows have the same
@@ -27,7 +31,10 @@ import numpy as np
 from sparsejax.data.files.name_index import EncodedNames
 from sparsejax.data.files.names import find_names
 from sparsejax.data.files.opening import DataError
+from sparsejax.data.reading.histories import EVENTS
 from sparsejax.data.sets.click_schema import ClickSchema
+from sparsejax.data.sets.event_schema import CONTEXT, EventSchema
+from sparsejax.data.sets.events import Events
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.ranking import NameLists
 from sparsejax.predictors.runtime import Rows
@@ -234,14 +241,19 @@ class Lists(_Ranked):
         if requests is not None:
             numbers = set() if requests.schema is None else {*requests.schema.dense}
             kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
+        self._events: Events | None = getattr(self._model, "events", None)
+        if self._events is not None:
+            kinds |= _event_inputs(self._events.schema)
         self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
-        self.takes_missing = bool(self._columns)
+        self.takes_missing = bool(self._columns) or self._events is not None
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""
         tensors = asked.tensors
         _check_known(tensors, [each.name for each in self.inputs], "input")
         _check_known(asked.parameters, ["k", "exclude_seen", "timeout"], "parameter")
+        if self.takes_missing:
+            _check_whole(tensors)
         users = tensors.get("users")
         if "items" in tensors:
             items = tensors["items"]
@@ -264,6 +276,10 @@ class Lists(_Ranked):
                 )
             numbers, ends = beside.data[kept], histories.indptr.tolist()
             options[self._beside] = [numbers[a:b] for a, b in itertools.pairwise(ends)]
+        if self._events is not None:
+            options["columns"] = _columns_of(
+                self._events.schema, tensors, items, kept, len(indptr) - 1
+            )
         for name in self._lists:
             if name in tensors:
                 options[name] = self._further(name, tensors, indptr, limits)
@@ -363,6 +379,11 @@ class Lists(_Ranked):
         return NameLists(names, indptr), kept
 
     def _check_histories(self, histories: Histories) -> None:
+        if getattr(self._model, "events", None) is not None:
+            raise ValueError(
+                f"{histories.path}: the model reads columns of events, which histories of users "
+                "do not bring to a service yet; leave it out, and send them with each request"
+            )
         ordered = self._predictor.signature.beside_items == "times"
         if ordered and not histories.ordered:
             raise ValueError(
@@ -444,6 +465,60 @@ class Similar(_Ranked):
         assert question.unknown is not None
         ids = np.where(question.unknown[:, None], -1, ids)
         return super().tensors(question, [ids, scores])
+
+
+def _event_inputs(schema: EventSchema) -> dict[str, str]:
+    """The inputs for columns of events, and their datatypes."""
+    names = [f"{EVENTS}{name}" for name in schema.used]
+    names += [f"{CONTEXT}{name}" for name in schema.context]
+    numbers = {f"{begin}{name}" for name in schema.dense for begin in (EVENTS, CONTEXT)}
+    return {name: "FP32" if name in numbers else "BYTES" for name in names}
+
+
+def _check_whole(tensors: Mapping[str, Tensor]) -> None:
+    """Raises RefusedError where another input than a column of events has a missing element."""
+    for name, tensor in tensors.items():
+        is_list = isinstance(tensor.data, list)
+        if is_list and None in tensor.data and not name.startswith((EVENTS, CONTEXT)):
+            raise RefusedError(422, f"an element of the input {name!r} is null")
+
+
+def _columns_of(
+    schema: EventSchema,
+    tensors: Mapping[str, Tensor],
+    items: Tensor,
+    kept: Any,
+    rows: int,
+) -> dict[str, Any]:
+    """The cells of columns of events, of the items that do not fill up rows."""
+    found: dict[str, Any] = {}
+    for name, datatype in _event_inputs(schema).items():
+        if (tensor := tensors.get(name)) is None:
+            continue
+        is_number = datatype == "FP32"
+        if is_number:
+            _check_type(tensor, _REALS, "FP32 or FP64")
+        of_events = name.startswith(EVENTS)
+        count = len(items.data) if of_events else rows
+        shape = items.shape if of_events else (rows,)
+        if tensor.shape != shape and (is_number or tensor.shape[:1] != (count,)):
+            raise RefusedError(
+                422,
+                f"the input {name!r} must have the shape {list(shape)}"
+                + ("" if is_number else f", or [{count}, m] for lists of categories")
+                + f", got {list(tensor.shape)}",
+            )
+        flat = tensor if tensor.shape != shape else tensor._replace(shape=(count,))
+        cells = _cells(flat)
+        if not of_events:
+            found[name] = cells
+        elif isinstance(cells, np.ndarray):
+            found[name.removeprefix(EVENTS)] = cells[kept]
+        else:
+            every = isinstance(kept, slice)
+            cells = cells if every else [*itertools.compress(cells, kept)]
+            found[name.removeprefix(EVENTS)] = cells
+    return found
 
 
 def _indptr(items: Tensor, lengths: Tensor | None, limits: Limits) -> np.ndarray:

@@ -89,8 +89,7 @@ ABOUT_CLICKS = {
     "--dynamic": ("--label click --categories user", "--dynamic 0"),
     "--schema": ("", "--schema nosuch"),
 }
-COLUMNS = {"--kind": "nosuch"}
-TARGETS = {"--targets": "nosuch", "--weights": "a=b"}
+OF_EVENTS = {"--kind": "nosuch", "--targets": "nosuch", "--weights": "a=b"}
 CLICKS = {
     "train": f"train clicks.csv --run out {OF_CLICKS}",
     "tune": "tune clicks.csv --run out --model wide_deep --trials 1 --validation 7",
@@ -124,12 +123,10 @@ OWN = {
         "--tensorboard": "events.csv",
         "--export-to": "events.csv",
         "--gate": "ndcg@5",
-        **COLUMNS,
-        **TARGETS,
     },
     f"train events.csv --run out {TINY} --tied": {"--fused": ""},
     f"train events.csv --run items {TINY}": {"--resume": ""},
-    f"train events.csv --run out {OF_HISTORIES}": {"--negatives": "0"},
+    f"train events.csv --run out {OF_HISTORIES}": {"--negatives": "0", **OF_EVENTS},
     f"train nosuch --run out --model sasrec {SHORT}": HISTORIES,
     f"train clicks.csv --run out {OF_CLICKS} --label click --categories user": {
         "--follow": "",
@@ -139,8 +136,6 @@ OWN = {
     f"tune events.csv {TUNE}": {
         **NETWORKS,
         **CONTENT,
-        **COLUMNS,
-        **TARGETS,
         "--run": "items",
         "--trials": "0",
         "--time": "nosuch",
@@ -166,6 +161,8 @@ OWN = {
     },
     f"tune events.csv {TUNE} --time-column timestamp": {"--no-time": ""},
     "tune nosuch --run out --trials 1 --model sasrec": HISTORIES,
+    "tune events.csv --run out --trials 1 --model sasrec": OF_EVENTS,
+    "split events.csv --by last --out out --histories": {"--kind": "nosuch"},
     "evaluate items events.csv held.csv": {
         **DEVICES,
         **COUNTING,
@@ -204,6 +201,7 @@ OWN = {
         "--exclude": "nosuch",
     },
     "predict items events.csv --out out.txt --keep-seen": {"--exclude-seen": ""},
+    "predict histories events.csv --out out.txt": {"--context": "hour"},
     "export items out.predictor": {"--k": "0", "--batch-size": "0", "--int8": ""},
     "export items out.predictor --no-compilation-cache": {"--compile": ""},
     "export clicks out.predictor": {
@@ -244,7 +242,6 @@ OWN = {
         "--seed": "1",
         "--repeats": "new",
         "--histories": "",
-        **COLUMNS,
     },
     "report items --train events.csv --test held.csv": {
         **DEVICES,
@@ -259,7 +256,6 @@ OWN = {
     "vectors items --out out.npz": {"--out": "out.txt", "--data": "nosuch"},
     "similar items item1": {"--k": "0"},
     f"{PLAN} --hidden 4": {
-        **COLUMNS,
         **{f: w for f, w in NETWORKS.items() if f not in NO_MEMORY},
         **CONTENT,
         "--items": "0",
@@ -277,7 +273,7 @@ OWN = {
         "--fused": "",
         "--compile": "",
     },
-    f"{PLAN} --model sasrec": {**HISTORIES, "--negatives": "0"},
+    f"{PLAN} --model sasrec": {**HISTORIES, "--negatives": "0", "--kind": "nosuch"},
     f"{PLAN} --model hstu --width 8 --blocks 1": {"--times": ""},
     "plan --memory 1GB --model wide_deep --label click --categories user": {
         "--examples": "nosuch"

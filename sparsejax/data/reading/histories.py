@@ -42,6 +42,7 @@ def arrays_of(
     *,
     times: bool,
     events: EventShapes | None = None,
+    columns: Mapping[str, np.ndarray] | None = None,
 ) -> dict[str, np.ndarray]:
     """The last items of each row, and their times and events, each `[rows, length, ...]`.
 
@@ -51,25 +52,31 @@ def arrays_of(
       times: whether times are wanted.
       events: shapes of the columns of events that are wanted, or None. Where an event has more
         categories than there is room for, the first ones are taken.
+      columns: the columns that `events` names, where the data do not have them.
     """
     arrays = {HISTORIES: data.padded(length)}
     if times:
         arrays[TIMES] = data.padded_times(length)
     if events is not None:
-        assert isinstance(data, SequenceDataset)
+        if columns is None:
+            assert isinstance(data, SequenceDataset)
+            columns = _columns_of(data)
         for name, shape in events.items():
-            for begin, of_rows in ((CONTEXT, data.context), (USERS, data.users)):
-                if of_rows is not None and name.startswith(begin):
-                    column = of_rows[name.removeprefix(begin)]
-                    arrays[name] = _with_room(column, shape)
-            if name in arrays:
-                continue
-            assert data.events is not None
-            column, fill = data.events[name], -1 if shape else 0
-            arrays[input_name(name)] = data.padded_column(
-                _with_room(column, shape), length, fill=fill
-            )
+            column, fill = _with_room(columns[name], shape), -1 if shape else 0
+            if not name.startswith((CONTEXT, USERS)):
+                column = data.padded_column(column, length, fill=fill)
+            arrays[input_name(name)] = column
     return arrays
+
+
+def _columns_of(data: SequenceDataset) -> dict[str, np.ndarray]:
+    """The columns of the events, of what is known of those to come, and of the users."""
+    found = {} if data.events is None else dict(data.events.columns)
+    found |= {
+        f"{CONTEXT}{name}": column for name, column in (data.context or {}).items()
+    }
+    users = {} if data.users is None else data.users.columns
+    return found | {f"{USERS}{name}": column for name, column in users.items()}
 
 
 def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
@@ -80,7 +87,7 @@ def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         # An event without a category has that of a missing value.
         return np.where(column[:, 0] < 0, 0, column[:, 0])
     [most] = shape
-    column = column.reshape(len(column), -1)[:, :most]
+    column = (column if column.ndim == 2 else column[:, None])[:, :most]
     more = (0, most - column.shape[1])
     return np.pad(column, ((0, 0), more), constant_values=-1)
 

@@ -89,6 +89,18 @@ class Histories(NamedTuple):
         rows[is_entry] = since
         return rows
 
+    def padded_column(
+        self, column: np.ndarray, length: int, *, fill: float = 0
+    ) -> np.ndarray:
+        """`[rows, length, ...]`: a column of the entries at the places of `padded`.
+
+        See `SequenceDataset.padded_column`.
+        """
+        is_entry, entries = self._last(length)
+        found = np.full((*is_entry.shape, *column.shape[1:]), fill, column.dtype)
+        found[is_entry] = column[entries]
+        return found
+
     def _last(self, length: int) -> tuple[np.ndarray, np.ndarray]:
         """Where `padded` has entries, `[rows, length]`, and which entries these are."""
         if length < 1:
@@ -276,10 +288,7 @@ class SequenceDataset(NamedRows):
             raise ValueError(
                 f"the column has {len(column):,} entries, not {self.num_entries:,}"
             )
-        is_entry, entries = self.histories._last(length)
-        found = np.full((*is_entry.shape, *column.shape[1:]), fill, column.dtype)
-        found[is_entry] = column[entries]
-        return found
+        return self.histories.padded_column(column, length, fill=fill)
 
     # Targets and columns of events
 

@@ -18,7 +18,7 @@ from sparsejax.data import (
     scan_sequences,
 )
 from sparsejax.data.files import stored
-from sparsejax.data.reading.histories import unordered
+from sparsejax.data.reading.histories import EVENTS, unordered
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.scan import chunk_ends
@@ -40,6 +40,7 @@ from sparsejax.kinds.content import finished
 from sparsejax.kinds.histories.evaluation import kinds_of, prepared_sequences
 from sparsejax.kinds.histories.next_items import (
     NextItems,
+    check_events,
     check_history_model,
     event_shapes,
     has_times,
@@ -166,13 +167,28 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
         model, names = asked.model, asked.names
         check_history_model(model)
-        if event_shapes(model) is not None:
-            raise NotImplementedError(
-                "the model reads columns of events, which predictors do not take yet; rank "
-                "with recommend(model, ...), or train on data.without_events()"
-            )
+        known: Any = names
         timed = kind_of(names) is self and has_times(model, names)
-        return portable_ranker(NextItems(model, times=timed), asked)
+        found = portable_ranker(NextItems(model, times=timed), asked)
+        if event_shapes(model) is None:
+            return found
+        if kind_of(names) is not self:
+            raise ValueError(
+                "the model reads columns of events, whose categories the predictor has to know: "
+                "give names=train, the data that it was trained on"
+            )
+        check_events(model, names, "names")
+        if known.users is not None:
+            raise NotImplementedError(
+                "the model reads columns of users, which predictors do not take yet; rank with "
+                "recommend(model, ...), or train on data.with_users(None)"
+            )
+        categories = known.events.vocabularies.items()
+        named = {f"{EVENTS}{name}": some.tolist() for name, some in categories}
+        return found._replace(
+            stated=found.stated | {"events": known.events.schema},
+            vocabularies={**found.vocabularies, **named},
+        )
 
     def suit_to_memory(self, model, optimizer, data, batch_size) -> None:
         from sparsejax.kinds.histories.footprint import suit_to_memory
@@ -270,6 +286,11 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         self, training: Training, before: Earlier | None
     ) -> SequenceDataset:
         schema = stated_schema(training, EventSchema)
+        if getattr(training.data, "users", None) is not None:
+            raise NotImplementedError(
+                "the histories have columns of users, which runs do not keep yet: train by build "
+                "and fit, or leave the columns out: data.with_users(None)"
+            )
         if before is None:
             return read_histories(training.data, training, events=schema)
         if schema is not None:

@@ -1,0 +1,161 @@
+"""Predictors and services of histories whose events have columns."""
+
+import contextlib
+from typing import Any
+
+import numpy as np
+import pytest
+from served import Client, listening, tensor
+
+import sparsejax as sj
+from sparsejax.data import DataError, DenseColumn, HashedColumn, VocabularyColumn
+from sparsejax.serving.engine import Shape
+from sparsejax.serving.service import Service, Settings
+
+SCHEMA = sj.EventSchema(
+    kind="action",
+    dense={"price": DenseColumn(log1p=True, missing=0.0)},
+    ids={"tags": VocabularyColumn(), "hour": HashedColumn(25)},
+    context=["hour"],
+)
+
+
+def events(users: int = 9, seed: int = 0) -> list[dict[str, Any]]:
+    rng = np.random.default_rng(seed)
+    return [
+        {
+            "user": f"u{user}",
+            "item": f"i{rng.integers(5)}",
+            "time": int(time),
+            "action": ["view", "buy"][rng.integers(2)],
+            "price": None if rng.random() < 0.2 else float(rng.random()),
+            "tags": [f"t{tag}" for tag in rng.integers(5, size=rng.integers(4))],
+            "hour": int(rng.integers(24)),
+        }
+        for user in range(users)
+        for time in range(1 + user % 7)
+    ]
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory):
+    """A model that reads times, its data, and the file of its predictor."""
+    data = sj.read_sequences(events(), events=SCHEMA)
+    config = sj.HSTUConfig(max_length=4, width=8, blocks=1, heads=2)
+    made = sj.build(config, data, sj.optimizers.sgd(0.1))
+    model: Any = made[0]
+    for table in [*model.events.tables, model.events.numbers, *model.context.tables]:
+        table[...] *= 30
+    model.eval()
+    path = tmp_path_factory.mktemp("events") / "shop.predictor"
+    sj.export_predictor(model, path, k=5, names=data, batch_size=1)
+    return model, data, path
+
+
+def requested(rows: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The events of each user, as a request has them."""
+    users = dict.fromkeys(row["user"] for row in rows)
+    return [[row for row in rows if row["user"] == user] for user in users]
+
+
+def test_a_predictor_recommends_as_its_model(given):
+    model, data, path = given
+    predictor = sj.load_predictor(path)
+    hours = np.arange(9) * 2
+    shown = data.with_context({"hour": hours})
+    expected = sj.recommend(model, shown, 5, exclude=None, batch_size=1)
+    found = predictor.recommend(shown)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+    assert predictor.names(found) == expected.names(data)
+    # By names, with other keys, and with columns that an event lacks: they are missing.
+    lists = requested(events())
+    context = {"hour": hours.tolist()}
+    names = predictor.recommend_names(lists, context=context, exclude_seen=False)
+    assert names == expected.names(data)
+    one = predictor.recommend_names(lists[5], context={"hour": 10}, exclude_seen=False)
+    assert one == names[5]
+    other = predictor.recommend_names(lists[5], context={"hour": 3}, exclude_seen=False)
+    assert other != names[5]
+    later = events(seed=1)
+    assert predictor.events is not None
+    read = sj.read_sequences(
+        later, features=predictor.items, events=predictor.events
+    ).with_context({"hour": 7})
+    found = predictor.recommend_names(
+        requested(later), context={"hour": 7}, exclude_seen=False
+    )
+    assert found == predictor.names(predictor.recommend(read))
+
+
+def test_unknown_items_take_their_columns_with_them(given):
+    predictor = sj.load_predictor(given[2])
+    history = requested(events())[6]
+    stranger = history[0] | {"item": "nosuch", "price": 1e9}
+    names = predictor.recommend_names(history, context={"hour": 1})
+    assert names == predictor.recommend_names(
+        [history[0], stranger, *history[1:]], context={"hour": 1}
+    )
+
+
+def test_wrong_requests_are_errors(given):
+    model, data, path = given
+    predictor = sj.load_predictor(path)
+    [history] = requested(events(1))
+    wrong: list[tuple[Any, type[Exception], str]] = [
+        (["i1"], TypeError, "an event is an object"),
+        ([{"action": "buy"}], ValueError, "an event has no item"),
+        ([history[0], "i1"], TypeError, "an event is an object"),
+        ([history[0] | {"price": "much"}], DataError, "'price'"),
+        ([history[0] | {"time": None}], ValueError, "times are finite"),
+    ]
+    for asked, error, message in wrong:
+        with pytest.raises(error, match=message):
+            predictor.recommend_names(asked, context={"hour": 1})
+    with pytest.raises(ValueError, match="inputs has the columns of events none, but"):
+        predictor.recommend(data.without_events())
+    with pytest.raises(ValueError, match="known of the event to come"):
+        predictor.recommend(data)
+    with pytest.raises(ValueError, match="give names=train, the data"):
+        sj.export_predictor(model, "x.predictor", names=data.feature_names)
+
+
+def test_a_service_answers_as_the_predictor(given):
+    predictor = sj.load_predictor(given[2])
+    lists = requested(events())[4:7]
+    flat = [event for history in lists for event in history]
+
+    tags = [each["tags"] + [""] * (3 - len(each["tags"])) for each in flat]
+    inputs = [
+        tensor("items", "BYTES", [each["item"] for each in flat]),
+        tensor("lengths", "INT32", [len(each) for each in lists]),
+        tensor("times", "FP64", [each["time"] for each in flat]),
+        tensor("events/action", "BYTES", [each["action"] for each in flat]),
+        tensor("events/price", "FP32", [each["price"] for each in flat]),
+        tensor("events/hour", "BYTES", [str(each["hour"]) for each in flat]),
+        tensor("events/tags", "BYTES", tags, [len(flat), 3]),
+        tensor("context/hour", "BYTES", ["4", "5", "6"]),
+    ]
+    context = {"hour": [4, 5, 6]}
+    service = Service("shop", Settings(shapes=(Shape(1, 64),)))
+    service.load(given[2])
+    with contextlib.closing(service), listening(service) as port:
+        client = Client(port)
+        asked = {"parameters": {"k": 3, "exclude_seen": False}, "model": "shop"}
+        status, found = client.infer(*inputs, **asked)
+        assert status == 200, found
+        expected = predictor.recommend_names(
+            lists, k=3, context=context, exclude_seen=False
+        )
+        assert np.reshape(found["items"]["data"], (3, 3)).tolist() == expected
+        assert found["unknown"]["data"] == [0, 0, 0]
+        others = [*inputs]  # a kind that is new
+        others[3] = tensor(
+            "events/action", "BYTES", ["returned", *inputs[3]["data"][1:]]
+        )
+        status, found = client.infer(*others, **asked)
+        assert status == 200 and found["unknown"]["data"] == [1, 0, 0]
+        status, error = client.infer(*inputs[:4], *inputs[5:], **asked)
+        assert status == 422 and "lack the columns ['price']" in error
+        wrong = tensor("events/price", "FP32", [1.0])
+        status, error = client.infer(*inputs[:4], wrong, *inputs[5:], **asked)
+        assert status == 422 and "must have the shape [18]" in error
