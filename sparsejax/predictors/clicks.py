@@ -90,6 +90,7 @@ class Clicks:
         if isinstance(clicks, ClickDataset):
             if ids is not None:
                 raise ValueError("a data set has ids: leave out ids")
+            clicks = clicks.as_served()
             dense, ids = clicks.dense, clicks.ids
         elif ids is None:
             raise ValueError(

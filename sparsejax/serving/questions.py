@@ -609,8 +609,9 @@ class Records:
                 "it with names=train"
             )
         self.inputs = [
-            *(Tensor(name, "FP32", (-1,), None) for name in schema.dense),
-            *(Tensor(name, "BYTES", (-1,), None) for name in schema.ids),
+            Tensor(name, "FP32" if name in schema.dense else "BYTES", (-1,), None)
+            for name in schema.inputs
+            if name not in schema.fixed
         ]
         self._categories, self._labels = set(schema.ids), list(schema.several)
         if "rows" in self._labels:

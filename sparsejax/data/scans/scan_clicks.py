@@ -24,6 +24,7 @@ from sparsejax.data.sets.click_columns import (
     categories_of,
     dense_of,
     labels_of,
+    propensities_of,
     warn_of_lists,
     weights_of,
 )
@@ -240,6 +241,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             self.schema,
             self.vocabularies,
             weights=weights_of(block, self.schema),
+            propensities=propensities_of(block, self.schema),
         )
 
     def _joined(self, parts: list[ClickDataset]) -> ClickDataset:
@@ -252,6 +254,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             lengths = [np.diff(x.indptr) if isinstance(x, CSR) else None for x in each]
             ids[name] = join_ids(self.path, name, flat, lengths, size)
         weights = [part.weights for part in parts if part.weights is not None]
+        seen = [p.propensities for p in parts if p.propensities is not None]
         return ClickDataset(
             np.concatenate([part.labels for part in parts]),
             np.concatenate([part.dense for part in parts]),
@@ -259,6 +262,7 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
             self.schema,
             self.vocabularies,
             weights=np.concatenate(weights) if weights else None,
+            propensities=np.concatenate(seen) if seen else None,
         )
 
 

@@ -135,6 +135,30 @@ def _weight(block: Cells, name: str) -> np.ndarray:
     return found.astype(np.float32)
 
 
+def propensities_of(block: Cells, schema: ClickSchema) -> np.ndarray | None:
+    """`[examples]` float32, above 0 and at most 1; None if the schema names none.
+
+    Raises:
+      DataError: one is missing, or outside of this range.
+    """
+    if schema.propensity is None:
+        return None
+    found, missing = _numbers(block, schema.propensity)
+    if (wrong := missing | (found <= 0) | (found > 1)).any():
+        row = int(np.argmax(wrong))
+        given = "missing" if missing[row] else f"{found[row]:g}"
+        problem = f"the propensity {schema.propensity!r} is {given}; expected a number above 0"
+        raise block.error(row, f"{problem} and at most 1")
+    return found.astype(np.float32)
+
+
+def with_fixed(block: Cells, schema: ClickSchema) -> Cells:
+    """The cells with the fixed values of columns that only training reads."""
+    rows = len(next(iter(block.columns.values())))
+    fixed = {name: pa.repeat(pa.scalar(x), rows) for name, x in schema.fixed.items()}
+    return block._replace(columns={**block.columns, **fixed})
+
+
 def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
     """`[examples, columns]` float32.
 

@@ -46,6 +46,7 @@ def click_blocks(
     names: Sequence[str] | None = None,
     *,
     labelled: bool = True,
+    served: bool = False,
     check: Callable[[Cells], None] | None = None,
 ) -> Iterator[Cells]:
     """The columns of the schema, or only some of them, file by file.
@@ -55,6 +56,7 @@ def click_blocks(
       schema: types of the columns.
       names: names of the columns that are read; by default all that the schema uses.
       labelled: whether the files have labels, which are not read otherwise.
+      served: whether columns with a fixed value are not read.
       check: leave out lines for which it raises an error, or which cannot be read.
 
     Raises:
@@ -65,6 +67,8 @@ def click_blocks(
     if isinstance(paths, Mapping):
         paths = table_of(paths)
     used = schema.used if labelled else schema.inputs
+    if served:
+        used = [name for name in used if name not in schema.fixed]
     names = used if names is None else names
     used = list(dict.fromkeys([*used, *names]))
     as_paths(paths)  # are there some?
@@ -253,7 +257,7 @@ def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
         lists = frozenset(n for n, (_, kind) in enumerate(typed) if kind == "token_seq")
     if schema.columns is not None:
         names = schema.columns
-        left_out = set(schema.targets) - set(used)
+        left_out = set(schema.used) - set(used)
         if len(cells) == len(names) - len(left_out):
             names = tuple(name for name in names if name not in left_out)
         is_header = tuple(cells) == names

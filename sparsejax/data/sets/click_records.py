@@ -17,6 +17,7 @@ from sparsejax.data.sets.click_columns import (
     categories_of,
     dense_of,
     warn_of_lists,
+    with_fixed,
 )
 from sparsejax.data.sets.click_schema import (
     RARE,
@@ -57,7 +58,8 @@ def examples_of(
       ValueError: a column is missing, or columns differ in their lengths.
       TypeError: the records are no columns.
     """
-    block = cells_of(records, [*schema.dense, *schema.ids])
+    asked = [name for name in schema.inputs if name not in schema.fixed]
+    block = with_fixed(cells_of(records, asked), schema)
     if numbering is None:
         numbering = numbering_of(schema, vocabularies)
     sizes = num_ids(schema, vocabularies)

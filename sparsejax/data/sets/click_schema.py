@@ -27,21 +27,26 @@ def _check_integer(name: str, value: object, *, least: int) -> None:
 class DenseColumn:
     """A column of numbers.
 
-    >>> DenseColumn(log1p=True, missing=0.0)
-    DenseColumn(log1p=True, missing=0.0)
+    >>> DenseColumn(log1p=True, missing=0.0).missing
+    0.0
 
     Attributes:
       log1p: take `log(1 + max(x, 0))`, for counts.
       missing: number that replaces an empty value in the model's input (not
         transformed). By default an empty value is an error.
+      fixed: the value, before a logarithm, of all examples but those that are trained on, such
+        as a position on a page. Only training then reads the column.
     """
 
     log1p: bool = False
     missing: float | None = None
+    fixed: float | None = None
 
     def __post_init__(self) -> None:
-        if self.missing is not None and not math.isfinite(self.missing):
-            raise ValueError(f"missing must be finite, got {self.missing}")
+        for name in ("missing", "fixed"):
+            value = getattr(self, name)
+            if value is not None and not math.isfinite(value):
+                raise ValueError(f"{name} must be finite, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,9 +62,12 @@ class HashedColumn:
 
     Attributes:
       size: number of ids, at least 2.
+      fixed: the category of all examples but those that are trained on, such as a position on a
+        page. Only training then reads the column.
     """
 
     size: int
+    fixed: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("size", self.size, least=2)
@@ -94,10 +102,13 @@ class VocabularyColumn:
       min_count: how often a category must occur to have an id of its own.
       like: the name of a `VocabularyColumn` with the same categories, which says `min_count`
         for both. Any number of columns can be like one.
+      fixed: the category of all examples but those that are trained on, such as a position on a
+        page. Only training then reads the column.
     """
 
     min_count: int = 1
     like: str | None = None
+    fixed: str | None = None
 
     def __post_init__(self) -> None:
         _check_integer("min_count", self.min_count, least=1)
@@ -211,6 +222,11 @@ class ClickSchema:
         losses. Only examples with labels need it.
       labels: several labels, in place of `label`: names of columns with 0 and 1, or a
         `LabelColumn` for each name. Then a data set's labels are `[n, labels]`.
+      propensity: the column with the probability that an example was looked at, above 0 and at
+        most 1. `fit` divides labels with 0 and 1 by it: a click that had the probability p to
+        be seen stands for 1 / p clicks. Nothing else reads it.
+      least_propensity: smaller propensities count as this one; it is above 0 and at most 1, and
+        goes with `propensity`.
 
     Raises:
       ValueError: a column has two roles, or is not among `columns`; there is nothing but
@@ -227,15 +243,20 @@ class ClickSchema:
     time: str | None = None
     weight: str | None = None
     labels: Mapping[str, LabelColumn] | Sequence[str] = ()
+    propensity: str | None = None
+    least_propensity: float | None = None
 
     def __post_init__(self) -> None:
         self._set_labels()
+        self._check_propensity()
         check_columns(self.dense, self.ids)
         used = self.used if self.time is None else [*self.used, self.time]
         if twice := sorted({name for name in used if used.count(name) > 1}):
             raise ValueError(f"each column has one role, but {twice} have two")
         if not self.inputs:
             raise ValueError("expected at least one column in dense or ids")
+        if len(self.fixed) == len(self.inputs):
+            raise ValueError("all columns are fixed: a prediction would read nothing")
         if self.columns is not None:
             object.__setattr__(self, "columns", tuple(self.columns))
             if len(set(self.columns)) < len(self.columns):
@@ -298,10 +319,31 @@ class ClickSchema:
         object.__setattr__(self, "labels", given)
         object.__setattr__(self, "label", first)
 
+    def _check_propensity(self) -> None:
+        if (self.propensity is None) != (self.least_propensity is None):
+            raise ValueError("propensity=... and least_propensity=... go together")
+        if self.propensity is None or self.least_propensity is None:
+            return
+        if not 0 < self.least_propensity <= 1:
+            raise ValueError(
+                f"least_propensity is above 0 and at most 1, got {self.least_propensity}"
+            )
+        losses = [column.loss for column in self.several.values()] or ["binary"]
+        if "binary" not in losses:
+            raise ValueError(
+                "propensity is for labels with 0 and 1, and there are none"
+            )
+
     @property
     def several(self) -> dict[str, LabelColumn]:
         """The labels by name; empty for a single one with 0 and 1."""
         return dict(cast(Mapping[str, LabelColumn], self.labels))
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether training lowers the log loss of one label on the examples as they are."""
+        others = self.several, self.weight, self.propensity, self.fixed
+        return not any(others)
 
     @property
     def label_weights(self) -> list[str]:
@@ -316,10 +358,17 @@ class ClickSchema:
 
     @property
     def targets(self) -> list[str]:
-        """The columns that only training and measuring read: labels, weights."""
+        """The columns that no model is shown: labels, weights, propensities."""
         labels = list(self.several) or [self.label]
-        weight = [] if self.weight is None else [self.weight]
-        return [*labels, *weight, *self.label_weights]
+        beside = [n for n in (self.weight, self.propensity) if n is not None]
+        return [*labels, *beside, *self.label_weights]
+
+    @property
+    def fixed(self) -> dict[str, float | str]:
+        """The columns that only training reads, and the value that all other examples have."""
+        columns = {**self.dense, **self.ids}
+        values = {name: getattr(c, "fixed", None) for name, c in columns.items()}
+        return {name: value for name, value in values.items() if value is not None}
 
     @property
     def used(self) -> list[str]:
@@ -332,15 +381,17 @@ class ClickSchema:
             name: codec.document(column, skip_defaults=True)
             for name, column in self.several.items()
         }
+        propensity = {n: getattr(self, n) for n in ("propensity", "least_propensity")}
         return {
             "label": self.label,
-            "dense": {n: codec.document(c) for n, c in self.dense.items()},
+            "dense": {n: _document(c) for n, c in self.dense.items()},
             "ids": ids_document(self.ids),
             "columns": None if self.columns is None else list(self.columns),
             "delimiter": self.delimiter,
             **({} if self.time is None else {"time": self.time}),
             **({} if self.weight is None else {"weight": self.weight}),
             **({"labels": labels} if labels else {}),
+            **{name: value for name, value in propensity.items() if value is not None},
         }
 
     @classmethod
@@ -415,11 +466,12 @@ def ids_document(ids: Mapping[str, IdColumn]) -> dict[str, Any]:
     }
 
 
-def _document(column: IdColumn) -> dict[str, Any]:
+def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
     """The JSON object of a column."""
     found = codec.document(column)
-    if found.get("like", "") is None:
-        del found["like"]
+    for name in ("like", "fixed"):
+        if found.get(name, "") is None:
+            del found[name]
     return found
 
 
@@ -474,7 +526,12 @@ def unweighted(schema: ClickSchema) -> ClickSchema:
         else column
         for name, column in schema.several.items()
     }
-    return dataclasses.replace(schema, weight=None, labels=labels)
+    return dataclasses.replace(without_propensity(schema), weight=None, labels=labels)
+
+
+def without_propensity(schema: ClickSchema) -> ClickSchema:
+    """The columns without that of propensities, which only training reads."""
+    return dataclasses.replace(schema, propensity=None, least_propensity=None)
 
 
 class HasIds(Protocol):

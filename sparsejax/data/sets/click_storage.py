@@ -3,7 +3,7 @@
 A row of the table is an example, with the columns `label`, or `label/NAME` for each of several,
 `dense/NAME` and `ids/NAME`
 (int32, or a list of int32; uint64 of a `KeyColumn`); with times also `time`, and with weights
-`weight`, or `weight/NAME` by label. Beside them are the
+`weight`, or `weight/NAME` by label, and with propensities `propensity`. Beside them are the
 vocabularies, `vocabulary/NAME`. The shorter
 columns end in nulls, which take no room. The schema's metadata is a JSON object with the
 `ClickSchema`, the number of examples, the sizes of the vocabularies, and a checksum.
@@ -30,13 +30,14 @@ from sparsejax.data.sets.click_schema import (
     num_ids,
     unweighted,
     vocabularies_of,
+    without_propensity,
 )
 from sparsejax.sparse import CSR
 
 _VERSION = 1
 # Parts that not all data sets have.
-BESIDE = ("times", "weights")
-_TIME = "time"
+BESIDE = ("times", "weights", "propensities")
+_TIME, _PROPENSITY = "time", "propensity"
 # Rows of a row group, which can be read without the others.
 _GROUP_ROWS = 2**18
 
@@ -53,6 +54,7 @@ class ClickParts(NamedTuple):
     vocabularies: Mapping[str, Names]
     times: np.ndarray | None = None
     weights: np.ndarray | None = None
+    propensities: np.ndarray | None = None
 
 
 class Facts(NamedTuple):
@@ -77,11 +79,15 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
     Raises:
       OSError: the file cannot be written.
     """
-    if parts.weights is None:
-        parts = parts._replace(schema=unweighted(parts.schema))
+    if parts.propensities is None:
+        parts = parts._replace(schema=without_propensity(parts.schema))
+    if parts.weights is None and _weight_columns(parts.schema):
+        parts = parts._replace(schema=unweighted(parts.schema), propensities=None)
     columns = _apart(_label_columns(parts.schema), parts.labels)
     if parts.times is not None:
         columns[_TIME] = pa.array(parts.times)
+    if parts.propensities is not None:
+        columns[_PROPENSITY] = pa.array(parts.propensities)
     if parts.weights is not None:
         columns |= _apart(_weight_columns(parts.schema), parts.weights)
     for i, name in enumerate(parts.schema.dense):
@@ -184,6 +190,7 @@ def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> Non
         is_right = {
             "label": pa.types.is_floating,
             "weight": pa.types.is_floating,
+            _PROPENSITY: pa.types.is_floating,
             "dense": pa.types.is_floating,
             "ids": pa.types.is_uint64 if name in keys else pa.types.is_int32,
             "vocabulary": lambda type_: arrow.is_text(pa.nulls(0, type_)),
@@ -208,6 +215,7 @@ def _names_of(name: str, size: int, column: pa.ChunkedArray) -> Names:
 def stored_columns(schema: ClickSchema) -> list[str]:
     """The columns of the examples."""
     targets = [*_label_columns(schema), *_weight_columns(schema)]
+    targets += [] if schema.propensity is None else [_PROPENSITY]
     dense = [f"dense/{name}" for name in schema.dense]
     return [*targets, *dense, *[f"ids/{name}" for name in schema.ids]]
 
@@ -277,8 +285,9 @@ def stored_examples(
     labels, weights = joined(names, not schema.several), None
     if by := _weight_columns(schema):
         weights = joined(by, not schema.label_weights)
+    seen = None if schema.propensity is None else numbers(_PROPENSITY)
     dense = np.stack(dense, axis=1) if dense else empty
-    return ClickParts(labels, dense, ids, schema, vocabularies, weights=weights)
+    return ClickParts(labels, dense, ids, schema, vocabularies, None, weights, seen)
 
 
 def _checksum(parts: ClickParts) -> int:

@@ -8,8 +8,9 @@ from collections.abc import Mapping
 from typing import ClassVar
 
 import numpy as np
+import pyarrow as pa
 
-from sparsejax.data.events.block import Cells
+from sparsejax.data.events.block import Cells, row_error
 from sparsejax.data.events.pieces import Piece
 from sparsejax.data.files.names import Names, as_names
 from sparsejax.data.files.opening import DataError, Path, WithoutLines
@@ -22,10 +23,12 @@ from sparsejax.data.sets.click_columns import (
     dense_of,
     find_categories,
     labels_of,
+    propensities_of,
     ranked,
     times_of,
     warn_of_lists,
     weights_of,
+    with_fixed,
 )
 from sparsejax.data.sets.click_files import (
     Paths,
@@ -81,6 +84,8 @@ class ClickDataset:
         column; else None.
       weights: `[n]` float32, the weights of the examples, if the schema names their column;
         else None. Also `[n, labels]`, if labels have columns of weights.
+      propensities: `[n]` float32, the probabilities that the examples were looked at, if the
+        schema names their column; else None.
 
     Raises:
       ValueError: shapes, features, labels or ids do not fit together.
@@ -95,6 +100,7 @@ class ClickDataset:
     vocabularies: Mapping[str, Names]
     times: np.ndarray | None = None
     weights: np.ndarray | None = None
+    propensities: np.ndarray | None = None
 
     def __post_init__(self) -> None:
         rows = len(self.labels)
@@ -117,6 +123,12 @@ class ClickDataset:
             weights.shape == shape and np.all((weights >= 0) & np.isfinite(weights))
         ):
             raise ValueError(f"weights must be {shape} finite numbers of 0 or more")
+        if (seen := self.propensities) is not None and not (
+            seen.shape == (rows,) and np.all((seen > 0) & (seen <= 1))
+        ):
+            raise ValueError(
+                f"propensities must be {rows:,} numbers above 0, at most 1"
+            )
         if not np.isfinite(self.dense).all():
             raise ValueError("dense must be finite")
         for name, ids in self.ids.items():
@@ -181,6 +193,46 @@ class ClickDataset:
                 weights = None if weights is None else weights[:, None]
         schema = dataclasses.replace(self.schema, label=name, labels=alone)
         return dataclasses.replace(some, labels=labels, weights=weights, schema=schema)
+
+    @property
+    def trained_labels(self) -> np.ndarray:
+        """The labels that training reads: those with 0 and 1 divided by propensities."""
+        if self.propensities is None:
+            return self.labels
+        seen = np.maximum(self.propensities, self.schema.least_propensity or 0)
+        if not self.schema.several:
+            return self.labels / seen
+        columns = self.schema.several.values()
+        is_binary = np.array([column.loss == "binary" for column in columns])
+        return np.where(is_binary, self.labels / seen[:, None], self.labels)
+
+    def as_served(self) -> ClickDataset:
+        """The examples with the fixed values of columns that only training reads.
+
+        >>> ids = {"ad": HashedColumn(9), "place": VocabularyColumn(fixed="1")}
+        >>> clicks = read_clicks(
+        ...     {"click": [1, 0], "ad": ["a", "b"], "place": ["1", "2"]}, ClickSchema("click", ids=ids)
+        ... )
+        >>> clicks.ids["place"].tolist(), clicks.as_served().ids["place"].tolist()
+        ([2, 3], [2, 2])
+        """
+        schema, rows = self.schema, self.num_rows
+        if not schema.fixed:
+            return self
+        one = {name: pa.repeat(pa.scalar(x), 1) for name, x in schema.fixed.items()}
+        block = Cells(one, row_error("fixed", 0), "fixed")
+        dense, ids = self.dense.copy(), dict(self.ids)
+        for at, (name, column) in enumerate(schema.dense.items()):
+            if name in one:
+                dense[:, at] = dense_of(block, {name: column})[0]
+        for name in ids.keys() & one.keys():
+            known = vocabulary_of(schema, name, self.vocabularies)
+            found = Numbering(schema.ids[name], known).ids(categories_of(block, name))
+            found = np.repeat(found, rows)
+            if isinstance(ids[name], CSR):
+                found = id_lists(found, np.arange(rows + 1), self.num_ids[name])
+            ids[name] = found
+        return dataclasses.replace(self, dense=dense, ids=ids)
 
     def __repr__(self) -> str:
         named = {"clicks": self.labels}
@@ -441,12 +493,17 @@ def without_bad_lines(path: Path, schema: ClickSchema) -> WithoutLines:
     return without_bad_clicks(Piece(path), schema, schema.used, check)
 
 
-def _check(block: Cells, schema: ClickSchema, labelled: bool) -> None:
+def _check(
+    block: Cells, schema: ClickSchema, labelled: bool, served: bool = False
+) -> None:
     """Raises DataError for examples that cannot be read."""
+    if served:
+        block = with_fixed(block, schema)
     dense_of(block, schema.dense)
     if labelled:
         labels_of(block, schema)
         weights_of(block, schema)
+        propensities_of(block, schema)
         if schema.time is not None and schema.time in block.columns:
             times_of(block, schema.time, None)
     for name in schema.ids:
@@ -462,7 +519,20 @@ def read_unlabelled(
 ) -> ClickDataset:
     """`read_clicks` of files that need no labels: the labels of the data set are 0, or missing."""
     known = known_vocabularies(schema, vocabulary)
-    return _read(path, schema, known, labelled=False, skip_bad_lines=skip_bad_lines)
+    options = {"labelled": False, "served": True, "skip_bad_lines": skip_bad_lines}
+    return _read(path, schema, known, **options)
+
+
+def read_served(
+    path: Paths,
+    schema: ClickSchema,
+    vocabulary: Mapping[str, Names],
+    *,
+    skip_bad_lines: bool = False,
+) -> ClickDataset:
+    """`read_clicks` of examples to measure on, which have the fixed values of columns."""
+    known = known_vocabularies(schema, vocabulary)
+    return _read(path, schema, known, served=True, skip_bad_lines=skip_bad_lines)
 
 
 def _read(
@@ -471,6 +541,7 @@ def _read(
     known: Mapping[str, Names] | None,
     *,
     labelled: bool = True,
+    served: bool = False,
     append: bool = False,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
@@ -490,15 +561,22 @@ def _read(
         for name, column in schema.ids.items()
         if name not in learner_of
     }
-    labels, dense, times, weights, kind = [], [], [], [], None
+    labels, dense, times, weights, seen, kind = [], [], [], [], [], None
     timed = schema.time if labelled else None
     names = schema.used + [timed] if timed is not None else None
     ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
     lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
     check = None
     if skip_bad_lines:
-        check = functools.partial(_check, schema=schema, labelled=labelled)
-    for block in click_blocks(path, schema, names, labelled=labelled, check=check):
+        check = functools.partial(
+            _check, schema=schema, labelled=labelled, served=served
+        )
+    blocks = click_blocks(
+        path, schema, names, labelled=labelled, served=served, check=check
+    )
+    for block in blocks:
+        if served:
+            block = with_fixed(block, schema)
         dense.append(dense_of(block, schema.dense))
         labels.append(
             labels_of(block, schema) if labelled else _none(dense[-1], schema)
@@ -508,6 +586,8 @@ def _read(
             times.append(part)
         if labelled and (part := weights_of(block, schema)) is not None:
             weights.append(part)
+        if labelled and (part := propensities_of(block, schema)) is not None:
+            seen.append(part)
         found = {name: categories_of(block, name) for name in schema.ids}
         if len(dense) == 1:
             warn_of_lists(found, schema, known)
@@ -536,6 +616,7 @@ def _read(
         vocabularies,
         np.concatenate(times) if times else None,
         np.concatenate(weights) if weights else None,
+        np.concatenate(seen) if seen else None,
     )
 
 

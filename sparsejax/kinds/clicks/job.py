@@ -168,7 +168,7 @@ def loss_of(
 
 def _with_weights(clicks: ClickDataset) -> np.ndarray:
     """The labels, and their weights behind them if there are some: 0 for a missing label."""
-    labels, weights = clicks.labels, clicks.weights
+    labels, weights = clicks.trained_labels, clicks.weights
     if not clicks.schema.several:
         return labels if weights is None else np.stack([labels, weights], axis=1)
     factors = [c.weight for c in clicks.schema.several.values()]
@@ -260,6 +260,11 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
     named = [clicks.schema.weight or "", *clicks.schema.label_weights]
     if given is None and any(named):
         raise ValueError(f"the examples have no weights, but the schema names {named}")
+    if clicks.propensities is None and clicks.schema.propensity is not None:
+        name = clicks.schema.propensity
+        raise ValueError(
+            f"the examples have no propensities, but the schema names {name!r}"
+        )
     for name, labels in zip(clicks.schema.several, clicks.labels.T, strict=False):
         if np.isnan(labels).all():
             raise ValueError(

@@ -248,7 +248,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             if training.schema is not None:
                 raise ValueError(_COLUMNS_OF_RUN)
             data = read_like(
-                training.data, before.known, training, append=True, weighted=True
+                training.data, before.known, training, append=True, training=True
             )
         if warning := warning_of_columns(data):
             warn_caller(warning)
@@ -336,7 +336,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         self, path: str, known: ClickDataset, reading: Reading
     ) -> ClickDataset | None:
         if is_saved(path, stored.CLICKS):
-            data = read_like(path, known, _SILENT, weighted=True)
+            data = read_like(path, known, _SILENT, training=True)
             return data if data.num_rows else None
         file: Any = path
         if skips_bad_lines(path, reading):
@@ -422,8 +422,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             keep_rows=asked.keep_rows,
             weighted=weighted,
         )
-        is_like_training = weighted or schema.weight is None
-        if clicks.num_rows >= LEAST_ROWS and is_like_training and not schema.several:
+        if clicks.num_rows >= LEAST_ROWS and schema.is_plain:
             _warn_of_base_rate(measured)
         return Measurement(measured)
 

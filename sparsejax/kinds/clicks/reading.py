@@ -18,12 +18,14 @@ from sparsejax.data.sets.click_schema import (
     KeyColumn,
     VocabularyColumn,
     unweighted,
+    without_propensity,
     without_time,
 )
 from sparsejax.data.sets.clicks import (
     ClickDataset,
     check_same_schema,
     read_clicks,
+    read_served,
     read_unlabelled,
 )
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -67,6 +69,7 @@ def read_like(
     *,
     labelled: bool = True,
     append: bool = False,
+    training: bool = False,
     weighted: bool = False,
 ) -> ClickDataset:
     """Reads examples with the columns and ids of earlier data, and reports what was read.
@@ -77,6 +80,7 @@ def read_like(
       reading: settings of reading; its `say` is called with a summary.
       labelled: whether labels are read.
       append: whether new categories get ids behind the known ones.
+      training: whether all columns are read, also those that only training reads.
       weighted: whether the weights of the examples are read, if the schema names some.
 
     Raises:
@@ -103,11 +107,13 @@ def read_like(
     elif labelled:
         vocabulary = dict(known.vocabularies)
         schema = without_time(known.schema)
-        if not weighted:
-            schema = unweighted(schema)
-        data = read_clicks(
-            source, schema, features=vocabulary, append=append, skip_bad_lines=skip
-        )
+        if training:
+            data = read_clicks(
+                source, schema, features=vocabulary, append=append, skip_bad_lines=skip
+            )
+        else:
+            schema = without_propensity(schema) if weighted else unweighted(schema)
+            data = read_served(source, schema, vocabulary, skip_bad_lines=skip)
     else:
         vocabulary = dict(known.vocabularies)
         data = read_unlabelled(source, known.schema, vocabulary, skip_bad_lines=skip)
@@ -173,6 +179,7 @@ def without_rows(
         without_time(schema),
         vocabularies,
         weights=np.zeros(several, np.float32) if schema.label_weights else weights,
+        propensities=None if schema.propensity is None else np.zeros(0, np.float32),
     )
 
 
@@ -183,8 +190,8 @@ def num_known(data: ClickDataset | ScannedClicks) -> int:
 
 
 def fingerprint_of(clicks: ClickDataset) -> str:
-    weights = [] if clicks.weights is None else [clicks.weights]
-    return fingerprint(clicks.labels, clicks.dense, *clicks.ids.values(), *weights)
+    beside = [x for x in (clicks.weights, clicks.propensities) if x is not None]
+    return fingerprint(clicks.labels, clicks.dense, *clicks.ids.values(), *beside)
 
 
 def groups_of(

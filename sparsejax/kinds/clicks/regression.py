@@ -68,7 +68,7 @@ def fit_regression(
       before: an earlier regression of the same columns; by default all of it is 0.
     """
     columns = _Columns(clicks)
-    x, y = columns.matrix(clicks, combiner), clicks.labels.astype(np.float64)
+    x, y = columns.matrix(clicks, combiner), clicks.trained_labels.astype(np.float64)
     if before is None:
         none = {name: np.zeros(clicks.num_ids[name]) for name in columns.ids}
         before = Regression(np.zeros(clicks.dense.shape[1]), 0.0, none)

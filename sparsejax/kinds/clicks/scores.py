@@ -450,7 +450,7 @@ class _Scores:
             scored = split(self._model, self._optimizer)
         logits, labels, groups, weights, first = [], [], [], [], 0
         for part in parts:
-            found = self._of_part(scored, part)
+            found = self._of_part(scored, part.as_served())
             wrong = np.isnan(found).reshape(len(found), -1).any(axis=1)
             if wrong.any():
                 raise FloatingPointError(

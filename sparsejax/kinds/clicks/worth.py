@@ -66,8 +66,8 @@ class Comparison:
 def compared(
     model: ClickModel, train: Clicks, validation: Clicks | None
 ) -> Comparison | None:
-    """A model beside simple predictions; None if there are too few examples to say, weights, or several
-    labels.
+    """A model beside simple predictions; None if there are too few examples to say, or if
+    the loss or the columns are others in training.
 
     The logistic regression has L2 regularization, and is fitted on at most 40,000 of the
     training examples. Without validation data, the model is measured on others of the
@@ -80,7 +80,7 @@ def compared(
       validation: examples that it was not trained on, or None.
     """
     # The model's loss is another one.
-    if train.schema.weight is not None or train.schema.several:
+    if not train.schema.is_plain:
         return None
     fitted = _some(train, _FITTED + (_MEASURED if validation is None else 0), seed=0)
     if validation is None:
