@@ -264,6 +264,18 @@ def test_clicks(tmp_path, monkeypatch, capsys):
     assert np.load("probabilities.npy").shape == (300,)
 
 
+def test_several_labels():
+    given: dict[str, typing.Any] = {}
+    for code in quick("several_labels.md"):
+        exec(compile(code, "several_labels.md", "exec"), given)  # noqa: S102
+    assert given["weighted"] != given["plain"]
+    assert {"auc/click", "log_loss/buy", "squared_error/minutes"} <= {
+        *given["measured"]
+    }
+    assert list(given["predicted"]) == ["click", "buy", "minutes"]
+    np.testing.assert_allclose(given["train"].trained_labels[:2], [1, 0])
+
+
 def test_sequences(trained, symbolic_sizes):
     """Of ten users, one has a single purchase."""
     lines = ["user,item,date"]

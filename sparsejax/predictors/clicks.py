@@ -122,7 +122,7 @@ class Clicks:
         ]
         for (_, part), result in zip(batches, results, strict=True):
             found[part] = np.asarray(result)[: part.stop - part.start]
-        if (wrong := np.isnan(found).reshape(len(found), -1).any(axis=1)).any():
+        if (wrong := np.isnan(found).any(axis=(*range(1, found.ndim),))).any():
             raise FloatingPointError(
                 f"the model gives NaN for example {int(wrong.argmax()):,}; its "
                 "weights or the numbers of the example are not finite"

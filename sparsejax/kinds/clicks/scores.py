@@ -451,7 +451,7 @@ class _Scores:
         logits, labels, groups, weights, first = [], [], [], [], 0
         for part in parts:
             found = self._of_part(scored, part.as_served())
-            wrong = np.isnan(found).reshape(len(found), -1).any(axis=1)
+            wrong = np.isnan(found).any(axis=(*range(1, found.ndim),))
             if wrong.any():
                 raise FloatingPointError(
                     f"the model gives NaN for example {first + int(wrong.argmax()):,}"
