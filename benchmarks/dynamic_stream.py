@@ -9,7 +9,6 @@ loses its row before its time; nothing may be compiled after the first steps.
 """
 
 import argparse
-import json
 import math
 import time
 
@@ -134,15 +133,13 @@ def measured(steps, rows=8192, checks=20):
 
 
 def main():
+    from report import save
+
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=10_000)
     parser.add_argument("--output", help="a JSON file")
     args = parser.parse_args()
-    found = measured(args.steps)
-    print(json.dumps(found, indent=2))
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            file.write(json.dumps(found, indent=2) + "\n")
+    save(measured(args.steps), args.output)
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 from flax import nnx
+from report import save
 
 import sparsejax as sj
 
@@ -171,10 +172,7 @@ def main():
     args = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measured(pathlib.Path(folder), args)
-    print(json.dumps(found, indent=2))
-    if args.output:
-        with open(args.output, "w", encoding="utf-8") as file:
-            file.write(json.dumps(found, indent=2) + "\n")
+    save(found, args.output)
 
 
 def measured(place, args):
