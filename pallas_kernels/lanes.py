@@ -186,7 +186,7 @@ def look_up_ends(table, index: jax.Array, layout, count: int) -> list[jax.Array]
 
     Args:
       table: a vector in shared memory, four float32 numbers for each index.
-      index: int32.
+      index: int32 indices of the table.
       layout: layout of the index, and of the results.
       count: 2 or 4.
     """

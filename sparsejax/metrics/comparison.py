@@ -48,7 +48,7 @@ class Rows:
         """The log loss of each example, and the scores and labels for the AUC.
 
         Args:
-          logits: `[rows]`.
+          logits: `[rows]`, scores of the examples before the sigmoid.
           labels: `[rows]`, 1 for a click, else 0.
         """
         x = np.asarray(logits, np.float64)

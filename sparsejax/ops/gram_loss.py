@@ -143,7 +143,7 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
         )
     limit = labels.num_cols - shard.first_item(rows)
     parts = math.prod(lax.axis_size(axis) for axis in shard.items)
-    padding = min(rows, rows * parts - labels.num_cols)  # at most, of a device
+    padding = min(rows, rows * parts - labels.num_cols)  # of any device, at most
     weights = jnp.ones(len(batch.h), dtype)
     if batch.weights is not None:
         weights = batch.weights.astype(dtype)

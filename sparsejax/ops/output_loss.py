@@ -95,8 +95,8 @@ def output_loss(
       kernel_spec: how the kernel is divided over the mesh that is set, for labels that
         are not in blocks: `P("model")` divides the items over the mesh's axis "model".
         Each device works on its own items, for all examples. Where the mesh has an axis
-        "data", the items are divided over that axis too: best is a kernel that lies so,
-        `P(("model", "data"))`. Then only `h` and its gradient move between devices.
+        "data", the items are divided over that axis, too. A kernel that is sharded by
+        `P(("model", "data"))` need not move: only `h` and its gradient do.
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for operands that are
         bfloat16 or may be rounded to it, labels without values, and the rules of
         `sparsejax.losses`. "xla" is the reference, "xla_gpu" the reference as GPUs run

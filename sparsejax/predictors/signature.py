@@ -348,7 +348,9 @@ class Signature:
         }:
             raise ValueError("new items, whose output layer is not the last weights")
         if not 1 <= len(self.rows) <= _MOST_PROGRAMS:
-            raise ValueError(f"{len(self.rows)} programs")
+            raise ValueError(
+                f"{len(self.rows)} programs, expected 1 to {_MOST_PROGRAMS}"
+            )
         if not self.platforms or len({*self.platforms}) < len(self.platforms):
             raise ValueError(f"the platforms {self.platforms}")
 

@@ -42,7 +42,7 @@ class Piece:
         """The cells of the piece, and of its constant columns.
 
         Args:
-          parts: cells without them.
+          parts: cells of the piece, without the constant columns.
           names: the name of the column for each key of the cells.
         """
         wanted = {k: name for k, name in names.items() if name in self.constants.texts}

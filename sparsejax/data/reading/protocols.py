@@ -55,7 +55,7 @@ def read_vae_cf(folder: str | os.PathLike[str]) -> UnseenUsers:
     [True, True, True]
 
     Args:
-      folder: with the five files.
+      folder: the folder with the five files.
 
     Returns:
       All parts over the items of `train`. Entries of other items are left out, with a
@@ -93,7 +93,8 @@ def random_candidates(
     True
 
     Args:
-      seen: data sets over equal features. The result has their rows, by name.
+      seen: data sets over equal features. The items in any of them are not drawn. The result has
+        a row for each of their rows, matched by name.
       count: items for each row, or all that it does not have if they are fewer.
       seed: seed of the random choice, which also depends on the order of rows.
 

@@ -310,7 +310,7 @@ def no_events(
     Args:
       schema: types of the columns.
       vocabularies: categories of each `VocabularyColumn`.
-      lists: the most categories that an event has, of columns with lists.
+      lists: for each column with lists, the largest number of categories in an event.
     """
     shapes = {name: (0, lists[name]) if name in lists else (0,) for name in schema.ids}
     columns = {

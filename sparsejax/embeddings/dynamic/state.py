@@ -21,7 +21,8 @@ from sparsejax.mesh.layout import to_host
 from sparsejax.ops import hash_index, index_edits
 from sparsejax.ops.hash_index import PARTS, Index, Layout
 
-# The numbers of each table. An id counts as often as batches have it, a row once.
+# Places of a table's counters. The first three count an id each time that a batch has it, the last
+# two count rows.
 FOUND, WAITING, REFUSED, INSERTED, EVICTED = range(5)
 _TOTALS = 5
 

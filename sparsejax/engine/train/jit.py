@@ -24,7 +24,7 @@ from sparsejax.mesh.layout import with_shardings
 from sparsejax.mesh.xla_options import Programs, is_timed
 from sparsejax.optimizers import inplace
 
-# Modules that a step remembers. One that is called with more of them splits again.
+# A step remembers how it has split the last modules, at most so many; others are split again.
 _REMEMBERED = 16
 
 

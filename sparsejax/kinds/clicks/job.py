@@ -60,7 +60,7 @@ class ClickTask:
       single: names of the features with one id an example.
       lists: names of the features of lists.
       keys: names of the features with an id of 64 bits.
-      weighted: whether there are weights behind the labels.
+      weighted: whether the matrix of labels also has columns of weights.
       losses: the name of each label's loss, and its quantile; of several labels alone.
     """
 
