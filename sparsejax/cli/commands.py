@@ -47,6 +47,12 @@ from sparsejax.options.measuring import Evaluate
 from sparsejax.options.models import Clicks
 from sparsejax.options.option import Options
 from sparsejax.options.reading import BY_NAME, Prepare, Reading
+from sparsejax.options.staging import (
+    EvaluateJoined,
+    ExportJoined,
+    Joining,
+    RecommendJoined,
+)
 from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder
 from sparsejax.verbs import vectors as vector_files
@@ -56,7 +62,11 @@ _MOST_SERVED = 100  # items that a service of a run recommends to a row
 
 def evaluate(command: flags.Evaluate) -> None:
     """`sparsejax evaluate`."""
-    measured = _measured(Folder.of(command.run), command, command)
+    if command.second_stage is None:
+        measured = _measured(Folder.of(command.run), command, command)
+    else:
+        both, asked = _two_stages(command, EvaluateJoined)
+        measured = both.evaluate(**asked)
     print_metrics(measured)
     print(json.dumps(measured))
 
@@ -102,6 +112,35 @@ def _of_same_targets(
     return [other if each == nothing else asked for each in stated]
 
 
+def _two_stages(
+    command: flags.Evaluate | flags.Predict | flags.Export, asked: type[Options]
+) -> tuple[Any, dict[str, Any]]:
+    """The runs of a command as one model, and the arguments of its method.
+
+    Raises:
+      ValueError: a flag was given that has no effect on two stages.
+    """
+    from sparsejax.runs.run import Run
+    from sparsejax.runs.two_stages import TwoStage
+
+    command.check_effect()
+    shell = (Reading, flags.SecondStage, flags.Devices, flags.Compilation)
+    known = asked.option_names().union(*(each.option_names() for each in shell))
+    if useless := sorted(command.given - known - {"run", "out", "compile"}):
+        name = command.spelled(useless[0])
+        raise ValueError(f"{name} is of no use with --second-stage: leave it out")
+
+    def given(options: type[Options]) -> dict[str, Any]:
+        names = options.option_names() & command.given
+        return {name: getattr(command, name) for name in names}
+
+    assert command.second_stage is not None
+    one = Run.load(command.run, **given(Reading))
+    other, joining = Run.load(command.second_stage), given(Joining)
+    both = TwoStage(one, other, candidates=command.num_candidates, **joining)
+    return both, given(asked)
+
+
 def _measured(opened: Folder, asked: Evaluate, reading: Reading) -> Any:
     """The metrics of a run."""
     kind = opened.settings.kind
@@ -116,9 +155,18 @@ def predict(command: flags.Predict) -> None:
         raise ValueError("--part and --finish go with --parts, the number of all parts")
     if command.workers is not None:
         raise ValueError("--workers goes with --parts, the number of all parts")
+    whole_files.check_writable(command.out)
+    if command.second_stage is not None:
+        both, asked = _two_stages(command, RecommendJoined)
+        if isinstance(command.users, str):
+            asked["users"] = names_of(command.users)
+        found = both.recommend(**asked)
+        names = found.row_names, found, found.item_names
+        write = recommendation_files.save_recommendations
+        processes.in_first(functools.partial(write, command.out, *names))
+        return
     opened = Folder.of(command.run)
     kind = _kind(command, opened)
-    whole_files.check_writable(command.out)
     if kind.ranks_items:
         save = _recommended(command, opened)
     else:
@@ -164,10 +212,15 @@ def export(command: flags.Export) -> None:
 
     if command.compile and not command.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
-    opened = Folder.of(command.run)
-    _kind(command, opened)
-    whole_files.check_writable(command.path)
-    uses.export(command, Reading().noting(told=command.say), opened)
+    if command.second_stage is None:
+        opened = Folder.of(command.run)
+        _kind(command, opened)
+        whole_files.check_writable(command.path)
+        uses.export(command, Reading().noting(told=command.say), opened)
+    else:
+        both, asked = _two_stages(command, ExportJoined)
+        whole_files.check_writable(command.path)
+        both.export(**asked)
     print(f"the predictor is in {command.path}", file=sys.stderr)
     if command.compile:
         load_predictor(command.path).warm_up(rows=command.batch_size)

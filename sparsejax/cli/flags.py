@@ -10,7 +10,14 @@ import pathlib
 from typing import Any, ClassVar, Literal
 
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
-from sparsejax.options import measuring, planning, predicting, reading, training
+from sparsejax.options import (
+    measuring,
+    planning,
+    predicting,
+    reading,
+    staging,
+    training,
+)
 from sparsejax.options.models import Clicks, Described
 from sparsejax.options.option import RANKING, Flag, Options, flags_of, option
 from sparsejax.options.reading import (
@@ -211,7 +218,32 @@ class Tune(
     )
 
 
-class Evaluate(measuring.Evaluate, Reading, Devices, Compilation):
+class SecondStage(staging.Joining):
+    """A run of clicks that ranks the candidates of another run.
+
+    Attributes:
+      second_stage: Folder of a run of clicks, which ranks the best items of the first run. Its
+        columns are joined by name.
+      num_candidates: Number of candidates for each row.
+    """
+
+    only_with: ClassVar = dict.fromkeys(
+        {
+            *staging.Joining.option_names(),
+            "num_candidates",
+            "requests",
+            "ranking_alone",
+        },
+        ("second_stage",),
+    )
+
+    second_stage: pathlib.Path | None = option(None, Flag(value="DIR", default=""))
+    num_candidates: int = option(500, least=1)
+
+
+class Evaluate(
+    measuring.Evaluate, SecondStage, staging.Alone, Reading, Devices, Compilation
+):
     """Measures how well a model finds held-out interactions, compared with popularity.
 
     For a click model, measures how well it predicts the labels of one file: AUC, log loss and
@@ -252,7 +284,9 @@ class Compare(measuring.Ranked, Reading, Devices, Compilation):
     heldout: Any = option(None, _TEST)
 
 
-class Predict(predicting.Recommend, Reading, Devices, Compilation):
+class Predict(
+    predicting.Recommend, SecondStage, staging.Requested, Reading, Devices, Compilation
+):
     """Writes the best items for each row, or how probable clicks are.
 
     The name of the output file decides its form. .csv and .parquet have the columns user,
@@ -290,7 +324,7 @@ class Predict(predicting.Recommend, Reading, Devices, Compilation):
     finish: bool = option(False, SWITCH)
 
 
-class Export(predicting.Export, Compilation):
+class Export(predicting.Export, SecondStage, Compilation):
     """Writes a predictor: one file that recommends without the model's code.
 
     sparsejax.load_predictor reads it. It contains the names of the items; of a click model the

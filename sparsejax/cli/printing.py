@@ -78,7 +78,7 @@ def print_metrics(measured: Mapping[str, float]) -> None:
             print(f"{name:{width}}  {value:>10,.6g}")
         return
     width = max(map(len, names))
-    baselines = ["popularity", *BASELINES]
+    baselines = ["popularity", *BASELINES, "retrieval", "ranking"]
     shown = [name for name in baselines if f"{name}_{names[0]}" in measured]
     heads = "".join(f"  {name:>10}" for name in ["model", *shown])
     print(f"{'':{width}}{heads}")

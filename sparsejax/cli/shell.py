@@ -177,7 +177,8 @@ def check_lists(command: type[Options], argv: Sequence[str]) -> None:
     for option, flag in all_flags(command):
         word = flag.spelled(option.name)
         type_ = _type(command, option, flag)
-        is_list = tuple in (type_, typing.get_origin(type_))
+        kinds = (type_, *typing.get_args(type_))  # of a list or None
+        is_list = any(tuple in (kind, typing.get_origin(kind)) for kind in kinds)
         found = [part[1:] for part in parts if part[0] == word]
         if is_list and not flag.repeated and len(found) > 1:
             words = " ".join(word for part in found for word in part)

@@ -33,12 +33,12 @@ class Joining(Options):
         length that DIN reads, else 200, and other columns have 1.
     """
 
-    heading = "second stage"
+    heading = "stages"
 
     item_columns: Any = option(None, _FILE)
     user_columns: Any = option(None, _FILE)
     request_columns: Collection[str] = option(
-        (), Flag(type=tuple[str, ...], value="COLUMN", default="")
+        (), Flag(type=tuple[str, ...] | None, value="COLUMN", default="")
     )
     item_as: str = option("item", Flag(value="COLUMN"))
     user_as: str = option("user", Flag(value="COLUMN"))
@@ -75,19 +75,26 @@ class RecommendJoined(Recommend, Requested, kw_only=False):
     """A question for recommendations by two stages."""
 
 
-class EvaluateJoined(Shown, Choosing, Kept, Requested, kw_only=False):
+class Alone(Requested):
+    """Stages that are measured alone.
+
+    Attributes:
+      ranking_alone: Also rank all items by the second stage alone. It takes as much longer as
+        there are more items than candidates.
+    """
+
+    ranking_alone: bool = option(False, Flag(gives=True))
+
+
+class EvaluateJoined(Shown, Choosing, Kept, Alone, kw_only=False):
     """How well two stages find held-out interactions.
 
     Attributes:
       heldout: Interactions that the stages should find: a file, a table or data. Rows are matched
         by name.
-      ranking_alone: Also rank all items by the second stage alone. It takes as much longer as
-        there are more items than candidates.
     """
 
     heldout: Any = option(dataclasses.MISSING, _FILE)
-    _: dataclasses.KW_ONLY
-    ranking_alone: bool = option(False, Flag(gives=True))
 
 
 class ExportJoined(Options, kw_only=False):

@@ -130,14 +130,16 @@ class TwoStage:
         prepared = prepared_evaluation(shown, kind.matrix(heldout), setup)
         most = model.candidates
         found = prepared.run(model, keep_rows=asked.keep_rows)
-        bare = dataclasses.replace(prepared, popularity=None)
         ks = tuple(sorted({*setup.ks, most}))
         alone = {
-            "retrieval": dataclasses.replace(bare, ks=ks).run(model.alone("first"))
+            "retrieval": dataclasses.replace(prepared, ks=ks).run(model.alone("first"))
         }
         if asked.ranking_alone:
-            alone["ranking"] = bare.run(model.alone("second"))
-        kept = {name for name in found if "@" in name} | {f"recall@{most}"}
+            alone["ranking"] = prepared.run(model.alone("second"))
+        # Not those of the baseline, which both have.
+        kept = {f"recall@{most}"} | {
+            n for n in found if "@" in n and not n.startswith("popularity_")
+        }
         beside = {
             f"{stage}_{name}": value
             for stage, measured in alone.items()

@@ -53,6 +53,16 @@ DEVICES = {
     "--num-processes": "2",
     "--process-id": "0",
 }
+SECOND = {
+    "--second-stage": "nosuch",
+    "--num-candidates": "0",
+    "--item-columns": "nosuch",
+    "--user-columns": "nosuch",
+    "--request-columns": "nosuch",
+    "--item-as": "nosuch",
+    "--user-as": "nosuch",
+    "--history-as": "nosuch",
+}
 COUNTING = {"--unknown": "skip", "--unknown-users": "skip", "--keep-seen": ""}
 CHOSEN = {"--exclude-items": "nosuch", "--only-items": "nosuch", "--k": "0"}
 # The commands that read interactions, with a run and a file.
@@ -174,6 +184,9 @@ OWN = {
         "--popularity": "nosuch",
         "--baselines": "",
         "--by-entries": "",
+        **SECOND,
+        "--requests": "nosuch",
+        "--ranking-alone": "",
     },
     "evaluate clicks clicks.csv": {
         "--groups": "nosuch",
@@ -199,10 +212,17 @@ OWN = {
         "--users": "nosuch",
         "--keep-seen": "",
         "--exclude": "nosuch",
+        **SECOND,
+        "--requests": "nosuch",
     },
     "predict items events.csv --out out.txt --keep-seen": {"--exclude-seen": ""},
     "predict histories events.csv --out out.txt": {"--context": "hour"},
-    "export items out.predictor": {"--k": "0", "--batch-size": "0", "--int8": ""},
+    "export items out.predictor": {
+        "--k": "0",
+        "--batch-size": "0",
+        "--int8": "",
+        **SECOND,
+    },
     "export items out.predictor --no-compilation-cache": {"--compile": ""},
     "export clicks out.predictor": {
         "--unknown-ids": "zeros",

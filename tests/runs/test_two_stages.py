@@ -9,6 +9,7 @@ import pytest
 from served import Client, listening
 
 import sparsejax as sj
+from sparsejax.cli.main import main
 from sparsejax.serving.engine import Shape
 from sparsejax.serving.service import Service, Settings
 
@@ -262,3 +263,53 @@ def test_both_stages_find_more_than_each_alone() -> None:
         assert found["ndcg@2"] > found[f"{stage}_ndcg@2"] + 0.2
     alone = one.evaluate(sj.read(heldout, features=data), k=2)
     assert alone["ndcg@2"] == pytest.approx(found["retrieval_ndcg@2"])
+
+
+def test_commands_do_as_the_methods(tmp_path, capsys) -> None:
+    one, other, data = retrieval("items"), ranking("din"), histories()
+    files = {
+        "shown.csv": "user,item\n"
+        + "".join(
+            f"{user},{ITEMS[n]}\n"
+            for row, user in enumerate(data.row_names)
+            for n in data.indices[data.indptr[row] : data.indptr[row + 1]]
+        ),
+        "held.csv": "user,item\nann,i1\nbob,i3\nnew,i9\n",
+        "items.json": json.dumps(ABOUT),
+        "users.csv": "user,age\nann,30\nbob,40\neve,\n",
+        "asked.csv": "user,device\nann,phone\nnew,desk\nbob,\neve,tablet\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+    shown, held, items, users, asked = (str(tmp_path / name) for name in files)
+    second = ["--second-stage", str(other.directory), "--num-candidates", "6"]
+    second += ["--item-columns", items, "--user-columns", users]
+    second += ["--request-columns", "device"]
+    run, requested = str(one.directory), ["--requests", asked]
+    both = sj.TwoStage(one, other, candidates=6, **COLUMNS)
+
+    def done(*words: str) -> str:
+        assert main([*words, *second]) == 0
+        return capsys.readouterr().out
+
+    said = done("evaluate", run, shown, held, "--k", "2", "--ranking-alone", *requested)
+    options: Any = {"inputs": shown, "requests": asked, "k": 2}
+    wanted = both.evaluate(held, ranking_alone=True, **options)
+    assert json.loads(said.splitlines()[-1]) == pytest.approx(wanted)
+    assert "retrieval     ranking" in said
+    out = tmp_path / "out.csv"
+    done("predict", run, shown, "--out", str(out), "--k", "2", *requested)
+    found = both.recommend(inputs=shown, requests=asked, k=2)
+    rows = [line.split(",") for line in out.read_text().splitlines()[1:]]
+    assert [row[1] for row in rows] == [name for row in found.names() for name in row]
+    path = tmp_path / "shop.predictor"
+    done("export", run, str(path), "--k", "3", "--batch-size", "1")
+    predictor = sj.load_predictor(path)
+    assert (predictor.k, predictor.num_items) == (3, len(ITEMS))
+    for flag, text in (
+        (["--baselines"], "--baselines is of no use with --second-stage"),
+        (["--requests", items], "lacks the columns ['device']"),
+    ):
+        words = [*("evaluate", run, shown, held, *second), *flag]
+        assert main(words) != 0
+        assert text in capsys.readouterr().err
