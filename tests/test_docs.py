@@ -635,6 +635,42 @@ def test_tasks(tmp_path, monkeypatch, capsys):
     assert len(commands) == 4 and pathlib.Path("mail.tsv").is_file()
 
 
+@pytest.mark.usefixtures("symbolic_sizes", "quick_rules")
+def test_two_stages(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    items = [f"i{n}" for n in range(9)]
+    rng = np.random.default_rng(0)
+    shown = [
+        {"click": n % 2, "user": f"u{n % 7}", "item": items[n % 9], "kind": f"k{n % 3}"}
+        | {"had": items[: n % 4], "device": ("phone", "tablet")[n % 2], "price": n / 9}
+        for n in range(60)
+    ]
+    plays = [
+        f"u{u},{i},{n}" for u in range(12) for n, i in enumerate(rng.choice(items, 4))
+    ]
+    files = {
+        "plays.csv": ["user,item,time", *plays],
+        "later.csv": ["user,item", *(f"u{u},i{(u + 5) % 9}" for u in range(12))],
+        "items.csv": ["item,kind,price", *(f"i{n},k{n % 3},{n}" for n in range(8))],
+        "devices.csv": ["user,device", *(f"u{u},phone" for u in range(12))],
+        "shown.jsonl": map(json.dumps, shown),
+    }
+    for name, lines in files.items():
+        pathlib.Path(name).write_text("\n".join(lines) + "\n")
+    given: dict = {}
+    for block in python("two_stages.md"):
+        exec(compile(block, "two_stages.md", "exec"), given)  # noqa: S102
+    assert "['user', 'device']" in capsys.readouterr().out
+    given["retrieval"].save("run")
+    given["ranking"].save("clicks")
+    page = (DOCS / "two_stages.md").read_text()
+    commands = re.findall(r"^sparsejax .+", page, re.MULTILINE)
+    for command in commands:
+        words = command.replace("--num-candidates 500", "--num-candidates 20").split()
+        assert cli.main(words[1:]) == 0, command
+    assert len(commands) == 3 and pathlib.Path("best.csv").is_file()
+
+
 @pytest.mark.usefixtures("symbolic_sizes")
 def test_own_models(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
