@@ -645,12 +645,13 @@ def test_two_stages(tmp_path, monkeypatch, capsys):
         | {"had": items[: n % 4], "device": ("phone", "tablet")[n % 2], "price": n / 9}
         for n in range(60)
     ]
+    rows = [rng.permutation(items) for _ in range(12)]
     plays = [
-        f"u{u},{i},{n}" for u in range(12) for n, i in enumerate(rng.choice(items, 4))
+        f"u{u},{i},{n}" for u, row in enumerate(rows) for n, i in enumerate(row[:4])
     ]
     files = {
         "plays.csv": ["user,item,time", *plays],
-        "later.csv": ["user,item", *(f"u{u},i{(u + 5) % 9}" for u in range(12))],
+        "later.csv": ["user,item", *(f"u{u},{row[4]}" for u, row in enumerate(rows))],
         "items.csv": ["item,kind,price", *(f"i{n},k{n % 3},{n}" for n in range(8))],
         "devices.csv": ["user,device", *(f"u{u},phone" for u in range(12))],
         "shown.jsonl": map(json.dumps, shown),

@@ -26,7 +26,7 @@ class ItemColumn(nnx.Variable):
 
 
 class Stages(nnx.Module):
-    """A `Recommender` that ranks the candidates of another one by the probability of a click.
+    """A `Recommender` that ranks the candidates of another one by what a click model predicts.
 
     All candidates of a batch are one batch of the click model. The vectors of a request are
     looked up once.
@@ -39,6 +39,8 @@ class Stages(nnx.Module):
       requests: columns of requests, as `Requests.inputs` describes them.
       dense: places of the dense columns among those of requests and then of items.
       wide: names of the columns whose ids are two words.
+      ranks_by: of several labels the number, the factor and whether it is a probability, for
+        each that counts; of one alone the factor is 1.
     """
 
     kind = "items"
@@ -53,12 +55,14 @@ class Stages(nnx.Module):
         requests: Mapping[str, jax.ShapeDtypeStruct],
         dense: Sequence[int] = (),
         wide: Sequence[str] = (),
+        ranks_by: Sequence[tuple[int, float, bool]] = (),
     ):
         self.first, self.second = nnx.data(first), nnx.data(second)
         self.candidates = min(candidates, first.num_items)
         self.items = nnx.data({n: ItemColumn(jnp.asarray(a)) for n, a in items.items()})
         self.requests = tuple(requests.items())
         self.dense, self.wide = tuple(dense), frozenset(wide)
+        self.ranks_by = tuple(ranks_by)
         self.ranks: Literal["both", "first", "second"] = "both"
 
     def alone(self, which: Literal["first", "second"]) -> Self:
@@ -90,7 +94,7 @@ class Stages(nnx.Module):
         exclude: CSR | None = None,
         excluded: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Ids and probabilities; among equal ones the better candidate comes first."""
+        """Ids and predictions; among equal ones the better candidate comes first."""
         if self.ranks == "second":
             return self._best_of_all(x, k, exclude, excluded)
         names = self.first.num_features
@@ -111,7 +115,7 @@ class Stages(nnx.Module):
         more = ((0, 0), (0, max(0, k - self.candidates)))
         ids = jnp.pad(ids, more, constant_values=-1)[:, :k]
         logits = jnp.pad(logits, more)[:, :k]
-        return ids, jnp.where(ids < 0, -jnp.inf, nnx.sigmoid(logits))
+        return ids, jnp.where(ids < 0, -jnp.inf, self._scores(logits))
 
     def _best_of_all(self, x, k, exclude, excluded) -> tuple[jax.Array, jax.Array]:
         """The best of all items by the click model, some of them at a time."""
@@ -130,7 +134,7 @@ class Stages(nnx.Module):
             logits = jnp.where(excluded, -jnp.inf, logits)
         logits, ids = lax.top_k(logits, k)
         is_item = logits != -jnp.inf
-        scores = jnp.where(is_item, nnx.sigmoid(logits), -jnp.inf)
+        scores = jnp.where(is_item, self._scores(logits), -jnp.inf)
         return jnp.where(is_item, ids, -1), scores
 
     def _logits(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
@@ -151,8 +155,23 @@ class Stages(nnx.Module):
         )
         self.second.eval()
         logits = self.second(dense, batch)
-        # The first one of several labels ranks.
-        return (logits if logits.ndim == 1 else logits[:, 0]).reshape(ids.shape)
+        if logits.ndim == 2:
+            [(label, _, _), *others] = self.ranks_by
+            if not others:
+                logits = logits[:, label]
+            else:
+                parts = (
+                    factor
+                    * (nnx.sigmoid(logits[:, label]) if is_share else logits[:, label])
+                    for label, factor, is_share in self.ranks_by
+                )
+                logits = sum(parts)
+        return logits.reshape(ids.shape)
+
+    def _scores(self, logits: jax.Array) -> jax.Array:
+        """The predictions of what `_logits` gives, which have the same order."""
+        is_share = [each for *_, each in self.ranks_by] in ([], [True])
+        return nnx.sigmoid(logits) if is_share else logits
 
     def _ids(self, given, others, rows: int) -> dict[str, Ids]:
         """Ids of the features that are given, and none of the others."""

@@ -29,6 +29,8 @@ class Joining(Options):
       user_as: Column that gets the name of a row, and in user_columns has it.
       history_as: Column that gets the list of the items of a row. By default it is the column
         that is like that of the items.
+      rank_by: Of several labels the one that ranks, by default the first; or in Python a factor
+        for each of some, whose predictions are added: {"click": 1, "buy": 20}.
       lengths: For columns of lists, how many categories are read. By default a history has the
         length that DIN reads, else 200, and other columns have 1.
     """
@@ -43,6 +45,9 @@ class Joining(Options):
     item_as: str = option("item", Flag(value="COLUMN"))
     user_as: str = option("user", Flag(value="COLUMN"))
     history_as: str | None = option(None, _COLUMN)
+    rank_by: str | Mapping[str, float] | None = option(
+        None, Flag(type=str | None, value="LABEL", default="")
+    )
     lengths: Mapping[str, int] | None = option(None, shell=False)
 
 

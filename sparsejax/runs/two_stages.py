@@ -75,8 +75,8 @@ class TwoStage:
 
     The second stage reads the columns of its training data. Each comes from one place: the name
     of the item, the columns of items, the name of the user, the columns of users, the history,
-    or the request. Items are ranked by the probability of a click. Among equally probable ones
-    the better candidate comes first.
+    or the request. Items are ranked by the probability of a click, or by several labels. Among
+    equally good ones the better candidate comes first.
     """
 
     @takes(Join)
@@ -100,6 +100,7 @@ class TwoStage:
                 (asked.user_columns, asked.user_as),
             )
         )
+        _ranks_by(self._schema, asked.rank_by)
         self._places = _places_of(self._schema, asked, self._items, self._users)
 
     def __repr__(self) -> str:
@@ -291,6 +292,7 @@ class TwoStage:
             requests=self._requests.inputs,
             dense=[order.index(name) for name in self._schema.dense],
             wide=[n for n, c in self._schema.ids.items() if isinstance(c, KeyColumn)],
+            ranks_by=_ranks_by(self._schema, self._asked.rank_by),
         )
 
     def _staged(self, data: Any, requests: Any) -> tuple[Stages, Inputs]:
@@ -411,6 +413,35 @@ def _places_of(
                 "user_columns"
             )
     return {name: place for name, (place,) in found.items()}
+
+
+def _ranks_by(
+    schema: ClickSchema, asked: str | Mapping[str, float] | None
+) -> list[tuple[int, float, bool]]:
+    """The labels that rank: the number, the factor and whether it is a probability, of each.
+
+    Raises:
+      ValueError: there is no such label, or only one.
+    """
+    labels = schema.several
+    if not labels:
+        if asked is not None:
+            raise ValueError(
+                f"rank_by: the ranking run has one label, {schema.label!r}"
+            )
+        return []
+    wanted = schema.label if asked is None else asked
+    factors = {wanted: 1.0} if isinstance(wanted, str) else dict(wanted)
+    unknown = [name for name in factors if name not in labels]
+    if unknown or not factors:
+        raise ValueError(f"rank_by has {unknown}; the labels are {[*labels]}")
+    if len(factors) == 1 and {*factors.values()} != {1.0}:
+        raise ValueError(f"rank_by={asked!r}: a factor has no effect on a single label")
+    places = [*labels]
+    return [
+        (places.index(name), float(factor), labels[name].is_probability)
+        for name, factor in factors.items()
+    ]
 
 
 def _check_kinds(first: Any, second: Any) -> None:

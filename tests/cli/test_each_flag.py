@@ -62,6 +62,7 @@ SECOND = {
     "--item-as": "nosuch",
     "--user-as": "nosuch",
     "--history-as": "nosuch",
+    "--rank-by": "nosuch",
 }
 COUNTING = {"--unknown": "skip", "--unknown-users": "skip", "--keep-seen": ""}
 CHOSEN = {"--exclude-items": "nosuch", "--only-items": "nosuch", "--k": "0"}

@@ -78,18 +78,29 @@ def ranking(kind: str) -> sj.Run:
         options = {}
         if kind == "sums":
             config = sj.WideDeepConfig(dim=4, hidden=(4,), combiner="mean")
-    data = sj.read_clicks(rows, sj.ClickSchema("click", dense, ids))
+    labels: Any = {"click": sj.data.LabelColumn()}
+    if kind == "labels":
+        labels["price"] = sj.data.LabelColumn(loss="squared")
+        del dense["price"]
+        config = sj.DCNConfig(dim=4, cross=1, hidden=(4,))
+    data = sj.read_clicks(rows, sj.ClickSchema(labels=labels, dense=dense, ids=ids))
     options |= {"optimizer": "adagrad", "learning_rate": 0.03, "num_epochs": 1}
     return sj.Run.train(data, config=config, **options)
 
 
 @pytest.mark.parametrize(
     ("first", "second"),
-    [("items", "din"), ("histories", "sums"), ("histories", "keys")],
+    [
+        ("items", "din"),
+        ("histories", "sums"),
+        ("histories", "keys"),
+        ("histories", "labels"),
+    ],
 )
 def test_scores_are_the_probabilities_of_the_joined_table(first, second) -> None:
     one, other, data = retrieval(first), ranking(second), histories()
-    both = sj.TwoStage(one, other, candidates=5, **COLUMNS)
+    factors = {"click": 2.0, "price": -0.5} if second == "labels" else None
+    both = sj.TwoStage(one, other, candidates=5, rank_by=factors, **COLUMNS)
     device = ["phone", None, "desk", "tablet"]
     found = both.recommend(k=5, requests={"device": device})
     candidates = one.recommend(k=5).names()
@@ -113,7 +124,9 @@ def test_scores_are_the_probabilities_of_the_joined_table(first, second) -> None
             }
             for item in wanted
         ]
-        scores = other.predict(records)
+        scores: Any = other.predict(records)
+        if factors:
+            scores = sum(scores[name] * factor for name, factor in factors.items())
         order = np.argsort(-scores, kind="stable")
         assert found.names()[row] == [wanted[n] for n in order]
         np.testing.assert_allclose(
@@ -189,6 +202,7 @@ def test_each_column_comes_from_one_place() -> None:
         ),
         ({"item_as": "had"}, "has no column 'had', by whose names"),
         ({"lengths": {"item": 3}}, "lengths has"),
+        ({"rank_by": "buy"}, "the ranking run has one label, 'click'"),
         ({"user_columns": {"user": ["ann", "ann"], "age": [1, 2]}}, "more than once"),
     )
     for changes, text in cases:
