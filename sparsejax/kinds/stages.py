@@ -39,8 +39,8 @@ class Stages(nnx.Module):
       requests: columns of requests, as `Requests.inputs` describes them.
       dense: places of the dense columns among those of requests and then of items.
       wide: names of the columns whose ids are two words.
-      ranks_by: of several labels the number, the factor and whether it is a probability, for
-        each that counts; of one alone the factor is 1.
+      ranks_by: labels that count, if there are several: the number of each, its factor, and
+        whether it is a probability. If one alone counts, its factor is 1.
     """
 
     kind = "items"

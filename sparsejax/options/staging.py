@@ -29,8 +29,9 @@ class Joining(Options):
       user_as: Column that gets the name of a row, and in user_columns has it.
       history_as: Column that gets the list of the items of a row. By default it is the column
         that is like that of the items.
-      rank_by: Of several labels the one that ranks, by default the first; or in Python a factor
-        for each of some, whose predictions are added: {"click": 1, "buy": 20}.
+      rank_by: Label by which candidates are ranked, if there are several; by default the first.
+        Or in Python a factor for each of some labels, whose predictions are added:
+        {"click": 1, "buy": 20}.
       lengths: For columns of lists, how many categories are read. By default a history has the
         length that DIN reads, else 200, and other columns have 1.
     """
