@@ -200,7 +200,7 @@ def test_a_saved_file_has_all_columns_and_others_refuse_it(tmp_path):
         with pytest.raises(DataError):
             read(path)
     with pytest.raises(
-        DataError, match=r"are not read here; .* weights=None, events=None\)"
+        DataError, match=r"are not read here; .* events=None, users=None\)"
     ):
         sj.data.scan_sequences(path)
     with pytest.raises(

@@ -24,8 +24,9 @@ metadata has the version of this form, and a checksum of the whole content.
 the items in the order of time, and there is neither `values` nor `order`. `weights`
 (list<float32>) are there if entries count differently as targets. Columns of events are
 `events/NAME`, lists of float32, of int32, or of lists of int32 of one length; beside them are their
-categories, `categories/NAME`, and the metadata has their schema. A file with weights or columns of
-events has version 2, so that an earlier release, which would leave them out, refuses it.
+categories, `categories/NAME`, and the metadata has their schema. Columns of users are `users/NAME`, a
+number or a list for each row, with the categories `categories/users/NAME`. A file with any of these has
+version 2, so that an earlier release, which would leave them out, refuses it.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from sparsejax.data.files import arrow, parquet
-from sparsejax.data.files.entries import Entries, known
+from sparsejax.data.files.entries import Entries
 from sparsejax.data.files.names import Names, as_names, to_arrow
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.sparse import CSR, as_int32
@@ -50,7 +51,7 @@ VERSION = 1
 # Version of the form of histories with weights or columns of events.
 _VERSION_OF_EVENTS = 2
 _EVENTS_KEY = b"sparsejax.events"
-EVENTS = "events/"
+EVENTS, USERS = "events/", "users/"
 _CATEGORIES = "categories/"
 
 # Rows of a row group, which can be read without the others: some 30 MB.
@@ -134,11 +135,12 @@ class StoredRows(NamedTuple):
     """The content of a saved data set of items or histories.
 
     Attributes:
-      entries: its entries; columns of events have names that begin with `EVENTS`.
+      entries: its entries; columns of events have names that begin with `EVENTS`, and columns
+        of users, of rows, names that begin with `USERS`.
       row_names: names of the rows.
       feature_names: names of the features.
-      facts: the document of the columns of events, in JSON; empty if there are none.
-      categories: the categories of columns of events, by name.
+      facts: the document of the columns of events and users, in JSON; empty if there are none.
+      categories: the categories of these columns, by name; of users behind `USERS`.
     """
 
     entries: Entries
@@ -245,13 +247,8 @@ def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
     for name in [*_ENTRIES, "weights", *further]:
         if name in entries.columns:
             leaf = entries.columns[name]
-            flat = arrow.from_numbers(leaf.reshape(-1))
-            if leaf.ndim == 2:
-                each = np.arange(len(leaf) + 1, dtype=np.int64) * leaf.shape[1]
-                flat = pa.LargeListArray.from_arrays(arrow.from_numbers(each), flat)
-            columns[name] = pa.ListArray.from_arrays(ends, flat)
-    for name, leaf in entries.of_rows.items():
-        columns[name] = arrow.from_numbers(leaf)
+            columns[name] = pa.ListArray.from_arrays(ends, _to_arrow(leaf))
+    columns |= {name: _to_arrow(leaf) for name, leaf in entries.of_rows.items()}
     columns["feature"] = to_arrow(rows.feature_names)
     for name, names in rows.categories.items():
         columns[f"{_CATEGORIES}{name}"] = to_arrow(names)
@@ -260,6 +257,15 @@ def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
         metadata[_EVENTS_KEY] = rows.facts.encode()
     facts = str(rows.version).encode()
     write(path, form, columns, facts, metadata, group_rows=_GROUP_ROWS)
+
+
+def _to_arrow(leaf: np.ndarray) -> pa.Array:
+    """Numbers, or the rows of a matrix as lists."""
+    flat = arrow.from_numbers(leaf.reshape(-1))
+    if leaf.ndim < 2:
+        return flat
+    each = np.arange(len(leaf) + 1, dtype=np.int64) * leaf.shape[1]
+    return pa.LargeListArray.from_arrays(arrow.from_numbers(each), flat)
 
 
 def read_rows(path: Path, form: Form, *, events: bool = False) -> StoredRows:
@@ -297,8 +303,8 @@ def _checksum(rows: StoredRows) -> bytes:
     leaves = [names_as_bytes(each) for each in (rows.row_names, rows.feature_names)]
     leaves += [arrays[n].tobytes() if n in arrays else b"" for n in names]
     if rows.version == _VERSION_OF_EVENTS:
-        further = [n for n in entries.columns if n.startswith(EVENTS)]
-        leaves += [entries.columns[n].tobytes() for n in sorted(further)]
+        further = [n for n in arrays if n.startswith((EVENTS, USERS))]
+        leaves += [arrays[n].tobytes() for n in sorted(further)]
         leaves += [arrays["weights"].tobytes()] if "weights" in arrays else []
         leaves += [names_as_bytes(rows.categories[n]) for n in sorted(rows.categories)]
         leaves.append(rows.facts.encode())
@@ -321,8 +327,9 @@ def check_schema(
             return
         raise DataError.at(
             path,
-            "has weights or columns of events, which are not read here; save it without "
-            "them: dataclasses.replace(data, weights=None, events=None).save(PATH)",
+            "has weights, or columns of events or users, which are not read here; save it "
+            "without them: dataclasses.replace(data, weights=None, events=None, "
+            "users=None).save(PATH)",
         )
     if version != str(VERSION):
         raise DataError.at(
@@ -370,7 +377,8 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
     leaves = {
         name: _joined(path, name, types[name], parts) for name, parts in found.items()
     }
-    of_rows = known(left_out=leaves.pop("left_out", None))
+    names = [n for n in leaves if n == "left_out" or n.startswith(USERS)]
+    of_rows = {name: leaves.pop(name) for name in names}
     entries = Entries.of_lengths(np.concatenate(lengths), leaves, of_rows)
     facts = (
         (file.schema_arrow.metadata or {})
@@ -393,7 +401,7 @@ def _joined(
     path: Path, name: str, type_: pa.DataType, parts: Iterable[pa.Array]
 ) -> np.ndarray:
     """The column of all batches: numbers, or as many in each row of a matrix."""
-    if type_ != _LISTS:
+    if type_ not in (_LISTS, _LISTS.value_type):
         return np.concatenate([_empty(type_), *map(arrow.numbers, parts)])
     sizes = np.concatenate(
         [np.empty(0, np.int64), *(arrow.numbers(p.value_lengths()) for p in parts)]
@@ -419,8 +427,10 @@ def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
     for field in schema:
         if field.name.startswith(_CATEGORIES):
             types[field.name] = pa.large_string()
-        elif field.name.startswith(EVENTS):
+        elif field.name.startswith((EVENTS, USERS)):
             known_types = pa.list_(pa.float32()), pa.list_(pa.int32()), _LISTS
+            if field.name.startswith(USERS):
+                known_types = tuple(each.value_type for each in known_types)
             same = [t for t in known_types if t.equals(field.type)]
             if not same:
                 raise DataError.at(path, f"is damaged: {field.name} are {field.type}")

@@ -15,6 +15,7 @@ from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.entries import Entries, offsets
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
+from sparsejax.data.sets.click_schema import vocabularies_of
 from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import Events, UserFeatures, no_events
@@ -645,35 +646,43 @@ class SequenceDataset(NamedRows):
         return manner
 
     def save(self, path: Path) -> None:
-        if self.users is not None:
-            raise NotImplementedError(
-                "saved files have no columns of users yet: save data.with_users(None), and "
-                "read the users again"
-            )
-        facts, categories = "", {}
-        if self.events is not None:
-            stated = {
-                "schema": self.events.schema.to_json(),
-                "lists": self.events.lists,
+        stated, categories, entries = {}, {}, self._entries
+        if (events := self.events) is not None:
+            stated = _stated(events)
+            categories = dict(events.vocabularies)
+        if (users := self.users) is not None:
+            stated["users"] = _stated(users)
+            begin = stored.USERS
+            categories |= {
+                f"{begin}{n}": some for n, some in users.vocabularies.items()
             }
-            facts = codec.text(stated)
-            categories = dict(self.events.vocabularies)
+            own = {f"{begin}{name}": column for name, column in users.columns.items()}
+            entries = dataclasses.replace(entries, of_rows={**entries.of_rows, **own})
+        facts = codec.text(stated) if stated else ""
         names = self.row_names, self.feature_names
-        rows = stored.StoredRows(self._entries, *names, facts, categories)
+        rows = stored.StoredRows(entries, *names, facts, categories)
         stored.write_rows(path, self._stored, rows)
 
     @classmethod
     def load(cls, path: Path) -> SequenceDataset:
         rows = stored.read_rows(path, cls._stored, events=True)
         try:
-            events, entries = None, rows.entries
-            if rows.facts:
-                stated = codec.parse(rows.facts)
-                schema = EventSchema.from_json(stated["schema"])
-                events = no_events(schema, rows.categories, stated["lists"])
-                if not len(entries.indices):  # which do not say how long lists were
+            events, users, entries = None, None, rows.entries
+            stated = codec.parse(rows.facts) if rows.facts else {}
+            # Nothing says how long lists were, where there are no entries or no rows.
+            if "schema" in stated:
+                events = _of_stated(stated, rows.categories, "")
+                if not len(entries.indices):
                     entries = entries.replaced(**_named(events.columns))
-            return _dataset(entries, rows.row_names, rows.feature_names, events)
+            if "users" in stated:
+                users = _of_stated(stated["users"], rows.categories, stored.USERS)
+                if entries.num_rows:
+                    found = {
+                        n: entries.of_rows[f"{stored.USERS}{n}"] for n in users.columns
+                    }
+                    users = users.with_columns(found)
+            data = _dataset(entries, rows.row_names, rows.feature_names, events)
+            return dataclasses.replace(data, users=users)
         except (ValueError, KeyError) as error:
             raise DataError.at(path, f"is damaged: {error}") from error
 
@@ -726,6 +735,20 @@ class SequenceDataset(NamedRows):
 def _named(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Columns of events by their names in `Entries`."""
     return {f"{stored.EVENTS}{name}": column for name, column in columns.items()}
+
+
+def _stated(events: Events) -> dict[str, Any]:
+    """The document of columns of events or users, without categories."""
+    return {"schema": events.schema.to_json(), "lists": events.lists}
+
+
+def _of_stated(
+    stated: Mapping[str, Any], categories: Mapping[str, Names], begin: str
+) -> Events:
+    """The columns that `_stated` describes, without events."""
+    schema = EventSchema.from_json(stated["schema"])
+    names = {n: categories[f"{begin}{n}"] for n in vocabularies_of(schema)}
+    return no_events(schema, names, stated["lists"])
 
 
 def _dataset(

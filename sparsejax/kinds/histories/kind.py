@@ -286,20 +286,15 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         self, training: Training, before: Earlier | None
     ) -> SequenceDataset:
         schema = stated_schema(training, EventSchema)
-        if getattr(training.data, "users", None) is not None:
-            raise NotImplementedError(
-                "the histories have columns of users, which runs do not keep yet: train by build "
-                "and fit, or leave the columns out: data.with_users(None)"
-            )
-        if before is None:
-            return read_histories(training.data, training, events=schema)
-        if schema is not None:
+        events = schema if before is None else getattr(before.known, "events", None)
+        if before is not None and schema is not None:
             raise ValueError(
                 "schema=...: the columns are those of the run that is trained on; leave it out"
             )
-        events = getattr(before.known, "events", None)
         data = read_histories(training.data, training, events=events)
-        return data if events is not None else data.without_events()
+        _check_no_users(data)
+        keeps = before is None or events is not None
+        return data if keeps else data.without_events()
 
     def with_targets(
         self, data: SequenceDataset, recorded: Repeated
@@ -316,6 +311,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return [f"{count:,} {kind}" for kind, count in data.kinds.items()]
 
     def known_of(self, data: SequenceDataset) -> Any:
+        _check_no_users(data)
         return super().known_of(data) if data.events is None else data.without_rows()
 
     def save_known(self, path: pathlib.Path, known: Any) -> None:
@@ -429,6 +425,14 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             return prepared_evaluation(rows, wanted, Setup(**how, kinds=kinds)), rows
 
         return Measurement(found, beside)
+
+
+def _check_no_users(data: Any) -> None:
+    if getattr(data, "users", None) is not None:
+        raise NotImplementedError(
+            "the histories have columns of users, which runs do not keep yet: train by build "
+            "and fit, or leave the columns out: data.with_users(None)"
+        )
 
 
 def _ranker(model: Any, inputs: Any) -> NextItems:
