@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import re
 import warnings
@@ -120,7 +121,7 @@ def read_histories(
     if events is None:
         events = getattr(features, "events", None)
     if isinstance(source, SequenceDataset):
-        _check_events(source, events)
+        source = _with_events(source, events)
         return source if features is None else source.align_features(features)
     if (rows := _baskets(source)) is not None:
         return read_sequences(rows, features=features, events=events)
@@ -144,14 +145,21 @@ def read_histories(
     return data
 
 
-def _check_events(data: SequenceDataset, events: EventSchema | Events | None) -> None:
-    """Raises ValueError where a data set has other columns of events than are wanted."""
+def _with_events(
+    data: SequenceDataset, events: EventSchema | Events | None
+) -> SequenceDataset:
+    """A data set whose categories have the ids that are wanted.
+
+    Raises:
+      ValueError: it has other columns of events.
+    """
     if isinstance(events, EventSchema):
         raise ValueError(
             "schema is of no use for a data set, which has one: leave it out"
         )
-    if events is not None and data.events is not None:
-        events.check_like(data.events, "the data")
+    if events is None or data.events is None:
+        return data
+    return dataclasses.replace(data, events=data.events.like(events, "the data"))
 
 
 def schema_in(path: Any, type_: Any) -> Any:

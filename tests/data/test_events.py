@@ -176,6 +176,30 @@ def test_rows_with_lists_have_lists_or_one_value_for_all(tmp_path):
     assert found is not None and found["tags"].tolist() == [[2, 3], [-1, -1]]
 
 
+def test_a_file_that_was_saved_with_other_categories_gets_those_of_the_training_data(
+    tmp_path,
+):
+    ids = {"tags": VocabularyColumn(), "first": VocabularyColumn(like="tags")}
+    schema = sj.EventSchema(kind="action", ids=ids)
+    rows = [
+        {"user": "ann", "item": "tea", "action": a, "tags": list(t), "first": t[:1]}
+        for a, t in (("view", "ab"), ("buy", ""), ("view", "bc"))
+    ]
+    later = [
+        {"user": "bob", "item": "tea", "action": a, "tags": list(t), "first": t[:1]}
+        for a, t in (("return", "dc"), ("buy", "b"), ("buy", "ac"))
+    ]
+    train = sj.read_sequences(rows, events=schema)
+    sj.read_sequences(later, events=schema).save(tmp_path / "later.parquet")
+    same(
+        sj.read_sequences(later, features=train, events=train.events),
+        sj.read_sequences(tmp_path / "later.parquet", events=train.events),
+    )
+    with pytest.raises(ValueError, match="has other columns of events"):
+        other = sj.read_sequences(rows, events=sj.EventSchema(kind="action")).events
+        sj.read_sequences(tmp_path / "later.parquet", events=other)
+
+
 def same(data: SequenceDataset, other: SequenceDataset) -> None:
     assert data.events is not None and other.events is not None
     other.events.check_like(data.events, "the file")

@@ -163,7 +163,8 @@ def _saved(
             if events is not None:
                 if data.events is None:
                     raise DataError.at(path, "has no columns of events")
-                events.check_like(data.events, shown(path))
+                own = data.events.like(events, shown(path))
+                data = dataclasses.replace(data, events=own)
             return data if time_is_read else dataclasses.replace(data, times=None)
         if events is not None:
             raise DataError.at(path, "has no columns of events")

@@ -27,6 +27,7 @@ from sparsejax.data.sets.click_columns import (
     Numbering,
     categories_of,
     dense_of,
+    find_categories,
     warn_of_lists,
 )
 from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
@@ -34,6 +35,7 @@ from sparsejax.data.sets.click_records import cells_of, record_columns
 from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     MISSING,
+    RARE,
     ClickSchema,
     num_ids,
     vocabularies_of,
@@ -270,6 +272,28 @@ class Events:
                 f"{what} has other columns of events, or other categories, than the training "
                 "data; read it with features=train, events=train.events"
             )
+
+    def like(self, known: Events, what: str) -> Events:
+        """These events, of data named `what`, with the ids that their categories have in `known`.
+
+        A category that `known` lacks is unknown, and so is one that was rare here.
+
+        Raises:
+          ValueError: `known` has other columns.
+        """
+        if self.schema != known.schema:
+            known.check_like(self, what)
+        columns, owners = dict(self.columns), vocabulary_columns(self.schema)
+        for name, owner in owners.items():
+            own, wanted = self.vocabularies[owner], known.vocabularies[owner]
+            if np.array_equal(own, wanted):
+                continue
+            places = find_categories(own, wanted)
+            ids = np.where(places < 0, RARE, FIRST_KNOWN + places)
+            # The padding, -1, counts from the end.
+            ids = np.concatenate([[MISSING, RARE], ids, [_PADDING]]).astype(np.int32)
+            columns[name] = ids[self.columns[name]]
+        return known.with_columns(columns)
 
     def to_json(self) -> dict[str, Any]:
         """Schema and categories as a JSON object, for `from_json`; no events."""
