@@ -184,6 +184,7 @@ class TwoStage:
         The file has the columns of items. A request has the others, also those of users.
 
         Raises:
+          NotImplementedError: the first stage reads columns of events.
           ValueError: a column has the name of an input of a service; `k` is larger than the
             number of candidates.
         """
@@ -199,6 +200,11 @@ class TwoStage:
                 "take yet: train it without, or call recommend"
             )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
+        if getattr(self._first.model(), "events", None) is not None:
+            raise NotImplementedError(
+                "the first stage reads columns of events, which predictors of two stages do not "
+                "take yet; rank with recommend"
+            )
         # A file of a run reads no times.
         kind, bare = self._kind, [[str(self._first.known[0])]]
         data = kind.read_shown(bare, self._reading, self._first)

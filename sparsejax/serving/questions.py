@@ -253,7 +253,8 @@ class Lists(_Ranked):
         _check_known(tensors, [each.name for each in self.inputs], "input")
         _check_known(asked.parameters, ["k", "exclude_seen", "timeout"], "parameter")
         if self.takes_missing:
-            _check_whole(tensors)
+            own = (n for n in tensors if not n.startswith((EVENTS, CONTEXT)))
+            _check_whole({n: tensors[n] for n in own if n not in self._columns})
         users = tensors.get("users")
         if "items" in tensors:
             items = tensors["items"]
@@ -362,10 +363,6 @@ class Lists(_Ranked):
     def _lists_of(self, items: Tensor, indptr: np.ndarray) -> tuple[NameLists, Any]:
         """The names of each row, without those that fill it up; and where they are."""
         names, kept = items.data, slice(None)
-        if self.takes_missing and None in names:
-            raise RefusedError(
-                422, f"the input {items.name!r} has a name that is missing"
-            )
         if len(items.shape) == 2:
             if isinstance(names, EncodedNames):
                 kept = names.ends > names.starts
@@ -476,10 +473,9 @@ def _event_inputs(schema: EventSchema) -> dict[str, str]:
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:
-    """Raises RefusedError where another input than a column of events has a missing element."""
+    """Raises RefusedError where an element is missing."""
     for name, tensor in tensors.items():
-        is_list = isinstance(tensor.data, list)
-        if is_list and None in tensor.data and not name.startswith((EVENTS, CONTEXT)):
+        if isinstance(tensor.data, list) and None in tensor.data:
             raise RefusedError(422, f"an element of the input {name!r} is null")
 
 

@@ -173,12 +173,14 @@ def test_a_request_of_a_service_equals_the_call_in_python(tmp_path) -> None:
         assert np.float32(scores).tobytes() == found.scores.tobytes()
         for wrong, text in (
             ({"items": had}, "'age' is missing"),
-            ({"items": ["i1", None], **columns}, "name that is missing"),
+            ({"items": ["i1", None], **columns}, "'items' is null"),
             ({"items": had, **columns, "age": [1.0, 2.0]}, "must be [1]"),
             ({"items": had, **columns, "mood": ["a"]}, "unknown input 'mood'"),
         ):
             status, answer = _asked(port, wrong, {})
             assert status == 422 and text in answer["error"], answer
+        missing = {"items": had, **columns, "device": [None]}
+        assert _asked(port, missing, {})[0] == 200
     service.close()
     empty = predictor.recommend_records(
         [{"items": [], "age": None, "user": None, "device": "x"}]
