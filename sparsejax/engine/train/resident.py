@@ -340,7 +340,10 @@ class Examples:
         names = (getattr(self.roles, part, ()) for part in ("names", "targets"))
         if all(name is None for name in names):
             return fingerprint(*self.matrices, *weights)
-        roles = np.frombuffer(repr(self.roles).encode(), np.uint8)
+        # Without defaults, so that a field of a later version changes no earlier hash.
+        given, defaults = vars(self.roles), vars(type(self.roles))
+        stated = {n: v for n, v in given.items() if v != defaults.get(n, ...)}
+        roles = np.frombuffer(repr(stated).encode(), np.uint8)
         return fingerprint(*self.matrices, *weights, roles)
 
 
