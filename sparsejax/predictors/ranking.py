@@ -241,11 +241,11 @@ class Items:
             )
         matrix = self._matrix_of(known)
         rows = np.arange(matrix.num_rows)
+        at = None
         if times is not None:
             given = cast(Sequence[Sequence[float]], [times] if one else times)
-            shown = self._shown(known, matrix, self._times_of(several, given), beside)
-        else:
-            shown = self._shown(known, matrix, None, beside)
+            at = self._times_of(several, given)
+        shown = self._shown(known, matrix, at, beside)
         seen = matrix if exclude_seen else None
         denied = denied_items(self.num_items, self.items, **which)
         found = self._recommend(shown, k, seen, rows, denied)
@@ -332,12 +332,11 @@ class Items:
         matrix = self._matrix_of(known)
         at = None if times is None else self._times_of(asked.lists(), times)
         beside = self._columns_of(asked, columns)
+        valued = matrix
         if values is not None:
             data = self._values_of(asked.lists(), values, known)
             valued = dataclasses.replace(matrix, data=data)
-            shown = self._shown(known, valued, at, beside)
-        else:
-            shown = self._shown(known, matrix, at, beside)
+        shown = self._shown(known, valued, at, beside)
         unwanted = [known] * exclude_seen
         unknown = _lengths(asked.indptr) - _lengths(known.indptr)
         if beside is not None:

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import metrics
-from sparsejax.data import SequenceDataset, UnknownFeaturesWarning
+from sparsejax.data import UnknownFeaturesWarning
 from sparsejax.data.files.names import find_names
 from sparsejax.data.reading.histories import unordered
 from sparsejax.kinds.kind import Kind, kind_called
@@ -208,7 +208,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
     """
     _check_ranks(predictor, gate)
     wanted = source.heldout
-    if isinstance(wanted, SequenceDataset):
+    if hasattr(wanted, "only_targets"):
         wanted = wanted.only_targets()
     heldout: Any = unordered("heldout", wanted, source.data)
     names = heldout.row_names
@@ -220,7 +220,7 @@ def measured(predictor: Predictor, source: Source, gate: Gate) -> metrics.Measur
         # The version that serves does not know what is new.
         warnings.simplefilter("ignore", UnknownFeaturesWarning)
         shown = source.data.align_rows(names).align_features(predictor.items)
-    if isinstance(wanted, SequenceDataset):
+    if hasattr(shown, "with_context_of"):
         shown = shown.with_context_of(wanted)
     found = predictor.recommend(shown, k=gate.k, exclude=shown)
     places = find_names(predictor.items, item_names(source.known))

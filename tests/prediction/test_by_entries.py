@@ -85,5 +85,5 @@ def test_what_cannot_be():
     model = sj.nn.FeedForward(config, inputs=ITEMS, outputs=ITEMS, rngs=nnx.Rngs(1))
     with pytest.raises(ValueError, match="counts the entries of items in the training"):
         sj.evaluate(model, train, heldout, by="entries", popularity=None, exclude=None)
-    with pytest.raises(ValueError, match='by is "entries" or None'):
+    with pytest.raises(ValueError, match='by is "entries" or "kinds" or None'):
         sj.evaluate(model, train, heldout, by="age")  # pyrefly: ignore

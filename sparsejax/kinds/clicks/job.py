@@ -67,8 +67,11 @@ class ClickTask:
     single: tuple[str, ...]
     lists: tuple[str, ...]
     keys: tuple[str, ...] = ()
-    weighted: bool = False
-    losses: tuple[tuple[str, float | None], ...] = ()
+    # Checkpoints know data by what this is written as, and by its arrays.
+    weighted: bool = dataclasses.field(default=False, repr=False)
+    losses: tuple[tuple[str, float | None], ...] = dataclasses.field(
+        default=(), repr=False
+    )
 
     @property
     def inputs(self) -> list[str]:
