@@ -73,6 +73,12 @@ class ClickTask:
         default=(), repr=False
     )
 
+    def __repr__(self) -> str:
+        # Checkpoints have a hash of it, so that new fields are left out where they say nothing.
+        more = f", losses={self.losses!r}" if self.losses else ""
+        single, lists, keys = self.single, self.lists, self.keys
+        return f"ClickTask({single=!r}, {lists=!r}, {keys=!r}{more})"
+
     @property
     def inputs(self) -> list[str]:
         return []
