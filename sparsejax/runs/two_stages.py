@@ -77,6 +77,12 @@ class TwoStage:
     of the item, the columns of items, the name of the user, the columns of users, the history,
     or the request. Items are ranked by the probability of a click, or by several labels. Among
     equally good ones the better candidate comes first.
+
+    >>> _ = pathlib.Path("shown.csv").write_text("item,click\\nmilk,1\\nrye,0\\ntea,0\\n")
+    >>> schema = ClickSchema("click", ids={"item": HashedColumn(8)})
+    >>> ranking = Run.train("shown.csv", schema=schema, model="wide_deep")
+    >>> TwoStage(Run.load("run"), ranking, candidates=2)
+    TwoStage(candidates=2, item: the name of the item)
     """
 
     @takes(Join)

@@ -467,6 +467,11 @@ def _joined(parts: list[np.ndarray], lengths: list[np.ndarray | None]) -> np.nda
 class UserFeatures:
     """Columns of users, in host memory: `read_user_features` reads them.
 
+    >>> schema = EventSchema(ids={"plan": VocabularyColumn()})
+    >>> users = read_user_features([{"user": "ann", "plan": "paid"}], schema)
+    >>> users.user_names.tolist(), users.columns["plan"].tolist()
+    (['ann'], [2])
+
     Attributes:
       user_names: `[users]` text.
       columns: the columns, with one cell for each user.
