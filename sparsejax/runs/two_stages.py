@@ -117,9 +117,9 @@ class TwoStage:
     def evaluate(self, asked: EvaluateJoined) -> Mapping[str, float]:
         """The metrics of both stages, and of each alone, on the same held-out interactions.
 
-        Names of metrics of the first stage alone begin with "retrieval_". Its recall at the
+        Names of metrics of the first stage alone begin with `retrieval_`. Its recall at the
         number of candidates is the most that both can reach. Those of the second stage begin with
-        "ranking_".
+        `ranking_`.
 
         Raises:
           ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit.
