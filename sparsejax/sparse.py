@@ -188,6 +188,11 @@ class CSR:
         """The same entries with other values. None makes an indicator."""
         return dataclasses.replace(self, data=data)
 
+    def with_indices(self, indices: Array, num_cols: int | None = None) -> CSR:
+        """The same rows and values with other columns, which are not checked."""
+        width = self.num_cols if num_cols is None else num_cols
+        return CSR.tree_unflatten(width, (self.data, indices, self.indptr, None))
+
     def row_lengths(self) -> jax.Array:
         """`[rows]` int32: number of entries of each row."""
         return jnp.diff(self.indptr)
@@ -404,6 +409,15 @@ def host_rows(matrix: CSR, rows: np.ndarray) -> CSR:
     indptr = np.concatenate([[0], ends])
     # Not the constructor, which would check every entry again.
     leaves = (data, indices, indptr, None)
+    return CSR.tree_unflatten(matrix.num_cols, leaves)
+
+
+def with_room(matrix: CSR, nse: int) -> CSR:
+    """A NumPy matrix with room for this number of entries."""
+    more = (0, nse - matrix.nse)
+    data = None if matrix.data is None else np.pad(matrix.data, more)
+    indptr = matrix.indptr.astype(np.int32)
+    leaves = (data, np.pad(matrix.indices, more), indptr, None)
     return CSR.tree_unflatten(matrix.num_cols, leaves)
 
 

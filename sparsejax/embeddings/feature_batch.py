@@ -339,8 +339,7 @@ def _packed_keys(
 
     def moved(value, start):
         if isinstance(value, CSR):
-            leaves = (value.data, value.indices + start, value.indptr, None)
-            return CSR.tree_unflatten(stack.num_rows, leaves)
+            return value.with_indices(value.indices + start, stack.num_rows)
         return xp.where(value < 0, value, value + start).astype(np.int32)
 
     moved_all = [
@@ -356,8 +355,7 @@ def _packed_keys(
     else:
         keys = TableKeys(xp.asarray(table)[at], high[at], low[at])
     columns = xp.minimum(xp.asarray(x.indices), 0)  # WRONG stays
-    leaves = (x.data, columns, x.indptr, None)
-    return CSR.tree_unflatten(stack.num_rows, leaves), keys
+    return x.with_indices(columns, stack.num_rows), keys
 
 
 def _whole_keys(
@@ -414,7 +412,7 @@ def without_examples(batch: FeatureBatch, exists: Array) -> FeatureBatch:
 def _without(x: CSR, exists: Array) -> CSR:
     columns = jnp.asarray(x.indices).reshape(len(exists), -1)
     columns = jnp.where(exists[:, None], columns, WITHOUT_ROW).reshape(-1)
-    return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
+    return x.with_indices(columns)
 
 
 class _Entries(NamedTuple):

@@ -212,9 +212,8 @@ class Sender:
         model = axis_sizes()[1]
         examples = parts.num_rows // stack.bags
         columns = jnp.asarray(parts.indices)
-        leaves = (parts.data, jnp.where(columns == WRONG, -1, 0), parts.indptr, None)
         return exchange.keys_sent(
-            CSR.tree_unflatten(parts.num_cols, leaves),
+            parts.with_indices(jnp.where(columns == WRONG, -1, 0)),
             hash_index.spread(keys),
             keys,
             columns >= 0,
@@ -310,16 +309,14 @@ def _rows(
 
 def _parts_of(x: CSR, keys: TableKeys) -> tuple[CSR, TableKeys]:
     """The matrix of each device and its keys, of a matrix that all devices have."""
-    place = jnp.arange(x.nse, dtype=jnp.int32)
-    places = CSR.tree_unflatten(x.num_cols, (x.data, place, x.indptr, None))
+    places = x.with_indices(jnp.arange(x.nse, dtype=jnp.int32))
 
     def part(parts, columns, keys):
         parts = own_block(parts)
         columns, keys = jax.tree.map(
             lambda values: jnp.asarray(values)[parts.indices], (columns, keys)
         )
-        leaves = (parts.data, columns, parts.indptr, None)
-        return as_block((CSR.tree_unflatten(x.num_cols, leaves), keys))
+        return as_block((parts.with_indices(columns, x.num_cols), keys))
 
     spec = P("data", "model")
     return call_on_each_device(
@@ -374,8 +371,7 @@ def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
 
         to = x.route.bags
         if isinstance(to, CSR):
-            leaves = (to.data, moved(to.indices), to.indptr, None)
-            to = CSR.tree_unflatten(parts.num_rows, leaves)
+            to = to.with_indices(moved(to.indices), parts.num_rows)
         else:
             to = moved(to)
         asked = _with_blank(x.route.asked, bags, blank)

@@ -119,7 +119,5 @@ def summed_codes(x: CSR, rows: RowCodes) -> Float[Array, "batch dim"]:
     if rows.offset is not None:
         decoded += jnp.asarray(rows.offset)[ids][:, None]
     # Each entry has a row of its own now.
-    places = jnp.arange(x.nse, dtype=jnp.int32)
-    leaves = (x.data, places, x.indptr, None)
-    by_entry = CSR.tree_unflatten(x.nse, leaves)
+    by_entry = x.with_indices(jnp.arange(x.nse, dtype=jnp.int32), x.nse)
     return gather_matmul(by_entry, decoded, implementation="xla")

@@ -210,8 +210,8 @@ class Staged:
                 slots, columns, left = host.bring(mine)
                 moved |= left
                 shape = np.shape(x.indices)
-                leaves = (x.data, slots.reshape(shape), x.indptr, None)
-                stacks[name] = CSR.tree_unflatten(host.stack.kernel_rows, leaves)
+                width = host.stack.kernel_rows
+                stacks[name] = x.with_indices(slots.reshape(shape), width)
                 rows[name] = columns.reshape(shape)
         finally:  # rows of one stack may have left, and those of another not fit
             number = _numbered_anew(hosts, moved=moved)

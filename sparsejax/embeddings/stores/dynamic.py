@@ -102,7 +102,7 @@ class DynamicStore(Store):
             return find_at_owners(self.stack, self.index, x, **how)
         x, keys = jax.tree.map(jnp.asarray, (x, batch.keys[self.stack.name]))
         columns = find(self.stack, self.index, x, keys, **how)
-        return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
+        return x.with_indices(columns)
 
     def rows(self, batch: FeatureBatch, call: Call) -> Found:
         x, name = self.matrix(batch), self.stack.name

@@ -83,7 +83,7 @@ class HostedStore(Store):
         x = batch.stacks[self.stack.name]
         columns = jnp.asarray(x.indices)
         columns = jnp.where(self.owner.stage[...] == batch.stage, columns, WRONG)
-        return CSR.tree_unflatten(x.num_cols, (x.data, columns, x.indptr, None))
+        return x.with_indices(columns)
 
     def not_staged(self) -> ValueError:
         """The error for a batch whose rows are not on the devices."""

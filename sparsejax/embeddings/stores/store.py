@@ -36,7 +36,6 @@ from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers import gradients, inplace
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import Optimizer, first_state
-from sparsejax.sparse import CSR
 
 
 class Found(NamedTuple):
@@ -390,10 +389,8 @@ def _piece(
 
 def with_columns(batch: FeatureBatch, name: str, columns: jax.Array) -> FeatureBatch:
     """A batch whose matrix of one stack has other columns."""
-    x = batch.stacks[name]
-    leaves = (x.data, columns, x.indptr, None)
-    found = CSR.tree_unflatten(x.num_cols, leaves)
-    return dataclasses.replace(batch, stacks={**batch.stacks, name: found})
+    stacks = {**batch.stacks, name: batch.stacks[name].with_indices(columns)}
+    return dataclasses.replace(batch, stacks=stacks)
 
 
 def _zeros(stack: Stack) -> jax.Array:

@@ -34,7 +34,7 @@ from sparsejax.engine.train.resident import Examples, Resident, Sizes, Trainable
 from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, put_on_mesh
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.sparse import CSR, host_rows
+from sparsejax.sparse import CSR, host_rows, with_room
 
 _KEPT = 1000  # newest entries of the history that are kept
 _NAP = 0.25  # seconds after which a waiting process looks for a signal
@@ -342,11 +342,7 @@ class _Following:
         most = int(lengths.reshape(-1, size).sum(axis=1).max())
         room = max(self._room.get(number, 0), bucket(most))
         self._room[number] = room
-        more = (0, room * (len(lengths) // size) - len(matrix.indices))
-        weights = None if matrix.data is None else np.pad(matrix.data, more)
-        indptr = matrix.indptr.astype(np.int32)
-        leaves = (weights, np.pad(matrix.indices, more), indptr, None)
-        return CSR.tree_unflatten(matrix.num_cols, leaves), room
+        return with_room(matrix, room * (len(lengths) // size)), room
 
     def _look_at_clock(self) -> None:
         """Saves and exports, if it is time to."""

@@ -42,7 +42,7 @@ from sparsejax.kinds.clicks.scores import (
 )
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit
-from sparsejax.sparse import CSR, host_rows
+from sparsejax.sparse import CSR, host_rows, with_room
 from sparsejax.wide_ids import WideIds
 
 _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its AUC"
@@ -250,10 +250,7 @@ class ClickStaging:
             self._task.lists, lists, capacities[3 : 3 + len(lists)], strict=True
         ):
             x = host_rows(jax.tree.map(np.asarray, matrix), every.reshape(-1))
-            more = (0, room - x.nse)
-            weights = None if x.data is None else np.pad(x.data, more)
-            leaves = (weights, np.pad(x.indices, more), x.indptr.astype(np.int32), None)
-            found[name] = CSR.tree_unflatten(x.num_cols, leaves)
+            found[name] = with_room(x, room)
         return self._staged.packed(found)
 
 
