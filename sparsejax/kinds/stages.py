@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, Self
 
@@ -18,6 +19,9 @@ from sparsejax.predictors.stages import DENSE, IDS
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
+# Pairs of a row and a candidate that are scored at a time. On two cores, DIN with histories of
+# 200 took 57 ms of processors for 500 candidates at once, and so 27 ms; of 50, 9.2 and 7.0 ms.
+_PAIRS = 64
 _INPUTS = "inputs"  # the only input of a first stage without names
 
 
@@ -118,16 +122,10 @@ class Stages(nnx.Module):
         return ids, jnp.where(ids < 0, -jnp.inf, self._scores(logits))
 
     def _best_of_all(self, x, k, exclude, excluded) -> tuple[jax.Array, jax.Array]:
-        """The best of all items by the click model, some of them at a time."""
-        starts = jnp.arange(0, self.num_items, self.candidates, dtype=jnp.int32)
-        ids = starts[:, None] + jnp.arange(self.candidates, dtype=jnp.int32)[None]
-        ids = jnp.where(ids < self.num_items, ids, -1)
-        rows = jax.tree.leaves(x[self.requests[0][0]])[0].shape[0]
-        shape = (rows, self.candidates)
-        logits = lax.map(
-            lambda some: self._logits(x, jnp.broadcast_to(some, shape)), ids
-        )
-        logits = jnp.moveaxis(logits, 0, 1).reshape(rows, -1)[:, : self.num_items]
+        """The best of all items by the click model."""
+        rows = x[self.requests[0][0]].shape[0]
+        ids = jnp.arange(self.num_items, dtype=jnp.int32)
+        logits = self._logits(x, jnp.broadcast_to(ids, (rows, self.num_items)))
         if exclude is not None:
             logits = jnp.where(exclude.todense() > 0, -jnp.inf, logits)
         if excluded is not None:
@@ -138,7 +136,20 @@ class Stages(nnx.Module):
         return jnp.where(is_item, ids, -1), scores
 
     def _logits(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
-        """`[rows, candidates]` logits; any numbers where there is no item."""
+        """`[rows, candidates]` logits; any numbers where there is no item.
+
+        Some candidates are scored at a time, whose activations stay in the cache of a CPU.
+        """
+        rows, count = ids.shape
+        parts = -(-count * rows // _PAIRS)
+        each = -(-count // parts)
+        more = ((0, 0), (0, parts * each - count))
+        ids = jnp.pad(ids, more).reshape(rows, parts, each)
+        score = functools.partial(self._logits_of_some, x)
+        found = lax.map(score, jnp.moveaxis(ids, 1, 0))
+        return jnp.moveaxis(found, 0, 1).reshape(rows, parts * each)[:, :count]
+
+    def _logits_of_some(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
         rows, count = ids.shape
         at = jnp.maximum(ids, 0).reshape(-1)
         of_requests = {name: x[name] for name, _ in self.requests}
