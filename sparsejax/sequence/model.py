@@ -293,8 +293,13 @@ class SequenceModel(nnx.Module):
         if self.users is not None:
             names = self.users.sizes.shapes
             users = self.users({name: events[f"{USERS}{name}"] for name in names})
-            users = users[:, None] if rows is None else users[rows]
-            vectors = vectors + jnp.where((ids == _USER)[..., None], users, 0)
+            if rows is None:
+                users = jnp.where((ids == _USER)[..., None], users[:, None], 0)
+            else:
+                # Out of range elsewhere, where the derivative has nothing to add.
+                at = jnp.where(ids == _USER, rows, len(users))
+                users = users.at[at].get(mode="fill", fill_value=0)
+            vectors = vectors + users
         return vectors
 
     def _events_of(

@@ -117,8 +117,19 @@ def test_only_targets_are_learned_and_measured():
         small(data=train, targets="buy", validation=heldout.of_kinds("view"))
 
 
+def whole(schema: sj.EventSchema) -> sj.SequenceDataset:
+    """Events with columns, of which one is known before, and with users."""
+    table = world(70)
+    tags = np.random.default_rng(1).integers(0, 5, len(table))
+    table["tags"] = [["a", "b", "c", "d"][:n] for n in tags]
+    people = [{"user": f"u{u}", "plan": "ab"[u % 2]} for u in range(60)]
+    users = sj.data.read_user_features(people, PLANS)
+    schema = dataclasses.replace(schema, context=["price"])
+    return sj.read_sequences(table, events=schema, users=users)
+
+
 def test_a_resume_gives_the_same_bits(tmp_path):
-    data = sj.read_sequences(world(70), events=SCHEMA).with_targets("buy")
+    data = whole(SCHEMA).with_targets("buy")
 
     class Killed(Exception):
         pass
@@ -142,13 +153,8 @@ def test_a_resume_gives_the_same_bits(tmp_path):
 
 
 def test_a_mesh_trains_as_one_device_does():
-    table = world(70)
-    tags = np.random.default_rng(1).integers(0, 5, len(table))
-    table["tags"] = [["a", "b", "c", "d"][:n] for n in tags]
-    schema = dataclasses.replace(
-        SCHEMA, ids={**SCHEMA.ids, "tags": sj.data.HashedColumn(9)}
-    )
-    data = sj.read_sequences(table, events=schema)
+    ids = {**SCHEMA.ids, "tags": sj.data.HashedColumn(9)}
+    data = whole(dataclasses.replace(SCHEMA, ids=ids)).with_context({"price": 0.5})
     assert data.events is not None and data.events["tags"].shape[1] == 4
     how = {"data": data, "weights": {"buy": 1, "view": 0.25}, "num_epochs": 2}
     model, history = small(**how)
