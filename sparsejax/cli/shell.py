@@ -142,15 +142,14 @@ def given(command: type[Options], argv: Sequence[str]) -> frozenset[str]:
     >>> sorted(given(Export, ["run", "out", "--k", "10"]))
     ['k']
     """
-    words = _flags_among(argv)
+    words, flags = _flags_among(argv), [*all_flags(command)]
+    # --no-value is a flag of its own, and says nothing of --value.
+    own = {flag.spelled(option.name) for option, flag in flags}
     return frozenset(
         option.name
-        for option, flag in all_flags(command)
-        if words
-        & {
-            word := flag.spelled(option.name),
-            word.replace("--", "--no-", 1),
-        }
+        for option, flag in flags
+        if (word := flag.spelled(option.name)) in words
+        or word.replace("--", "--no-", 1) in words - own
     )
 
 

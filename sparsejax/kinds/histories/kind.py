@@ -312,7 +312,11 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
     def known_of(self, data: SequenceDataset) -> Any:
         _check_no_users(data)
-        return super().known_of(data) if data.events is None else data.without_rows()
+        if (
+            getattr(data, "events", None) is None
+        ):  # histories that are scanned have none
+            return super().known_of(data)
+        return data.without_rows()
 
     def save_known(self, path: pathlib.Path, known: Any) -> None:
         if isinstance(known, SequenceDataset):
@@ -339,7 +343,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return known if isinstance(known, SequenceDataset) else super().like(known)
 
     def account(self, data: SequenceDataset) -> str:
-        events = data.events
+        events = getattr(data, "events", None)
         more = "" if events is None else f", columns {', '.join(events.schema.used)}"
         return super().account(data) + more
 
