@@ -153,12 +153,8 @@ class TwoStage:
             for name, value in measured.items()
             if name in kept
         }
-        rows = getattr(found, "rows", None)
-        return (
-            {**found, **beside}
-            if rows is None
-            else metrics.Measured({**found, **beside}, rows)
-        )
+        rows, joined = getattr(found, "rows", None), {**found, **beside}
+        return joined if rows is None else metrics.Measured(joined, rows)
 
     @takes(RecommendJoined)
     def recommend(self, asked: RecommendJoined) -> Recommendations:
@@ -379,11 +375,9 @@ def _places_of(
     Raises:
       ValueError: a column comes from nowhere or from two places, or is named and not there.
     """
-    used, given = (
-        [*schema.dense, *schema.ids],
-        {_REQUEST_COLUMNS: asked.request_columns},
-    )
-    given["history_as"] = [] if asked.history_as is None else [asked.history_as]
+    used = [*schema.dense, *schema.ids]
+    history = [] if asked.history_as is None else [asked.history_as]
+    given = {_REQUEST_COLUMNS: asked.request_columns, "history_as": history}
     for what, names in given.items():
         if unknown := [name for name in names if name not in used]:
             raise ValueError(
@@ -396,7 +390,7 @@ def _places_of(
         (_USER, [asked.user_as]),
         (_USER_COLUMNS, [] if users is None else users.columns),
         (_REQUEST_COLUMNS, asked.request_columns),
-        (_HISTORY, given["history_as"]),
+        (_HISTORY, history),
     ):
         for name in found.keys() & {*names}:
             found[name].append(place)
@@ -410,6 +404,11 @@ def _places_of(
         ]
         if len(like) == 1:
             found[like[0]].append(_HISTORY)
+    return _one_each(found)
+
+
+def _one_each(found: Mapping[str, list[str]]) -> dict[str, str]:
+    """The place of each column; raises ValueError where there is none, or more than one."""
     for name, places in found.items():
         if len(places) > 1:
             raise ValueError(
