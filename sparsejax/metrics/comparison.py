@@ -223,22 +223,16 @@ def compare(
     one, other = _rows_of("first", first), _rows_of("second", second)
     options = {"confidence": confidence, "resamples": resamples, "seed": seed}
     if shared := [name for name in one.parts if name in other.parts]:
-        both = [
-            (n, Measured({}, one.parts[n]), Measured({}, other.parts[n]))
-            for n in shared
-        ]
-        found = {
-            f"{metric}/{name}": difference
-            for name, *pair in both
-            for metric, difference in compare(*pair, **options).items()
-        }
+        found = {}
+        for name in shared:
+            pair = (Measured({}, rows.parts[name]) for rows in (one, other))
+            of_label = compare(*pair, **options)
+            found |= {f"{metric}/{name}": each for metric, each in of_label.items()}
         return Comparison(found, rows=len(one), confidence=confidence)
     places = _places(one, other)
     means = [name for name in one.means if name in other.means]
     if not means:
-        raise ValueError(
-            "no metric is in both measurements: measure with the same cut-offs k"
-        )
+        raise ValueError("no metric is in both: measure with the same cut-offs k")
     pairs = {n: (one.means[n], other.means[n][places]) for n in means}
     changes = np.stack([b - a for a, b in pairs.values()])
     figures: dict[str, tuple[float, float]] = {

@@ -233,15 +233,13 @@ class Items:
         beside = self._columns_of(lists, columns)
         known = self._known_of(lists)
         if unknown == "error" and len(known.numbers) < len(lists.names):
-            columns = self._columns
-            missing = [name for name in lists.names if name not in columns]
+            missing = [name for name in lists.names if name not in self._columns]
             raise ValueError(
                 f"{len(missing):,} of {len(lists.names):,} names are not items of "
                 f"the predictor: {quoted(missing)}"
             )
         matrix = self._matrix_of(known)
-        rows = np.arange(matrix.num_rows)
-        at = None
+        rows, at = np.arange(matrix.num_rows), None
         if times is not None:
             given = cast(Sequence[Sequence[float]], [times] if one else times)
             at = self._times_of(several, given)

@@ -81,12 +81,7 @@ def calibrate(
     logits, labels = logits_of(model, clicks)
     if not len(labels):
         raise ValueError("there are no examples to correct by")
-    if len(np.unique(labels)) == 1:
-        raise ValueError(
-            f"the examples to correct by ({len(labels):,}) all have the label {labels[0]:g}, "
-            "so that all probabilities would become equal; give examples with and without "
-            "clicks, in the shares of the requests that the model will serve"
-        )
+    _check_classes(labels)
     given = logits.astype(np.float64) + offset
     if method == "isotonic":
         knots = isotonic(given, labels)
@@ -97,6 +92,15 @@ def calibrate(
     if slope <= 0:
         raise _useless(given, labels, f"turn the order of all examples, by {slope:.3g}")
     return Calibrated(model, slope=slope, offset=slope * offset + intercept)
+
+
+def _check_classes(labels: np.ndarray) -> None:
+    if len(np.unique(labels)) == 1:
+        raise ValueError(
+            f"the examples to correct by ({len(labels):,}) all have the label {labels[0]:g}, "
+            "so that all probabilities would become equal; give examples with and without "
+            "clicks, in the shares of the requests that the model will serve"
+        )
 
 
 def _useless(logits: np.ndarray, labels: np.ndarray, effect: str) -> ValueError:

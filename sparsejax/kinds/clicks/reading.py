@@ -86,26 +86,15 @@ def read_like(
     Raises:
       ValueError: a saved data set has other columns or other ids.
     """
-    is_data = isinstance(source, ClickDataset)
+    is_data, vocabulary = isinstance(source, ClickDataset), dict(known.vocabularies)
     skip = skips_bad_lines(source, reading)
     if not is_data:
         _check_source(source)
     if is_data or is_saved(source, stored.CLICKS):
-        data = source if is_data else ClickDataset.load(source)
-        try:
-            if append:
-                check_same_schema(known.schema, data.schema, "this data set")
-                check_same_labels(known, data)
-                data = data.append_features(known.vocabularies)
-            else:
-                check_same_columns(known, data)
-        except ValueError as error:
-            text = "has other columns or categories than the data of the model"
-            raise ValueError(f"{name_of(source)}: {text}") from error
+        data = _with_columns_of(known, source, append)
         if is_data:
             return data
     elif labelled:
-        vocabulary = dict(known.vocabularies)
         schema = without_time(known.schema)
         if training:
             data = read_clicks(
@@ -115,10 +104,24 @@ def read_like(
             schema = without_propensity(schema) if weighted else unweighted(schema)
             data = read_served(source, schema, vocabulary, skip_bad_lines=skip)
     else:
-        vocabulary = dict(known.vocabularies)
         data = read_unlabelled(source, known.schema, vocabulary, skip_bad_lines=skip)
     said = repr(data) if labelled else f"{data.num_rows:,} examples"
     reading.say(f"{name_of(source)}: {said}")
+    return data
+
+
+def _with_columns_of(known: Any, source: Any, append: bool) -> ClickDataset:
+    """A saved data set, or one in memory, with the ids of earlier data."""
+    data = source if isinstance(source, ClickDataset) else ClickDataset.load(source)
+    try:
+        if append:
+            check_same_schema(known.schema, data.schema, "this data set")
+            check_same_labels(known, data)
+            return data.append_features(known.vocabularies)
+        check_same_columns(known, data)
+    except ValueError as error:
+        text = "has other columns or categories than the data of the model"
+        raise ValueError(f"{name_of(source)}: {text}") from error
     return data
 
 

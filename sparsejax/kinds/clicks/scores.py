@@ -339,6 +339,15 @@ def check_columns(model: Any, clicks: Clicks) -> None:
             _check_lengths(clicks, *pair)
 
 
+def _check_numbers(logits: np.ndarray, first: int) -> None:
+    wrong = np.isnan(logits).any(axis=(*range(1, logits.ndim),))
+    if wrong.any():
+        raise FloatingPointError(
+            f"the model gives NaN for example {first + int(wrong.argmax()):,}; its weights "
+            "are not finite, or an id is outside its table"
+        )
+
+
 def _check_lengths(clicks: ClickDataset, history: str, beside: str) -> None:
     lengths = [
         np.diff(x.indptr) if isinstance(x, CSR) else np.ones(clicks.num_rows)
@@ -451,12 +460,7 @@ class _Scores:
         logits, labels, groups, weights, first = [], [], [], [], 0
         for part in parts:
             found = self._of_part(scored, part.as_served())
-            wrong = np.isnan(found).any(axis=(*range(1, found.ndim),))
-            if wrong.any():
-                raise FloatingPointError(
-                    f"the model gives NaN for example {first + int(wrong.argmax()):,}"
-                    "; its weights are not finite, or an id is outside its table"
-                )
+            _check_numbers(found, first)
             logits.append(found)
             labels.append(part.labels)
             if part.weights is not None:
