@@ -369,6 +369,7 @@ def test_a_model_of_items_takes_saved_histories(tmp_path, capsys):
 
 # Another value of each option that a run records.
 OTHERS = {"k": 7, "patience": 4, "seed": 5, "deterministic": True}
+OTHERS |= {"targets": ("buy",), "weights": "watched"}
 
 
 @pytest.mark.parametrize("name", sorted(Recorded.option_names()))
