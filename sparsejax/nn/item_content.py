@@ -53,12 +53,22 @@ class ContentSizes:
       entries: the most tags that one of 256 equal parts of the items has.
       vectors: numbers in the vector of an item, 0 for none.
       dtype: dtype of these numbers.
+
+    Raises:
+      ValueError: there are neither tags nor vectors, or a number is negative.
     """
 
     tags: int = 0
     entries: int = 0
     vectors: int = 0
     dtype: str = "float32"
+
+    def __post_init__(self) -> None:
+        if (
+            min(self.tags, self.entries, self.vectors) < 0
+            or not self.tags + self.vectors
+        ):
+            raise ValueError(f"content has tags, vectors or both, got {self}")
 
     @classmethod
     def of(

@@ -64,7 +64,7 @@ RANKED = ANY | {
     "by",
 }
 EVALUATE = {
-    "clicks": ANY | {"groups"},
+    "clicks": ANY | {"groups", "weighted"},
     "histories": RANKED | {"candidates"},
     "items": RANKED | {"fold_in", "features", "seed", "candidates"},
 }
@@ -83,6 +83,7 @@ GIVEN = {
     "candidates": DATA,
     "popularity": None,
     "groups": "city",
+    "weighted": True,
     "by": "entries",
 }
 
