@@ -45,20 +45,19 @@ def interrupted_fit(at: int, checkpoint_dir, monkeypatch, **options):
 def test_a_resumed_training_has_the_same_bits(tmp_path, monkeypatch):
     train, heldout = checkerboard(186, 20)  # 12 steps, the last of fewer rows
     monkeypatch.setattr(dispatch, "steps_per_dispatch", lambda entries: 3)
-    options = {
+    options: dict[str, Any] = {
         "inputs": train,
         "batch_size": 16,
         "num_epochs": 4,
         "validation": heldout,
         "early_stopping": EarlyStopping(patience=50),
-        "checkpoint_seconds": 0,
     }
     model, optimizer = build_noisy()
     history = fit(model, optimizer, **options)
     expected = parameters(model)
 
     directory = tmp_path / "c"
-    options["resume"] = True
+    options |= {"resume": True, "checkpoint_seconds": 0}
     interrupted_fit(0, directory, monkeypatch, **options)  # before any checkpoint
     for at in (3, 4, 7):
         interrupted_fit(at, directory, monkeypatch, **options)
