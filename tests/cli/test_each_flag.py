@@ -172,7 +172,8 @@ OWN = {
     },
     f"tune events.csv {TUNE} --time-column timestamp": {"--no-time": ""},
     "tune nosuch --run out --trials 1 --model sasrec": HISTORIES,
-    "tune events.csv --run out --trials 1 --model sasrec": OF_EVENTS,
+    "tune events.csv --run out --trials 1 --model sasrec --epochs 1 --optimizer sgd"
+    " --width 4 --blocks 1 --heads 1": OF_EVENTS,
     "split events.csv --by last --out out --histories": {"--kind": "nosuch"},
     "evaluate items events.csv held.csv": {
         **DEVICES,
