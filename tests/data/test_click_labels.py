@@ -1,12 +1,17 @@
 """Several labels of clicks: read, saved, scanned, split, and errors with their lines."""
 
 import dataclasses
+import functools
 import json
 
 import numpy as np
 import pytest
 
 import sparsejax as sj
+from sparsejax.data.sets.click_schema import unweighted
+from sparsejax.kinds.clicks.reading import read_like
+from sparsejax.kinds.clicks.worth import warning_of_columns
+from sparsejax.options.reading import Reading
 
 Label = sj.data.LabelColumn
 LABELS = {
@@ -75,10 +80,67 @@ def test_one_of_several_labels():
     np.testing.assert_array_equal(buy.weights, [2, 1, 0.5])
     price = clicks.of_label("price")
     np.testing.assert_array_equal(price.labels, [[2.5], [-1]])
-    np.testing.assert_array_equal(price.weights, [[6], [0]])
+    np.testing.assert_array_equal(price.weights, [6, 0])
+    assert price.schema.weight == "v" and not price.schema.label_weights
     np.testing.assert_array_equal(price.ids["item"], [2, 2])
     with pytest.raises(ValueError, match="no label 'watch'; there are"):
         clicks.of_label("watch")
+
+
+def test_one_of_several_labels_keeps_weights_and_propensities_of_its_own(tmp_path):
+    labels = {**LABELS, "minutes": Label("squared", weight=0.5)}
+    rows = [{**row, "minutes": 1.5, "seen": 0.5} for row in ROWS]
+    schema = sj.ClickSchema(
+        labels=labels, ids=SCHEMA.ids, propensity="seen", least_propensity=0.1
+    )
+    clicks = sj.read_clicks(rows, schema)
+    expected = {"click": None, "buy": None, "price": [3, 0], "minutes": None}
+    for name, weights in expected.items():
+        clicks.of_label(name).save(tmp_path / "alone.parquet")
+        alone = sj.ClickDataset.load(tmp_path / "alone.parquet")
+        np.testing.assert_array_equal(alone.weights, weights)
+        assert (alone.propensities is not None) == (labels[name].loss == "binary")
+        assert (
+            alone.schema.label == name and alone.schema == clicks.of_label(name).schema
+        )
+
+
+def test_a_missing_label_is_0_without_the_one_before():
+    labels = {"click": Label(), "buy": Label(after="click"), "back": Label(after="buy")}
+    schema = sj.ClickSchema(labels=labels, ids={"item": sj.data.HashedColumn(9)})
+    rows = {"click": [0, 1, 1, None], "buy": [None, 0, None, None]}
+    clicks = sj.read_clicks({**rows, "back": [None] * 4, "item": list("abcd")}, schema)
+    nan = np.nan
+    np.testing.assert_array_equal(
+        clicks.labels, [[0, 0, 0], [1, 0, 0], [1, nan, nan], [nan, nan, nan]]
+    )
+    wrong = clicks.labels.copy()
+    wrong[0, 1] = 1
+    with pytest.raises(ValueError, match="'buy' is 1 where 'click', which it comes"):
+        dataclasses.replace(clicks, labels=wrong)
+
+
+def test_a_column_that_tells_a_label_is_named_with_it():
+    rng = np.random.default_rng(0)
+    buy = rng.integers(0, 2, 1600).astype(np.float32)
+    labels = {"minutes": Label("squared"), "buy": Label()}
+    schema = sj.ClickSchema(labels=labels, dense={"paid": sj.data.DenseColumn()})
+    both = np.stack([rng.random(1600), buy], axis=1).astype(np.float32)
+    clicks = sj.ClickDataset(both, buy[:, None], {}, schema, {})
+    warning = warning_of_columns(clicks)
+    assert warning is not None and warning.startswith("label 'buy': a single column")
+    assert "'paid'" in warning
+
+
+def test_data_to_train_on_has_the_weights_of_a_run():
+    clicks = sj.read_clicks(ROWS, SCHEMA)
+    read = functools.partial(
+        read_like, known=clicks, reading=Reading(), append=True, training=True
+    )
+    assert read(clicks).weights is not None
+    bare = dataclasses.replace(clicks, schema=unweighted(SCHEMA), weights=None)
+    with pytest.raises(ValueError, match="has no weights, which the data of the run"):
+        read(bare)
 
 
 @pytest.mark.parametrize(
@@ -110,6 +172,10 @@ def test_wrong_lines(tmp_path, change, message):
             "'a' comes after 'b', which is no label",
         ),
         (lambda ids: sj.ClickSchema(labels=["item", "a"], ids=ids), "two"),
+        (
+            lambda ids: sj.ClickSchema(labels={"a": Label(weight="v")}, ids=ids),
+            "weight='v' of the only label",
+        ),
         (lambda ids: Label("quantile"), "quantile=... goes with"),
         (lambda ids: Label("squared", quantile=0.5), "quantile=... goes with"),
         (lambda ids: Label("quantile", quantile=1.0), "between 0 and 1"),

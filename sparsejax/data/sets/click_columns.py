@@ -70,6 +70,8 @@ class Categories(NamedTuple):
 def labels_of(block: Cells, schema: ClickSchema) -> np.ndarray:
     """`[examples]` float32, or `[examples, labels]` with NaN for a missing one.
 
+    A missing label is 0 where the one that it comes after is 0.
+
     Raises:
       DataError: a label is a number that its column cannot have, or the only one is missing.
         A label is 1 without the one that it comes after.
@@ -82,12 +84,14 @@ def labels_of(block: Cells, schema: ClickSchema) -> np.ndarray:
         is_binary = column.loss == "binary"
         found[name] = _label(block, name, most, is_binary=is_binary, optional=True)
         if column.after is not None:
-            wrong = (found[name] == 1) & (found[column.after] == 0)
+            without = found[column.after] == 0
+            wrong = (found[name] == 1) & without
             if wrong.any():
                 raise block.error(
                     int(np.argmax(wrong)),
                     f"the label {name!r} is 1, but {column.after!r}, which it comes after, is 0",
                 )
+            found[name] = np.where(without, np.float32(0), found[name])
     return np.stack([*found.values()], axis=1)
 
 

@@ -159,7 +159,8 @@ class LabelColumn:
     >>> read_clicks(rows, schema).labels.tolist()
     [[1.0, 0.0], [0.0, nan]]
 
-    A missing label counts in no loss and in no metric.
+    A missing label counts in no loss and in no metric. In files it is 0 where the label that it
+    comes after is 0.
 
     Attributes:
       loss: the loss, and so which labels there are.
@@ -314,8 +315,15 @@ class ClickSchema:
                     f"label {name!r} comes after {before!r}, which is no label with 0 and 1 "
                     f"before it; these are {earlier}"
                 )
-        if list(given.values()) == [LabelColumn()]:
-            given = {}
+        if [c.loss for c in given.values()] == ["binary"]:
+            [column] = given.values()
+            if isinstance(column.weight, str):
+                raise ValueError(
+                    f"weight={column.weight!r} of the only label: name the column by the "
+                    "schema, ClickSchema(weight=...)"
+                )
+            if column == LabelColumn():
+                given = {}
         object.__setattr__(self, "labels", given)
         object.__setattr__(self, "label", first)
 

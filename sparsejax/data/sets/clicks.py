@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -47,6 +47,7 @@ from sparsejax.data.sets.click_schema import (
     vocabularies_of,
     vocabulary_columns,
     vocabulary_of,
+    without_propensity,
 )
 from sparsejax.data.sets.click_storage import Ids
 from sparsejax.data.sets.split import Time, cut_of, heldout_positions, parts_at
@@ -154,7 +155,8 @@ class ClickDataset:
         for (name, column), y in zip(
             self.schema.several.items(), self.labels.T, strict=True
         ):
-            y = y[~np.isnan(y)]
+            missing = np.isnan(y)
+            y = y[~missing]
             right = np.isin(y, (0, 1)) if column.loss == "binary" else np.isfinite(y)
             if column.loss == "log_loss":
                 right = (y >= 0) & (y <= 1)
@@ -162,6 +164,12 @@ class ClickDataset:
                 raise ValueError(
                     f"labels of {name!r} do not fit its loss {column.loss!r}"
                 )
+            if column.after is not None:
+                before = list(self.schema.several).index(column.after)
+                if (y[self.labels[~missing, before] == 0] == 1).any():
+                    raise ValueError(
+                        f"a label {name!r} is 1 where {column.after!r}, which it comes after, is 0"
+                    )
 
     def of_label(self, name: str) -> ClickDataset:
         """The examples that have one of several labels, with this label alone.
@@ -181,18 +189,18 @@ class ClickDataset:
         place = list(self.schema.several).index(name)
         column = dataclasses.replace(self.schema.several[name], after=None)
         some = self.rows(np.flatnonzero(~np.isnan(self.labels[:, place])))
-        labels, weights = some.labels[:, place], some.weights
+        weights, schema, weight = some.weights, self.schema, self.schema.weight
+        if isinstance(column.weight, str):
+            weight, column = column.weight, dataclasses.replace(column, weight=1.0)
         if weights is not None and weights.ndim == 2:
-            weights = weights[:, place]
-        alone = {name: column}
-        if column.loss == "binary":
-            alone = ()
-        else:
-            labels = labels[:, None]
-            if self.schema.label_weights:
-                weights = None if weights is None else weights[:, None]
-        schema = dataclasses.replace(self.schema, label=name, labels=alone)
-        return dataclasses.replace(some, labels=labels, weights=weights, schema=schema)
+            weights = None if weight is None else weights[:, place]
+        labels, alone, seen = some.labels[:, place], {}, some.propensities
+        if column.loss != "binary":
+            labels, alone, seen = labels[:, None], {name: column}, None
+            schema = without_propensity(schema)
+        schema = dataclasses.replace(schema, label=name, labels=alone, weight=weight)
+        beside: Any = {"weights": weights, "propensities": seen, "schema": schema}
+        return dataclasses.replace(some, labels=labels, **beside)
 
     @property
     def trained_labels(self) -> np.ndarray:

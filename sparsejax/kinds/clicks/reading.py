@@ -92,6 +92,8 @@ def read_like(
         _check_source(source)
     if is_data or is_saved(source, stored.CLICKS):
         data = _with_columns_of(known, source, append)
+        if training:
+            _check_targets(known.schema, data, name_of(source))
         if is_data:
             return data
     elif labelled:
@@ -123,6 +125,20 @@ def _with_columns_of(known: Any, source: Any, append: bool) -> ClickDataset:
         text = "has other columns or categories than the data of the model"
         raise ValueError(f"{name_of(source)}: {text}") from error
     return data
+
+
+def _check_targets(schema: ClickSchema, data: ClickDataset, source: str) -> None:
+    """Raises ValueError if a data set to train on lacks a part that earlier data had."""
+    had = {
+        "weights": schema.weight is not None or bool(schema.label_weights),
+        "propensities": schema.propensity is not None,
+    }
+    for name, wanted in had.items():
+        if wanted and getattr(data, name) is None:
+            raise ValueError(
+                f"{source}: has no {name}, which the data of the run had; read it with a schema "
+                "that names their column"
+            )
 
 
 def _check_source(source: Any) -> None:

@@ -129,13 +129,9 @@ def warning_of_columns(clicks: Clicks) -> str | None:
     if several := clicks.schema.several:
         if not isinstance(clicks, ClickDataset):
             clicks = next(clicks.chunks())
-        found = [
-            warning_of_columns(clicks.of_label(name))
-            for name, column in several.items()
-            if column.loss == "binary"
-        ]
-        said = [f"label {n!r}: {t}" for n, t in zip(several, found, strict=False) if t]
-        return "; ".join(said) or None
+        binary = [name for name, c in several.items() if c.loss == "binary"]
+        said = {name: warning_of_columns(clicks.of_label(name)) for name in binary}
+        return "; ".join(f"label {n!r}: {t}" for n, t in said.items() if t) or None
     some = _some(clicks, _FITTED + _MEASURED, seed=0)
     third = some.num_rows // 3
     measured, fitted = some.rows(slice(third)), some.rows(slice(third, None))
