@@ -12,7 +12,6 @@ of a bottom or an expert, towers of 64.
 
 from __future__ import annotations
 
-import importlib.metadata
 import itertools
 import pathlib
 import sys
@@ -43,22 +42,15 @@ def main() -> None:
 
 
 def _measure(part: str) -> Iterator[dict]:
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "torch")}
     if part == "same":
         for sharing in _SHARINGS:
-            yield {
-                "form": "same",
-                "sharing": sharing,
-                **_same(sharing),
-                "versions": versions,
-            }
+            yield {"form": "same", "sharing": sharing, **_same(sharing)}
         return
     form, sharing, batch = part.split("-")
     rng = np.random.default_rng(0)
     batches = [_batch(rng, int(batch), IDS) for _ in range(_BATCHES)]
     found = (_ours if form == "ours" else _torch)(sharing, batches)
-    shape = {"form": form, "sharing": sharing, "batch": int(batch)}
-    yield shape | found | {"versions": versions}
+    yield {"form": form, "sharing": sharing, "batch": int(batch)} | found
 
 
 def _batch(rng: np.random.Generator, batch: int, ids: int) -> tuple:
