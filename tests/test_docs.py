@@ -245,7 +245,8 @@ def test_clicks(tmp_path, monkeypatch, capsys):
     for name in ("train.csv", "valid.csv", "test.csv"):
         pathlib.Path(name).write_text("click,price,user,item,day\n" + "".join(lines))
     given: dict = {}
-    for code in quick("clicks.md") + quick("click_metrics.md"):
+    pages = [f"{name}.md" for name in ("clicks", "click_metrics", "click_histories")]
+    for code in [code for page in pages for code in quick(page)]:
         code = code.replace("1_000_000", "1_000").replace("(5e-4)", "(0.1)")
         exec(compile(code, "clicks", "exec"), given)  # noqa: S102
     assert capsys.readouterr().out == (
@@ -256,8 +257,7 @@ def test_clicks(tmp_path, monkeypatch, capsys):
     assert given["probabilities"].shape == (300,) and "group_auc" in given["measured"]
 
     pathlib.Path("schema.json").write_text(json.dumps(given["schema"].to_json()))
-    pages = [(DOCS / name).read_text() for name in ("clicks.md", "click_metrics.md")]
-    for line in "\n".join(pages).split("\n"):
+    for line in "\n".join((DOCS / name).read_text() for name in pages).split("\n"):
         if line.startswith("sparsejax "):
             line = line.replace("--trials 2", "--trials 1")
             assert cli.main(shlex.split(line)[1:]) == 0, capsys.readouterr().err
