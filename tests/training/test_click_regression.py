@@ -185,6 +185,11 @@ def test_a_run_has_it_by_default():
     rare = np.arange(1200) < 99
     few = dataclasses.replace(clicks, labels=rare.astype(np.float32))
     assert begun(few, config) == (False, None)
+    # Logged clicks do not say how much layers count for relevance.
+    corrected = dataclasses.replace(SCHEMA, propensity="seen_at", least_propensity=0.1)
+    seen = np.full(1200, 0.5, np.float32)
+    divided = dataclasses.replace(clicks, schema=corrected, propensities=seen)
+    assert begun(divided, config) == (False, None)
     # A configuration of one's own is as it is.
     asked = Training(data=clicks, config=config)
     source = runs.source(asked, None)

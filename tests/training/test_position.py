@@ -97,6 +97,15 @@ def test_wrong_propensities(value, message):
         sj.read_clicks(rows, schema)
 
 
+def test_a_fixed_category_has_examples():
+    ids = {**IDS, "place": sj.data.VocabularyColumn(fixed="1", min_count=2)}
+    rows = {"click": [1, 0, 1], "item": list("aba"), "place": ["0", "0", "1"]}
+    clicks = sj.read_clicks(rows, sj.ClickSchema("click", ids=ids))
+    model, optimizer = sj.build(sj.WideDeepConfig(dim=1, hidden=(1,)), clicks)
+    with pytest.raises(ValueError, match="'place' is fixed to the category '1', which"):
+        sj.fit(model, optimizer, clicks)
+
+
 def test_wrong_schemas():
     cases: list[tuple[Any, str]] = [
         ({"propensity": "seen"}, "go together"),

@@ -33,7 +33,7 @@ class EarlyStopping:
 
     Attributes:
       metric: a key of the validation metrics, such as "recall@20". Higher is better, except
-        for "log_loss" and "normalized_entropy". By default "ndcg@k", with the `k` of `fit`;
+        for "log_loss", "normalized_entropy", "squared_error" and "quantile_loss". By default "ndcg@k", with the `k` of `fit`;
         for clicks "auc". Of several labels "auc/buy" is that of the label "buy", and the
         default is that of the first.
       patience: epochs without a new best before training stops.

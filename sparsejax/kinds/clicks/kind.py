@@ -501,7 +501,8 @@ def _is_regressed(training: Training, data: ClickDataset | ScannedClicks) -> boo
     """Whether the model has a regression, and there are examples enough to hold some out."""
     if not isinstance(data, ClickDataset) or data.num_rows < _LEAST_REGRESSED:
         return False
-    if data.schema.several:
+    # Clicks that are corrected for positions in training alone do not choose a share.
+    if data.schema.several or data.schema.propensity or data.schema.fixed:
         return False
     clicked = int(data.labels.sum())
     if min(clicked, data.num_rows - clicked) < _LEAST_OF_LABEL:
