@@ -51,7 +51,7 @@ class Calibrated(nnx.Module):
 
     def __getattr__(self, name: str) -> Any:
         # The data are compared with these of the model.
-        if name in ("num_dense", "num_ids", "like"):
+        if name in ("num_dense", "num_ids", "like", "labels", "beside"):
             return getattr(self.model, name)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 

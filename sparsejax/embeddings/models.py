@@ -334,7 +334,8 @@ class DeepFM(_ClickModel):
         v_i = the embedding of feature i, or of dense column i times its value
         logit = linear + sum over i < j of v_i . v_j + hidden(dense, embeddings)
 
-    The linear part has a number for each id, and one for each dense column.
+    The linear part has a number for each id, and one for each dense column. With several labels,
+    the sum over pairs has a factor for each.
 
     >>> model = DeepFM(DeepFMConfig(), num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 3)), {"user": jnp.array([3, 4])}).shape

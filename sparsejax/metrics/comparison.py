@@ -222,6 +222,11 @@ def compare(
     """
     one, other = _rows_of("first", first), _rows_of("second", second)
     options = {"confidence": confidence, "resamples": resamples, "seed": seed}
+    if bool(one.parts) != bool(other.parts):
+        raise ValueError(
+            "one was measured on several labels and the other on one label: compare models of "
+            "equal labels"
+        )
     if shared := [name for name in one.parts if name in other.parts]:
         found = {}
         for name in shared:

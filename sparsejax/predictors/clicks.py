@@ -14,7 +14,11 @@ import scipy.special
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
 from sparsejax.data.sets.click_columns import Numbering
-from sparsejax.data.sets.click_records import examples_of, numbering_of
+from sparsejax.data.sets.click_records import (
+    check_lengths,
+    examples_of,
+    numbering_of,
+)
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
     KeyColumn,
@@ -253,6 +257,8 @@ class Clicks:
                 raise ValueError(
                     f"feature {name!r} has {each.shape[0]:,} examples, but dense has {rows:,}"
                 )
+        for feature in (f for stack in self.stacks for f in stack.features if f.beside):
+            check_lengths(found, feature.beside, feature.name)
         return found
 
     def _logits(

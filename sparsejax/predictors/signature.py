@@ -204,6 +204,7 @@ class ClickFeature:
       length: number of its bags if it stays in order; 0 if it is one bag.
       drop: whether ids outside the table are left out; else they are an error.
       last: whether the last `length` ids of a longer list are read; else it is an error.
+      beside: another feature, whose lists must be as long; none by default.
     """
 
     name: str
@@ -213,6 +214,7 @@ class ClickFeature:
     length: int
     drop: bool
     last: bool = False
+    beside: str = ""
 
     def __post_init__(self) -> None:
         _check_sizes([self.num_ids], 1)

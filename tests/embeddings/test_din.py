@@ -249,7 +249,7 @@ def test_a_model_without_histories():
         sj.TINConfig(beside=("had",))  # pyrefly: ignore
 
 
-def test_a_column_beside_a_history_is_as_long():
+def test_a_column_beside_a_history_is_as_long(tmp_path):
     column = sj.data.VocabularyColumn
     schema = sj.ClickSchema(
         "click",
@@ -260,8 +260,21 @@ def test_a_column_beside_a_history_is_as_long():
     data = sj.read_clicks(shown, schema)
     config = sj.TINConfig(dim=2, beside=(("had", "days"),))
     model, optimizer = sj.build(config, data, sj.optimizers.sgd(0.1))
-    with pytest.raises(ValueError, match="example 1: 2 ids in 'had', but 1 in 'days'"):
+    wrong = "example 1: 2 ids in 'had', but 1 in 'days'"
+    with pytest.raises(ValueError, match=wrong):
         sj.fit(model, optimizer, data, num_epochs=1, batch_size=2)
+    data.save(tmp_path / "clicks.parquet")
+    scanned = sj.data.scan_clicks(tmp_path / "clicks.parquet")
+    for use in (sj.predict, lambda *x: sj.fit(x[0], optimizer, x[1], batch_size=2)):
+        with pytest.raises(ValueError, match=wrong):
+            use(model, scanned)
+    right = {**shown, "days": [["1"], ["2", "1"]]}
+    names = sj.read_clicks(right, schema)
+    sj.export_predictor(model, tmp_path / "tin", batch_size=2, names=names)
+    predictor = sj.load_predictor(tmp_path / "tin")
+    with pytest.raises(ValueError, match=wrong):
+        predictor.predict_records(shown)
+    assert predictor.predict_records(right).shape == (2,)
 
 
 def test_the_last_of_a_history_counts_more():

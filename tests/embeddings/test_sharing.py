@@ -236,3 +236,29 @@ def test_what_does_not_fit():
     fewer = data.of_label("click")
     with pytest.raises(ValueError, match="data have one label"):
         sj.predict(model, fewer)
+    alone, _ = sj.build(sj.DCNConfig(dim=2), fewer)
+    with pytest.raises(ValueError, match="the model has one label, but the data have"):
+        sj.predict(sj.embeddings.Calibrated(alone), data)
+
+
+class Wide(nnx.Module):
+    """A model of one's own with a column of logits too many."""
+
+    kind = "clicks"
+
+    def __init__(self):
+        self.bias = nnx.Param(jnp.zeros(1))
+
+    def __call__(self, dense, ids):
+        return dense[:, :1] + self.bias[...][None]
+
+
+@pytest.mark.parametrize("name", ["click", ""])
+def test_logits_of_other_shapes(name):
+    data = clicks().of_label(name) if name else clicks()
+    model = Wide()
+    optimizer = sj.Optimizer(model, sj.optimizers.sgd(0.1))
+    with pytest.raises(ValueError, match="a click model returns a logit for each exam"):
+        sj.fit(model, optimizer, data, batch_size=64, num_epochs=1)
+    with pytest.raises(ValueError, match=r"expected the shape \(.* got \(\d+, 1\)"):
+        sj.predict(model, data)

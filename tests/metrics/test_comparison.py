@@ -92,5 +92,9 @@ def test_what_cannot_be_compared():
         metrics.compare(one, measured(["a", "b"], ndcg=[0, 1]))
     with pytest.raises(ValueError, match="labels differ"):
         metrics.compare(of_clicks([0, 1], [0, 1]), of_clicks([0, 1], [1, 0]))
+    parts = {"click": of_clicks([0, 1], [0, 1]).rows}
+    several = metrics.Measured({}, metrics.Rows(None, {}, parts=parts))
+    with pytest.raises(ValueError, match="one was measured on several labels"):
+        metrics.compare(several, of_clicks([0, 1], [0, 1]))
     with pytest.raises(ValueError, match="confidence=1"):
         metrics.compare(one, one, confidence=1)

@@ -26,6 +26,7 @@ from sparsejax.data.sets.click_schema import (
     vocabulary_of,
 )
 from sparsejax.data.sets.click_storage import Ids
+from sparsejax.sparse import CSR
 
 # The word for them in messages.
 _RECORDS = "records"
@@ -118,6 +119,22 @@ def cells_of(records: Any, names: Sequence[str]) -> Cells:
         return DataError.at(_RECORDS, f"row {row:,}: {message}")
 
     return Cells(columns, error, _RECORDS)
+
+
+def check_lengths(ids: Mapping[str, Any], history: str, beside: str) -> None:
+    """Raises ValueError unless the lists of two features are equally long, where both have some."""
+    lengths = []
+    for x in (ids.get(history), ids.get(beside)):
+        if isinstance(x, CSR):
+            lengths.append(np.diff(x.indptr))
+        elif isinstance(x, np.ndarray) and x.ndim == 1:
+            lengths.append(np.ones(len(x)))
+    if len(lengths) == 2 and (wrong := lengths[0] != lengths[1]).any():
+        row = int(wrong.argmax())
+        raise ValueError(
+            f"example {row:,}: {lengths[0][row]:.0f} ids in {history!r}, but "
+            f"{lengths[1][row]:.0f} in {beside!r}, which is beside it: give each id one"
+        )
 
 
 def table_of(columns: Mapping[str, Any]) -> pa.Table:

@@ -13,8 +13,10 @@ import numpy as np
 import optax
 from jax.typing import ArrayLike
 
+from sparsejax.callers import warn_caller
+from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
-from sparsejax.data.sets.click_schema import KeyColumn
+from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabulary_of
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.host_slots import NoRoomError
@@ -36,6 +38,7 @@ from sparsejax.kinds.clicks.scores import (
     check_columns,
     check_labels,
     check_same_columns,
+    check_shape,
     evaluate_clicks,
     logits_of,
     names_of_metrics,
@@ -141,6 +144,7 @@ class ClickTask:
         Of several labels, the sum of their losses.
         """
         logits = getattr(model, "training_logits", model)(*x).astype(jnp.float32)
+        check_shape(logits, len(labels), len(self.losses))
         if self.losses:
             count = len(self.losses)
             each = zip(self.losses, logits.T, labels[:, :count].T, strict=True)
@@ -272,9 +276,9 @@ def click_examples(clicks: ClickDataset, weights: ArrayLike | None = None) -> Ex
             f"the examples have no propensities, but the schema names {name!r}"
         )
     for name, labels in zip(clicks.schema.several, clicks.labels.T, strict=False):
-        if np.isnan(labels).all():
-            raise ValueError(
-                f"no example has the label {name!r}: leave it out of the schema"
+        if np.isnan(labels).all():  # as of purchases in the file of an hour
+            warn_caller(
+                f"no example has the label {name!r}, of which nothing is learned"
             )
     roles = ClickTask.of_data(clicks)
     weights = checked_weights(weights, clicks.num_rows)
@@ -289,9 +293,9 @@ def _check_rows(clicks: Clicks) -> None:
 class ScanOfClicks:
     """Clicks on disk, see `streaming.Scanned`."""
 
-    def __init__(self, clicks: ScannedClicks):
+    def __init__(self, clicks: ScannedClicks, model: Any = None):
         _check_rows(clicks)
-        self._clicks, self.num_rows = clicks, clicks.num_rows
+        self._clicks, self.num_rows, self._model = clicks, clicks.num_rows, model
         self.chunk_rows: int | None = clicks.chunk_rows
         # Only the values of a column say whether it has lists.
         self.roles = ClickTask.of_data(clicks.read(0, 1))
@@ -306,7 +310,9 @@ class ScanOfClicks:
         return [*range(chunk_rows, self.num_rows, chunk_rows), self.num_rows]
 
     def read(self, start: int, stop: int) -> list[Matrix]:
-        return self.roles.matrices(self._clicks.read(start, stop))
+        part = self._clicks.read(start, stop)
+        check_columns(self._model, part)
+        return self.roles.matrices(part)
 
     def fingerprint(self) -> str:
         return self._clicks.fingerprint()
@@ -318,6 +324,7 @@ def click_job(asked: Fit) -> Job:
     assert isinstance(clicks, Clicks)  # which its kind is
     check_columns(model, clicks)
     check_labels(model, clicks)
+    _check_fixed(clicks)
     # Where nothing crosses, the settings are empty: they change nothing.
     exchange, settings = exchange_of(
         model, clicks, asked.wire_dtype, asked.exchange_room
@@ -339,27 +346,46 @@ def click_job(asked: Fit) -> Job:
             and len(np.unique(validation.labels)) < 2
         ):
             raise ValueError(_ONE_CLASS)
-        prepare = functools.partial(_measure, validation, metric)
+        prepare = functools.partial(_measure, clicks.schema, validation, metric)
     if isinstance(clicks, ClickDataset):
         examples = click_examples(clicks, asked.row_weights)
     else:
-        examples = Stream(ScanOfClicks(clicks), asked.row_weights)
+        examples = Stream(ScanOfClicks(clicks, model), asked.row_weights)
     return Job(examples, metric, prepare, exchange, settings, rates_of(model))
 
 
-def _measure(validation: Clicks, metric: str, batch_size: int) -> Measure:
+def _check_fixed(clicks: Clicks) -> None:
+    """Raises ValueError if a fixed category has no id, and so no examples to learn from."""
+    for name, value in clicks.schema.fixed.items():
+        known = vocabulary_of(clicks.schema, name, clicks.vocabularies)
+        if known is not None and value and str(value) not in known:
+            raise ValueError(
+                f"column {name!r} is fixed to the category {value!r}, which has no id of "
+                f"its own: the training data has {quoted(known)}"
+            )
+
+
+def _measure(
+    schema: ClickSchema, validation: Clicks, metric: str, batch_size: int
+) -> Measure:
+    # Clicks that are corrected for positions in training alone do not choose a share.
+    corrects = schema.propensity or schema.fixed
+
     def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
         options = {
             "optimizer": optimizer,
             "batch_size": max(batch_size, 8192),
             "deterministic": deterministic,
         }
-        if getattr(model, "share", None) is not None:
+        if getattr(model, "share", None) is not None and not corrects:
             _choose_share(model, validation, **options)
         found = evaluate_clicks(model, validation, **options)
         if metric not in found:
+            wanted = "examples that have this label, for an AUC with 0 and with 1"
             raise ValueError(
-                f"{_ONE_CLASS}: there is no {metric}" if "/" in metric else _ONE_CLASS
+                f"the validation gives no {metric}: it needs {wanted}"
+                if "/" in metric
+                else _ONE_CLASS
             )
         return found
 

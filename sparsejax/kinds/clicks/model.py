@@ -12,8 +12,9 @@ class ClickModel(Protocol):
     """A model that predicts clicks: an `nnx.Module`, called as `model(dense, ids)`.
 
     `dense` is `[batch, columns]` float32, and `ids` a dict with the ids of each feature: int32
-    `[batch]`, or a `CSR` of lists, or `WideIds` of 64 bits. It returns logits, `[batch]`. `DLRM`
-    and the other click models are such modules, and `EmbeddingCollection` takes such ids. With
+    `[batch]`, or a `CSR` of lists, or `WideIds` of 64 bits. It returns logits, `[batch]`, or
+    `[batch, labels]` with several labels. `DLRM` and the other click models are such modules, and
+    `EmbeddingCollection` takes such ids. With
     tables in host memory, and in `fit` with dynamic tables, `ids` is a `FeatureBatch`, which has
     rows in place of ids: a model can give it to its collections, and to nothing else.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, get_args
 
 import jax
@@ -25,6 +25,7 @@ from sparsejax.kinds.clicks.scores import (
     check_click_model,
     check_columns,
     check_labels,
+    check_shape,
 )
 from sparsejax.kinds.content import copied
 from sparsejax.kinds.portable import Portable, split
@@ -97,14 +98,11 @@ def portable_clicks(asked: Write) -> Portable:
         readers = dict(zip(numbers, map(_reader, scales), strict=True))
         with gradients.reading(model, readers):
             found = model(dense, batch)
-        if found.shape != (*dense.shape[:1], *([len(labels)] * bool(labels))):
-            raise ValueError(
-                "a click model returns a logit for each example, [batch]; this one returns "
-                f"the shape {found.shape} for {dense.shape[0]} examples"
-            )
+        check_shape(found, dense.shape[0], len(labels))
         return [found]
 
-    stated = tuple(_stated(path_of, table.stack) for path_of, table in tables)
+    beside = {column: history for history, column in getattr(model, "beside", ())}
+    stated = tuple(_stated(path_of, table.stack, beside) for path_of, table in tables)
     schema = None if clicks is None else clicks.schema
     vocabularies = {} if clicks is None else clicks.vocabularies
     return Portable(
@@ -331,7 +329,7 @@ def _reader(numbers: list[jax.Array]) -> gradients.Reader:
     return read
 
 
-def _stated(path: tuple, stack: Stack) -> ClickStack:
+def _stated(path: tuple, stack: Stack, beside: Mapping[str, str]) -> ClickStack:
     features = (
         ClickFeature(
             name=f.name,
@@ -341,6 +339,7 @@ def _stated(path: tuple, stack: Stack) -> ClickStack:
             length=f.config.length or 0,
             drop=f.config.outside == "drop",
             last=f.config.longer == "last",
+            beside=beside.get(f.name, ""),
         )
         for f in stack.features
     )

@@ -16,6 +16,7 @@ from sparsejax import metrics
 from sparsejax.callers import warn_caller
 from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
+from sparsejax.data.sets.click_records import check_lengths
 from sparsejax.data.sets.click_schema import (
     MISSING,
     RARE,
@@ -157,6 +158,8 @@ def evaluate_clicks(
     by = None
     if groups is not None:
         by = np.asarray(groups) if found.groups is None else found.groups
+        if by.shape != (shape := found.labels.shape[:1]):
+            raise ValueError(f"groups must have shape {shape}, got shape {by.shape}")
         if isinstance(groups, str):
             _warn_of_merged(groups, clicks.schema.ids[groups], by)
     found = found._replace(groups=by, weights=found.weights if weighted else None)
@@ -172,7 +175,9 @@ def evaluate_clicks(
                 warnings.warn(f"no example has the label {name!r}", stacklevel=2)
                 continue
             of_label = (
-                _measured(each) if column.loss == "binary" else _error(each, column)
+                _measured(each, f"labels {name!r}")
+                if column.loss == "binary"
+                else _error(each, column)
             )
             measured |= {f"{metric}/{name}": x for metric, x in of_label.items()}
             if keep_rows:
@@ -181,8 +186,8 @@ def evaluate_clicks(
     return measured if rows is None else metrics.Measured(measured, rows)
 
 
-def _measured(found: _Found) -> dict[str, float]:
-    """The metrics of a label with 0 and 1."""
+def _measured(found: _Found, label: str = "labels") -> dict[str, float]:
+    """The metrics of a label with 0 and 1, which a warning calls `label`."""
     # In float64, so that a sure prediction is not rounded to 0 or 1.
     p = _probabilities(found.logits.astype(np.float64))
     weights, groups = found.weights, found.groups
@@ -195,7 +200,7 @@ def _measured(found: _Found) -> dict[str, float]:
         }
     else:
         warnings.warn(
-            f"all labels are {found.labels[0]:g}: such examples have a log loss, but no AUC "
+            f"all {label} are {found.labels[0]:g}: such examples have a log loss, but no AUC "
             "and no normalized entropy",
             stacklevel=2,
         )
@@ -336,7 +341,17 @@ def check_columns(model: Any, clicks: Clicks) -> None:
             )
     if isinstance(clicks, ClickDataset):
         for pair in getattr(model, "beside", ()):
-            _check_lengths(clicks, *pair)
+            check_lengths(clicks.ids, *pair)
+
+
+def check_shape(logits: Any, rows: Any, labels: int) -> None:
+    """Raises ValueError unless there is a logit for each example, or for each of its labels."""
+    wanted = (rows, labels) if labels else (rows,)
+    if logits.shape != wanted:
+        raise ValueError(
+            "a click model returns a logit for each example, [batch], or with several labels for "
+            f"each of them, [batch, labels]: expected the shape {wanted}, got {logits.shape}"
+        )
 
 
 def _check_numbers(logits: np.ndarray, first: int) -> None:
@@ -345,19 +360,6 @@ def _check_numbers(logits: np.ndarray, first: int) -> None:
         raise FloatingPointError(
             f"the model gives NaN for example {first + int(wrong.argmax()):,}; its weights "
             "are not finite, or an id is outside its table"
-        )
-
-
-def _check_lengths(clicks: ClickDataset, history: str, beside: str) -> None:
-    lengths = [
-        np.diff(x.indptr) if isinstance(x, CSR) else np.ones(clicks.num_rows)
-        for x in (clicks.ids[history], clicks.ids[beside])
-    ]
-    if (wrong := np.flatnonzero(lengths[0] != lengths[1])).size:
-        row = wrong[0]
-        raise ValueError(
-            f"example {row}: {lengths[0][row]:.0f} ids in {history!r}, but "
-            f"{lengths[1][row]:.0f} in {beside!r}, which is beside it: give each id one"
         )
 
 
@@ -451,7 +453,6 @@ class _Scores:
                 "a click model takes a ClickDataset, as read_clicks makes it, or "
                 f"ScannedClicks; got {type(clicks).__name__}"
             )
-        check_columns(self._model, clicks)
         check_labels(self._model, clicks)
         parts = [clicks] if isinstance(clicks, ClickDataset) else clicks.chunks()
         scored = None
@@ -459,6 +460,7 @@ class _Scores:
             scored = split(self._model, self._optimizer)
         logits, labels, groups, weights, first = [], [], [], [], 0
         for part in parts:
+            check_columns(self._model, part)
             found = self._of_part(scored, part.as_served())
             _check_numbers(found, first)
             logits.append(found)
@@ -501,6 +503,7 @@ class _Scores:
                     self._most = -(-min(self._most, clicks.num_rows) // 2)
         shape = (0, len(clicks.schema.several)) if clicks.schema.several else 0
         parts = [np.asarray(x) for x in found] or [np.empty(shape, np.float32)]
+        check_shape(parts[0], len(parts[0]), len(clicks.schema.several))
         return np.concatenate(parts)[: clicks.num_rows]
 
     def _scored_on_host(
