@@ -449,7 +449,7 @@ class WideDeep(_ClickModel):
 
 
 class _HistoryModel(_ClickModel):
-    """The base of models of which the candidate weighs histories."""
+    """The base of models whose candidate weighs histories."""
 
     def __init__(
         self,
@@ -685,7 +685,7 @@ _from_the_end.defvjp(
 
 
 def _softmax(scores: jax.Array, known: jax.Array) -> jax.Array:
-    """Over the known places of each row; a row without one has zeros."""
+    """The softmax over the known places of each row; a row without a known place has zeros."""
     scores = jnp.where(known, scores, -jnp.inf)
     most = jax.lax.stop_gradient(scores.max(1, keepdims=True, initial=-1e30))
     weights = jnp.exp(scores - most)

@@ -304,7 +304,7 @@ class Folder:
         return restored_modules(self.directory, self.settings, self.known, ahead)[0]
 
     def validated_model(self) -> Any:
-        """The model that was measured on held-out data, of which no part has seen them."""
+        """The model as it was measured on held-out data, none of whose parts was fitted to them."""
         opened = self.directory, self.settings, self.known
         return restored_modules(*opened, final=False)[0]
 

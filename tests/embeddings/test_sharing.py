@@ -253,7 +253,7 @@ class Wide(nnx.Module):
         return dense[:, :1] + self.bias[...][None]
 
 
-@pytest.mark.parametrize("name", ["click", ""])
+@pytest.mark.parametrize("name", ["click", ""], ids=["one", "several"])
 def test_logits_of_other_shapes(name):
     data = clicks().of_label(name) if name else clicks()
     model = Wide()

@@ -527,7 +527,7 @@ def with_columns(
 
 
 def unweighted(schema: ClickSchema) -> ClickSchema:
-    """The columns without those of weights."""
+    """The schema without columns of weights and of propensities."""
     labels = {
         name: dataclasses.replace(column, weight=1.0)
         if isinstance(column.weight, str)
@@ -538,7 +538,7 @@ def unweighted(schema: ClickSchema) -> ClickSchema:
 
 
 def without_propensity(schema: ClickSchema) -> ClickSchema:
-    """The columns without that of propensities, which only training reads."""
+    """The schema without the column of propensities, which only training reads."""
     return dataclasses.replace(schema, propensity=None, least_propensity=None)
 
 

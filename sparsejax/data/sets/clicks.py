@@ -629,7 +629,7 @@ def _read(
 
 
 def _none(dense: np.ndarray, schema: ClickSchema) -> np.ndarray:
-    """The labels of examples that have none: 0, or of several labels missing ones."""
+    """Labels of examples without labels: 0, or NaN with several labels."""
     if not schema.several:
         return np.zeros(len(dense), np.float32)
     return np.full((len(dense), len(schema.several)), np.nan, np.float32)

@@ -55,8 +55,8 @@ _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its A
 class ClickTask:
     """The `TrainingTask` of click models.
 
-    Matrices are labels `[n]`, or `[n, 2 l]` with the weights of l labels behind them, dense columns `[n, d]`, the ids of all features with one id an
-    example `[n, f]`, a CSR for each feature of lists, and, if there are ids of 64 bits, their
+    Matrices are labels `[n]`, or `[n, 2 l]` with the weights of l labels behind them, dense
+    columns `[n, d]`, the ids of all features with one id an example `[n, f]`, a CSR for each feature of lists, and, if there are ids of 64 bits, their
     words `[n, f, 2]`, the lower one first.
 
     Attributes:
@@ -64,7 +64,7 @@ class ClickTask:
       lists: names of the features of lists.
       keys: names of the features with an id of 64 bits.
       weighted: whether the matrix of labels also has columns of weights.
-      losses: the name of each label's loss, and its quantile; of several labels alone.
+      losses: with several labels the name and the quantile of each label's loss; else empty.
     """
 
     single: tuple[str, ...]
@@ -180,7 +180,7 @@ def loss_of(
 
 
 def _with_weights(clicks: ClickDataset) -> np.ndarray:
-    """The labels, and their weights behind them if there are some: 0 for a missing label."""
+    """Labels, and behind them their weights, if there are any; a missing label has the weight 0."""
     labels, weights = clicks.trained_labels, clicks.weights
     if not clicks.schema.several:
         return labels if weights is None else np.stack([labels, weights], axis=1)

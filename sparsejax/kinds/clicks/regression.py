@@ -135,7 +135,7 @@ def set_regression(model: Any, clicks: ClickDataset | ScannedClicks) -> None:
 def save_final(path: pathlib.Path, clicks: ClickDataset, combiner: Combiner) -> None:
     """Writes the regression of all examples, also of those that choose the share.
 
-    Many examples have none: a tenth more changes nothing.
+    With many examples no file is written, as a tenth more of them changes nothing.
     """
     if clicks.num_rows > _IN_FOLDS:
         return
