@@ -236,7 +236,8 @@ def test_what_does_not_fit():
     fewer = data.of_label("click")
     with pytest.raises(ValueError, match="data have one label"):
         sj.predict(model, fewer)
-    alone, _ = sj.build(sj.DCNConfig(dim=2), fewer)
+    alone = Wide()
+    alone.labels = ()
     with pytest.raises(ValueError, match="the model has one label, but the data have"):
         sj.predict(sj.embeddings.Calibrated(alone), data)
 
