@@ -236,10 +236,8 @@ def test_what_does_not_fit():
     fewer = data.of_label("click")
     with pytest.raises(ValueError, match="data have one label"):
         sj.predict(model, fewer)
-    alone = Wide()
-    alone.labels = ()
     with pytest.raises(ValueError, match="the model has one label, but the data have"):
-        sj.predict(sj.embeddings.Calibrated(alone), data)
+        sj.predict(sj.embeddings.Calibrated(OfOneLabel()), data)
 
 
 class Wide(nnx.Module):
@@ -252,6 +250,10 @@ class Wide(nnx.Module):
 
     def __call__(self, dense, ids):
         return dense[:, :1] + self.bias[...][None]
+
+
+class OfOneLabel(Wide):
+    labels: tuple[str, ...] = ()
 
 
 @pytest.mark.parametrize("name", ["click", ""], ids=["one", "several"])
