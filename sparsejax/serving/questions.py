@@ -504,16 +504,15 @@ def _columns_of(
                 + ("" if is_number else f", or [{count}, m] for lists of categories")
                 + f", got {list(tensor.shape)}",
             )
-        flat = tensor if tensor.shape != shape else tensor._replace(shape=(count,))
-        cells = _cells(flat)
-        if not of_events:
-            found[name] = cells
-        elif isinstance(cells, np.ndarray):
-            found[name.removeprefix(EVENTS)] = cells[kept]
+        if tensor.shape == shape:
+            tensor = tensor._replace(shape=(count,))
         else:
-            every = isinstance(kept, slice)
-            cells = cells if every else [*itertools.compress(cells, kept)]
-            found[name.removeprefix(EVENTS)] = cells
+            _check_type(tensor, {"BYTES"}, "BYTES, as empty names fill up its lists")
+        cells = _cells(tensor)
+        if of_events and not isinstance(kept, slice):
+            is_array = isinstance(cells, np.ndarray)
+            cells = cells[kept] if is_array else [*itertools.compress(cells, kept)]
+        found[name.removeprefix(EVENTS)] = cells
     return found
 
 

@@ -97,6 +97,18 @@ def test_unknown_items_take_their_columns_with_them(given):
     )
 
 
+def test_a_list_that_is_missing_is_empty_also_where_there_is_no_list(given):
+    predictor = sj.load_predictor(given[2])
+    found = []
+    for tags in (None, []):
+        rows = [row | {"tags": tags} for row in events()]
+        data = sj.read_sequences(
+            rows, features=predictor.items, events=predictor.events
+        )
+        found.append(predictor.recommend(data.with_context({"hour": 7})).scores)
+    np.testing.assert_array_equal(found[0], found[1])
+
+
 def test_wrong_requests_are_errors(given):
     model, data, path = given
     predictor = sj.load_predictor(path)
@@ -159,3 +171,6 @@ def test_a_service_answers_as_the_predictor(given):
         wrong = tensor("events/price", "FP32", [1.0])
         status, error = client.infer(*inputs[:4], wrong, *inputs[5:], **asked)
         assert status == 422 and "must have the shape [18]" in error
+        wrong = tensor("events/hour", "INT32", [[9, 10]] * 18, [18, 2])
+        status, error = client.infer(*inputs[:5], wrong, *inputs[6:], **asked)
+        assert status == 422 and "must have datatype BYTES, as empty" in error

@@ -15,6 +15,7 @@ from sparsejax.data.reading.sources import (
     check_columns,
     check_same_features,
 )
+from sparsejax.data.sets.click_schema import MISSING
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
@@ -85,9 +86,12 @@ def _with_room(column: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
         if column.ndim == 1:
             return column
         # An event without a category has that of a missing value.
-        return np.where(column[:, 0] < 0, 0, column[:, 0])
+        return np.where(column[:, 0] < 0, MISSING, column[:, 0])
     [most] = shape
-    column = (column if column.ndim == 2 else column[:, None])[:, :most]
+    if column.ndim == 1:
+        # A list that is missing is empty, also where no event has a list.
+        column = np.where(column == MISSING, -1, column)[:, None]
+    column = column[:, :most]
     more = (0, most - column.shape[1])
     return np.pad(column, ((0, 0), more), constant_values=-1)
 
