@@ -150,6 +150,9 @@ def examples_of(
 ) -> list[Example]:
     """Examples of the first rows with enough items to be shown and some item to find.
 
+    If the model reads what is known of the event to come, held-out histories say it; without
+    them there are no examples.
+
     Args:
       model: a `FeedForward`, or a module with `num_features`, `num_items` and `top_k`; for
         histories a `SASRec`, or another `HistoryModel`.
@@ -160,6 +163,8 @@ def examples_of(
       rows: largest number of examples.
       k: number of items recommended to each row.
     """
+    if hasattr(heldout, "only_targets"):
+        heldout = heldout.only_targets()
     known = np.diff(_indptr(shown))
     chosen = shown.row_names[known >= min(3, known.max(initial=0))]
     if heldout is not None:
@@ -167,6 +172,12 @@ def examples_of(
         chosen = chosen[find_names(chosen, has_some) >= 0]
     shown = shown.align_rows(chosen[:rows])
     exclude = None if keep_seen else shown
+    events = getattr(shown, "events", None)
+    if events is not None and events.schema.context:
+        in_context = getattr(shown, "with_context_of", None)
+        if heldout is None or in_context is None:
+            return []
+        shown = in_context(heldout)
     found = recommend(model, shown, k, exclude=exclude).names(shown.feature_names)
     wanted = None if heldout is None else heldout.align_rows(shown.row_names)
     return [

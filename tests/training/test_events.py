@@ -10,6 +10,7 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
+from sparsejax.runs.report import examples_of
 
 ITEMS = 8
 
@@ -200,6 +201,13 @@ def test_the_request_has_the_context_of_the_event_to_come():
     hits = (found.ids == wanted).any(axis=1)
     measured = sj.evaluate(model, seen, heldout, k=1, exclude=None)
     assert measured["precision@1"] == pytest.approx(hits.mean())
+    # A report shows the answers in this context, and none without.
+    examples = examples_of(model, seen, heldout, keep_seen=True, k=1)
+    assert [e.recommended for e in examples] == found.names(seen)[: len(examples)]
+    assert examples and not examples_of(model, seen, k=1)
+    some = seen.with_context_of(heldout.align_rows(data.row_names[1:]))
+    assert some.context is not None
+    assert [some.context[n][0] for n in ("price", "action")] == [0.5, 0]
     columns = {name: context[name].tolist() for name in schema.context}
     rows = [
         dict(zip(columns, row, strict=True))
@@ -353,12 +361,16 @@ def test_context_that_cannot_be_is_an_error():
         (None, "reads what is known of the event to come: .'price'.; give context"),
         ({"prise": 1}, "context has .'prise'., expected .'price'."),
         ({"price": [1]}, "context has 1 rows, but there are 20 histories"),
+        ([{}], "context has 1 rows, but there are 20 histories"),
         ({"price": "dear"}, "'dear'"),
         ({"price": None}, "column 'price' is empty, null or NaN"),
         (pandas.DataFrame({"prise": [1] * 20}), "lack the columns .'price'."),
     ):
         with pytest.raises(ValueError, match=message):
             sj.recommend(model, data, k=2, context=context)
+    shorter = {"price": np.zeros(3, np.float32)}
+    with pytest.raises(ValueError, match="20 rows, but the context 'price' has 3"):
+        dataclasses.replace(data, context=shorter)
     with pytest.raises(ValueError, match=r"EventSchema\(context=...\)"):
         plain.with_context({"price": 1})
     with pytest.raises(ValueError, match="no columns of events, so nothing is known"):

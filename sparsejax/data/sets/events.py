@@ -181,7 +181,8 @@ class Events:
                 "EventSchema(context=...)"
             )
         if isinstance(records, list | tuple):
-            records = record_columns(records)
+            # An empty dict is a row, too.
+            records = {names[0]: [None] * len(records)} | record_columns(records)
         if isinstance(records, Mapping):
             if unknown := [name for name in records if name not in names]:
                 raise ValueError(f"context has {unknown}, expected {[*names]}")

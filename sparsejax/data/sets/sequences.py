@@ -218,6 +218,12 @@ class SequenceDataset(NamedRows):
             raise ValueError(
                 f"there are {self.num_rows:,} rows, but columns of {len(self.users):,} users"
             )
+        for name, column in (self.context or {}).items():
+            if len(column) != self.num_rows:
+                raise ValueError(
+                    f"there are {self.num_rows:,} rows, but the context {name!r} has "
+                    f"{len(column):,}: give it for these rows, with_context(...)"
+                )
 
     def _check_times(self, times: np.ndarray) -> None:
         if times.shape != self.indices.shape:
@@ -340,8 +346,7 @@ class SequenceDataset(NamedRows):
                 )
             found = events[weights]
         elif weights is not None:
-            unknown = events.are_of(*weights)  # an error for a kind that is not there
-            found = np.where(unknown, found, 0)
+            found = np.zeros_like(found)
             for kind, weight in weights.items():
                 found = np.where(events.are_of(kind), np.float32(weight), found)
         if targets is not None:
@@ -454,8 +459,9 @@ class SequenceDataset(NamedRows):
         first = heldout.indptr[row[has]]
         found = {}
         for name in self.events.schema.context:
-            column = heldout.events[name]
-            found[name] = np.zeros((len(row), *column.shape[1:]), column.dtype)
+            column, number = heldout.events[name], self.events.schema.dense.get(name)
+            fill = -1 if column.ndim == 2 else (number and number.missing) or 0
+            found[name] = np.full((len(row), *column.shape[1:]), fill, column.dtype)
             found[name][has] = column[first]
         return dataclasses.replace(self, context=found)
 
