@@ -53,19 +53,20 @@ def values_of(text: str) -> dict[str, str]:
     """Texts by name, `hour=9,device=phone`.
 
     Raises:
-      ValueError: one has no name.
+      ValueError: one has no name, or a name comes twice.
     """
     parts = [part.partition("=") for part in text.split(",")]
-    if not all(name and sign for name, sign, _ in parts):
-        raise ValueError(f"is values by column, such as hour=9,page=home; got {text!r}")
-    return {name: value for name, _, value in parts}
+    found = {name: value for name, sign, value in parts if name and sign}
+    if len(found) < len(parts):
+        raise ValueError(f"is one value by column, such as day=1,hour=9; got {text!r}")
+    return found
 
 
 def weights_of(text: str) -> dict[str, float] | str:
     """Numbers by name, `view=.1,purchase=1`; or the text, if it has no such sign.
 
     Raises:
-      ValueError: one is no number, or has no name.
+      ValueError: one is no number or has no name, or a name comes twice.
     """
     if "=" not in text:
         return text
@@ -73,7 +74,7 @@ def weights_of(text: str) -> dict[str, float] | str:
         return {name: float(number) for name, number in values_of(text).items()}
     except ValueError:
         raise ValueError(
-            f"is a column, or numbers by kind, such as purchase=1,view=.1; got {text!r}"
+            f"is a column, or one number by kind, such as purchase=1,view=.1; got {text!r}"
         ) from None
 
 

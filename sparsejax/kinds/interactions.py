@@ -129,6 +129,10 @@ class Interactions[
                 split = split_name(asked)
                 training.say(f"validation: {parts}")
             validation = fingerprint_of_heldout(self.matrix(heldout), data.row_names)
+            if getattr(heldout, "events", None) is not None:
+                # Their columns decide on the targets, and are the context.
+                own = heldout.align_rows(data.row_names, missing="empty")
+                validation = f"{validation}-{self.fingerprint(own)}"
         return Source(
             data=data,
             everything=everything,

@@ -14,6 +14,7 @@ from run_folders import (
 )
 
 import sparsejax as sj
+from sparsejax.cli import shell
 from sparsejax.cli import train as training
 from sparsejax.cli.main import main
 from sparsejax.data.events import sniff
@@ -182,6 +183,14 @@ def test_words_that_no_command_has(tmp_path, monkeypatch, capsys, words, advice)
     (tmp_path / "more").touch()
     assert main(["train", "data", "--run", "new", *words.split()]) == 2
     assert advice in capsys.readouterr().err.splitlines()[-1]
+
+
+@pytest.mark.parametrize("read", [shell.values_of, shell.weights_of])
+def test_a_name_has_one_value(read):
+    assert {**read("a=1,b=2")}.keys() == {"a", "b"}
+    for text in ("a=1,a=2", "a=1,2", "=1"):
+        with pytest.raises(ValueError, match="one (value|number) by"):
+            read(text)
 
 
 def test_the_flag_of_a_list_is_given_once(capsys):

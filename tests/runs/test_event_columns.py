@@ -12,6 +12,8 @@ from flax import nnx
 import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.data import DataError, DenseColumn, HashedColumn
+from sparsejax.kinds.histories.kind import KIND
+from sparsejax.options.training import Training
 
 SCHEMA = sj.EventSchema(
     kind="action",
@@ -187,6 +189,20 @@ def test_a_resumed_run_has_the_bits_of_one_and_a_later_run_its_targets(run, tmp_
     assert resumed.known.events.schema == SCHEMA
 
 
+def test_other_columns_of_held_out_events_are_other_data():
+    """They decide on the targets, and are the context; the order of users does not count."""
+    heldout = table(seed=1)
+    order = heldout.user.map(lambda user: -int(user[1:]))
+    same = heldout.iloc[np.argsort(order, kind="stable")]
+    bought = heldout.assign(action="buy")
+    found = []
+    for each in (heldout, same, bought):
+        how: Any = {"config": CONFIG, "schema": SCHEMA, "targets": "buy"}
+        training = Training(table(), validation=each, **how)
+        found.append(KIND.source(training, None).validation)
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_saved_model_is_a_run(run, tmp_path):
     data = sj.read_sequences(table(), events=SCHEMA)
     model, optimizer = sj.build(CONFIG, data, sj.optimizers.sgd(0.1))
@@ -239,6 +255,9 @@ def test_commands_from_a_file_to_a_report(tmp_path, capsys):
     )
     error = capsys.readouterr().err
     assert "no columns of events" in error
+    plan = ["plan", "--items", "9", "--rows", "9", "--entries", "90", "--model", "gru"]
+    assert main([*plan, "--memory", "1GB", "--examples", file]) == 1
+    assert "--examples is of no use without columns" in capsys.readouterr().err
 
     # A run without targets is compared with one that has them on these.
     plain = [*train[:3], f"{parts}/plain", *train[4:]]

@@ -204,7 +204,12 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         self, schema: EventSchema | None, examples: str | None
     ) -> dict[str, Any]:
         if examples is not None:
-            return {"events": read_sequences(examples, events=schema).events}
+            if (events := read_sequences(examples, events=schema).events) is None:
+                raise ValueError(
+                    "--examples is of no use without columns of events: name them by --kind, "
+                    "--dense, --categories or --schema, or leave it out"
+                )
+            return {"events": events}
         if schema is None:
             return {}
         if learned := [*vocabularies_of(schema)]:
