@@ -177,7 +177,7 @@ class TwoStage:
             "batch_size": self._rows_at_once,
         }
         found = recommend(model, **options)
-        return found.named(data.row_names, item_names(self._first.known))
+        return found.named(data.row_names, self._names)
 
     @takes(ExportJoined)
     def export(self, asked: ExportJoined) -> None:
@@ -196,11 +196,6 @@ class TwoStage:
                 f"the ranking model has the columns {clash}, whose names are those of other "
                 "inputs of a service: call them otherwise, and train it again"
             )
-        if item_names(self._first.known) is not self._first.known:
-            raise NotImplementedError(
-                "the first stage reads columns of events, which predictors of two stages do not "
-                "take yet: train it without, or call recommend"
-            )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size
         if getattr(self._first.model(), "events", None) is not None:
             raise NotImplementedError(
@@ -208,7 +203,7 @@ class TwoStage:
                 "take yet; rank with recommend"
             )
         # A file of a run reads no times.
-        kind, bare = self._kind, [[str(self._first.known[0])]]
+        kind, bare = self._kind, [[str(self._names[0])]]
         data = kind.read_shown(bare, self._reading, self._first)
         model = self._model(kind.shown(self._first.model(), data, None)[0])
         names = self._requests
@@ -233,7 +228,7 @@ class TwoStage:
             )
         known = self._second.known.vocabularies
         return Requests(
-            feature_names=self._first.known,
+            feature_names=self._names,
             stages=StatedStages(history=history, lengths={**lengths, **given}),
             schema=schema,
             vocabularies={new: known[old] for new, old in owners.items()},
@@ -242,7 +237,7 @@ class TwoStage:
     @functools.cached_property
     def _item_arrays(self) -> dict[str, np.ndarray]:
         """The columns of items, an array each, in the order of the first stage's items."""
-        names, places = self._first.known, self._places
+        names, places = self._names, self._places
         schema, owners = with_columns(
             self._schema, [n for n, place in places.items() if place in _OF_ITEMS]
         )
@@ -276,8 +271,8 @@ class TwoStage:
         is_named = isinstance(self._schema.ids.get(name), VocabularyColumn)
         if name in ids and is_named and (ids[name] < FIRST_KNOWN).all():
             raise ValueError(
-                f"the ranking model knows none of the {len(self._first.known):,} items, such as "
-                f"{quoted(self._first.known)}, in its column {name!r}: do both runs have the "
+                f"the ranking model knows none of the {len(self._names):,} items, such as "
+                f"{quoted(self._names)}, in its column {name!r}: do both runs have the "
                 "same names?"
             )
 
@@ -307,10 +302,10 @@ class TwoStage:
         """Both models as one for some data, and the data as its inputs."""
         kind = self._kind
         first, shown, _ = kind.shown(self._first.model(), data, None)
-        names, lists = data.row_names, lists_of(data, self._first.known)
+        names, lists = data.row_names, lists_of(data, self._names)
         arrays = self._requests.arrays(self._columns(names, requests), lists)
         parts = {n: NamedArray("requests", a, names) for n, a in arrays.items()}
-        inputs = _Shown({**shown.parts, **parts}, False, self._first.known)
+        inputs = _Shown({**shown.parts, **parts}, False, self._names)
         return self._model(first), inputs
 
     def _columns(self, rows: Names, requests: Any) -> dict[str, Any]:
@@ -354,6 +349,11 @@ class TwoStage:
     def _kind(self) -> Any:
         """The kind of the first stage, which is one of those that rank items."""
         return self._first.settings.kind
+
+    @property
+    def _names(self) -> Names:
+        """The names of the items of the first stage."""
+        return item_names(self._first.known)
 
     @property
     def _rows_at_once(self) -> int:

@@ -33,10 +33,16 @@ def histories() -> sj.SequenceDataset:
     """Rows of 0 to 7 items, some of them twice."""
     rng = np.random.default_rng(0)
     rows = [
-        {"user": user, "item": rng.choice(ITEMS, n).tolist(), "time": [*range(n)]}
+        {
+            "user": user,
+            "item": rng.choice(ITEMS, n).tolist(),
+            "time": [*range(n)],
+            "action": "view",
+        }
         for user, n in (("ann", 7), ("bob", 2), ("eve", 1), ("new", 4))
     ]
-    return sj.read_sequences(rows, features=np.array(ITEMS, np.dtypes.StringDType()))
+    names = np.array(ITEMS, np.dtypes.StringDType())
+    return sj.read_sequences(rows, features=names, events=sj.EventSchema("action"))
 
 
 @functools.cache
@@ -45,6 +51,8 @@ def retrieval(kind: str) -> sj.Run:
     if kind == "items":
         config = sj.NetworkConfig.autoencoder(hidden=(3,))
         return sj.Run.train(data.to_sparse(), config=config, num_epochs=1, seed=1)
+    if kind == "histories":
+        data = data.without_events()
     config = sj.GRUConfig(max_length=4, width=4)
     return sj.Run.train(data, config=config, num_epochs=1, seed=1)
 
@@ -93,7 +101,7 @@ def ranking(kind: str) -> sj.Run:
     [
         ("items", "din"),
         ("histories", "sums"),
-        ("histories", "keys"),
+        ("events", "keys"),
         ("histories", "labels"),
     ],
 )
