@@ -17,12 +17,13 @@ from jax.sharding import NamedSharding
 import sparsejax as sj
 from sparsejax import training
 from sparsejax.data.sets.events import Events
-from sparsejax.engine.train.footprint import laid_out
+from sparsejax.engine.train.footprint import footprint, laid_out
 from sparsejax.kinds.histories.footprint import HistoryWorkload
 from sparsejax.kinds.items.footprint import NetworkWorkload
 from sparsejax.mesh.layout import padded_rows, put_on_mesh
 from sparsejax.nn.config import HiddenConfig, InputConfig, OutputConfig
 from sparsejax.sequence.build import build_sequence_model
+from sparsejax.sequence.events import EventSizes
 from sparsejax.verbs import plan as planning
 from sparsejax.verbs.plan import plan
 
@@ -440,6 +441,26 @@ def test_what_histories_keep_is_what_their_arrays_take(config, mesh):
         assert planned.state == size(nnx.state(optimizer))
         assert planned.dataset == size(examples)
     assert planned.order == 4 * 3 * 64 // mesh.get("data", 1)
+
+
+def test_columns_of_users_are_counted():
+    events: Any = EventSizes.of_data(with_events(histories(np.full(9, 2), 30)))
+    sizes: Any = {"inputs": 30, "rows": 9, "entries": 90, "batch": 8, "times": False}
+    weights = [
+        footprint(
+            HistoryWorkload(
+                network=SASREC,
+                rule=ADAMW,
+                events=dataclasses.replace(events, users=users),
+                **sizes,
+            ),
+            1,
+            1,
+        ).weights
+        for users in (None, dataclasses.replace(events, context=()))
+    ]
+    # Vectors of 5 and 9 ids and of a number, and one place more.
+    assert weights[1] - weights[0] == 4 * SASREC.width * (5 + 9 + 1 + 1)
 
 
 def test_the_places_with_a_next_item_are_estimated():

@@ -17,7 +17,6 @@ from jax.sharding import PartitionSpec as P
 
 from pallas_kernels import slopes_product
 from pallas_kernels.matmul_tiles import STEP
-from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.engine.batching import bucket, close_bucket
 from sparsejax.engine.train import dispatch
 from sparsejax.engine.train.footprint import (
@@ -197,8 +196,7 @@ class HistoryWorkload(Workload):
 
     def _dtype(self, name: str) -> Any:
         """Type of a column of events."""
-        name = name.removeprefix(CONTEXT)
-        is_number = self.events is not None and name in self.events.dense
+        is_number = self.events is not None and self.events.is_number(name)
         return jnp.float32 if is_number else jnp.int32
 
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
@@ -326,9 +324,10 @@ class HistoryWorkload(Workload):
             }
             more = {} if self.events is None else {"events": beside}
             if self.events is not None:
+                of_rows = self.events.request_shapes | self.events.user_shapes
                 beside |= {
                     name: jax.ShapeDtypeStruct((rows, *each), self._dtype(name))
-                    for name, each in self.events.request_shapes.items()
+                    for name, each in of_rows.items()
                 }
 
             def backward(parameters, others, ids, times, more):
