@@ -222,11 +222,6 @@ def compare(
     """
     one, other = _rows_of("first", first), _rows_of("second", second)
     options = {"confidence": confidence, "resamples": resamples, "seed": seed}
-    if bool(one.parts) != bool(other.parts):
-        raise ValueError(
-            "one was measured on several labels and the other on one label: compare models of "
-            "equal labels"
-        )
     if shared := [name for name in one.parts if name in other.parts]:
         found = {}
         for name in shared:
@@ -309,6 +304,11 @@ def _places(one: Rows, other: Rows) -> np.ndarray:
     Raises:
       ValueError: the rows are not the same.
     """
+    if one.parts or other.parts:
+        raise ValueError(
+            f"the first was measured on the labels {list(one.parts)}, the second on "
+            f"{list(other.parts)}: compare models of equal labels"
+        )
     if len(one) != len(other) or (one.names is None) != (other.names is None):
         raise ValueError(
             f"the first was measured on {len(one):,} rows and the second on {len(other):,}: "

@@ -27,6 +27,7 @@ from sparsejax.data.sets.click_schema import (
 )
 from sparsejax.data.sets.click_storage import Ids
 from sparsejax.sparse import CSR
+from sparsejax.wide_ids import WideIds
 
 # The word for them in messages.
 _RECORDS = "records"
@@ -121,7 +122,7 @@ def cells_of(records: Any, names: Sequence[str]) -> Cells:
     return Cells(columns, error, _RECORDS)
 
 
-def check_lengths(ids: Mapping[str, Any], history: str, beside: str) -> None:
+def check_lengths(ids: Mapping[str, Ids | WideIds], history: str, beside: str) -> None:
     """Raises ValueError unless the lists of two features are equally long, where both have some."""
     lengths = []
     for x in (ids.get(history), ids.get(beside)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 import pyarrow as pa
@@ -199,8 +199,9 @@ class ClickDataset:
             labels, alone, seen = labels[:, None], {name: column}, None
             schema = without_propensity(schema)
         schema = dataclasses.replace(schema, label=name, labels=alone, weight=weight)
-        beside: Any = {"weights": weights, "propensities": seen, "schema": schema}
-        return dataclasses.replace(some, labels=labels, **beside)
+        return dataclasses.replace(
+            some, labels=labels, weights=weights, propensities=seen, schema=schema
+        )
 
     @property
     def trained_labels(self) -> np.ndarray:

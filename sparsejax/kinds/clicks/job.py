@@ -14,9 +14,9 @@ import optax
 from jax.typing import ArrayLike
 
 from sparsejax.callers import warn_caller
-from sparsejax.data.files.names import quoted
 from sparsejax.data.scans.scan_clicks import ScannedClicks
-from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabulary_of
+from sparsejax.data.sets.click_records import check_lengths
+from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn
 from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.host_slots import NoRoomError
@@ -36,6 +36,7 @@ from sparsejax.kinds.clicks.scores import (
     Clicks,
     check_click_model,
     check_columns,
+    check_fixed,
     check_labels,
     check_same_columns,
     check_shape,
@@ -144,7 +145,7 @@ class ClickTask:
         Of several labels, the sum of their losses.
         """
         logits = getattr(model, "training_logits", model)(*x).astype(jnp.float32)
-        check_shape(logits, len(labels), len(self.losses))
+        check_shape(logits.shape, len(labels), len(self.losses))
         if self.losses:
             count = len(self.losses)
             each = zip(self.losses, logits.T, labels[:, :count].T, strict=True)
@@ -293,9 +294,9 @@ def _check_rows(clicks: Clicks) -> None:
 class ScanOfClicks:
     """Clicks on disk, see `streaming.Scanned`."""
 
-    def __init__(self, clicks: ScannedClicks, model: Any = None):
+    def __init__(self, clicks: ScannedClicks, beside: Sequence[tuple[str, str]] = ()):
         _check_rows(clicks)
-        self._clicks, self.num_rows, self._model = clicks, clicks.num_rows, model
+        self._clicks, self.num_rows, self._beside = clicks, clicks.num_rows, beside
         self.chunk_rows: int | None = clicks.chunk_rows
         # Only the values of a column say whether it has lists.
         self.roles = ClickTask.of_data(clicks.read(0, 1))
@@ -311,7 +312,8 @@ class ScanOfClicks:
 
     def read(self, start: int, stop: int) -> list[Matrix]:
         part = self._clicks.read(start, stop)
-        check_columns(self._model, part)
+        for pair in self._beside:
+            check_lengths(part.ids, *pair)
         return self.roles.matrices(part)
 
     def fingerprint(self) -> str:
@@ -324,7 +326,7 @@ def click_job(asked: Fit) -> Job:
     assert isinstance(clicks, Clicks)  # which its kind is
     check_columns(model, clicks)
     check_labels(model, clicks)
-    _check_fixed(clicks)
+    check_fixed(clicks)
     # Where nothing crosses, the settings are empty: they change nothing.
     exchange, settings = exchange_of(
         model, clicks, asked.wire_dtype, asked.exchange_room
@@ -350,19 +352,9 @@ def click_job(asked: Fit) -> Job:
     if isinstance(clicks, ClickDataset):
         examples = click_examples(clicks, asked.row_weights)
     else:
-        examples = Stream(ScanOfClicks(clicks, model), asked.row_weights)
+        scan = ScanOfClicks(clicks, getattr(model, "beside", ()))
+        examples = Stream(scan, asked.row_weights)
     return Job(examples, metric, prepare, exchange, settings, rates_of(model))
-
-
-def _check_fixed(clicks: Clicks) -> None:
-    """Raises ValueError if a fixed category has no id, and so no examples to learn from."""
-    for name, value in clicks.schema.fixed.items():
-        known = vocabulary_of(clicks.schema, name, clicks.vocabularies)
-        if known is not None and value and str(value) not in known:
-            raise ValueError(
-                f"column {name!r} is fixed to the category {value!r}, which has no id of "
-                f"its own: the training data has {quoted(known)}"
-            )
 
 
 def _measure(
@@ -381,12 +373,8 @@ def _measure(
             _choose_share(model, validation, **options)
         found = evaluate_clicks(model, validation, **options)
         if metric not in found:
-            wanted = "examples that have this label, for an AUC with 0 and with 1"
-            raise ValueError(
-                f"the validation gives no {metric}: it needs {wanted}"
-                if "/" in metric
-                else _ONE_CLASS
-            )
+            wanted = "examples that have this label, and for an AUC both labels"
+            raise ValueError(f"the validation gives no {metric}: it needs {wanted}")
         return found
 
     return measured

@@ -98,7 +98,7 @@ def portable_clicks(asked: Write) -> Portable:
         readers = dict(zip(numbers, map(_reader, scales), strict=True))
         with gradients.reading(model, readers):
             found = model(dense, batch)
-        check_shape(found, dense.shape[0], len(labels))
+        check_shape(found.shape, dense.shape[0], len(labels))
         return [found]
 
     beside = {column: history for history, column in getattr(model, "beside", ())}

@@ -25,6 +25,7 @@ from sparsejax.data.sets.click_schema import (
     LabelColumn,
     VocabularyColumn,
     unweighted,
+    vocabulary_of,
 )
 from sparsejax.data.sets.clicks import ClickDataset, check_same_schema
 from sparsejax.embeddings.host_slots import NoRoomError
@@ -344,13 +345,13 @@ def check_columns(model: Any, clicks: Clicks) -> None:
             check_lengths(clicks.ids, *pair)
 
 
-def check_shape(logits: Any, rows: Any, labels: int) -> None:
+def check_shape(shape: tuple[int, ...], rows: int, labels: int) -> None:
     """Raises ValueError unless there is a logit for each example, or for each of its labels."""
     wanted = (rows, labels) if labels else (rows,)
-    if logits.shape != wanted:
+    if shape != wanted:
         raise ValueError(
             "a click model returns a logit for each example, [batch], or with several labels for "
-            f"each of them, [batch, labels]: expected the shape {wanted}, got {logits.shape}"
+            f"each of them, [batch, labels]: expected the shape {wanted}, got {shape}"
         )
 
 
@@ -361,6 +362,17 @@ def _check_numbers(logits: np.ndarray, first: int) -> None:
             f"the model gives NaN for example {first + int(wrong.argmax()):,}; its weights "
             "are not finite, or an id is outside its table"
         )
+
+
+def check_fixed(clicks: Clicks) -> None:
+    """Raises ValueError if a fixed category has no id, and so no examples to learn from."""
+    for name, value in clicks.schema.fixed.items():
+        known = vocabulary_of(clicks.schema, name, clicks.vocabularies)
+        if known is not None and value and str(value) not in known:
+            raise ValueError(
+                f"column {name!r} is fixed to the category {value!r}, which has no id of "
+                f"its own: the training data has {quoted(known)}"
+            )
 
 
 def check_labels(model: Any, clicks: Clicks) -> None:
@@ -503,7 +515,7 @@ class _Scores:
                     self._most = -(-min(self._most, clicks.num_rows) // 2)
         shape = (0, len(clicks.schema.several)) if clicks.schema.several else 0
         parts = [np.asarray(x) for x in found] or [np.empty(shape, np.float32)]
-        check_shape(parts[0], len(parts[0]), len(clicks.schema.several))
+        check_shape(parts[0].shape, len(parts[0]), len(clicks.schema.several))
         return np.concatenate(parts)[: clicks.num_rows]
 
     def _scored_on_host(
