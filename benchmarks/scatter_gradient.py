@@ -260,12 +260,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
             indices, w, indptr, mode="sum", include_last_offset=True, sparse=sparse
         )
 
-    # Of forward and backward together, the forward is taken off.
-    def backward(indices, indptr, dy, sparse):
-        y = bag(indices, indptr, sparse)
-        (gradient,) = torch.autograd.grad(y, w, dy)
-        return gradient.coalesce() if sparse else gradient
-
     def forward(indices, indptr, dy):
         return bag(indices, indptr, False)
 

@@ -111,14 +111,13 @@ def _measure(part: str) -> Iterator[dict]:
     usual = CPU if jax.default_backend() == "cpu" else _GPU
     if part in _STAGES:
         for result in _of_stages(*_STAGES[part]):
-            yield {"part": part} | result | {"versions": {"jax": jax.__version__}}
+            yield {"part": part} | result
         return
     case = {"usual": usual, "large": _LARGE, "huge": _HUGE}[part]
     if usual is CPU and case is not CPU:
         return
-    versions = {"jax": jax.__version__, "device": jax.devices()[0].device_kind}
     for result in _of_case(part, case):
-        yield {"items": case.items} | result | {"versions": versions}
+        yield {"items": case.items} | result
 
 
 def _of_case(part: str, case: Case) -> Iterator[dict]:
