@@ -229,16 +229,15 @@ class Lists(_Ranked):
             self.outputs.append(Tensor(_STRANGERS, "INT32", (-1,), None))
         if self._beside:
             kinds[self._beside] = {"values": "FP32", "times": "FP64"}[self._beside]
-        requests = getattr(self._model, "requests", None)
-        self._columns = [] if requests is None else requests.columns
-        if requests is not None:
-            _ = requests.numbering  # made now, and not for the first request
         self._lists = ["exclude", "candidates"]
         if predictor.signature.layer is None:  # the programs rank all items themselves
             self._lists.remove("candidates")
         for name in self._lists:
             kinds |= {name: "BYTES", f"{name}_lengths": "INT32"}
-        if requests is not None:
+        self._columns: list[str] = []
+        if (requests := getattr(self._model, "requests", None)) is not None:
+            self._columns = requests.columns
+            _ = requests.numbering  # made now, and not for the first request
             numbers = set() if requests.schema is None else {*requests.schema.dense}
             kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
         self._events: Events | None = getattr(self._model, "events", None)
@@ -255,91 +254,64 @@ class Lists(_Ranked):
         if self.takes_missing:
             own = (n for n in tensors if not n.startswith((EVENTS, CONTEXT)))
             _check_whole({n: tensors[n] for n in own if n not in self._columns})
-        users = tensors.get("users")
-        if "items" in tensors:
-            items = tensors["items"]
-            indptr = _indptr(items, tensors.get("lengths"), limits)
-        elif users is not None and "lengths" not in tensors:
-            items = Tensor("items", "BYTES", (0,), [])
-            indptr = np.zeros(len(users.data) + 1, np.int64)
-        else:
-            raise RefusedError(422, "the input 'items' is missing: BYTES, [n] names")
-        histories, kept = self._lists_of(items, indptr)
+        items, indptr, users = _items_and_users(tensors, limits)
+        (histories, kept), rows = self._lists_of(items, indptr), len(indptr) - 1
         options: dict[str, Any] = {}
         if self._beside in tensors:
-            beside = tensors[self._beside]
-            _check_type(beside, _REALS, "FP32 or FP64")
-            if beside.shape != items.shape:
-                raise RefusedError(
-                    422,
-                    f"the input {beside.name!r} must have the shape of items, "
-                    f"{list(items.shape)}, got {list(beside.shape)}",
-                )
-            numbers, ends = beside.data[kept], histories.indptr.tolist()
-            options[self._beside] = [numbers[a:b] for a, b in itertools.pairwise(ends)]
+            numbers = _of_items(tensors[self._beside], items)[kept]
+            ends = itertools.pairwise(histories.indptr.tolist())
+            options[self._beside] = [numbers[a:b] for a, b in ends]
         if self._events is not None:
-            options["columns"] = _columns_of(
-                self._events.schema, tensors, items, kept, len(indptr) - 1
-            )
+            columns = _columns_of(self._events.schema, tensors, items, kept, rows)
+            options["columns"] = columns
+        elif self._columns:
+            options["columns"] = self._further_columns(tensors, rows, limits)
         for name in self._lists:
             if name in tensors:
                 options[name] = self._further(name, tensors, indptr, limits)
             elif f"{name}_lengths" in tensors:
                 raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
         only = options.pop("candidates", None)
-        if self._columns:
-            options["columns"] = self._further_columns(tensors, len(indptr) - 1)
         if users is not None:
-            _check_type(users, {"BYTES"}, "BYTES")
-            _check_rows(len(users.data), limits)
-            if users.shape != (len(indptr) - 1,):
-                raise RefusedError(
-                    422,
-                    f"the input 'users' must be [rows], as there are rows of items, "
-                    f"[{len(indptr) - 1}], got {list(users.shape)}",
-                )
             beside = options.pop(self._beside, None)
             further = options.get("exclude")
             histories, beside = self._joined(users.data, histories, beside, further)
             if beside is not None:
                 options[self._beside] = beside
-        k = self._k(asked)
-        seen = asked.parameters.get("exclude_seen", True)
-        if not isinstance(seen, bool):
-            raise RefusedError(
-                422, f"exclude_seen must be true or false, got {seen!r:.40}"
-            )
+        k, options["exclude_seen"] = self._k(asked), _exclude_seen(asked)
         try:
-            given, unknown = self._model.rows_of_names(
-                histories, exclude_seen=seen, only=only, **options
-            )
+            given, unknown = self._model.rows_of_names(histories, only=only, **options)
         except (DataError, TypeError, ValueError) as error:
             raise RefusedError(422, str(error)[:500]) from None
-        padded, rows = len(items.shape) == 2, len(indptr) - 1
-        strangers = None
-        if self._histories is not None:
-            strangers = np.zeros(rows, np.int32)
-            if users is not None:
-                strangers[:] = [user not in self._histories for user in users.data]
-        return Question(
-            given, rows, unknown, k, padded, only=only is not None, strangers=strangers
-        )
+        padded, strangers = len(items.shape) == 2, self._strangers(users, rows)
+        return Question(given, rows, unknown, k, padded, only is not None, strangers)
+
+    def _strangers(self, users: Tensor | None, rows: int) -> np.ndarray | None:
+        """For each row 1 if the histories do not know its user; None without histories."""
+        if self._histories is None:
+            return None
+        found = np.zeros(rows, np.int32)
+        if users is not None:
+            found[:] = [user not in self._histories for user in users.data]
+        return found
 
     def _further_columns(
-        self, tensors: Mapping[str, Tensor], rows: int
+        self, tensors: Mapping[str, Tensor], rows: int, limits: Limits
     ) -> dict[str, Any]:
         """The columns of a request to two stages."""
         found = {}
         for name in self._columns:
-            if name not in tensors:
+            if (tensor := tensors.get(name)) is None:
                 raise RefusedError(422, f"the input {name!r} is missing: [rows] or [1]")
-            found[name] = _of_all_rows(_cells(tensors[name]), rows)
-            if len(found[name]) != rows:
+            count, *width = tensor.shape
+            if count not in (1, rows) or (width > [1] and tensor.datatype != "BYTES"):
                 raise RefusedError(
                     422,
                     f"the input {name!r} must be [{rows}], as there are rows of items, or [1]; "
-                    f"got {list(tensors[name].shape)}",
+                    f"got {list(tensor.shape)}",
                 )
+            _check_names(max(width, default=1), limits)
+            found[name] = _of_all_rows(_cells(tensor), rows)
         return found
 
     def _further(
@@ -477,6 +449,51 @@ def _check_whole(tensors: Mapping[str, Tensor]) -> None:
     for name, tensor in tensors.items():
         if isinstance(tensor.data, list) and None in tensor.data:
             raise RefusedError(422, f"an element of the input {name!r} is null")
+
+
+def _items_and_users(
+    tensors: Mapping[str, Tensor], limits: Limits
+) -> tuple[Tensor, np.ndarray, Tensor | None]:
+    """The items of a request, where each row begins and ends, and the users of the rows."""
+    users = tensors.get("users")
+    if users is not None:
+        _check_type(users, {"BYTES"}, "BYTES")
+        _check_rows(len(users.data), limits)
+    if "items" in tensors:
+        items = tensors["items"]
+        indptr = _indptr(items, tensors.get("lengths"), limits)
+    elif users is not None and "lengths" not in tensors:
+        items = Tensor("items", "BYTES", (0,), [])
+        indptr = np.zeros(len(users.data) + 1, np.int64)
+    else:
+        raise RefusedError(422, "the input 'items' is missing: BYTES, [n] names")
+    if users is not None and users.shape != (len(indptr) - 1,):
+        raise RefusedError(
+            422,
+            f"the input 'users' must be [rows], as there are rows of items, "
+            f"[{len(indptr) - 1}], got {list(users.shape)}",
+        )
+    return items, indptr, users
+
+
+def _exclude_seen(asked: Asked) -> bool:
+    """Whether items of a row are not recommended to it."""
+    seen = asked.parameters.get("exclude_seen", True)
+    if not isinstance(seen, bool):
+        raise RefusedError(422, f"exclude_seen must be true or false, got {seen!r:.40}")
+    return seen
+
+
+def _of_items(beside: Tensor, items: Tensor) -> np.ndarray:
+    """The numbers beside the items of a request."""
+    _check_type(beside, _REALS, "FP32 or FP64")
+    if beside.shape != items.shape:
+        raise RefusedError(
+            422,
+            f"the input {beside.name!r} must have the shape of items, "
+            f"{list(items.shape)}, got {list(beside.shape)}",
+        )
+    return beside.data
 
 
 def _columns_of(
