@@ -124,7 +124,7 @@ def _two_stages(
     from sparsejax.runs.two_stages import TwoStage
 
     command.check_effect()
-    shell = (Reading, flags.SecondStage, flags.Devices, flags.Compilation)
+    shell = (Reading, flags.SecondStage, flags.Compilation)
     known = asked.option_names().union(*(each.option_names() for each in shell))
     if useless := sorted(command.given - known - {"run", "out", "compile"}):
         name = command.spelled(useless[0])

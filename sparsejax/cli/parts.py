@@ -15,10 +15,10 @@ def predict(command: flags.Predict) -> None:
     """`sparsejax predict --parts`."""
     count = command.parts
     assert count is not None
-    if command.given & {"users", "exclude", "exclude_items", "only_items"}:
-        raise ValueError(
-            "--users, --exclude, --exclude-items and --only-items do not go with --parts"
-        )
+    useless = {"users", "exclude", "exclude_items", "only_items", "context", "requests"}
+    if wrong := sorted(command.given & (useless | flags.SecondStage.option_names())):
+        name = command.spelled(wrong[0])
+        raise ValueError(f"{name} does not go with --parts: leave it out")
     columns = Reading.option_names() - {"indicator"}
     if command.given & columns:
         raise ValueError(

@@ -15,14 +15,14 @@ from jax import lax
 
 from sparsejax.embeddings.feature_batch import CandidateBatch, Ids
 from sparsejax.engine.rank.recommender import Recommender, can_deny
-from sparsejax.predictors.stages import DENSE, IDS
+from sparsejax.predictors.stages import DENSE, IDS, INPUTS
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
 # Pairs of a row and a candidate that are scored at a time. On two cores, DIN with histories of
 # 200 took 57 ms of processors for 500 candidates at once, and so 27 ms; of 50, 9.2 and 7.0 ms.
-_PAIRS = 64
-_INPUTS = "inputs"  # the only input of a first stage without names
+# On a GPU each part would wait for the one before, and they only bound the memory.
+_PAIRS, _PAIRS_OF_GPU = 64, 8192
 
 
 class ItemColumn(nnx.Variable):
@@ -78,7 +78,7 @@ class Stages(nnx.Module):
     @property
     def num_features(self) -> dict[str, Any]:
         own = self.first.num_features
-        own = dict(own) if isinstance(own, Mapping) else {_INPUTS: own}
+        own = dict(own) if isinstance(own, Mapping) else {INPUTS: own}
         return own | dict(self.requests)
 
     @property
@@ -105,7 +105,7 @@ class Stages(nnx.Module):
         of_first = (
             {name: x[name] for name in names}
             if isinstance(names, Mapping)
-            else x[_INPUTS]
+            else x[INPUTS]
         )
         options = {} if excluded is None else {"excluded": excluded}
         most = k if self.ranks == "first" else self.candidates
@@ -113,35 +113,48 @@ class Stages(nnx.Module):
         if self.ranks == "first":
             return ids, scores
         logits = jnp.where(ids < 0, -jnp.inf, self._logits(x, ids))
-        # NaN comes first, so that it is not overlooked.
+        # NaN comes first, so that it is not overlooked. That of the first stage counts, too.
+        logits = jnp.where(jnp.isnan(scores), scores, logits)
         order = jnp.where(jnp.isnan(logits), -jnp.inf, -logits)
         _, ids, logits = lax.sort((order, ids, logits), num_keys=1)
-        more = ((0, 0), (0, max(0, k - self.candidates)))
+        return self._first_of(ids, logits, k)
+
+    def _first_of(self, ids, logits, k: int) -> tuple[jax.Array, jax.Array]:
+        """The first `k` ids and their predictions, filled up with -1 where there are fewer."""
+        more = ((0, 0), (0, max(0, k - ids.shape[1])))
         ids = jnp.pad(ids, more, constant_values=-1)[:, :k]
         logits = jnp.pad(logits, more)[:, :k]
         return ids, jnp.where(ids < 0, -jnp.inf, self._scores(logits))
 
     def _best_of_all(self, x, k, exclude, excluded) -> tuple[jax.Array, jax.Array]:
         """The best of all items by the click model."""
-        rows = x[self.requests[0][0]].shape[0]
+        rows = next(iter(x.values())).shape[0]
         ids = jnp.arange(self.num_items, dtype=jnp.int32)
         logits = self._logits(x, jnp.broadcast_to(ids, (rows, self.num_items)))
+        # A NaN with the sign of minus would come last.
+        logits = jnp.where(jnp.isnan(logits), jnp.nan, logits)
         if exclude is not None:
             logits = jnp.where(exclude.todense() > 0, -jnp.inf, logits)
         if excluded is not None:
             logits = jnp.where(excluded, -jnp.inf, logits)
-        logits, ids = lax.top_k(logits, k)
-        is_item = logits != -jnp.inf
-        scores = jnp.where(is_item, self._scores(logits), -jnp.inf)
-        return jnp.where(is_item, ids, -1), scores
+        logits, ids = lax.top_k(logits, min(k, self.num_items))
+        return self._first_of(jnp.where(logits == -jnp.inf, -1, ids), logits, k)
 
     def _logits(self, x: Mapping[str, Any], ids: jax.Array) -> jax.Array:
         """`[rows, candidates]` logits; any numbers where there is no item.
 
         Some candidates are scored at a time, whose activations stay in the cache of a CPU.
         """
+        cpu, gpu = (
+            functools.partial(self._logits_in_parts, most)
+            for most in (_PAIRS, _PAIRS_OF_GPU)
+        )
+        given = {name: x[name] for name, _ in self.requests}
+        return lax.platform_dependent(given, ids, cpu=cpu, default=gpu)
+
+    def _logits_in_parts(self, most: int, x: Mapping[str, jax.Array], ids: jax.Array):
         rows, count = ids.shape
-        parts = -(-count * rows // _PAIRS)
+        parts = -(-count // max(1, most // max(1, rows)))
         each = -(-count // parts)
         more = ((0, 0), (0, parts * each - count))
         ids = jnp.pad(ids, more).reshape(rows, parts, each)

@@ -280,11 +280,13 @@ class Stages:
       history: column of the schema that gets the names of the items of a row; None if there
         is none.
       lengths: for each column of categories the number of its ids that are read: the last
-        ones of the history. A longer list in another column is an error.
+        ones of the history and of columns beside it. A longer list in another column is an error.
+      beside: for each column beside a history that history, whose lists are as long.
     """
 
     history: str | None
     lengths: Mapping[str, int]
+    beside: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         _check_sizes([*self.lengths.values()], 1)

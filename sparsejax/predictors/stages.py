@@ -17,9 +17,15 @@ import numpy as np
 
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
+from sparsejax.data.reading.histories import HISTORIES, TIMES
 from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
 from sparsejax.data.sets.click_columns import Numbering
-from sparsejax.data.sets.click_records import cells_of, examples_of, numbering_of
+from sparsejax.data.sets.click_records import (
+    cells_of,
+    check_lengths,
+    examples_of,
+    numbering_of,
+)
 from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
 from sparsejax.data.sets.sequences import Histories
 from sparsejax.engine.rank.denied import denied_items
@@ -39,6 +45,7 @@ from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
 ITEMS = "items"  # the column of a record with the names of the items that a row has
+INPUTS = "inputs"  # the only input of a first stage without names
 SECOND = "second/"
 DENSE, IDS = f"{SECOND}dense", f"{SECOND}ids/"
 COLUMN = "column/"  # before the name of a vocabulary, among the names in a file
@@ -63,18 +70,13 @@ class Requests:
     def __post_init__(self) -> None:
         known = {} if self.schema is None else vocabularies_of(self.schema)
         ids = {} if self.schema is None else self.schema.ids
+        stages, named = self.stages, {None, *ids}
         if (
             known.keys() != self.vocabularies.keys()
-            or ids.keys() != self.lengths.keys()
+            or ids.keys() != stages.lengths.keys()
+            or not named >= {stages.history, *stages.beside, *stages.beside.values()}
         ):
-            raise ValueError("the schema fits neither the vocabularies nor the lengths")
-        if self.stages.history not in (None, *ids):
-            raise ValueError(f"there is no column {self.stages.history!r}")
-
-    @property
-    def lengths(self) -> Mapping[str, int]:
-        """`Stages.lengths`."""
-        return self.stages.lengths
+            raise ValueError("the schema fits no such vocabularies, lengths, histories")
 
     @functools.cached_property
     def numbering(self) -> dict[str, Numbering]:
@@ -101,8 +103,9 @@ class Requests:
             shape = (len(self.schema.dense),)
             found[DENSE] = jax.ShapeDtypeStruct(shape, jnp.float32)
         for name, column in self.schema.ids.items():
-            words = (2,) if isinstance(column, KeyColumn) else (self.lengths[name],)
-            found[f"{IDS}{name}"] = jax.ShapeDtypeStruct(words, jnp.int32)
+            is_key = isinstance(column, KeyColumn)  # whose ids are two words
+            width = 2 if is_key else self.stages.lengths[name]
+            found[f"{IDS}{name}"] = jax.ShapeDtypeStruct((width,), jnp.int32)
         return found
 
     def arrays(
@@ -135,10 +138,12 @@ class Requests:
             raise ValueError(
                 f"there are {len(histories):,} rows, but columns of {len(dense):,}"
             )
-        found = {DENSE: dense} if self.schema.dense else {}
+        found, stages = {DENSE: dense} if self.schema.dense else {}, self.stages
+        for name, of in stages.beside.items():
+            check_lengths(ids, of, name)
         for name, each in ids.items():
-            cut = name == self.stages.history
-            found[f"{IDS}{name}"] = padded(name, each, self.lengths[name], cut=cut)
+            cut = stages.beside.get(name, name) == stages.history
+            found[f"{IDS}{name}"] = padded(name, each, stages.lengths[name], cut=cut)
         return found
 
 
@@ -203,20 +208,26 @@ class Staged(Items):
         ]
         if found != wanted or [*signature.inputs[-1 - len(wanted) : -1]] != wanted:
             raise ValueError(f"{LABEL} has other inputs than its schema")
+        first = features_of(signature.inputs[: -1 - len(wanted)])
+        if not isinstance(first, Mapping) or not (
+            first.keys() <= {HISTORIES, TIMES}
+            if reads_histories(first)
+            else first == {INPUTS: made.keywords["num_items"]}
+        ):
+            raise ValueError(f"{LABEL} has other inputs of the first stage")
         return functools.partial(made, requests=requests)
 
     @functools.cached_property
     def first(self) -> Items:
-        own = len(self.requests.inputs)
-        *inputs, exclude = self.programs.inputs
-        inputs = inputs[: len(inputs) - own]
+        inputs = self.programs.inputs[: -1 - len(self.requests.inputs)]
+        exclude = self.programs.inputs[-1]
         features: Any = features_of(inputs)
         is_ordered = reads_histories(features)
         programs = dataclasses.replace(self.programs, inputs=(*inputs, exclude))
         return (Ordered if is_ordered else Items)(
             programs=programs,
             k=self.k,
-            num_features=features if is_ordered else features["inputs"],
+            num_features=features if is_ordered else features[INPUTS],
             num_items=self.num_items,
             num_read=self.num_items,
             table=self.table,

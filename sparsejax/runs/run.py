@@ -227,7 +227,7 @@ class Run:
             model or another argument, or this kind of data has no use for it.
         """
         asked.check_kind(self._kind.name)
-        asked = asked.replaced(inputs=self._inputs("evaluate", asked.inputs))
+        asked = asked.replaced(inputs=self._kept.inputs("evaluate", asked.inputs))
         return uses.measured(asked, self._reading, self._kept)
 
     @takes(Recommend)
@@ -245,7 +245,7 @@ class Run:
         """
         users = [asked.users] if isinstance(asked.users, str) else asked.users
         asked = asked.replaced(
-            inputs=self._inputs("recommend", asked.inputs), users=users
+            inputs=self._kept.inputs("recommend", asked.inputs), users=users
         )
         rows, found = uses.recommended(asked, self._reading, self._kept)
         return found.named(rows, item_names(self.known))
@@ -306,17 +306,6 @@ class Run:
         asked.check_kind(self._kind.name)
         uses.export(asked, self._reading, self._kept)
 
-    def _inputs(self, method: str, inputs: Any) -> Any:
-        """The data that the model is shown, if that is not the examples to measure on."""
-        if inputs is not None or not self._kind.ranks_items:
-            return inputs
-        if self._kept.data is None:
-            raise ValueError(
-                f"{method} needs inputs=..., what the model is shown: the data of the "
-                "training is not kept with a run"
-            )
-        return self._kept.data
-
 
 class _Kept:
     """An opened folder, which restores its modules once.
@@ -338,6 +327,17 @@ class _Kept:
         """The model and the optimizer."""
         directory = self.opened.directory
         return folders.restored_modules(directory, self.settings, self.known)
+
+    def inputs(self, method: str, inputs: Any) -> Any:
+        """The data that the model is shown, if that is not the examples to measure on."""
+        if inputs is not None or not self.settings.kind.ranks_items:
+            return inputs
+        if self.data is None:
+            raise ValueError(
+                f"{method} needs inputs=..., what the model is shown: the data of the "
+                "training is not kept with a run"
+            )
+        return self.data
 
     def model(self, ahead: Ahead | None = None) -> Any:
         """The model that `load_model` returns. Nothing is compiled ahead."""

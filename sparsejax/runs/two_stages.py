@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping
 from typing import Any
 
@@ -45,9 +46,10 @@ _PAIRS = 8192  # of rows with candidates, at a time
 _LENGTH = 200  # of a history
 # Places that columns come from.
 _ITEM, _USER, _HISTORY = "the name of the item", "the name of the user", "the history"
+_FIXED = "its fixed value"
 _ITEM_COLUMNS, _USER_COLUMNS = "item_columns", "user_columns"
 _REQUEST_COLUMNS = "request_columns"
-_OF_ITEMS = {_ITEM, _ITEM_COLUMNS}
+_OF_ITEMS = {_ITEM, _ITEM_COLUMNS, _FIXED}
 # The inputs of a service, which no column may be called.
 _RESERVED = {
     f"{name}{end}"
@@ -108,6 +110,13 @@ class TwoStage:
         )
         _ranks_by(self._schema, asked.rank_by)
         self._places = _places_of(self._schema, asked, self._items, self._users)
+        tables = {_ITEM_COLUMNS: self._items, _USER_COLUMNS: self._users}
+        for place, table in tables.items():
+            if table is not None and place not in self._places.values():
+                raise ValueError(
+                    f"{place} has {table.columns}, but the ranking model reads none of them; it "
+                    f"reads {[*self._places]}"
+                )
 
     def __repr__(self) -> str:
         places = ", ".join(f"{name}: {place}" for name, place in self._places.items())
@@ -122,17 +131,20 @@ class TwoStage:
         `ranking_`.
 
         Raises:
-          ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit.
+          ValueError: `inputs` or `requests` are needed; nothing is held out; rows do not fit; `k`
+            is larger than the number of candidates.
         """
         kind, data = self._kind, self._data("evaluate", asked.inputs)
         heldout = kind.heldout(asked.heldout, self._reading, data, asked.inputs)
         heldout = kind.with_targets(heldout, self._first.settings)
         if hasattr(heldout, "only_targets"):
             heldout = heldout.only_targets()
+            data = data.with_context_of(heldout)
         seen = kind.matrix(data)
         counted = asked.counted() | {"exclude": seen if asked.exclude_seen else None}
         size = self._rows_at_once
         setup = Setup(popularity=seen, batch_size=size, **counted)
+        self._check_k(max(setup.ks))
         model, shown = self._staged(data, asked.requests)
         prepared = prepared_evaluation(shown, kind.matrix(heldout), setup)
         most = model.candidates
@@ -165,16 +177,20 @@ class TwoStage:
             the number of candidates.
         """
         self._check_k(asked.k)
+        asked.check_kind(self._kind.name)
         kind, data = self._kind, self._data("recommend", asked.inputs)
         if asked.users is not None:
             users = [asked.users] if isinstance(asked.users, str) else asked.users
             data = some_rows(data, users)
+        if asked.context is not None:
+            data = data.with_context(asked.context)
         exclude = kind.excluded(asked, self._reading, self._first, data)
         model, shown = self._staged(data, asked.requests)
         options = asked.shared_with(Rank) | {
             "inputs": shown,
             "exclude": None if exclude is None else kind.matrix(exclude),
             "batch_size": self._rows_at_once,
+            "context": None,  # the data has it
         }
         found = recommend(model, **options)
         return found.named(data.row_names, self._names)
@@ -196,12 +212,12 @@ class TwoStage:
                 f"the ranking model has the columns {clash}, whose names are those of other "
                 "inputs of a service: call them otherwise, and train it again"
             )
-        size = self._rows_at_once if asked.batch_size is None else asked.batch_size
-        if getattr(self._first.model(), "events", None) is not None:
+        if self._names is not self._first.known:
             raise NotImplementedError(
                 "the first stage reads columns of events, which predictors of two stages do not "
                 "take yet; rank with recommend"
             )
+        size = self._rows_at_once if asked.batch_size is None else asked.batch_size
         # A file of a run reads no times.
         kind, bare = self._kind, [[str(self._names[0])]]
         data = kind.read_shown(bare, self._reading, self._first)
@@ -217,19 +233,24 @@ class TwoStage:
         schema, owners = with_columns(self._schema, names)
         ids = {} if schema is None else schema.ids
         history = next((n for n, place in places.items() if place == _HISTORY), None)
-        lengths = dict.fromkeys(ids, 1)
+        lengths, network = dict.fromkeys(ids, 1), self._second.settings.network
         if history is not None:
-            lengths[history] = getattr(self._second.settings.network, "length", _LENGTH)
-        given = asked.lengths or {}
-        if unknown := sorted(given.keys() - lengths.keys()):
+            lengths[history] = getattr(network, "length", _LENGTH)
+        pairs = getattr(network, "beside", ())
+        beside = {name: of for of, name in pairs if {of, name} <= ids.keys()}
+        keys = {name for name, column in ids.items() if isinstance(column, KeyColumn)}
+        given, free = asked.lengths or {}, lengths.keys() - beside.keys() - keys
+        if unknown := sorted(given.keys() - free):
             raise ValueError(
-                f"lengths has {unknown}, but the columns of categories of requests are "
-                f"{sorted(lengths)}"
+                f"lengths has {unknown}, but the columns of requests that may have lists of "
+                f"their own are {sorted(free)}"
             )
+        lengths |= given
+        lengths = {name: lengths[beside.get(name, name)] for name in lengths}
         known = self._second.known.vocabularies
         return Requests(
             feature_names=self._names,
-            stages=StatedStages(history=history, lengths={**lengths, **given}),
+            stages=StatedStages(history=history, lengths=lengths, beside=beside),
             schema=schema,
             vocabularies={new: known[old] for new, old in owners.items()},
         )
@@ -238,9 +259,9 @@ class TwoStage:
     def _item_arrays(self) -> dict[str, np.ndarray]:
         """The columns of items, an array each, in the order of the first stage's items."""
         names, places = self._names, self._places
-        schema, owners = with_columns(
-            self._schema, [n for n, place in places.items() if place in _OF_ITEMS]
-        )
+        own = [name for name, place in places.items() if place in _OF_ITEMS]
+        is_told = any(places[name] != _FIXED for name in own)
+        schema, owners = with_columns(self._schema, own if is_told else [])
         if schema is None:
             raise ValueError(
                 f"no column of the ranking model tells the candidates apart: it has "
@@ -251,7 +272,7 @@ class TwoStage:
         columns: dict[str, Any] = {}
         if self._items is not None:
             chosen = [n for n, place in places.items() if place == _ITEM_COLUMNS]
-            columns = dict(self._items.of(names, chosen))
+            columns = dict(self._items.of(names, chosen, some=True))
         if self._asked.item_as in places:
             columns[self._asked.item_as] = to_arrow(names)
         vocabularies = {new: known[old] for new, old in owners.items()}
@@ -272,8 +293,7 @@ class TwoStage:
         if name in ids and is_named and (ids[name] < FIRST_KNOWN).all():
             raise ValueError(
                 f"the ranking model knows none of the {len(self._names):,} items, such as "
-                f"{quoted(self._names)}, in its column {name!r}: do both runs have the "
-                "same names?"
+                f"{quoted(self._names)}, in its column {name!r}: do both runs have the same names?"
             )
 
     def _model(self, first: Any) -> Stages:
@@ -332,17 +352,12 @@ class TwoStage:
                 raise ValueError(
                     f"{table.what}: lacks the columns {lacks}; it has {table.columns}"
                 )
-            columns |= table.of(rows, wanted)
+            columns |= table.of(rows, wanted, some=True)
         return columns
 
     def _data(self, method: str, inputs: Any) -> Any:
         """The rows that the first stage is shown."""
-        inputs = self._first.data if inputs is None else inputs
-        if inputs is None:
-            raise ValueError(
-                f"{method} needs inputs=..., what the first stage is shown: the data of the "
-                "training is not kept with a run"
-            )
+        inputs = self._first.inputs(method, inputs)
         return self._kind.read_shown(inputs, self._reading, self._first)
 
     @property
@@ -377,14 +392,15 @@ def _places_of(
     """
     used = [*schema.dense, *schema.ids]
     history = [] if asked.history_as is None else [asked.history_as]
-    given = {_REQUEST_COLUMNS: asked.request_columns, "history_as": history}
-    for what, names in given.items():
-        if unknown := [name for name in names if name not in used]:
-            raise ValueError(
-                f"{what}: the ranking model has no column {unknown[0]!r}; it has {used}"
-            )
+    for what, names, known in (
+        (f"{_REQUEST_COLUMNS}: the ranking model has no", asked.request_columns, used),
+        ("history_as: among categories, the ranking model has no", history, schema.ids),
+    ):
+        if unknown := [name for name in names if name not in known]:
+            raise ValueError(f"{what} column {unknown[0]!r}; it has {[*known]}")
     found: dict[str, list[str]] = {name: [] for name in used}
     for place, names in (
+        (_FIXED, schema.fixed),
         (_ITEM, [asked.item_as]),
         (_ITEM_COLUMNS, [] if items is None else items.columns),
         (_USER, [asked.user_as]),
@@ -447,7 +463,9 @@ def _ranks_by(
     if unknown or not factors:
         raise ValueError(f"rank_by has {unknown}; the labels are {[*labels]}")
     if len(factors) == 1 and {*factors.values()} != {1.0}:
-        raise ValueError(f"rank_by={asked!r}: a factor has no effect on a single label")
+        raise ValueError(f"rank_by={asked!r}: give the name of a single label alone")
+    if not all(map(math.isfinite, factors.values())) or 0 in factors.values():
+        raise ValueError(f"rank_by={asked!r}: factors are finite, and not 0")
     places = [*labels]
     return [
         (places.index(name), float(factor), labels[name].is_probability)

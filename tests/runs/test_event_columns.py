@@ -268,3 +268,26 @@ def test_commands_from_a_file_to_a_report(tmp_path, capsys):
     assert main([*compare, "--k", "3", "--keep-seen"]) == 0
     count = len({*heldout.of_kinds("buy").to_sparse().matrix.row_ids().tolist()})
     assert f"paired over {count} rows" in capsys.readouterr().out
+
+
+def test_two_stages_read_columns_of_events(run, tmp_path):
+    rows = [{"click": n % 2, "item": f"i{n % 8}"} for n in range(16)]
+    schema = sj.ClickSchema("click", ids={"item": sj.data.VocabularyColumn()})
+    config = sj.WideDeepConfig(dim=2, hidden=(2,))
+    ranking = sj.Run.train(
+        sj.read_clicks(rows, schema), config=config, num_epochs=1, optimizer="adagrad"
+    )
+    both, later = sj.TwoStage(run, ranking, candidates=3), table(seed=1)
+    how: dict[str, Any] = {"k": 3, "exclude_seen": False}
+    both_found, found = (each.recommend(inputs=later, **how) for each in (both, run))
+    np.testing.assert_array_equal(
+        np.sort(both_found.ids, axis=1), np.sort(found.ids, axis=1)
+    )
+    shown = later.iloc[[i % 5 < 4 for i in range(120)]]
+    measured = both.evaluate(later, inputs=shown, ranking_alone=True, **how)
+    alone = run.evaluate(later, inputs=shown, **how)
+    assert measured["retrieval_ndcg@3"] == pytest.approx(alone["ndcg@3"])
+    with pytest.raises(ValueError, match="k is 20, but the first stage finds 3"):
+        both.evaluate(later, inputs=shown, exclude_seen=False)
+    with pytest.raises(NotImplementedError, match="; rank with recommend"):
+        both.export(tmp_path / "file", k=3)

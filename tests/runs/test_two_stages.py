@@ -1,16 +1,29 @@
 """Two runs as one model, against the click model on the joined table."""
 
+import dataclasses
 import functools
 import json
-from typing import Any
+from typing import Any, ClassVar
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
+import scipy.sparse
+from flax import nnx
 from served import Client, listening
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.data.files.name_index import NameTable
+from sparsejax.data.files.names import as_names
+from sparsejax.kinds.stages import Stages
+from sparsejax.predictors.files import model_of
+from sparsejax.predictors.signature import Stages as StatedStages
+from sparsejax.predictors.stages import DENSE, IDS, Requests
 from sparsejax.serving.engine import Shape
+from sparsejax.serving.protocol import Asked, Limits, RefusedError, Tensor
+from sparsejax.serving.questions import form_of
 from sparsejax.serving.service import Service, Settings
 
 WORDS, KEYS = sj.data.VocabularyColumn, sj.data.KeyColumn
@@ -70,6 +83,8 @@ def ranking(kind: str) -> sj.Run:
             "tags": [f"t{m}" for m in range(n % 3)],
             "price": n / 7,
             "age": n / 3,
+            "place": str(n % 3),
+            "height": n % 3,
         }
         for n in range(60)
     ]
@@ -82,6 +97,9 @@ def ranking(kind: str) -> sj.Run:
         config = sj.DLRMConfig(dim=4, bottom=(4,), top=(4,))
         options: dict[str, Any] = {"dynamic": 200}
     else:
+        # Only training reads these, so neither a request nor an item has them.
+        ids["place"] = WORDS(fixed="1")
+        dense["height"] = sj.data.DenseColumn(fixed=0.25)
         config = sj.DINConfig(dim=4, length=3, attention=(3,), hidden=(4,))
         options = {}
         if kind == "sums":
@@ -142,6 +160,79 @@ def test_scores_are_the_probabilities_of_the_joined_table(first, second) -> None
         )
 
 
+class ByValues(nnx.Module):
+    """Ranks items by the values of a row, of which those below 0 give NaN."""
+
+    num_features = num_items = 9
+
+    def top_k(self, x, k, *, exclude=None):
+        scores = jnp.where(x.todense() < 0, jnp.nan, x.todense())
+        if exclude is not None:
+            scores = jnp.where(exclude.todense() > 0, -jnp.inf, scores)
+        scores, ids = jax.lax.top_k(scores, k)
+        return jnp.where(scores == -jnp.inf, -1, ids), scores
+
+
+class ByPrice(nnx.Module):
+    """Ranks candidates by a column of theirs, and counts them."""
+
+    counts: ClassVar[list[int]] = []
+
+    def __call__(self, dense, batch):
+        self.counts.append(len(dense))
+        return -dense[:, 0]
+
+
+def test_stages_of_awkward_rows() -> None:
+    price = np.array([5, 3, 8, 1, 9, 2, 7, 4, 6], np.float32)
+    items: Any = {"items": {DENSE: price[:, None]}, "requests": {}, "dense": [0]}
+    model = Stages(ByValues(), ByPrice(), candidates=3, **items)
+    values = np.arange(1.0, 28, dtype=np.float32).reshape(3, 9)
+    values[1, 4] = -1
+    x = {"inputs": sj.CSR.from_scipy(scipy.sparse.csr_array(values))}
+    denied = sj.CSR.from_scipy(
+        scipy.sparse.csr_array(np.array([[0] * 9] * 2 + [[0] + [1] * 8], np.float32))
+    )
+    ids, scores = model.top_k(x, 4, exclude=denied)
+    np.testing.assert_array_equal(ids[::2], [[7, 8, 6, -1], [0, -1, -1, -1]])
+    assert np.isnan(scores[1]).any() and np.isfinite(scores[0, :3]).all()
+    # No column comes with requests, and the second stage ranks all items.
+    ids, _ = model.alone("second").top_k(x, 11)
+    np.testing.assert_array_equal(ids, [[*np.argsort(price), -1, -1]] * 3)
+    lost = items | {"items": {DENSE: np.where(price == 9, np.nan, price)[:, None]}}
+    found = Stages(ByValues(), ByPrice(), candidates=3, **lost).alone("second")
+    assert np.isnan(found.top_k(x, 2)[1]).any(axis=1).all()
+    many = {
+        "inputs": sj.CSR.from_scipy(
+            scipy.sparse.csr_array(np.ones((200, 9), np.float32))
+        )
+    }
+    ByPrice.counts.clear()
+    with jax.disable_jit():
+        model.top_k(many, 3)
+    assert sum(ByPrice.counts) == 200 * 3  # and no padding besides
+
+
+def test_columns_beside_a_history_are_as_long() -> None:
+    ids = {"had": WORDS(), "days": WORDS(), "device": KEYS()}
+    lengths = {"had": 2, "days": 2, "device": 1}
+    requests = Requests(
+        feature_names=as_names(["a", "b"]),
+        stages=StatedStages(history="had", lengths=lengths, beside={"days": "had"}),
+        schema=sj.ClickSchema("click", ids=ids),
+        vocabularies={"had": as_names(["a", "b"]), "days": as_names(["1", "2"])},
+    )
+    columns = {"days": [["1", "2", "2"], []], "device": ["x", "y"]}
+    found = requests.arrays(columns, [["b", "a", "new"], []])
+    np.testing.assert_array_equal(found[f"{IDS}had"], [[2, 1], [-1, -1]])
+    np.testing.assert_array_equal(found[f"{IDS}days"], [[3, 3], [-1, -1]])
+    with pytest.raises(ValueError, match="3 ids in 'had', but 2 in 'days'"):
+        requests.arrays({**columns, "days": [["1", "2"], []]}, [["a", "b", "a"], []])
+    stages = dataclasses.replace(requests.stages, beside={"days": "gone"})
+    with pytest.raises(ValueError, match="no such vocabularies, lengths, histories"):
+        dataclasses.replace(requests, stages=stages)
+
+
 def _asked(port: int, tensors: dict, parameters: dict) -> tuple[int, dict]:
     """The status and the answer to tensors of one row."""
     inputs = [
@@ -198,6 +289,27 @@ def test_a_request_of_a_service_equals_the_call_in_python(tmp_path) -> None:
         predictor.recommend_records({"items": [["i1"]], "user": ["ann"]})
     with pytest.raises(ValueError, match="has no recommend_names"):
         predictor.recommend_names(["i1"])
+    tables = {n: NameTable.of(some) for n, some in predictor.names_in_file.items()}
+    first, *others = predictor.signature.inputs
+    renamed = (dataclasses.replace(first, name="events/x"), *others)
+    with pytest.raises(ValueError, match="other inputs of the first stage"):
+        model_of(dataclasses.replace(predictor.signature, inputs=renamed), tables)
+    tensors = {
+        "items": Tensor("items", "BYTES", (6, 1), ["i1"] * 6),
+        "age": Tensor("age", "FP32", (6, 1), np.ones(6, np.float32)),
+        "user": Tensor("user", "BYTES", (1,), ["ann"]),
+        "device": Tensor("device", "BYTES", (6,), [None] * 6),
+    }
+    form = form_of(predictor)
+    assert form.question(Asked(None, {}, tensors), Limits()).num_rows == 6
+    for wrong, text in (
+        (Tensor("age", "FP32", (2, 3), np.ones(6, np.float32)), "must be"),
+        (Tensor("user", "BYTES", (3,), ["ann"] * 3), "must be"),
+        (Tensor("user", "BYTES", (1, 5000), ["ann"] * 5000), "5000 names in a row"),
+    ):
+        asked = Asked(None, {}, {**tensors, wrong.name: wrong})
+        with pytest.raises(RefusedError, match=text):
+            form.question(asked, Limits())
 
 
 def test_each_column_comes_from_one_place() -> None:
@@ -210,6 +322,15 @@ def test_each_column_comes_from_one_place() -> None:
             {"history_as": "device"},
             "'device' .* from request_columns and from the history",
         ),
+        ({"item_columns": ABOUT[-1:]}, "a row for none of 'i0', .* rows for 'other'"),
+        (
+            {
+                "user_columns": {"user": ["ann"], "hat": [1]},
+                "request_columns": ["device", "age"],
+            },
+            "user_columns has .'hat'., but the ranking model reads none of them",
+        ),
+        ({"history_as": "price"}, "among categories, .* has no column 'price'"),
         ({"item_as": "had"}, "has no column 'had', by whose names"),
         ({"lengths": {"item": 3}}, "lengths has"),
         ({"rank_by": "buy"}, "the ranking run has one label, 'click'"),
@@ -223,13 +344,21 @@ def test_each_column_comes_from_one_place() -> None:
     both = sj.TwoStage(one, other, candidates=5, **COLUMNS)
     cases: Any = (
         ({"k": 6, "requests": {"device": ["a"] * 4}}, "first stage finds 5 candidates"),
-        ({}, "give requests="),
-        ({"requests": {"device": ["a"] * 3}}, "has 3 rows for 4 rows"),
-        ({"requests": {"user": ["ann"], "mood": ["a"]}}, "lacks the columns"),
+        ({"k": 2, "context": {"hour": 9}}, "context is of no use for a model of items"),
+        ({"k": 2}, "give requests="),
+        ({"k": 2, "requests": {"device": ["a"] * 3}}, "has 3 rows for 4 rows"),
+        (
+            {"k": 2, "requests": {"user": ["zoe"], "device": ["a"]}},
+            "a row for none of 'ann'",
+        ),
+        ({"k": 2, "requests": {"user": ["ann"], "mood": ["a"]}}, "lacks the columns"),
     )
     for options, text in cases:
         with pytest.raises(ValueError, match=text):
-            both.recommend(None, options.get("k", 2), requests=options.get("requests"))
+            both.recommend(**options)
+    with pytest.raises(ValueError, match="factors are finite, and not 0"):
+        factors = {"click": 1.0, "price": float("nan")}
+        sj.TwoStage(one, ranking("labels"), rank_by=factors, **COLUMNS)
     with pytest.raises(ValueError, match="first stage is a run that ranks items"):
         sj.TwoStage(other, other)
     with pytest.raises(ValueError, match="second stage is a run of clicks"):
@@ -332,8 +461,11 @@ def test_commands_do_as_the_methods(tmp_path, capsys) -> None:
     assert (predictor.k, predictor.num_items) == (3, len(ITEMS))
     for flag, text in (
         (["--baselines"], "--baselines is of no use with --second-stage"),
-        (["--requests", items], "lacks the columns ['device']"),
+        (["--requests", items, "--k", "2"], "lacks the columns ['device']"),
+        (["--mesh", "data=1,model=1"], "--mesh is of no use with --second-stage"),
     ):
         words = [*("evaluate", run, shown, held, *second), *flag]
         assert main(words) != 0
         assert text in capsys.readouterr().err
+    assert main(["predict", run, shown, "--out", str(out), "--parts", "2", *second])
+    assert "--item-columns does not go with --parts" in capsys.readouterr().err

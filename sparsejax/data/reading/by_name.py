@@ -16,6 +16,7 @@ from sparsejax.data.files.names import (
     as_names,
     check_unique,
     find_names,
+    quoted,
     to_arrow,
 )
 from sparsejax.data.files.opening import DataError, shown
@@ -78,11 +79,14 @@ class ByName:
         """The names of the columns."""
         return self.table.column_names
 
-    def of(self, names: Names, columns: Collection[str]) -> dict[str, pa.Array]:
+    def of(
+        self, names: Names, columns: Collection[str], *, some: bool = False
+    ) -> dict[str, pa.Array]:
         """Some columns of the rows with these names. Cells of unknown names are missing.
 
         Raises:
-          ValueError: rows belong to rows in their order, and there are more or fewer.
+          ValueError: rows belong to rows in their order, and there are more or fewer. Or with
+            `some` all names are unknown.
         """
         if self.names is None and len(self.table) != len(names):
             raise ValueError(
@@ -92,6 +96,11 @@ class ByName:
         found = {n: self.table.column(n).combine_chunks() for n in columns}
         if self.names is not None:
             at = find_names(names, self.names)
+            if some and len(names) and at.max() < 0:
+                raise ValueError(
+                    f"{self.what}: has a row for none of {quoted(names)}; it has rows for "
+                    f"{quoted(self.names)}"
+                )
             places = pa.array(at, mask=at < 0)
             found = {name: column.take(places) for name, column in found.items()}
         return found

@@ -515,11 +515,13 @@ def with_columns(
     """
     owners, own = vocabulary_columns(schema), {}
     ids: dict[str, IdColumn] = {}
-    for name in (each for each in schema.ids if each in names):
-        ids[name] = schema.ids[name]
-        if name in owners:
+    for name, column in schema.ids.items():
+        if name in names and isinstance(column, VocabularyColumn):
             first = own.setdefault(owners[name], name)
-            ids[name] = VocabularyColumn(like=None if first == name else first)
+            like = None if first == name else first
+            ids[name] = VocabularyColumn(like=like, fixed=column.fixed)
+        elif name in names:
+            ids[name] = column
     dense = {name: column for name, column in schema.dense.items() if name in names}
     if not ids and not dense:
         return None, {}
