@@ -155,9 +155,10 @@ class LabelColumn:
 
     >>> labels = {"click": LabelColumn(), "buy": LabelColumn(weight=5.0, after="click")}
     >>> schema = ClickSchema(labels=labels, ids={"item": HashedColumn(100)})
-    >>> rows = [{"click": 1, "buy": 0, "item": "tea"}, {"click": 0, "buy": None, "item": "cup"}]
+    >>> rows = [{"click": 1, "item": "tea"}, {"click": 0, "item": "cup"}]
+    >>> rows = [{**row, "buy": None} for row in rows]
     >>> read_clicks(rows, schema).labels.tolist()
-    [[1.0, 0.0], [0.0, nan]]
+    [[1.0, nan], [0.0, 0.0]]
 
     A missing label counts in no loss and in no metric. In files it is 0 where the label that it
     comes after is 0.
