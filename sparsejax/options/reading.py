@@ -73,7 +73,7 @@ class Named(Options):
 
 
 class Columns(Named):
-    """The columns of a table, and the text between and in them.
+    """Separators of a table, beside the names of its columns.
 
     Attributes:
       delimiter: Separator of the columns of a CSV file: one or two characters.
