@@ -73,6 +73,7 @@ class _ClickModel(nnx.Module):
         rngs: nnx.Rngs,
         *,
         histories: int | None = None,
+        beside: Sequence[str] = (),
     ):
         if not features:
             raise ValueError("a click model needs at least one feature")
@@ -92,7 +93,7 @@ class _ClickModel(nnx.Module):
             on_mesh,
             rngs,
             histories=histories,
-            beside=[column for _, column in getattr(config, "beside", ())],
+            beside=beside,
         )
         linear = None
         if self._has_linear or config.regression:
@@ -475,9 +476,9 @@ class _HistoryModel(_ClickModel):
         beside = _beside(config, features, histories)
         # Tuples, as a module's attributes are hashed.
         self.histories, self.beside = tuple(histories.items()), beside
-        super().__init__(
-            config, num_dense, features, on_mesh, rngs, histories=config.length
-        )
+        columns = [column for _, column in beside]
+        how: dict[str, Any] = {"histories": config.length, "beside": columns}
+        super().__init__(config, num_dense, features, on_mesh, rngs, **how)
         self.attention = nnx.List(self._unit(config, rngs) for _ in histories)
         inputs = num_dense + config.dim * (len(features) - len(beside))
         self.hidden = self._last(inputs, config.hidden, rngs)

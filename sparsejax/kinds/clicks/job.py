@@ -71,17 +71,8 @@ class ClickTask:
     single: tuple[str, ...]
     lists: tuple[str, ...]
     keys: tuple[str, ...] = ()
-    # Checkpoints know data by what this is written as, and by its arrays.
-    weighted: bool = dataclasses.field(default=False, repr=False)
-    losses: tuple[tuple[str, float | None], ...] = dataclasses.field(
-        default=(), repr=False
-    )
-
-    def __repr__(self) -> str:
-        # Checkpoints have a hash of it, so that new fields are left out where they say nothing.
-        more = f", losses={self.losses!r}" if self.losses else ""
-        single, lists, keys = self.single, self.lists, self.keys
-        return f"ClickTask({single=!r}, {lists=!r}, {keys=!r}{more})"
+    weighted: bool = False
+    losses: tuple[tuple[str, float | None], ...] = ()
 
     @property
     def inputs(self) -> list[str]:
