@@ -476,9 +476,9 @@ class _HistoryModel(_ClickModel):
         beside = _beside(config, features, histories)
         # Tuples, as a module's attributes are hashed.
         self.histories, self.beside = tuple(histories.items()), beside
-        columns = [column for _, column in beside]
-        how: dict[str, Any] = {"histories": config.length, "beside": columns}
-        super().__init__(config, num_dense, features, on_mesh, rngs, **how)
+        columns, length = [column for _, column in beside], config.length
+        sizes = config, num_dense, features, on_mesh, rngs
+        super().__init__(*sizes, histories=length, beside=columns)
         self.attention = nnx.List(self._unit(config, rngs) for _ in histories)
         inputs = num_dense + config.dim * (len(features) - len(beside))
         self.hidden = self._last(inputs, config.hidden, rngs)

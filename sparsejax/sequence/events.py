@@ -132,11 +132,12 @@ class EventSizes:
         users = "" if self.users is None else f" and users with {self.users}"
         return f"{found}{context}{users}"
 
-    def is_number(self, column: str) -> bool:
-        """Whether a column, by its name in the model's call, is of numbers."""
+    def dtype_of(self, column: str) -> jax.typing.DTypeLike:
+        """float32 for a column of numbers, by its name in the model's call, and int32 for ids."""
+        dense, name = self.dense, column.removeprefix(CONTEXT)
         if column.startswith(USERS):
-            return column.removeprefix(USERS) in (self.users or self).dense
-        return column.removeprefix(CONTEXT) in self.dense
+            dense, name = (self.users or self).dense, column.removeprefix(USERS)
+        return jnp.float32 if name in dense else jnp.int32
 
     def check(
         self, columns: EventColumns, places: tuple[int, ...], *, request: bool

@@ -196,8 +196,8 @@ class HistoryWorkload(Workload):
 
     def _dtype(self, name: str) -> Any:
         """Type of a column of events."""
-        is_number = self.events is not None and self.events.is_number(name)
-        return jnp.float32 if is_number else jnp.int32
+        assert self.events is not None  # whose name this is
+        return self.events.dtype_of(name)
 
     def step(self, data: int, model: int, laid: Sequence[Laid]) -> Step:
         width, read = self.network.width, self._read(data, model)

@@ -156,9 +156,7 @@ class NextItems(nnx.Module):
             rows[TIMES] = jax.ShapeDtypeStruct(shape, jnp.float32)
         shapes = event_shapes(self.model) or {}
         for name, each in shapes.items():
-            dtype = (
-                jnp.float32 if self.model.events.sizes.is_number(name) else jnp.int32
-            )
+            dtype = self.model.events.sizes.dtype_of(name)
             places = () if name.startswith((CONTEXT, USERS)) else shape
             rows[input_name(name)] = jax.ShapeDtypeStruct((*places, *each), dtype)
         return rows
