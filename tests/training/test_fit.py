@@ -4,9 +4,7 @@ import contextlib
 import signal
 from typing import Any
 
-import beartype.roar
 import jax
-import jaxtyping
 import numpy as np
 import pytest
 import scipy.sparse
@@ -23,9 +21,6 @@ from sparsejax.optimizers import inplace
 from sparsejax.verbs.evaluate import evaluate
 from sparsejax.verbs.fit import fit
 from sparsejax.verbs.recommend import recommend
-
-# What the check of types raises if an exception interrupts it.
-TYPE_ERRORS = jaxtyping.TypeCheckError, beartype.roar.BeartypeException
 
 
 class Interrupted(Exception):
@@ -253,13 +248,16 @@ def test_models_survive_a_signal_at_any_moment():
     try:
         for _ in range(8):
             signal.setitimer(signal.ITIMER_REAL, 0.01 + 0.3 * rng.random())
-            with contextlib.suppress(Interrupted, *TYPE_ERRORS):
+            earlier = len(came)
+            # Raised within a call of Python from C++, as of `__eq__` in a cache of JAX, it
+            # reaches us as an error of another type.
+            with contextlib.suppress(Exception):
                 fit(model, optimizer, train, batch_size=16, num_epochs=10_000)
             signal.setitimer(signal.ITIMER_REAL, 0)
+            assert len(came) == earlier + 1
             assert all(np.isfinite(leaf).all() for leaf in values_of(model, optimizer))
     finally:
         signal.signal(signal.SIGALRM, before)
-    assert came
 
 
 def values_of(*modules):
