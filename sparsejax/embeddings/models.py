@@ -55,7 +55,7 @@ class _OnMesh(NamedTuple):
     labels: Mapping[str, str | None]
 
 
-class _ClickModel(nnx.Module):
+class _ClickModel[C: ClickModelConfig](nnx.Module):
     """The base of click models: the sizes of their inputs, and tables of one width."""
 
     kind = "clicks"
@@ -66,41 +66,44 @@ class _ClickModel(nnx.Module):
 
     def __init__(
         self,
-        config: ClickModelConfig,
+        config: C,
+        *,
         num_dense: int,
         features: Mapping[str, int | str],
-        on_mesh: _OnMesh,
+        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
+        wire_dtype: jax.typing.DTypeLike | None = None,
+        exchange_room: float | None = None,
+        labels: Mapping[str, str | None] = _ONE_LABEL,
         rngs: nnx.Rngs,
-        *,
-        histories: int | None = None,
-        beside: Sequence[str] = (),
     ):
         if not features:
             raise ValueError("a click model needs at least one feature")
+        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
         self.config, self.num_dense = config, num_dense
         self.dtype = jnp.dtype(config.dtype)
-        self.names = tuple(features)
-        self.labels = tuple(on_mesh.labels)
+        self.names, self.labels = tuple(features), tuple(labels)
         self.after = tuple(
             None if before is None else self.labels.index(before)
-            for before in on_mesh.labels.values()
+            for before in labels.values()
         )
         _check_labels(config, self.labels)
-        self.embeddings = _tables(
-            config,
-            features,
-            config.dim,
-            on_mesh,
-            rngs,
-            histories=histories,
-            beside=beside,
-        )
+        apart = self._apart(features)
+        self.embeddings = _tables(config, features, config.dim, on_mesh, rngs, **apart)
         linear = None
         if self._has_linear or config.regression:
             linear = _Linear(config, num_dense, features, on_mesh, rngs)
         self.linear: _Linear | None = nnx.data(linear)
         share = Fitted(jnp.ones(())) if config.regression else None
         self.share: Fitted | None = nnx.data(share)
+        self._build(rngs)
+
+    def _apart(self, features: Mapping[str, int | str]) -> Mapping[str, Any]:
+        """Arguments of `_tables` that say which vectors stay apart; by default none do."""
+        return {}
+
+    def _build(self, rngs: nnx.Rngs) -> None:
+        """Makes the layers behind the tables."""
+        raise NotImplementedError
 
     def __call__(
         self,
@@ -189,7 +192,7 @@ class _ClickModel(nnx.Module):
         return jnp.asarray(dense, self.dtype)
 
 
-class DLRM(_ClickModel):
+class DLRM(_ClickModel[DLRMConfig]):
     """Dot products between all pairs of embeddings (Naumov et al. 2019).
 
     ::
@@ -202,41 +205,15 @@ class DLRM(_ClickModel):
     >>> model(jnp.ones((2, 3)), ids).shape
     (2,)
 
-    Args:
-      config: widths, and the dtype of the layers.
-      num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name. Each feature has its own
-        table; the number 2^64 makes a dynamic table, by `config.dynamic`. The name of another
-        feature in place of a number means that this feature reads that one's table.
-      plan: a plan made by `plan_embeddings`, or placements of some tables.
-        `EmbeddingCollection` places the others.
-      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
-        of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share; 1.5 by default, and more for few ids.
-      labels: several labels by name, each with the earlier label without which it cannot be 1,
-        or None. None are named for a model of one label.
-      rngs: random streams.
+    Arguments: see `build_click_model`.
     """
 
-    def __init__(
-        self,
-        config: DLRMConfig,
-        *,
-        num_dense: int,
-        features: Mapping[str, int | str],
-        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
-        wire_dtype: jax.typing.DTypeLike | None = None,
-        exchange_room: float | None = None,
-        labels: Mapping[str, str | None] = _ONE_LABEL,
-        rngs: nnx.Rngs,
-    ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
-        super().__init__(config, num_dense, features, on_mesh, rngs)
-        bottom, vectors, inputs = None, len(features), 0
-        if num_dense:
+    def _build(self, rngs: nnx.Rngs) -> None:
+        config = self.config
+        bottom, vectors, inputs = None, len(self.names), 0
+        if self.num_dense:
             sizes = (*config.bottom, config.dim)
-            bottom = Layers(num_dense, sizes, self.dtype, rngs, end=True)
+            bottom = Layers(self.num_dense, sizes, self.dtype, rngs, end=True)
             vectors, inputs = vectors + 1, config.dim
         self.bottom: Layers | None = nnx.data(bottom)
         inputs += vectors * (vectors - 1) // 2
@@ -264,7 +241,7 @@ class DLRM(_ClickModel):
         return self._logit(self.top(pairs))
 
 
-class DCN(_ClickModel):
+class DCN(_ClickModel[DCNConfig]):
     """Cross layers, then ordinary ones (DCN-V2, Wang et al. 2021).
 
     ::
@@ -277,38 +254,11 @@ class DCN(_ClickModel):
     >>> model(jnp.zeros((2, 0)), {"user": jnp.array([3, 4])}).shape
     (2,)
 
-    Args:
-      config: widths, and the dtype of the layers.
-      num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name. Each feature has its own
-        table; the number 2^64 makes a dynamic table, by `config.dynamic`. The name of another
-        feature in place of a number means that this feature reads that one's table.
-      plan: a plan made by `plan_embeddings`, or placements of some tables.
-        `EmbeddingCollection` places the others.
-      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
-        of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share; 1.5 by default, and more for few ids.
-      labels: several labels by name, each with the earlier label without which it cannot be 1,
-        or None. None are named for a model of one label.
-      rngs: random streams.
+    Arguments: see `build_click_model`.
     """
 
-    def __init__(
-        self,
-        config: DCNConfig,
-        *,
-        num_dense: int,
-        features: Mapping[str, int | str],
-        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
-        wire_dtype: jax.typing.DTypeLike | None = None,
-        exchange_room: float | None = None,
-        labels: Mapping[str, str | None] = _ONE_LABEL,
-        rngs: nnx.Rngs,
-    ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
-        super().__init__(config, num_dense, features, on_mesh, rngs)
-        size, dtype = self.num_inputs, self.dtype
+    def _build(self, rngs: nnx.Rngs) -> None:
+        config, size, dtype = self.config, self.num_inputs, self.dtype
 
         def cross():
             if config.rank is None:
@@ -327,7 +277,7 @@ class DCN(_ClickModel):
         return self._logit(self.hidden(x))
 
 
-class DeepFM(_ClickModel):
+class DeepFM(_ClickModel[DeepFMConfig]):
     """A factorization machine and layers on the same embeddings (Guo et al. 2017).
 
     ::
@@ -335,48 +285,22 @@ class DeepFM(_ClickModel):
         v_i = the embedding of feature i, or of dense column i times its value
         logit = linear + sum over i < j of v_i . v_j + hidden(dense, embeddings)
 
-    The linear part has a number for each id, and one for each dense column. With several labels,
-    the sum over pairs has a factor for each.
+    The linear part has a number for each id, in tables of its own, and one for each dense
+    column. With several labels, the sum over pairs has a factor for each.
 
     >>> model = DeepFM(DeepFMConfig(), num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 3)), {"user": jnp.array([3, 4])}).shape
     (2,)
 
-    Args:
-      config: widths, and the dtype of the layers.
-      num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name. Each feature has two
-        tables of its own; the number 2^64 makes dynamic tables, by `config.dynamic`. The name
-        of another feature in place of a number means that this feature reads that one's tables.
-      plan: a plan made by `plan_embeddings`, or placements of some tables.
-        `EmbeddingCollection` places the others.
-      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
-        of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share; 1.5 by default, and more for few ids.
-      labels: several labels by name, each with the earlier label without which it cannot be 1,
-        or None. None are named for a model of one label.
-      rngs: random streams.
+    Arguments: see `build_click_model`.
     """
 
     _has_linear = True
 
-    def __init__(
-        self,
-        config: DeepFMConfig,
-        *,
-        num_dense: int,
-        features: Mapping[str, int | str],
-        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
-        wire_dtype: jax.typing.DTypeLike | None = None,
-        exchange_room: float | None = None,
-        labels: Mapping[str, str | None] = _ONE_LABEL,
-        rngs: nnx.Rngs,
-    ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
-        super().__init__(config, num_dense, features, on_mesh, rngs)
-        self.factors = nnx.Param(_factor_init(rngs.params(), (num_dense, config.dim)))
-        self.hidden = self._last(self.num_inputs, config.hidden, rngs)
+    def _build(self, rngs: nnx.Rngs) -> None:
+        shape = (self.num_dense, self.config.dim)
+        self.factors = nnx.Param(_factor_init(rngs.params(), shape))
+        self.hidden = self._last(self.num_inputs, self.config.hidden, rngs)
         # How much the pairs count for each of several labels.
         scales = nnx.Param(jnp.ones(len(self.labels))) if self.labels else None
         self.scales: nnx.Param | None = nnx.data(scales)
@@ -395,75 +319,37 @@ class DeepFM(_ClickModel):
         return pairs + self._logit(self.hidden(x))
 
 
-class WideDeep(_ClickModel):
+class WideDeep(_ClickModel[WideDeepConfig]):
     """A linear model beside layers on embeddings (Cheng et al. 2016).
 
     ::
 
         logit = linear + hidden(dense, embeddings)
 
-    The linear part has a number for each id, and one for each dense column. For products of
-    columns, give a feature whose ids are pairs.
+    The linear part has a number for each id, in tables of its own, and one for each dense
+    column. For products of columns, give a feature whose ids are pairs.
 
     >>> config = WideDeepConfig(hidden=(8,))
     >>> model = WideDeep(config, num_dense=3, features={"user": 50}, rngs=nnx.Rngs(0))
     >>> model(jnp.ones((2, 3)), {"user": jnp.array([3, 4])}).shape
     (2,)
 
-    Args:
-      config: widths, and the dtype of the layers.
-      num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name. Each feature has two
-        tables of its own; the number 2^64 makes dynamic tables, by `config.dynamic`. The name
-        of another feature in place of a number means that this feature reads that one's tables.
-      plan: a plan made by `plan_embeddings`, or placements of some tables.
-        `EmbeddingCollection` places the others.
-      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
-        of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share; 1.5 by default, and more for few ids.
-      labels: several labels by name, each with the earlier label without which it cannot be 1,
-        or None. None are named for a model of one label.
-      rngs: random streams.
+    Arguments: see `build_click_model`.
     """
 
     _has_linear = True
 
-    def __init__(
-        self,
-        config: WideDeepConfig,
-        *,
-        num_dense: int,
-        features: Mapping[str, int | str],
-        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
-        wire_dtype: jax.typing.DTypeLike | None = None,
-        exchange_room: float | None = None,
-        labels: Mapping[str, str | None] = _ONE_LABEL,
-        rngs: nnx.Rngs,
-    ):
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
-        super().__init__(config, num_dense, features, on_mesh, rngs)
-        self.hidden = self._last(self.num_inputs, config.hidden, rngs)
+    def _build(self, rngs: nnx.Rngs) -> None:
+        self.hidden = self._last(self.num_inputs, self.config.hidden, rngs)
 
     def _trained(self, dense, ids) -> jax.Array:
         return self._logit(self.hidden(self._inputs(dense, ids)))
 
 
-class _HistoryModel(_ClickModel):
+class _HistoryModel[H: (DINConfig, TINConfig)](_ClickModel[H]):
     """The base of models whose candidate weighs histories."""
 
-    def __init__(
-        self,
-        config: DINConfig | TINConfig,
-        *,
-        num_dense: int,
-        features: Mapping[str, int | str],
-        plan: EmbeddingPlan | Mapping[str, Placement] = _PLAN,
-        wire_dtype: jax.typing.DTypeLike | None = None,
-        exchange_room: float | None = None,
-        labels: Mapping[str, str | None] = _ONE_LABEL,
-        rngs: nnx.Rngs,
-    ):
+    def _apart(self, features):
         histories = {name: of for name, of in features.items() if isinstance(of, str)}
         if not histories:
             raise ValueError(
@@ -472,18 +358,19 @@ class _HistoryModel(_ClickModel):
                 "VocabularyColumn(like='item'). The "
                 f"features are {list(features)}; without histories take dlrm or dcn"
             )
-        on_mesh = _OnMesh(plan, wire_dtype, exchange_room, labels)
-        beside = _beside(config, features, histories)
         # Tuples, as a module's attributes are hashed.
-        self.histories, self.beside = tuple(histories.items()), beside
-        columns, length = [column for _, column in beside], config.length
-        sizes = config, num_dense, features, on_mesh, rngs
-        super().__init__(*sizes, histories=length, beside=columns)
-        self.attention = nnx.List(self._unit(config, rngs) for _ in histories)
-        inputs = num_dense + config.dim * (len(features) - len(beside))
+        self.histories = tuple(histories.items())
+        self.beside = _beside(self.config, features, histories)
+        columns = [column for _, column in self.beside]
+        return {"histories": self.config.length, "beside": columns}
+
+    def _build(self, rngs):
+        config = self.config
+        self.attention = nnx.List(self._unit(rngs) for _ in self.histories)
+        inputs = self.num_dense + config.dim * (len(self.names) - len(self.beside))
         self.hidden = self._last(inputs, config.hidden, rngs)
 
-    def _unit(self, config: Any, rngs: nnx.Rngs) -> nnx.Module:
+    def _unit(self, rngs: nnx.Rngs) -> nnx.Module:
         """The parameters that weigh a history."""
         raise NotImplementedError
 
@@ -505,7 +392,7 @@ class _HistoryModel(_ClickModel):
         return self._logit(self.hidden(jnp.concatenate(x, 1)))
 
 
-class DIN(_HistoryModel):
+class DIN(_HistoryModel[DINConfig]):
     """Each id of a history is weighed by the candidate before the history is summed.
 
     The Deep Interest Network of Zhou et al. 2018. A feature that reads the table of another
@@ -528,29 +415,15 @@ class DIN(_HistoryModel):
     >>> model(jnp.zeros((1, 0)), ids).shape
     (1,)
 
-    Args:
-      config: widths, and the dtype of the layers.
-      num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name; the number 2^64 makes a
-        dynamic table, by `config.dynamic`. The name of another feature in place of a number
-        makes this feature a history of that one.
-      plan: a plan made by `plan_embeddings`, or placements of some tables.
-        `EmbeddingCollection` places the others.
-      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
-        of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share; 1.5 by default, and more for few ids.
-      labels: several labels by name, each with the earlier label without which it cannot be 1,
-        or None. None are named for a model of one label.
-      rngs: random streams.
+    Arguments: see `build_click_model`.
 
     Raises:
       ValueError: no feature reads the table of another one.
     """
 
-    def _unit(self, config, rngs):
-        sizes = (*config.attention, 1)
-        return Layers(4 * config.dim, sizes, self.dtype, rngs)
+    def _unit(self, rngs):
+        sizes = (*self.config.attention, 1)
+        return Layers(4 * self.config.dim, sizes, self.dtype, rngs)
 
     def _pooled(self, unit, name, candidate, rows):
         weights = _attention(unit, rows[name], candidate)
@@ -581,7 +454,7 @@ def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.
     return x[..., 0]
 
 
-class TIN(_HistoryModel):
+class TIN(_HistoryModel[TINConfig]):
     """Ids of a history, with their places, meet the candidate, which also scales their sum.
 
     The Temporal Interest Network of Zhou et al. 2024 (arXiv:2308.08487). A *history* and its
@@ -605,29 +478,15 @@ class TIN(_HistoryModel):
     >>> model(jnp.zeros((1, 0)), ids | {"item": jnp.array([4])}).shape
     (1,)
 
-    Args:
-      config: widths, the columns beside histories, and the dtype of the layers.
-      num_dense: number of dense columns; may be 0.
-      features: number of ids of each feature, by the feature's name; the number 2^64 makes a
-        dynamic table, by `config.dynamic`. The name of another feature in place of a number
-        makes this feature a history of that one.
-      plan: a plan made by `plan_embeddings`, or placements of some tables.
-        `EmbeddingCollection` places the others.
-      wire_dtype: dtype in which sums and gradients cross between devices; by default the dtype
-        of the table.
-      exchange_room: places for ids between each pair of devices, as a multiple of an even
-        share; 1.5 by default, and more for few ids.
-      labels: several labels by name, each with the earlier label without which it cannot be 1,
-        or None. None are named for a model of one label.
-      rngs: random streams.
+    Arguments: see `build_click_model`.
 
     Raises:
       ValueError: no feature reads the table of another one, or `config.beside` names a feature
         that is not there, is no history, or has another use.
     """
 
-    def _unit(self, config, rngs):
-        return _Places(config.length, config.dim, rngs)
+    def _unit(self, rngs):
+        return _Places(self.config.length, self.config.dim, rngs)
 
     def _pooled(self, unit, name, candidate, rows):
         known = (rows[name] != 0).any(-1)
