@@ -98,17 +98,14 @@ class Interactions[
           data: the data.
           path: name of its source, for messages.
         """
-        del path
         return validation_split(validation, data)
 
     def read_to_train(self, training: Training, before: Earlier | None) -> Data:
         """Reads the rows to train on."""
-        del before
         return self.read(training.data, training)
 
     def with_targets(self, data: Data, recorded: Repeated) -> Data:
         """The data with the targets that the options of a training name."""
-        del recorded
         return data
 
     def source(self, training: Training, before: Earlier | None) -> Source:
@@ -202,12 +199,10 @@ class Interactions[
 
     def by_kinds(self, heldout: Data, by: str | None) -> dict[str, str]:
         """The option `by` of `evaluate`, by which kinds of events are measured apart."""
-        del heldout, by
         return {}
 
     def facts_of(self, data: Data) -> list[str]:
         """Further facts of some data, for a report."""
-        del data
         return []
 
     def add_new(
@@ -238,7 +233,6 @@ class Interactions[
 
     def excluded_in_validation(self, data: Data) -> Literal["inputs"] | None:
         """`exclude` of `evaluate` on held-out items, as `fit` validates."""
-        del data
         return "inputs"
 
     def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:

@@ -86,17 +86,14 @@ class Defaults:
           data: data to train on, or its number of examples. A stream has none yet.
           continued: whether a trained model is trained on.
         """
-        del data, continued
         return self
 
     def of_loop(self, data: Any) -> tuple[int, int]:
         """Batch size and epochs of `fit` for some data."""
-        del data
         return 512, 20
 
     def constant_rule(self, data: Any) -> Rule:
         """The rule of `build`, which does not know how long a training will be."""
-        del data
         return optimizers.get("adam", learning_rate=1e-3)
 
 
@@ -191,7 +188,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def defaults_of(self, config: Config) -> Defaults:
         """The defaults of a configuration."""
-        del config
         return self.defaults
 
     @abc.abstractmethod
@@ -202,7 +198,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         self, model: str, options: Described = BY_DEFAULT
     ) -> tuple[Config, Collection[str]]:
         """The configuration that options describe, and its settings that data decides."""
-        del options
         return self.read_config({"version": 1, "model": model}), ()
 
     def with_negatives(
@@ -215,19 +210,16 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           negatives: number of items; None for all items.
           origin: whether it is that of a run that is trained on.
         """
-        del negatives, origin
         return config
 
     def with_dynamic(self, config: Config, num_rows: int | None) -> Config:
         """The configuration with dynamic tables of so many rows; None leaves it as it is."""
-        del num_rows
         return config
 
     def suited(
         self, config: Config, training: Training, source: Source
     ) -> tuple[Config, str]:
         """The configuration as it suits the data, and what to say about it."""
-        del training, source
         return config, ""
 
     def suited_to_sizes(
@@ -240,7 +232,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           suited: its settings that the data decides.
           sizes: the sizes of the data.
         """
-        del suited, sizes
         return config, ""
 
     def tuned_in(self, config: Config) -> dict[str, Any]:
@@ -249,7 +240,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def choices(self, config: Config) -> Tuned:
         """`tuned`, without the values that do not go with a configuration."""
-        del config
         return self.tuned
 
     def with_tuned(self, config: Config, chosen: Mapping[str, Any]) -> Config:
@@ -267,11 +257,11 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def prepare(self, model: Any, data: Data) -> None:
         """Computes the parts of a model that are not trained, before it is. For `build`."""
-        del model, data
+        return
 
     def save_final(self, path: pathlib.Path, config: Config, source: Source) -> None:
         """Writes a part that a trained model gets at last, made of all data, if it has one."""
-        del path, config, source
+        return
 
     def set_final(self, model: Any, path: pathlib.Path) -> None:
         """Gives a trained model the part that `save_final` wrote."""
@@ -281,7 +271,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def schema(self, columns: Clicks) -> Any:
         """The columns of clicks or of events, if the options of a command name them."""
-        del columns
         return None
 
     @abc.abstractmethod
@@ -312,7 +301,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def is_indicator(self, data: Any) -> bool:
         """Whether data of items has no values, see `Source.indicator`."""
-        del data
         return True
 
     @abc.abstractmethod
@@ -359,7 +347,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         self, model: Any, optimizer: Optimizer, data: Data, batch_size: int
     ) -> None:
         """Makes training take less memory, where it does not fit otherwise. For `fit`."""
-        del model, optimizer, data, batch_size
+        return
 
     @abc.abstractmethod
     def workload(self, asked: Plan, batch: int) -> Workload:
@@ -383,7 +371,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           schema: the columns of the data.
           examples: a file whose categories are counted.
         """
-        del config, rule, schema, examples
         return None
 
     def columns_to_plan(self, schema: Any, examples: str | None) -> dict[str, Any]:
@@ -393,7 +380,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           schema: the columns of the data.
           examples: a file whose categories are counted.
         """
-        del schema, examples
         return {}
 
     def metric(self, k: int, data: Any) -> str:
@@ -422,7 +408,6 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           source: the data that the model was trained on, and the held-out part.
           k: cut-off of ranking metrics.
         """
-        del model, source, k
         return None
 
     @abc.abstractmethod
@@ -466,12 +451,10 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     def targets_alone(self, asked: Evaluate, reading: Reading, run: Opened) -> Any:
         """The held-out data of a model that is compared with a run, which may have targets."""
-        del reading, run
         return asked.heldout
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:
         """The model of a run, which may be corrected."""
-        del correcting, reading
         return run.model()
 
     def read_shown(self, source: Any, reading: Reading, run: Opened) -> Any:
@@ -482,7 +465,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         self, asked: Recommend, reading: Reading, run: Opened, shown: Any
     ) -> Any:
         """The items that a run is not to recommend to the rows that it is shown."""
-        del asked, reading, run, shown
+        return
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:
         """The probability of a click of each example."""

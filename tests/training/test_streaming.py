@@ -17,7 +17,7 @@ import sparsejax as sj
 from sparsejax.engine.train.dispatch import epoch_order
 from sparsejax.engine.train.resident import Resident
 from sparsejax.engine.train.streaming import Stream
-from sparsejax.kinds.items.job import ScannedItems
+from sparsejax.kinds.items.job import scanned_items
 
 ROWS, ITEMS = 300, 40
 
@@ -64,7 +64,7 @@ def test_every_row_is_drawn_once_an_epoch(path, shape, chunk_rows):
     with on(shape):
         weights = np.arange(1.0, ROWS + 1)
         scanned = sj.data.scan_parquet(path, chunk_rows=chunk_rows)
-        stream = Stream(ScannedItems(scanned), weights)
+        stream = Stream(scanned_items(scanned), weights)
         order = stream.order(seed=0, epoch=1)
         assert sorted(order) == list(range(len(stream.chunks)))
         assert len(order) == (1 if chunk_rows is None else 4)
@@ -159,7 +159,7 @@ def test_other_chunks_are_no_other_data(path, tmp_path):
 
 def test_the_next_chunk_is_read_ahead(path, monkeypatch):
     scanned = sj.data.scan_parquet(path, chunk_rows=90)
-    stream = Stream(ScannedItems(scanned), None)
+    stream = Stream(scanned_items(scanned), None)
     read, starts, both = type(scanned).read, [], threading.Event()
 
     def recorded(self, start, stop):
@@ -194,7 +194,7 @@ def test_all_but_the_first_chunk_are_read_ahead(path, monkeypatch):
 def test_chunks_that_are_read_ahead_go_to_the_default_device(path):
     device = jax.devices()[1]
     with jax.default_device(device):
-        stream = Stream(ScannedItems(sj.data.scan_parquet(path, chunk_rows=90)), None)
+        stream = Stream(scanned_items(sj.data.scan_parquet(path, chunk_rows=90)), None)
         for chunk, following in (0, 1), (1, None):
             leaves = jax.tree.leaves(stream.on_device(chunk, following))
             assert {leaf.device for leaf in leaves} == {device}
@@ -223,7 +223,7 @@ def test_a_process_reads_the_rows_of_its_devices(path, monkeypatch):
         return read(self, start, stop)
 
     with on((2, 4)):
-        stream = Stream(ScannedItems(sj.data.scan_parquet(path, chunk_rows=90)), None)
+        stream = Stream(scanned_items(sj.data.scan_parquet(path, chunk_rows=90)), None)
     monkeypatch.setattr(sj.data.ScannedDataset, "read", recorded)
     monkeypatch.setattr(
         "sparsejax.engine.train.streaming.parts_of_process", lambda mesh: [1]

@@ -30,7 +30,6 @@ from sparsejax.engine.batching import bucket, close_bucket
 from sparsejax.engine.static import check_hashable
 from sparsejax.engine.train import fused as fused_output
 from sparsejax.engine.train.resident import (
-    BeginsRows,
     Examples,
     Resident,
     Sizes,
@@ -460,9 +459,7 @@ def run_steps(
         for i in data.sparse_inputs:
             batches[i] = batches[i].with_transposed()
     means, exists = data.means(rows), (rows >= 0).reshape(len(rows), -1)
-    begins = data.roles
-    if not (isinstance(begins, BeginsRows) and begins.begins_rows):
-        begins = None
+    begins = data.roles.begins_rows
 
     def step(i, carry):
         state, losses, derived = carry
@@ -472,8 +469,8 @@ def run_steps(
             here = jax.tree.map(lambda leaf: leaf[i], staged)
             x = data.roles.with_staged(x, here)
         model, optimizer = nnx.merge(how.graphdef, state, copy=True)
-        if begins is not None:
-            x = begins.begun(model, optimizer, x, exists[i])
+        if begins:
+            x = data.roles.begun(model, optimizer, x, exists[i])
 
         def loss_fn(model):
             return data.roles.loss(model, x, labels, means[i])

@@ -14,6 +14,7 @@ These rows are on the devices at place `d` of the axis "data", so nothing has to
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 import math
@@ -76,53 +77,68 @@ class Sizes(NamedTuple):
     padded: bool = False
 
 
-@runtime_checkable
-class TrainingTask(Protocol):
+class TrainingTask(abc.ABC):
     """The roles of the matrices of `Examples`, and the way to learn from them.
 
     Here kinds of models differ: `Roles` is for item models, `ClickTask` of
     `sparsejax.kinds.clicks.job` that of click models. It is hashable, because programs are
     compiled for it.
+
+    Attributes:
+      inputs: names in messages of the first matrices: those whose columns are divided over a
+        mesh, and sorted ahead. Other sparse matrices that are no targets have none.
+      whole: whether sparse matrices lie whole on every device of a mesh.
+      even: whether each part of a batch has equal room for the entries of such a matrix, and
+        rows are dealt to batches and their parts by their entries.
+      begins_rows: whether tables give rows to new ids, in each step.
     """
 
+    even: bool = False
+
     @property
-    def inputs(self) -> list[str]:
-        """Names in messages of the first matrices: those whose columns are divided over a
-        mesh, and sorted ahead. Other sparse matrices that are no targets have none."""
-        ...
+    def inputs(self) -> Sequence[str]:
+        return ()
 
     @property
     def whole(self) -> bool:
-        """Whether sparse matrices lie whole on every device of a mesh."""
-        ...
+        return False
 
     @property
-    def even(self) -> bool:
-        """Whether each part of a batch has equal room for the entries of such a matrix, and
-        rows are dealt to batches and their parts by their entries."""
-        ...
+    def begins_rows(self) -> bool:
+        return False
 
+    @abc.abstractmethod
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         """Selects from all matrices the inputs of the model, and the labels."""
-        ...
 
+    @abc.abstractmethod
     def check(self, model: Any) -> None:
         """Raises TypeError if a model cannot learn from them."""
-        ...
 
+    @abc.abstractmethod
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         """`sum_b weights_b loss_b` of a batch, a scalar."""
-        ...
 
     def staging(
         self, model: Any, optimizer: Optimizer, deterministic: bool
     ) -> Staging | None:
         """Makes the work that is done before the steps of a dispatch, if there is some."""
-        ...
+        return None
 
     def with_staged(self, x: Any, staged: Any) -> Any:
         """Replaces ids in the model's inputs by the results of `Staging`."""
-        ...
+        return x
+
+    def begun(self, model: Any, optimizer: Optimizer, x: Any, exists: jax.Array) -> Any:
+        """The input that the model is shown, once its new ids have rows.
+
+        Args:
+          model: the model, which is changed.
+          optimizer: the optimizer, which is changed, too.
+          x: the input that `of` selected.
+          exists: `[batch]` whether there is such an example.
+        """
+        return x
 
 
 @runtime_checkable
@@ -154,27 +170,6 @@ class Staging(Protocol):
 
 
 @runtime_checkable
-class BeginsRows(Protocol):
-    """A `TrainingTask` of models whose tables give rows to new ids, in each step."""
-
-    @property
-    def begins_rows(self) -> bool:
-        """Whether there are such tables."""
-        ...
-
-    def begun(self, model: Any, optimizer: Any, x: Any, exists: jax.Array) -> Any:
-        """The input that the model is shown, once its new ids have rows.
-
-        Args:
-          model: the model, which is changed.
-          optimizer: the optimizer, which is changed, too.
-          x: the input that `of` selected.
-          exists: `[batch]` whether there is such an example.
-        """
-        ...
-
-
-@runtime_checkable
 class Trainable(Protocol):
     """An item model that `Program` can train: an `nnx.Module` with these methods.
 
@@ -193,7 +188,7 @@ class Trainable(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Roles:
+class Roles(TrainingTask):
     """The `TrainingTask` of item models.
 
     Attributes:
@@ -207,14 +202,6 @@ class Roles:
     labels: tuple[int, ...] = (-1,)
     targets: tuple[str, ...] | None = None
 
-    @property
-    def whole(self) -> bool:
-        return False
-
-    @property
-    def even(self) -> bool:
-        return False
-
     def check(self, model: Any) -> None:
         lacks = [name for name in ("loss", "train") if not hasattr(model, name)]
         if lacks:
@@ -227,14 +214,6 @@ class Roles:
     def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
         return model.loss(x, labels, weights=weights)
 
-    def staging(
-        self, model: Any, optimizer: Optimizer, deterministic: bool
-    ) -> Staging | None:
-        return None
-
-    def with_staged(self, x: Any, staged: Any) -> Any:
-        return x
-
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         shown = matrices[0]
         if self.names is not None:
@@ -246,7 +225,6 @@ class Roles:
 
     @property
     def inputs(self) -> list[str]:
-        """Names of the inputs in messages."""
         names = self.names or ()
         return [f"inputs[{name!r}]" for name in names] or ["inputs"]
 

@@ -9,9 +9,10 @@ train on.
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +41,8 @@ _SHARE, _CHUNK_SHARE = 1 / 4, 1 / 8
 Matrix = CSR | np.ndarray
 
 
-@runtime_checkable
-class Scanned(Protocol):
-    """Rows on disk, and the task that learns from them."""
-
-    @property
-    def roles(self) -> TrainingTask:
-        """The roles of the matrices."""
-        ...
+class OnDisk(Protocol):
+    """Data that is read in chunks."""
 
     @property
     def num_rows(self) -> int: ...
@@ -57,22 +52,37 @@ class Scanned(Protocol):
         """Number of rows that a chunk should have, if that is settled."""
         ...
 
-    @property
-    def num_bytes(self) -> int:
-        """Memory that all rows would take; not asked for if `chunk_rows` is settled."""
-        ...
-
-    def ends(self, chunk_rows: int) -> Sequence[int]:
-        """Where each chunk ends."""
-        ...
-
-    def read(self, start: int, stop: int) -> Sequence[Matrix]:
-        """The rows `start .. stop - 1` of each matrix, in NumPy arrays, checked."""
-        ...
-
     def fingerprint(self) -> str:
         """A hash of the metadata of the files."""
         ...
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scanned:
+    """Rows on disk, and the task that learns from them.
+
+    Attributes:
+      sources: data on disk with equally many rows, which are matched by position.
+      roles: the roles of the matrices.
+      read: function that reads the rows `start .. stop - 1` of each matrix, in NumPy arrays,
+        checked.
+      num_bytes: memory that all rows would take.
+      ends: function that says where each chunk ends, for a number of rows in each.
+    """
+
+    sources: Sequence[OnDisk]
+    roles: TrainingTask
+    read: Callable[[int, int], Sequence[Matrix]]
+    num_bytes: int
+    ends: Callable[[int], Sequence[int]]
+
+    @property
+    def num_rows(self) -> int:
+        return self.sources[0].num_rows
+
+    def fingerprint(self) -> str:
+        """A hash of the metadata of the files."""
+        return "-".join(source.fingerprint() for source in self.sources)
 
 
 class Stream:
@@ -91,7 +101,7 @@ class Stream:
         # Kept, because the reading thread does not see the context of this one.
         self._mesh = current_mesh()
         self._device = jax.config.jax_default_device
-        self.chunk_rows = rows.chunk_rows or self._rows_that_fit()
+        self.chunk_rows = rows.sources[0].chunk_rows or self._rows_that_fit()
         self._ends = [0, *rows.ends(self.chunk_rows)]
         self.chunks = np.diff(self._ends).tolist()
         self._thread = concurrent.futures.ThreadPoolExecutor(1, "sparsejax-reader")

@@ -26,9 +26,10 @@ from sparsejax.engine.train.resident import (
     Examples,
     Resident,
     Sizes,
+    TrainingTask,
     checked_weights,
 )
-from sparsejax.engine.train.streaming import Matrix, Stream
+from sparsejax.engine.train.streaming import Matrix, Scanned, Stream
 from sparsejax.kinds.clicks.dynamic import assigned, rates_of
 from sparsejax.kinds.clicks.exchange import IdsAhead, exchange_of
 from sparsejax.kinds.clicks.regression import least_share, set_to
@@ -53,7 +54,7 @@ _ONE_CLASS = "validation needs examples with label 0 and with label 1, for its A
 
 
 @dataclasses.dataclass(frozen=True)
-class ClickTask:
+class ClickTask(TrainingTask):
     """The `TrainingTask` of click models.
 
     Matrices are labels `[n]`, or `[n, 2 l]` with the weights of l labels behind them, dense
@@ -75,16 +76,8 @@ class ClickTask:
     losses: tuple[tuple[str, float | None], ...] = ()
 
     @property
-    def inputs(self) -> list[str]:
-        return []
-
-    @property
     def whole(self) -> bool:
         return bool(self.lists)
-
-    @property
-    def even(self) -> bool:
-        return False
 
     @classmethod
     def of_data(cls, clicks: ClickDataset) -> ClickTask:
@@ -282,33 +275,23 @@ def _check_rows(clicks: Clicks) -> None:
         raise ValueError("the data have no examples")
 
 
-class ScanOfClicks:
-    """Clicks on disk, see `streaming.Scanned`."""
+def scan_of_clicks(
+    clicks: ScannedClicks, beside: Sequence[tuple[str, str]] = ()
+) -> Scanned:
+    """Clicks on disk. Their size is without lists, whose lengths the files do not say."""
+    _check_rows(clicks)
+    rows = clicks.num_rows
+    # Only the values of a column say whether it has lists.
+    roles = ClickTask.of_data(clicks.read(0, 1))
 
-    def __init__(self, clicks: ScannedClicks, beside: Sequence[tuple[str, str]] = ()):
-        _check_rows(clicks)
-        self._clicks, self.num_rows, self._beside = clicks, clicks.num_rows, beside
-        self.chunk_rows: int | None = clicks.chunk_rows
-        # Only the values of a column say whether it has lists.
-        self.roles = ClickTask.of_data(clicks.read(0, 1))
-
-    @property
-    def num_bytes(self) -> int:
-        """Without lists, whose lengths the files do not say."""
-        schema = self._clicks.schema
-        return 4 * self.num_rows * len(schema.used)
-
-    def ends(self, chunk_rows: int) -> list[int]:
-        return [*range(chunk_rows, self.num_rows, chunk_rows), self.num_rows]
-
-    def read(self, start: int, stop: int) -> list[Matrix]:
-        part = self._clicks.read(start, stop)
-        for pair in self._beside:
+    def read(start: int, stop: int) -> list[Matrix]:
+        part = clicks.read(start, stop)
+        for pair in beside:
             check_lengths(part.ids, *pair)
-        return self.roles.matrices(part)
+        return roles.matrices(part)
 
-    def fingerprint(self) -> str:
-        return self._clicks.fingerprint()
+    size = 4 * rows * len(clicks.schema.used)
+    return Scanned([clicks], roles, read, size, lambda n: [*range(n, rows, n), rows])
 
 
 def click_job(asked: Fit) -> Job:
@@ -343,7 +326,7 @@ def click_job(asked: Fit) -> Job:
     if isinstance(clicks, ClickDataset):
         examples = click_examples(clicks, asked.row_weights)
     else:
-        scan = ScanOfClicks(clicks, getattr(model, "beside", ()))
+        scan = scan_of_clicks(clicks, getattr(model, "beside", ()))
         examples = Stream(scan, asked.row_weights)
     return Job(examples, metric, prepare, exchange, settings, rates_of(model))
 

@@ -27,7 +27,7 @@ from sparsejax.engine.train.resident import Examples
 from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.clicks.calibrate import calibrate, calibration_curve
 from sparsejax.kinds.clicks.defaults import ClickDefaults
-from sparsejax.kinds.clicks.job import ScanOfClicks
+from sparsejax.kinds.clicks.job import scan_of_clicks
 from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.reading import (
     fingerprint_of,
@@ -301,7 +301,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         return source_of(
             data,
             everything=data,
-            chunks=Stream(ScanOfClicks(data), None).chunks,
+            chunks=Stream(scan_of_clicks(data), None).chunks,
             fingerprint=data.fingerprint(),
             heldout=heldout,
             validation=validation,

@@ -323,7 +323,6 @@ def _reader(numbers: list[jax.Array]) -> gradients.Reader:
     scale, *offset = numbers
 
     def read(x, w, implementation):
-        del implementation
         return row_codes.summed_codes(x, RowCodes(w, scale, *(offset or [None])))
 
     return read

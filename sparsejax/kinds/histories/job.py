@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -18,8 +19,8 @@ from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import metric_names
 from sparsejax.engine.train.job import Job, Measure, metric_of
-from sparsejax.engine.train.resident import Examples
-from sparsejax.engine.train.streaming import Matrix, Stream
+from sparsejax.engine.train.resident import Examples, TrainingTask
+from sparsejax.engine.train.streaming import Matrix, Scanned, Stream
 from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
 from sparsejax.kinds.histories.evaluation import prepared_sequences
 from sparsejax.kinds.histories.next_items import (
@@ -30,14 +31,13 @@ from sparsejax.kinds.histories.next_items import (
     has_times,
 )
 from sparsejax.mesh.layout import num_devices
-from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit
 from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR, host_rows
 
 
 @dataclasses.dataclass(frozen=True)
-class SequenceTask:
+class SequenceTask(TrainingTask):
     """The `TrainingTask` of models of histories.
 
     Matrices are the last `max_length + 1` items of each row, `[n, max_length + 1]`, their
@@ -56,7 +56,7 @@ class SequenceTask:
 
     packs: bool
     # Checkpoints know data by what this is written as.
-    even: bool = dataclasses.field(repr=False)
+    even: bool = dataclasses.field(repr=False)  # pyrefly: ignore[bad-override]
     events: tuple[str, ...] = dataclasses.field(default=(), repr=False)
     weighted: bool = dataclasses.field(default=False, repr=False)
     wire_dtype: str | None = dataclasses.field(default=None, repr=False)
@@ -73,10 +73,6 @@ class SequenceTask:
             getattr(data, "weights", None) is not None,
             wire_dtype,
         )
-
-    @property
-    def inputs(self) -> list[str]:
-        return []
 
     @property
     def whole(self) -> bool:
@@ -104,12 +100,6 @@ class SequenceTask:
         if self.wire_dtype is not None:
             named["wire_dtype"] = self.wire_dtype
         return model.loss(histories, **named)
-
-    def staging(self, model: Any, optimizer: Optimizer, deterministic: bool) -> None:
-        return None
-
-    def with_staged(self, x: Any, staged: Any) -> Any:
-        return x
 
     def matrices(self, model: Any, data: Any) -> list[Matrix]:
         """The matrices of `Histories` or a `SequenceDataset`."""
@@ -223,31 +213,16 @@ def _check(model: Any, data: Any) -> None:
     check_events(model, data)
 
 
-class ScanOfSequences:
-    """Histories on disk, see `streaming.Scanned`."""
-
-    def __init__(
-        self, model: Any, sequences: ScannedSequences, wire_dtype: str | None = None
-    ):
-        self._model, self._sequences = model, sequences
-        self.roles = SequenceTask.of_model(model, wire_dtype=wire_dtype)
-        self.num_rows = sequences.num_rows
-        self.chunk_rows: int | None = sequences.chunk_rows
-
-    @property
-    def num_bytes(self) -> int:
-        # Histories, times and places.
-        return 12 * self.num_rows * (self._model.config.max_length + 1)
-
-    def ends(self, chunk_rows: int) -> list[int]:
-        """Chunks end where a group of rows does."""
-        return chunk_ends(self._sequences.groups, chunk_rows)
-
-    def read(self, start: int, stop: int) -> list[Matrix]:
-        return self.roles.matrices(self._model, self._sequences.read(start, stop))
-
-    def fingerprint(self) -> str:
-        return self._sequences.fingerprint()
+def scan_of_sequences(
+    model: Any, sequences: ScannedSequences, wire_dtype: str | None = None
+) -> Scanned:
+    """Histories on disk. Chunks end where a group of rows does."""
+    roles = SequenceTask.of_model(model, wire_dtype=wire_dtype)
+    # Histories, times and places.
+    size = 12 * sequences.num_rows * (model.config.max_length + 1)
+    read = lambda *rows: roles.matrices(model, sequences.read(*rows))
+    ends = functools.partial(chunk_ends, sequences.groups)
+    return Scanned([sequences], roles, read, size, ends)
 
 
 def left_out_of_validation(sequences: SequenceDataset) -> Literal["inputs"] | None:
@@ -288,7 +263,7 @@ def sequence_job(asked: Fit) -> Job:
                 "validation needs the histories in host memory, and these are scanned; "
                 "call evaluate with some of them, for example in log=..."
             )
-        scanned = ScanOfSequences(model, sequences, narrow)
+        scanned = scan_of_sequences(model, sequences, narrow)
         return Job(Stream(scanned, None), None, None, settings=settings)
     examples = sequence_examples(model, sequences, narrow)
     if validation is None:

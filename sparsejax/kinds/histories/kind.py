@@ -284,7 +284,6 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def read(
         self, source, reading: Reading, *, features=None, indicator=True
     ) -> SequenceDataset:
-        del indicator  # histories have no values
         return read_histories(source, reading, features=features)
 
     def read_to_train(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any, cast
@@ -22,56 +21,33 @@ from sparsejax.engine.rank.evaluation import Setup, metric_names, prepared_evalu
 from sparsejax.engine.rank.popularity import column_counts
 from sparsejax.engine.train.job import Job, Measure, metric_of
 from sparsejax.engine.train.resident import Examples, Roles, Targets, check_labels
-from sparsejax.engine.train.streaming import Stream
+from sparsejax.engine.train.streaming import Scanned, Stream
 from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
 from sparsejax.options.training import Fit
 from sparsejax.sparse import CSR
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class ScannedItems:
-    """Inputs, and perhaps targets, on disk, see `streaming.Scanned`."""
+def scanned_items(
+    inputs: ScannedDataset,
+    targets: ScannedDataset | None = None,
+    check: Callable[[CSR], None] = lambda labels: None,
+) -> Scanned:
+    """Inputs, and perhaps targets, on disk. Chunks end where a group of rows does."""
+    if targets is not None and targets.num_rows != inputs.num_rows:
+        raise ValueError(
+            f"targets has {targets.num_rows:,} rows but inputs has "
+            f"{inputs.num_rows:,}; scanned rows are matched by position"
+        )
+    sources = [inputs] if targets is None else [inputs, targets]
 
-    inputs: ScannedDataset
-    targets: ScannedDataset | None = None
-    check: Callable[[CSR], None] = lambda labels: None
-    roles = Roles()
-
-    def __post_init__(self) -> None:
-        targets, inputs = self.targets, self.inputs
-        if targets is not None and targets.num_rows != inputs.num_rows:
-            raise ValueError(
-                f"targets has {targets.num_rows:,} rows but inputs has "
-                f"{inputs.num_rows:,}; scanned rows are matched by position"
-            )
-
-    @property
-    def sources(self) -> list[ScannedDataset]:
-        return [self.inputs] if self.targets is None else [self.inputs, self.targets]
-
-    @property
-    def num_rows(self) -> int:
-        return self.inputs.num_rows
-
-    @property
-    def chunk_rows(self) -> int | None:
-        return self.inputs.chunk_rows
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(s.num_entries * (4 if s.indicator else 8) for s in self.sources)
-
-    def ends(self, chunk_rows: int) -> list[int]:
-        """Chunks end where a group of rows does."""
-        return chunk_ends(self.inputs.groups, chunk_rows)
-
-    def read(self, start: int, stop: int) -> list[CSR]:
-        matrices = [source.read(start, stop) for source in self.sources]
-        self.check(matrices[-1])
+    def read(start: int, stop: int) -> list[CSR]:
+        matrices = [source.read(start, stop) for source in sources]
+        check(matrices[-1])
         return matrices
 
-    def fingerprint(self) -> str:
-        return "-".join(source.fingerprint() for source in self.sources)
+    size = sum(s.num_entries * (4 if s.indicator else 8) for s in sources)
+    ends = functools.partial(chunk_ends, inputs.groups)
+    return Scanned(sources, Roles(), read, size, ends)
 
 
 def item_examples(
@@ -107,7 +83,7 @@ def item_job(asked: Fit) -> Job:
                 "validation needs the inputs in host memory, and these are scanned; call "
                 "evaluate with some rows of them, for example in log=..."
             )
-        rows = ScannedItems(inputs, targets, functools.partial(check, whole=False))
+        rows = scanned_items(inputs, targets, functools.partial(check, whole=False))
         return Job(Stream(rows, asked.row_weights), None, None)
     if isinstance(targets, ScannedDataset):
         raise TypeError("targets is scanned, so inputs must be scanned too")

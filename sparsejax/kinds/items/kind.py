@@ -23,7 +23,7 @@ from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
 from sparsejax.kinds.items.heldout import prepared_for
-from sparsejax.kinds.items.job import ScannedItems, item_examples, item_job
+from sparsejax.kinds.items.job import item_examples, item_job, scanned_items
 from sparsejax.kinds.kind import (
     DataSizes,
     Defaults,
@@ -173,7 +173,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
             indicator=training.indicator,
             chunk_rows=training.chunk_rows,
         )
-        return data, Stream(ScannedItems(data), None).chunks
+        return data, Stream(scanned_items(data), None).chunks
 
     def matrix(self, data: SparseDataset) -> SparseDataset:
         return data
