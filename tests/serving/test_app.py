@@ -66,7 +66,8 @@ def test_requests_of_the_page(client):
 
 
 def test_manifests_of_the_page_ask_what_the_service_answers(client, capsys):
-    page = (pathlib.Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    root = pathlib.Path(__file__).parents[2]
+    page = (root / "docs" / "serving.md").read_text()
     image = re.search(r"```dockerfile\n(.*?)```", page, re.DOTALL)
     assert image
     extra = re.search(r"/sparsejax\[(\w+)\]", image[1])
@@ -80,8 +81,8 @@ def test_manifests_of_the_page_ask_what_the_service_answers(client, capsys):
     assert words[2] in capsys.readouterr().err.splitlines()[-1]
     port = int(words[words.index("--port") + 1])
     pods = {}
-    for text in re.findall(r"```yaml\n(.*?)```", page, re.DOTALL):
-        manifest = yaml.safe_load(text)
+    for path in re.findall(r"\.\./(examples/kubernetes/\S+)", page):
+        manifest = yaml.safe_load((root / path).read_text())
         spec, kind = manifest["spec"], (manifest["apiVersion"], manifest["kind"])
         pods[kind] = spec.get("predictor") or spec["template"]["spec"]
         if "selector" in spec:
