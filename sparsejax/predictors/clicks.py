@@ -13,11 +13,10 @@ import scipy.special
 
 from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
-from sparsejax.data.sets.click_columns import Numbering
+from sparsejax.data.sets.click_columns import ColumnReader
 from sparsejax.data.sets.click_records import (
     check_lengths,
     examples_of,
-    numbering_of,
 )
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
@@ -207,13 +206,13 @@ class Clicks:
             raise ValueError(
                 "this predictor has no schema; export it with names=train, or use predict"
             )
-        return examples_of(records, self.schema, self.vocabularies, self.numbering)
+        return examples_of(records, self.schema, self.vocabularies, self.reader)
 
     @functools.cached_property
-    def numbering(self) -> dict[str, Numbering]:
-        """How each column of categories gets its ids."""
+    def reader(self) -> ColumnReader:
+        """The reader of the columns."""
         assert self.schema is not None  # else there are no records
-        return numbering_of(self.schema, self.vocabularies, few=True)
+        return ColumnReader(self.schema, self.vocabularies, few=True)
 
     @property
     def _names(self) -> set[str]:

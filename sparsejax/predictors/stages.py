@@ -19,12 +19,11 @@ from sparsejax.data.files.name_index import NameTable
 from sparsejax.data.files.names import Names
 from sparsejax.data.reading.histories import HISTORIES, TIMES
 from sparsejax.data.reading.sources import Inputs, NamedArray, NamedCSR
-from sparsejax.data.sets.click_columns import Numbering
+from sparsejax.data.sets.click_columns import ColumnReader
 from sparsejax.data.sets.click_records import (
     cells_of,
     check_lengths,
     examples_of,
-    numbering_of,
 )
 from sparsejax.data.sets.click_schema import ClickSchema, KeyColumn, vocabularies_of
 from sparsejax.data.sets.sequences import Histories
@@ -79,11 +78,11 @@ class Requests:
             raise ValueError("the schema fits no such vocabularies, lengths, histories")
 
     @functools.cached_property
-    def numbering(self) -> dict[str, Numbering]:
-        """How each column of categories gets its ids."""
+    def reader(self) -> ColumnReader | None:
+        """The reader of the columns."""
         if self.schema is None:
-            return {}
-        return numbering_of(self.schema, self.vocabularies, few=True)
+            return None
+        return ColumnReader(self.schema, self.vocabularies, few=True)
 
     @property
     def columns(self) -> list[str]:
@@ -131,9 +130,7 @@ class Requests:
         if self.stages.history is not None:
             lists = histories if hasattr(histories, "type") else [*map(list, histories)]
             columns = {**columns, self.stages.history: lists}
-        dense, ids = examples_of(
-            columns, self.schema, self.vocabularies, self.numbering
-        )
+        dense, ids = examples_of(columns, self.schema, self.vocabularies, self.reader)
         if len(dense) != len(histories):
             raise ValueError(
                 f"there are {len(histories):,} rows, but columns of {len(dense):,}"

@@ -237,7 +237,7 @@ class Lists(_Ranked):
         self._columns: list[str] = []
         if (requests := getattr(self._model, "requests", None)) is not None:
             self._columns = requests.columns
-            _ = requests.numbering  # made now, and not for the first request
+            _ = requests.reader  # made now, and not for the first request
             numbers = set() if requests.schema is None else {*requests.schema.dense}
             kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
         self._events: Events | None = getattr(self._model, "events", None)
@@ -628,7 +628,7 @@ class Records:
         self._categories, self._labels = set(schema.ids), list(schema.several)
         if "rows" in self._labels:
             raise ValueError("a label is called rows, as an output of the service is")
-        _ = self._model.numbering  # made now, and not for the first request
+        _ = self._model.reader  # made now, and not for the first request
         self.outputs = [
             *(
                 Tensor(n, "FP32", (-1,), None)

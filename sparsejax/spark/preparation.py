@@ -37,7 +37,7 @@ from sparsejax.data.prepared.preparation import (
     all_unknown,
     check_prepared,
     check_same,
-    nothing_left,
+    frequent,
     prepared_before,
     repeats_left_out,
     warn_of_merged,
@@ -287,25 +287,15 @@ class _Preparation:
 
     def _frequent(self, pairs: Any, count: int) -> Any:
         """The pairs of users and items that are frequent enough."""
-        steps = [
-            (column, self.settings[which])
-            for column, which in (("item", "min_item"), ("name", "min_user"))
-            if self.settings[which] > 1
-        ]
-        unchanged, turn = 0, 0
-        while steps and unchanged < len(steps):
-            column, least = steps[turn % len(steps)]
-            turn += 1
+
+        def chosen(pairs: Any, column: str, least: int) -> tuple[Any, int]:
             query = queries.frequent(self._view(pairs), column, least)
-            before, pairs = pairs, self._keep(self.session.sql(query))
-            left = pairs.count()
-            before.unpersist()
-            unchanged, count = (unchanged + 1 if left == count else 0), left
-            if len(steps) == 1:
-                break
-        if not count:
-            raise nothing_left(PATH, self.settings)
-        return pairs
+            following = self._keep(self.session.sql(query))
+            left = following.count()
+            pairs.unpersist()
+            return following, left
+
+        return frequent(PATH, self.settings, pairs, count, chosen)
 
     def _codes(
         self, pairs: Any, known: Names | None, sides: bool

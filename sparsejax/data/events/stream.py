@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import itertools
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import pyarrow as pa
@@ -25,6 +24,7 @@ from sparsejax.data.files import arrow, parquet, spelling, stored
 from sparsejax.data.files.columns import Chosen, Columns
 from sparsejax.data.files.names import Names, to_arrow
 from sparsejax.data.files.opening import DataError, Path
+from sparsejax.options.reading import Prepare
 
 
 class Events:
@@ -125,54 +125,38 @@ class Events:
         )
 
 
-def events_of(
-    source: Any,
-    *,
-    chosen: Chosen,
-    format: str | None,
-    delimiter: str | None,
-    indicator: bool,
-    with_time: bool,
-    skip_bad_lines: bool,
-    separator: str | None = None,
-    time_format: str | None = None,
-) -> Events:
-    """The events of a source, see `open_source`.
+def events_of(options: Prepare, chosen: Chosen, *, with_time: bool) -> Events:
+    """The events that `prepare` is asked to read, see `open_source`.
+
+    With `skip_bad_lines` wrong events, and lines that cannot be read, are left out. Otherwise
+    the first one ends the stream, and all that follow are only counted.
 
     Args:
-      source: files, or a table in memory, in the forms that `sparsejax.prepare` takes.
+      options: the options of `prepare`.
       chosen: the columns.
-      format: format of a file: "text", "pairs", "jsonl", "adjacency" or "parquet"; None
-        finds it.
-      delimiter: text between the columns of pairs; None finds it.
-      indicator: ignore values.
       with_time: times are needed.
-      skip_bad_lines: leave out wrong events, and lines that cannot be read. Otherwise the first one ends the stream, and all
-        that follow are only counted.
-      separator: text between the items in a cell; None makes a cell one item.
-      time_format: format of times that are text, for `strptime`; None means ISO 8601.
 
     Raises:
       DataError: the events cannot be read.
-      TypeError: `source` is neither a path nor a table.
+      TypeError: the source is neither a path nor a table.
       ValueError: a column is chosen for two roles, or by name where there are no names.
     """
-    wrong = Wrong()
+    source, wrong = options.events, Wrong()
     asked = Asked(
         chosen,
-        format,
-        delimiter,
-        indicator=indicator,
+        options.format,
+        options.delimiter,
+        indicator=options.indicator,
         with_time=with_time,
         needs_time=with_time,
         wrong=wrong,
-        skips=skip_bad_lines,
-        separator=separator,
-        time_format=time_format,
+        skips=options.skip_bad_lines,
+        separator=options.separator,
+        time_format=options.time_format,
     )
     format = find_format(source, asked)
     if format in LINES or format == "jsonl":
-        asked = dataclasses.replace(asked, skip_bad_lines=skip_bad_lines)
+        asked = dataclasses.replace(asked, skip_bad_lines=options.skip_bad_lines)
     if format == "parquet":
         files = find_pieces(source)
         _, schema = parquet.first_schema(

@@ -10,7 +10,7 @@ import json
 import os
 import shutil
 import tempfile
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -222,17 +222,7 @@ def prepare(asked: Prepare) -> Manifest:
     settings = Asked(asked)
     before = prepared_before(asked.out, settings.settings)
     with _writing(asked.out, before) as folder, _engine(folder, asked.memory) as engine:
-        found = events_of(
-            asked.events,
-            chosen=settings.chosen,
-            format=asked.format,
-            delimiter=asked.delimiter,
-            indicator=asked.indicator,
-            with_time=settings.with_time,
-            skip_bad_lines=asked.skip_bad_lines,
-            separator=asked.separator,
-            time_format=asked.time_format,
-        )
+        found = events_of(asked, settings.chosen, with_time=settings.with_time)
         found.vocabulary = settings.known
         preparation = _Preparation(engine, found, settings.cut, settings.settings)
         return preparation.run(folder, settings.known, before)
@@ -469,27 +459,15 @@ class _Preparation:
 
     def _frequent(self, table: str) -> str:
         """The pairs of users and items that are frequent enough."""
-        steps = [
-            (column, self.settings[which])
-            for column, which in (("item", "min_item"), ("name", "min_user"))
-            if self.settings[which] > 1
-        ]
-        count = self._count(table)
-        unchanged, turn = 0, 0
-        while steps and unchanged < len(steps):
-            column, least = steps[turn % len(steps)]
-            turn += 1
-            following = f"pairs{turn}"
+
+        def chosen(table: str, column: str, least: int) -> tuple[str, int]:
+            following = f"{table}_"
             self._make(following, queries.frequent(table, column, least))
             self._run(f"DROP TABLE {table}")
-            table = following
-            left = self._count(table)
-            unchanged, count = (unchanged + 1 if left == count else 0), left
-            if len(steps) == 1:
-                break
-        if not count:
-            raise nothing_left(self.events.path, self.settings)
-        return table
+            return following, self._count(following)
+
+        count = self._count(table)
+        return frequent(self.events.path, self.settings, table, count, chosen)
 
     def _vocabulary(
         self, pairs: str, known: Names | None, sides: bool
@@ -590,13 +568,42 @@ def with_left_out(
     return parts | {"test": some_unknown} if cut else parts
 
 
-def nothing_left(path: Path, settings: Mapping[str, Any]) -> DataError:
-    """The error if no user and item is frequent enough."""
-    return DataError.at(
-        path,
-        f"nothing is left: no users have min_user={settings['min_user']:,} items that "
-        f"have min_item={settings['min_item']:,} such users",
-    )
+def frequent[Table](
+    path: Path,
+    settings: Mapping[str, Any],
+    pairs: Table,
+    count: int,
+    chosen: Callable[[Table, str, int], tuple[Table, int]],
+) -> Table:
+    """The pairs of users and items that are frequent enough.
+
+    Args:
+      path: name of the events in messages.
+      settings: settings of the preparation.
+      pairs: all pairs.
+      count: number of the pairs.
+      chosen: function that returns the pairs whose column has each value so many times or more,
+        and their number.
+
+    Raises:
+      DataError: no pair is left.
+    """
+    least = {"item": settings["min_item"], "name": settings["min_user"]}
+    steps = [(column, least) for column, least in least.items() if least > 1]
+    unchanged, turn = 0, 0
+    while steps and unchanged < len(steps):
+        pairs, left = chosen(pairs, *steps[turn % len(steps)])
+        turn += 1
+        unchanged, count = (unchanged + 1 if left == count else 0), left
+        if len(steps) == 1:
+            break
+    if not count:
+        raise DataError.at(
+            path,
+            f"nothing is left: no users have min_user={settings['min_user']:,} items that "
+            f"have min_item={settings['min_item']:,} such users",
+        )
+    return pairs
 
 
 def all_held_out(path: Path, cut: Cut) -> DataError:

@@ -189,7 +189,7 @@ def _read(source: Any, asked: Asked, reader: EventReader | None) -> SequenceData
         columns.check_order(path)
     blocks = opened.blocks()
     found = encode(blocks if reader is None else reader.taking(blocks), path)
-    events = None if reader is None else reader.finish(path)
+    events = None if reader is None else reader.events(path)
     if columns is not None and found.times is None:
         columns = columns.without_empty_times()
         columns.check_order(path)

@@ -19,8 +19,9 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.scan import Group, Scan
 from sparsejax.data.sets.click_columns import (
+    ColumnReader,
     Counter,
-    Numbering,
+    Numbered,
     categories_of,
     dense_of,
     labels_of,
@@ -41,7 +42,6 @@ from sparsejax.data.sets.click_schema import (
     num_ids,
     vocabularies_of,
     vocabulary_columns,
-    vocabulary_of,
     without_time,
 )
 from sparsejax.data.sets.click_storage import (
@@ -179,11 +179,8 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         return stored_columns(self.schema) if self.is_saved else self.schema.used
 
     @functools.cached_property
-    def _numbering(self) -> dict[str, Numbering]:
-        return {
-            name: Numbering(column, vocabulary_of(self.schema, name, self.vocabularies))
-            for name, column in self.schema.ids.items()
-        }
+    def _reader(self) -> ColumnReader:
+        return ColumnReader(self.schema, self.vocabularies)
 
     @functools.cached_property
     def _groups(self) -> list[Group] | None:
@@ -221,23 +218,12 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
                 return ClickDataset(**parts._asdict())
             except (ValueError, pa.ArrowException) as error:
                 raise DataError.at(block.path, f"is damaged: {error}") from error
-        numbering = self._numbering
-        found = {name: categories_of(block, name) for name in numbering}
-        sizes = self.num_ids
-        ids = {
-            name: join_ids(
-                block.path,
-                name,
-                [numbering[name].ids(each)],
-                [each.lengths],
-                sizes[name],
-            )
-            for name, each in found.items()
-        }
+        found, sizes = self._reader.categories(block), self.num_ids
+        numbered = self._reader.numbered(found).items()
         return ClickDataset(
             labels_of(block, self.schema),
             dense_of(block, self.schema.dense),
-            ids,
+            {n: join_ids(block.path, n, [each], sizes[n]) for n, each in numbered},
             self.schema,
             self.vocabularies,
             weights=weights_of(block, self.schema),
@@ -250,9 +236,13 @@ class ScannedClicks(Scan[ClickDataset, ClickDataset]):
         ids: dict[str, Ids] = {}
         for name, size in self.num_ids.items():
             each = [part.ids[name] for part in parts]
-            flat = [np.asarray(x.indices if isinstance(x, CSR) else x) for x in each]
-            lengths = [np.diff(x.indptr) if isinstance(x, CSR) else None for x in each]
-            ids[name] = join_ids(self.path, name, flat, lengths, size)
+            numbered = [
+                Numbered(np.asarray(x.indices), np.diff(x.indptr))
+                if isinstance(x, CSR)
+                else Numbered(x, None)
+                for x in each
+            ]
+            ids[name] = join_ids(self.path, name, numbered, size)
         weights = [part.weights for part in parts if part.weights is not None]
         seen = [p.propensities for p in parts if p.propensities is not None]
         return ClickDataset(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -21,7 +21,7 @@ from sparsejax.data.files.names import (
     find_texts,
     to_arrow,
 )
-from sparsejax.data.files.opening import DataError
+from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.values import (
     are_no_times,
     find_time_problem,
@@ -38,11 +38,12 @@ from sparsejax.data.sets.click_schema import (
     RARE,
     ClickSchema,
     DenseColumn,
+    HasColumns,
     HashedColumn,
-    HasIds,
     IdColumn,
     KeyColumn,
     VocabularyColumn,
+    vocabularies_of,
     vocabulary_columns,
     vocabulary_of,
 )
@@ -52,6 +53,18 @@ _LARGEST = str(2**64 - 1)
 _FOLD = 2**20
 # Signs between the items of a list in other software; and how many cells are looked at.
 _SEPARATORS, _LOOKED_AT = "|;, ", 1000
+
+
+class Numbered(NamedTuple):
+    """The ids of a block of a column.
+
+    Attributes:
+      ids: `[entries]`.
+      lengths: `[examples]` number of entries of each example; None if each has one.
+    """
+
+    ids: np.ndarray
+    lengths: np.ndarray | None
 
 
 class Categories(NamedTuple):
@@ -285,7 +298,7 @@ def categories_of(block: Cells, name: str) -> Categories:
 
 def warn_of_lists(
     found: Mapping[str, Categories],
-    schema: HasIds,
+    schema: HasColumns,
     vocabularies: Mapping[str, Names] | None,
 ) -> None:
     """Warns of text that seems to be a list, such as "tea|rye", though it is one category.
@@ -478,6 +491,114 @@ class Counter:
         table = table.group_by("name").aggregate([("count", "sum")])
         self._waiting = [table.rename_columns(["name", "count"])]
         self._size = self._known = len(table)
+
+
+class ColumnReader:
+    """Makes numbers and ids from cells, block by block.
+
+    Args:
+      schema: types of the columns.
+      known: the categories of each vocabulary, which keep their ids; None learns them.
+      append: learn the categories that `known` lacks. Otherwise they are unknown.
+      most: the largest number of categories in a list; None for any.
+      few: the option of `Numbering`.
+    """
+
+    def __init__(
+        self,
+        schema: HasColumns,
+        known: Mapping[str, Names] | None,
+        *,
+        append: bool = False,
+        most: int | None = None,
+        few: bool = False,
+    ):
+        self._schema, self._known, self._most = schema, known, most
+        learned = vocabularies_of(schema) if known is None or append else {}
+        self._learners = {
+            name: Learner(None if known is None else known[name]) for name in learned
+        }
+        self._owners = vocabulary_columns(schema)
+        self._numbering = {
+            name: Numbering(column, vocabulary_of(schema, name, known), few=few)
+            for name, column in schema.ids.items()
+            if self._owners.get(name) not in self._learners
+        }
+        self._dense: list[np.ndarray] = []
+        self._ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
+        self._lengths: dict[str, list[np.ndarray | None]] = {n: [] for n in schema.ids}
+
+    def categories(
+        self, cells: Cells, names: Iterable[str] | None = None
+    ) -> dict[str, Categories]:
+        """The columns of categories, or some of them.
+
+        Raises:
+          DataError: a column holds something else, or a list has too many categories.
+        """
+        names = self._schema.ids if names is None else names
+        found = {name: categories_of(cells, name) for name in names}
+        for name, (_, sizes) in found.items():
+            most = np.inf if self._most is None else self._most
+            if sizes is not None and sizes.max(initial=0) > most:
+                event = int(np.argmax(sizes))
+                raise cells.error(
+                    event,
+                    f"column {name!r} has {sizes[event]:,} categories here, but an event has "
+                    f"at most {most}; keep the most important ones",
+                )
+        return found
+
+    def numbered(self, found: Mapping[str, Categories]) -> dict[str, Numbered]:
+        """The ids of columns whose categories are not learned."""
+        return {
+            name: Numbered(self._numbering[name].ids(each), each.lengths)
+            for name, each in found.items()
+            if name in self._numbering
+        }
+
+    def check(self, cells: Cells) -> None:
+        """Raises DataError for cells that cannot be read."""
+        dense_of(cells, self._schema.dense)
+        self.categories(cells)
+
+    def take(self, cells: Cells) -> None:
+        """Takes the next block.
+
+        Raises:
+          DataError: a cell cannot be read.
+        """
+        self._dense.append(dense_of(cells, self._schema.dense))
+        found = self.categories(cells)
+        if len(self._dense) == 1:
+            warn_of_lists(found, self._schema, self._known)
+        for name, each in self.numbered(found).items():
+            self._ids[name].append(each.ids)
+        for name, each in found.items():
+            self._lengths[name].append(each.lengths)
+            if name not in self._numbering:
+                self._learners[self._owners[name]].add(name, each.texts)
+
+    def finish(
+        self, path: Path, what: str
+    ) -> tuple[dict[str, Names], np.ndarray, dict[str, list[Numbered]]]:
+        """The vocabularies, `[examples, columns]` numbers, and the ids of all blocks.
+
+        Raises:
+          DataError: there was no block: the message is that there is no `what`.
+        """
+        if not self._dense:
+            raise DataError.at(path, what)
+        vocabularies, ids = dict(self._known or {}), dict(self._ids)
+        for name, learner in self._learners.items():
+            least = vocabularies_of(self._schema)[name].min_count
+            vocabularies[name], learned = learner.finish(least)
+            ids |= learned
+        each = {
+            name: list(map(Numbered, parts, self._lengths[name]))
+            for name, parts in ids.items()
+        }
+        return vocabularies, np.concatenate(self._dense), each
 
 
 def ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:

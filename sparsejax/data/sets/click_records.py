@@ -13,8 +13,7 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stored import id_lists
 from sparsejax.data.sets.click_columns import (
-    Numbering,
-    categories_of,
+    ColumnReader,
     dense_of,
     warn_of_lists,
     with_fixed,
@@ -23,7 +22,6 @@ from sparsejax.data.sets.click_schema import (
     RARE,
     ClickSchema,
     num_ids,
-    vocabulary_of,
 )
 from sparsejax.data.sets.click_storage import Ids
 from sparsejax.sparse import CSR
@@ -40,7 +38,7 @@ def examples_of(
     | Sequence[Mapping[str, Any]],
     schema: ClickSchema,
     vocabularies: Mapping[str, Names],
-    numbering: Mapping[str, Numbering] | None = None,
+    reader: ColumnReader | None = None,
 ) -> tuple[np.ndarray, dict[str, Ids]]:
     """Numbers and ids of records, by the rules of `read_clicks`.
 
@@ -50,7 +48,7 @@ def examples_of(
       schema: types of the columns.
       vocabularies: categories of the training data; other categories have the id of
         rare ones.
-      numbering: result of `numbering_of` for many calls; by default it is made now.
+      reader: reader of these columns for many calls; by default it is made now.
 
     Returns:
       Dense columns `[n, d]` float32, and the ids of each feature as in a `ClickDataset`.
@@ -62,32 +60,18 @@ def examples_of(
     """
     asked = [name for name in schema.inputs if name not in schema.fixed]
     block = with_fixed(cells_of(records, asked), schema)
-    if numbering is None:
-        numbering = numbering_of(schema, vocabularies)
-    sizes = num_ids(schema, vocabularies)
-    found = {name: categories_of(block, name) for name in schema.ids}
-    ids: dict[str, Ids] = {}
-    unknown = False
-    for name in schema.ids:
-        flat = numbering[name].ids(found[name])
+    if reader is None:
+        reader = ColumnReader(schema, vocabularies)
+    sizes, ids, unknown = num_ids(schema, vocabularies), {}, False
+    found = reader.categories(block)
+    for name, (flat, lengths) in reader.numbered(found).items():
         unknown |= bool((flat == RARE).any())
-        if (lengths := found[name].lengths) is None:
-            ids[name] = flat
-        else:
-            ids[name] = id_lists(flat, np.append(0, np.cumsum(lengths)), sizes[name])
+        if lengths is not None:
+            flat = id_lists(flat, np.append(0, np.cumsum(lengths)), sizes[name])
+        ids[name] = flat
     if unknown:  # else it would take a service's time in vain
         warn_of_lists(found, schema, vocabularies)
     return dense_of(block, schema.dense), ids
-
-
-def numbering_of(
-    schema: ClickSchema, vocabularies: Mapping[str, Names], *, few: bool = False
-) -> dict[str, Numbering]:
-    """How each column of categories gets its ids; `few` is that of `Numbering`."""
-    return {
-        name: Numbering(column, vocabulary_of(schema, name, vocabularies), few=few)
-        for name, column in schema.ids.items()
-    }
 
 
 def cells_of(records: Any, names: Sequence[str]) -> Cells:

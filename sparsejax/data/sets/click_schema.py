@@ -545,14 +545,16 @@ def without_propensity(schema: ClickSchema) -> ClickSchema:
     return dataclasses.replace(schema, propensity=None, least_propensity=None)
 
 
-class HasIds(Protocol):
-    """A schema with columns of categories: of clicks, or of events."""
+class HasColumns(Protocol):
+    """A schema with columns of numbers and of categories: of clicks, or of events."""
 
+    @property
+    def dense(self) -> Mapping[str, DenseColumn]: ...
     @property
     def ids(self) -> Mapping[str, IdColumn]: ...
 
 
-def vocabulary_columns(schema: HasIds) -> dict[str, str]:
+def vocabulary_columns(schema: HasColumns) -> dict[str, str]:
     """For each `VocabularyColumn` the column whose vocabulary it has: itself, or the one it is like."""
     return {
         name: column.like or name
@@ -561,7 +563,7 @@ def vocabulary_columns(schema: HasIds) -> dict[str, str]:
     }
 
 
-def vocabularies_of(schema: HasIds) -> dict[str, VocabularyColumn]:
+def vocabularies_of(schema: HasColumns) -> dict[str, VocabularyColumn]:
     """The columns that have a vocabulary of their own."""
     return {
         name: column
@@ -571,13 +573,13 @@ def vocabularies_of(schema: HasIds) -> dict[str, VocabularyColumn]:
 
 
 def vocabulary_of(
-    schema: HasIds, name: str, vocabularies: Mapping[str, Names] | None
+    schema: HasColumns, name: str, vocabularies: Mapping[str, Names] | None
 ) -> Names | None:
     """The vocabulary of a column; None if it has none, or if there are none yet."""
     return (vocabularies or {}).get(vocabulary_columns(schema).get(name, name))
 
 
-def num_ids(schema: HasIds, vocabularies: Mapping[str, Names]) -> dict[str, int]:
+def num_ids(schema: HasColumns, vocabularies: Mapping[str, Names]) -> dict[str, int]:
     """Number of ids of each feature."""
     columns = vocabulary_columns(schema)
 
@@ -592,7 +594,7 @@ def num_ids(schema: HasIds, vocabularies: Mapping[str, Names]) -> dict[str, int]
 
 
 def features_of(
-    schema: HasIds, vocabularies: Mapping[str, Names]
+    schema: HasColumns, vocabularies: Mapping[str, Names]
 ) -> dict[str, int | str]:
     """Number of ids of each feature, or the name of the one that it is like."""
     columns = vocabulary_columns(schema)

@@ -17,16 +17,14 @@ from sparsejax.data.files.opening import DataError, Path, WithoutLines
 from sparsejax.data.files.stored import id_lists
 from sparsejax.data.sets import click_storage
 from sparsejax.data.sets.click_columns import (
-    Learner,
-    Numbering,
-    categories_of,
+    ColumnReader,
+    Numbered,
     dense_of,
     find_categories,
     labels_of,
     propensities_of,
     ranked,
     times_of,
-    warn_of_lists,
     weights_of,
     with_fixed,
 )
@@ -46,7 +44,6 @@ from sparsejax.data.sets.click_schema import (
     num_ids,
     vocabularies_of,
     vocabulary_columns,
-    vocabulary_of,
     without_propensity,
 )
 from sparsejax.data.sets.click_storage import Ids
@@ -234,9 +231,9 @@ class ClickDataset:
         for at, (name, column) in enumerate(schema.dense.items()):
             if name in one:
                 dense[:, at] = dense_of(block, {name: column})[0]
-        for name in ids.keys() & one.keys():
-            known = vocabulary_of(schema, name, self.vocabularies)
-            found = Numbering(schema.ids[name], known).ids(categories_of(block, name))
+        reader = ColumnReader(schema, self.vocabularies)
+        fixed = reader.categories(block, ids.keys() & one.keys())
+        for name, (found, _) in reader.numbered(fixed).items():
             found = np.repeat(found, rows)
             if isinstance(ids[name], CSR):
                 found = id_lists(found, np.arange(rows + 1), self.num_ids[name])
@@ -508,15 +505,13 @@ def _check(
     """Raises DataError for examples that cannot be read."""
     if served:
         block = with_fixed(block, schema)
-    dense_of(block, schema.dense)
+    ColumnReader(schema, {}).check(block)
     if labelled:
         labels_of(block, schema)
         weights_of(block, schema)
         propensities_of(block, schema)
         if schema.time is not None and schema.time in block.columns:
             times_of(block, schema.time, None)
-    for name in schema.ids:
-        categories_of(block, name)
 
 
 def read_unlabelled(
@@ -554,27 +549,10 @@ def _read(
     append: bool = False,
     skip_bad_lines: bool = False,
 ) -> ClickDataset:
-    learners = {}
-    if known is None or append:
-        learners = {
-            name: Learner(None if known is None else known[name])
-            for name in vocabularies_of(schema)
-        }
-    learner_of = {
-        name: learners[owner]
-        for name, owner in vocabulary_columns(schema).items()
-        if learners
-    }
-    numbering = {
-        name: Numbering(column, vocabulary_of(schema, name, known))
-        for name, column in schema.ids.items()
-        if name not in learner_of
-    }
-    labels, dense, times, weights, seen, kind = [], [], [], [], [], None
+    reader = ColumnReader(schema, known, append=append)
+    labels, times, weights, seen, kind = [], [], [], [], None
     timed = schema.time if labelled else None
     names = schema.used + [timed] if timed is not None else None
-    ids: dict[str, list[np.ndarray]] = {name: [] for name in schema.ids}
-    lengths: dict[str, list[np.ndarray | None]] = {name: [] for name in schema.ids}
     check = None
     if skip_bad_lines:
         check = functools.partial(
@@ -586,10 +564,8 @@ def _read(
     for block in blocks:
         if served:
             block = with_fixed(block, schema)
-        dense.append(dense_of(block, schema.dense))
-        labels.append(
-            labels_of(block, schema) if labelled else _none(dense[-1], schema)
-        )
+        reader.take(block)
+        labels.append(labels_of(block, schema) if labelled else _none(block, schema))
         if timed is not None:
             part, kind = times_of(block, timed, kind)
             times.append(part)
@@ -597,30 +573,12 @@ def _read(
             weights.append(part)
         if labelled and (part := propensities_of(block, schema)) is not None:
             seen.append(part)
-        found = {name: categories_of(block, name) for name in schema.ids}
-        if len(dense) == 1:
-            warn_of_lists(found, schema, known)
-        for name, each in found.items():
-            lengths[name].append(each.lengths)
-            if name in numbering:
-                ids[name].append(numbering[name].ids(each))
-            else:
-                learner_of[name].add(name, each.texts)
-    if not labels:
-        raise DataError.at(as_paths(path)[0], "holds no examples")
-    vocabularies = dict(known or {})
-    for name, column in vocabularies_of(schema).items():
-        if name in learners:
-            vocabularies[name], learned = learners[name].finish(column.min_count)
-            ids |= learned
+    vocabularies, dense, ids = reader.finish(as_paths(path)[0], "holds no examples")
     sizes = num_ids(schema, vocabularies)
     return ClickDataset(
         np.concatenate(labels),
-        np.concatenate(dense),
-        {
-            name: join_ids(path, name, parts, lengths[name], sizes[name])
-            for name, parts in ids.items()
-        },
+        dense,
+        {n: join_ids(path, n, parts, sizes[n]) for n, parts in ids.items()},
         schema,
         vocabularies,
         np.concatenate(times) if times else None,
@@ -629,11 +587,12 @@ def _read(
     )
 
 
-def _none(dense: np.ndarray, schema: ClickSchema) -> np.ndarray:
+def _none(block: Cells, schema: ClickSchema) -> np.ndarray:
     """Labels of examples without labels: 0, or NaN with several labels."""
+    rows = len(next(iter(block.columns.values())))
     if not schema.several:
-        return np.zeros(len(dense), np.float32)
-    return np.full((len(dense), len(schema.several)), np.nan, np.float32)
+        return np.zeros(rows, np.float32)
+    return np.full((rows, len(schema.several)), np.nan, np.float32)
 
 
 def check_same_schema(train: ClickSchema, other: ClickSchema, what: str) -> None:
@@ -686,8 +645,7 @@ def known_vocabularies(
 def join_ids(
     path: Paths,
     name: str,
-    parts: list[np.ndarray],
-    lengths: list[np.ndarray | None],
+    parts: list[Numbered],
     size: int,
 ) -> Ids:
     """The ids of all blocks.
@@ -695,15 +653,14 @@ def join_ids(
     Args:
       path: the files, for messages.
       name: the column.
-      parts: `[entries]` ids of each block.
-      lengths: `[examples]` lengths of the lists of each block; None without lists.
+      parts: the ids of each block.
       size: number of ids that there are.
     """
-    flat = np.concatenate(parts)
-    known = [each for each in lengths if each is not None]
+    flat = np.concatenate([part.ids for part in parts])
+    known = [part.lengths for part in parts if part.lengths is not None]
     if not known:
         return flat
-    if len(known) < len(lengths):
+    if len(known) < len(parts):
         raise DataError.at(
             as_paths(path)[0], f"column {name!r} holds lists in some files only"
         )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from types import MappingProxyType
 from typing import Any
@@ -22,13 +23,10 @@ from sparsejax.data.files.names import (
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.spelling import are_missing, as_integers_or_text
 from sparsejax.data.sets.click_columns import (
-    Categories,
-    Learner,
-    Numbering,
-    categories_of,
+    ColumnReader,
+    Numbered,
     dense_of,
     find_categories,
-    warn_of_lists,
 )
 from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_records import cells_of, record_columns
@@ -40,7 +38,6 @@ from sparsejax.data.sets.click_schema import (
     num_ids,
     vocabularies_of,
     vocabulary_columns,
-    vocabulary_of,
 )
 from sparsejax.data.sets.event_schema import EventSchema
 
@@ -205,12 +202,15 @@ class Events:
         dense = {n: self.schema.dense[n] for n in names if n in self.schema.dense}
         numbers = dense_of(cells, dense)
         found = {n: np.ascontiguousarray(numbers[:, i]) for i, n in enumerate(dense)}
-        for name in (name for name in names if name not in dense):
-            each = _checked(categories_of(cells, name), name, cells)
-            known = vocabulary_of(self.schema, name, self.vocabularies)
-            ids = Numbering(self.schema.ids[name], known).ids(each)
-            found[name] = _joined([ids], [each.lengths])
-        return found
+        categories = self._reader.categories(
+            cells, [n for n in names if n not in dense]
+        )
+        numbered = self._reader.numbered(categories).items()
+        return found | {name: _joined([each]) for name, each in numbered}
+
+    @functools.cached_property
+    def _reader(self) -> EventReader:
+        return EventReader(self)
 
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Events:
         """Columns of other events, of the same schema."""
@@ -345,7 +345,7 @@ def no_events(
     return Events(schema, vocabularies, columns)
 
 
-class EventReader:
+class EventReader(ColumnReader):
     """Makes columns of events from cells, block by block.
 
     Args:
@@ -354,54 +354,10 @@ class EventReader:
     """
 
     def __init__(self, given: EventSchema | Events):
-        known = None if isinstance(given, EventSchema) else given.vocabularies
-        self.schema = given if isinstance(given, EventSchema) else given.schema
-        self._known = known
-        self._learners = {
-            name: Learner() for name in vocabularies_of(self.schema) if known is None
-        }
-        owners = vocabulary_columns(self.schema)
-        self._learner_of = {
-            name: self._learners[owner]
-            for name, owner in owners.items()
-            if owner in self._learners
-        }
-        self._numbering = {
-            name: Numbering(column, vocabulary_of(self.schema, name, known))
-            for name, column in self.schema.ids.items()
-            if name not in self._learner_of
-        }
-        self._dense: list[np.ndarray] = []
-        self._ids: dict[str, list[np.ndarray]] = {name: [] for name in self.schema.ids}
-        self._lengths: dict[str, list[np.ndarray | None]] = {
-            name: [] for name in self.schema.ids
-        }
-
-    def check(self, cells: Cells) -> None:
-        """Raises DataError for events whose columns cannot be read."""
-        dense_of(cells, self.schema.dense)
-        for name in self.schema.ids:
-            _checked(categories_of(cells, name), name, cells)
-
-    def take(self, cells: Cells) -> None:
-        """Takes the columns of some events.
-
-        Raises:
-          DataError: a cell cannot be read.
-        """
-        self._dense.append(dense_of(cells, self.schema.dense))
-        found = {
-            name: _checked(categories_of(cells, name), name, cells)
-            for name in self.schema.ids
-        }
-        if len(self._dense) == 1:
-            warn_of_lists(found, self.schema, self._known)
-        for name, each in found.items():
-            self._lengths[name].append(each.lengths)
-            if name in self._numbering:
-                self._ids[name].append(self._numbering[name].ids(each))
-            else:
-                self._learner_of[name].add(name, each.texts)
+        is_schema = isinstance(given, EventSchema)
+        self.schema = given if is_schema else given.schema
+        known = None if is_schema else given.vocabularies
+        super().__init__(self.schema, known, most=_MOST_CATEGORIES)
 
     def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
         """The blocks, whose cells of further columns are taken as they pass.
@@ -414,49 +370,27 @@ class EventReader:
                 self.take(block.beside)
             yield block
 
-    def finish(self, path: Path) -> Events:
+    def events(self, path: Path) -> Events:
         """The columns of all events, in the order in which they were read.
 
         Raises:
           DataError: there are none.
         """
-        if not self._dense:
-            raise DataError.at(path, "holds no data: there is no event")
-        vocabularies = dict(self._known or {})
-        for name, column in vocabularies_of(self.schema).items():
-            if name in self._learners:
-                vocabularies[name], learned = self._learners[name].finish(
-                    column.min_count
-                )
-                self._ids |= learned
-        dense = np.concatenate(self._dense)
+        names, dense, ids = self.finish(path, "holds no data: there is no event")
         columns = {
             name: np.ascontiguousarray(dense[:, i])
             for i, name in enumerate(self.schema.dense)
         }
-        for name, parts in self._ids.items():
-            columns[name] = _joined(parts, self._lengths[name])
-        return Events(self.schema, vocabularies, columns)
+        columns |= {name: _joined(parts) for name, parts in ids.items()}
+        return Events(self.schema, names, columns)
 
 
-def _checked(found: Categories, name: str, cells: Cells) -> Categories:
-    if found.lengths is not None and found.lengths.max(initial=0) > _MOST_CATEGORIES:
-        event = int(np.argmax(found.lengths))
-        raise cells.error(
-            event,
-            f"column {name!r} has {found.lengths[event]:,} categories here, but an event "
-            f"has at most {_MOST_CATEGORIES}; keep the most important ones",
-        )
-    return found
-
-
-def _joined(parts: list[np.ndarray], lengths: list[np.ndarray | None]) -> np.ndarray:
+def _joined(parts: list[Numbered]) -> np.ndarray:
     """`[entries]` ids, or `[entries, most]` if some have lists."""
-    flat = np.concatenate(parts)
-    if all(each is None for each in lengths):
+    flat = np.concatenate([part.ids for part in parts])
+    if all(part.lengths is None for part in parts):
         return flat
-    pairs = zip(parts, lengths, strict=True)
-    each = [np.ones(len(p), np.int64) if n is None else n for p, n in pairs]
+    each = [np.ones(len(p), np.int64) if n is None else n for p, n in parts]
     sizes = np.concatenate(each)
     has = np.arange(max(1, sizes.max(initial=0))) < sizes[:, None]
     found = np.full(has.shape, _PADDING, np.int32)
@@ -535,4 +469,4 @@ def read_user_features(
     if len(distinct) < len(codes):
         twice = distinct[np.argmax(np.bincount(codes) > 1)]
         raise DataError.at(path, f"column {user!r} has {twice!r} twice")
-    return UserFeatures(distinct, reader.finish(path).taken(np.argsort(codes)))
+    return UserFeatures(distinct, reader.events(path).taken(np.argsort(codes)))
