@@ -86,7 +86,7 @@ class Missed:
 
 @dataclasses.dataclass(frozen=True)
 class Read(Sequence[jax.Array]):
-    """Numbers in memory. Each is read where it is asked for, so a branch reads its own.
+    """Numbers in memory, each of which is read only in the branch that uses it.
 
     Attributes:
       read: function that reads the number at a place.

@@ -76,7 +76,7 @@ def places(even: float, room: float | None, default: float = _ROOM) -> int:
 
 
 class Slots(NamedTuple):
-    """How much of an exchange there is room for.
+    """The capacities of an exchange.
 
     Attributes:
       ids: number of ids of a device.
@@ -317,7 +317,7 @@ class DividedRows:
         )
 
     def certain(self) -> DividedRows:
-        """These rows, marked as having enough places for all ids."""
+        """The same rows, marked as having enough places for all ids."""
         if self.route is None:
             return self
         return dataclasses.replace(self, route=self.route._replace(crowded=None))
@@ -341,7 +341,7 @@ class DividedRows:
         return dataclasses.replace(self, route=route._replace(owned=owned))
 
     def read_after(self, x: jax.Array) -> DividedRows:
-        """These rows, which wait until `x` is there."""
+        """The same rows, which compiled programs read only after `x` was computed."""
         route = self.route
         if route is None or route.asked is None:
             return self
@@ -360,11 +360,11 @@ class DividedRows:
 
     @property
     def crosses(self) -> bool:
-        """Whether sums or rows cross."""
+        """Whether sums or rows are exchanged between devices."""
         return self.route is not None and self.route.asked is not None
 
     def with_gradient(self, parts: Any, owned: Any) -> DividedRows:
-        """The cotangent, made of the gradients of the data."""
+        """The cotangent of this matrix, from the gradients of its values."""
         route = self.route
         if route is not None:
             asked = _without_leaves(route.asked)
@@ -390,7 +390,7 @@ class DividedRows:
         return lax.all_gather(dy, "model", tiled=True)
 
     def after(self, zero: Int[Array, ""]) -> DividedRows:
-        """Within: these rows; gradients cross when this zero is there."""
+        """Within: the same rows, whose gradients are exchanged only after `zero` was computed."""
         route = self.route
         assert route is not None
         bags = route.bags
@@ -489,7 +489,7 @@ def _without_leaves(x: CSR | None) -> CSR | None:
 
 
 def _after(x: CSR, zero: Int[Array, ""]) -> CSR:
-    """The same matrix, read when this zero is there."""
+    """The same matrix, which compiled programs read only after they have computed `zero`."""
     leaves = (x.data, x.indices, x.indptr + zero, None)
     return CSR.tree_unflatten(x.num_cols, leaves)
 

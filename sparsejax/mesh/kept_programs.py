@@ -293,7 +293,7 @@ class _Folder:
 
 
 def _nothing() -> None:
-    """Does nothing more, where a program is not kept."""
+    """Does nothing: the second half of `lower_ahead` where programs are not kept."""
 
 
 def as_shapes[Tree](tree: Tree) -> Tree:
@@ -320,7 +320,7 @@ def _is_traced(tree: Any) -> bool:
 
 
 def _type(leaf: Any) -> tuple[Any, ...]:
-    """All that a program knows of an argument that is an array, or becomes one."""
+    """The shape, dtype and placement of an argument that is an array, or becomes one."""
     if isinstance(leaf, jax.ShapeDtypeStruct):
         found = leaf.shape, str(leaf.dtype), leaf.weak_type
         if leaf.sharding is None:
@@ -334,7 +334,7 @@ def _type(leaf: Any) -> tuple[Any, ...]:
 
 
 def _name(keepable: Keepable, types: _Types, since: float) -> str | None:
-    """A name for all that a program is made of; None if that is not known here."""
+    """A name that is a hash of everything a program depends on; None if that is not known here."""
     settings = {
         name: value
         for name, value in zip(jax.config.values, types.settings, strict=True)
@@ -564,6 +564,6 @@ def _read(path: pathlib.Path, tree: Any) -> Callable[..., Any] | None:
 
 
 def _seal(path: pathlib.Path, content: bytes) -> bytes:
-    """The seal of a file that is whole and has the name that it was written with."""
+    """The checksum of a stored program, which depends on the content and on the file's name."""
     name = path.name.encode()
     return hashlib.blake2b(content, digest_size=_SEAL, key=name).digest()

@@ -403,7 +403,7 @@ def to_host_in_pieces(array: jax.Array) -> Iterator[np.ndarray]:
 
 
 def _is_here(array: jax.Array) -> bool:
-    """Whether this process has all of it."""
+    """Whether this process has the whole array."""
     return array.is_fully_addressable or array.is_fully_replicated
 
 

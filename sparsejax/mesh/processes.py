@@ -118,7 +118,7 @@ def is_joined() -> bool:
 
 
 def mesh_of(text: str | None) -> jax.sharding.Mesh:
-    """The mesh that a text such as "data=2,model=4" describes.
+    """The mesh that text such as "data=2,model=4" describes.
 
     "auto", or no text, takes all devices: a kernel is divided over the devices of a process,
     which are close to each other, and a batch over the processes. If one process has, for

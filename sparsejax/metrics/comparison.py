@@ -333,7 +333,7 @@ def _places(one: Rows, other: Rows) -> np.ndarray:
 
 
 def _same(labels: np.ndarray | None, others: np.ndarray | None) -> bool:
-    """Whether both are the same labels, or there are none."""
+    """Whether both arrays have equal labels, or both are None."""
     if labels is None or others is None:
         return labels is others
     return np.array_equal(labels, others)

@@ -86,7 +86,7 @@ def closed_form(
 
 
 def gpu_bytes(config: LinearConfig, rows: int, items: int, entries: int) -> int:
-    """The most that `closed_form` takes of a GPU at once, for data of these sizes."""
+    """Peak bytes of GPU memory that `closed_form` needs for data of these sizes."""
     if items <= _FEW_ITEMS:
         return 0
     width = min(config.rank + _MORE_COLUMNS, rows, items)
@@ -295,7 +295,7 @@ def _decompose(blocks: CSR, width: int):
 
 
 def _orthonormal(basis: Float[Array, "items width"]) -> Float[Array, "items width"]:
-    """The same space, by Cholesky decompositions."""
+    """An orthonormal basis of the space that the columns span, by Cholesky decompositions."""
 
     def once(_, basis):
         gram = _product(basis.T, basis)

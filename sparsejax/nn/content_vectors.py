@@ -136,7 +136,7 @@ all_vectors.defvjp(_forward, _backward)
 
 
 def _with_operands(how: How, kernel: jax.Array, learned: Learned) -> Learned:
-    """T as an operand: once, and not for each chunk."""
+    """The parameters with T in the dtype of products, so that chunks need not convert it."""
     if learned.tag_kernel is None:
         return learned
     kind = _operand(how.dtype, kernel.dtype)

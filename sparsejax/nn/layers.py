@@ -723,7 +723,7 @@ def normalize_rows[Matrix: SparseRows](x: Matrix) -> Matrix:
 def _denying(
     bias: Float[Array, "items"] | None, excluded: Bool[Array, "items"]
 ) -> Float[Array, "items"]:
-    """The bias that is -inf for some items. Scores of the others keep their bits."""
+    """The bias with -inf for the items to exclude. Scores of the others keep their bits."""
     more = jnp.where(excluded, -jnp.inf, 0).astype(jnp.float32)
     return more if bias is None else bias + more
 

@@ -77,7 +77,7 @@ class HostRows(Protocol):
     """Rows of a kernel that are in host memory: "host" in its metadata."""
 
     def forget_slots(self) -> None:
-        """Makes all rows come anew."""
+        """Marks all rows as missing on the devices: each is copied there again when needed."""
         ...
 
     def attach(
@@ -587,7 +587,7 @@ class Optimizer(nnx.Pytree):
         return gradients.reading(model, readers, settlers)
 
     def where(self, model: Any, counts: jax.Array, after: Any, before: Any) -> Any:
-        """The state of `(model, self)` after a step if it counts, else before it.
+        """Selects the state of `(model, self)` after a step where the step counts, else before it.
 
         Rows of `RowParam`s are taken from the state after the step: `update` leaves
         them.
@@ -1000,7 +1000,7 @@ def _seed_of(path: Path, seed: int) -> jax.Array:
 
 
 def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
-    """The row gradients; gradients of whole parameters are read when rows have moved.
+    """The row gradients, ordered so that gradients of whole parameters are read after rows moved.
 
     On a mesh the rows move while devices add these gradients, with which little else works.
     """
@@ -1048,7 +1048,7 @@ def _dotted(path: Path) -> str:
 def _refuse_stale(
     path: Path, trained: TrainedKernel, g: jax.Array, step: jax.Array
 ) -> jax.Array:
-    """A dense gradient that was taken at rows that are up to date; else an error."""
+    """Returns a dense gradient that was taken at up-to-date rows; raises an error for any other."""
     stale = trained.stale_rows(step)
     if isinstance(stale, jax.core.Tracer):
         return jnp.where(stale[:, None], jnp.nan, g)

@@ -33,7 +33,7 @@ _Settled = tuple[Waiting, Answer | Exception]
 
 
 class BusyError(RuntimeError):
-    """So many rows wait already that a further request is refused."""
+    """A request is refused, because too many rows wait already."""
 
 
 class ClosedError(RuntimeError):
@@ -261,7 +261,7 @@ class Batcher:
                 self._serve(*batch)
 
     def _patience(self) -> float | None:
-        """Seconds until an idle device begins the waiting requests; None while there are none."""
+        """Seconds until an idle device begins with the waiting requests; None if none wait."""
         if not self._queue or self._working or self._ahead:
             return None
         begins = self._queue[0].request.queued + self._max_wait

@@ -27,7 +27,7 @@ class Changing:
         self._told = ""  # the last fault
 
     def check(self, predictor: Predictor) -> None:
-        """Raises ValueError if a predictor cannot take changes, whatever they are."""
+        """Raises ValueError if a predictor can take no changes at all."""
         if predictor.signature.ranks_items:
             raise ValueError(
                 f"{self.folder}: changes are for models of clicks, but this predictor is of "

@@ -46,7 +46,7 @@ class Excluded:
         self._facts, self._names = self._read()
 
     def denying(self, predictor: Predictor) -> Predictor:
-        """The predictor with programs that can leave items out; see `tell`.
+        """The predictor with programs that can exclude items; see `tell`.
 
         Raises:
           ValueError: it has none such.
@@ -109,7 +109,7 @@ class Excluded:
             await asyncio.to_thread(self.look)
 
     def _state(self) -> tuple[int, ...]:
-        """The facts that differ when the file has changed."""
+        """Size, time of change and inode of the file, which differ when it has changed."""
         facts = os.stat(self.path)
         return facts.st_size, facts.st_mtime_ns, facts.st_ino
 

@@ -136,7 +136,7 @@ def _parser(kind: Any) -> Callable[[bytes], Any]:
 
 
 def _of_whole_messages(method: Callable[..., Awaitable[Any]]) -> Callable[..., Any]:
-    """A method that is not called with bytes that are no message."""
+    """A method that is called with valid messages only; invalid bytes get a refusal."""
 
     async def answered(request: Any, context: Any) -> Any:
         if isinstance(request, RefusedError):

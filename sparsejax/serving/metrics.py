@@ -124,7 +124,7 @@ class Metrics:
         self._unknown.inc(names)
 
     def strangers(self, users: int) -> None:
-        """Counts users whom the histories do not know."""
+        """Counts users that the saved histories do not have."""
         self._strangers.inc(users)
 
     def reload(self, result: str) -> None:

@@ -425,7 +425,7 @@ def _encoded(data: bytes) -> EncodedNames | None:
 
 
 def _reached(at: np.ndarray, after: np.ndarray) -> np.ndarray:
-    """Which places the first one leads to. Beside an empty name others look like lengths.
+    """Marks the places that are reached from the first one by following the lengths.
 
     Args:
       at: places, which ascend.

@@ -570,7 +570,7 @@ class Service:
         return InHand()
 
     def hold(self, request: InHand, size: int) -> None:
-        """Counts bytes of the body of a request in hand.
+        """Counts bytes of the body of a request that is worked on.
 
         Raises:
           RefusedError: the bodies of all requests in hand would be too large.
@@ -602,7 +602,7 @@ def _to_its_future(request: _Request) -> Generator[None]:
 
 
 def _expire(future: asyncio.Future) -> None:
-    """Lets nobody wait any longer."""
+    """Ends a request whose time is over, by an error."""
     _fail(future, TimeoutError())
 
 
