@@ -295,7 +295,8 @@ class Predict(
     \\\\ in a name stand for comma, colon, TAB, line end and backslash.
 
     For a click model, the file has the probability of each example of DATA in their order: .npy
-    as float32, .csv below the header probability, any other name a number a line.
+    as float32, .csv below the header probability, any other name a number a line. Of several
+    labels each has a column, under its name in .csv and .parquet.
 
     With --parts, the first argument is a predictor that export wrote, DATA a folder that
     prepare wrote, and --out a folder. All three may be addresses. Parts can run anywhere and

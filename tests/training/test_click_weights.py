@@ -4,10 +4,13 @@ import json
 
 import jax
 import numpy as np
+import pandas
 import pytest
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.kinds.clicks.kind import KIND
+from sparsejax.options.reading import Reading
 
 SCHEMA = sj.ClickSchema(
     "click",
@@ -89,6 +92,35 @@ def test_weighted_metrics_are_those_of_repeated_examples():
         sj.evaluate(model, bare, weighted=True)
 
 
+def test_labels_without_a_weight_or_a_class_are_named_and_left_out():
+    """Examples of weight 0 do not count, so that a label may have one class or no example."""
+    rows = {"click": [1, 0, 1, 0], "buy": [1, 0, 1, 1], "left": [1, 0, 1, 0]}
+    label = sj.data.LabelColumn
+    schema = sj.ClickSchema(
+        labels={
+            "click": label(),
+            "buy": label(weight="some"),
+            "left": label(weight="none"),
+        },
+        ids={"user": sj.data.HashedColumn(9)},
+    )
+    rows |= {"some": [1, 0, 1, 1], "none": [0] * 4, "user": [*"abcd"]}
+    clicks = sj.read_clicks(rows, schema)
+    model, _ = sj.build(CONFIG, clicks)
+    groups = np.array([1, 1, 2, 2])
+    with pytest.warns(UserWarning) as told:
+        found = sj.evaluate(model, clicks, groups=groups, weighted=True)
+    said = " ".join(str(each.message) for each in told)
+    assert "all labels 'buy' are 1" in said
+    assert "no example has the label 'left' and a weight above 0" in said
+    assert {"auc/click", "group_auc/click", "log_loss/buy"} <= {*found}
+    assert not {"auc/buy", "group_auc/buy", "log_loss/left"} & {*found}
+    with pytest.warns(UserWarning) as told:
+        found = sj.evaluate(model, clicks, groups=np.arange(4))
+    assert str(told[0].message).startswith("no group_auc of labels 'click': no group")
+    assert "auc/click" in found and "group_auc/click" not in found
+
+
 def test_a_regression_is_that_of_repeated_examples():
     rows = table(400)
     clicks = sj.read_clicks(rows, SCHEMA)
@@ -129,10 +161,17 @@ def test_wrong_weights(tmp_path, value, message):
         assert sj.read_clicks(path, SCHEMA, skip_bad_lines=True).num_rows == 301
 
 
-def test_weights_that_say_nothing():
+def test_weights_that_say_nothing(tmp_path):
     nothing = sj.read_clicks({**table(), "w": [0] * ROWS}, SCHEMA)
     with pytest.raises(ValueError, match="all examples have the weight 0"):
         fitted(nothing)
+    # One of many files that are trained on as they come is passed over.
+    files = {name: tmp_path / f"{name}.parquet" for name in ("saved", "raw")}
+    nothing.save(files["saved"])
+    pandas.DataFrame({**table(), "w": 0}).to_parquet(files["raw"])
+    for path in files.values():
+        with pytest.warns(UserWarning, match=f"{path}: all examples have the weight 0"):
+            assert KIND.read_followed(str(path), nothing, Reading()) is None
     with pytest.raises(ValueError, match="'age'.* have two"):
         sj.ClickSchema("click", SCHEMA.dense, SCHEMA.ids, weight="age")
     assert sj.ClickSchema.from_json(SCHEMA.to_json()) == SCHEMA

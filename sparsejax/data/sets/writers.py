@@ -162,32 +162,27 @@ def save_numbers(
 
     ::
 
-        .npy       an array
-        .parquet   a column
-        .csv       a number a line, under the name
-        others     a number a line
+        .npy       an array, [n] or [n, columns]
+        .parquet   a column each
+        .csv       a line for each row, under the names
+        others     such lines without names
 
     Text is compressed if the name ends in `.gz` or `.xz`.
 
     Args:
       path: the file, which is replaced if it exists.
       name: name of the column.
-      numbers: `[n]`; or several columns by their names, for .parquet and .csv.
+      numbers: `[n]`; or several columns by their names.
 
     Raises:
       OSError: the file cannot be written.
-      ValueError: the file's form has one column, and there are several.
     """
     columns = numbers if isinstance(numbers, Mapping) else {name: numbers}
     match pathlib.Path(path.removesuffix(".gz").removesuffix(".xz")).suffix:
-        case ending if ending not in (".parquet", ".csv") and len(columns) > 1:
-            raise ValueError(
-                f"{path}: there are several columns, {', '.join(columns)}: write a file whose "
-                "name ends in .csv or .parquet"
-            )
         case ".npy" if path.endswith(".npy"):
+            whole = np.stack([*columns.values()], axis=1)
             with whole_file(path) as file:
-                np.save(file, next(iter(columns.values())))
+                np.save(file, whole if columns is numbers else whole[:, 0])
         case ".parquet" if path.endswith(".parquet"):
             table = pa.table({n: arrow.from_numbers(x) for n, x in columns.items()})
             parquet.write_whole(path, table, group_rows=_GROUP_ROWS)

@@ -337,15 +337,21 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     ) -> ClickDataset | None:
         if is_saved(path, stored.CLICKS):
             data = read_like(path, known, _SILENT, training=True)
-            return data if data.num_rows else None
-        file: Any = path
-        if skips_bad_lines(path, reading):
-            file = without_bad_lines(path, known.schema)
-        # Unlike `read_clicks`, it takes a file without examples.
-        scanned = scan_clicks(
-            file, known.schema, features=known.vocabularies, chunk_rows=_ALL
-        )
-        return next(scanned.chunks(), None)
+        else:
+            file: Any = path
+            if skips_bad_lines(path, reading):
+                file = without_bad_lines(path, known.schema)
+            # Unlike `read_clicks`, it takes a file without examples.
+            scanned = scan_clicks(
+                file, known.schema, features=known.vocabularies, chunk_rows=_ALL
+            )
+            data = next(scanned.chunks(), None)
+        if data is None or not data.num_rows:
+            return None
+        if data.weights is not None and not data.weights.any():
+            warn_caller(f"{path}: all examples have the weight 0: nothing is learned")
+            return None
+        return data
 
     def add_new(
         self,

@@ -166,14 +166,18 @@ def evaluate_clicks(
     found = found._replace(groups=by, weights=found.weights if weighted else None)
     several = clicks.schema.several
     if not several:
-        measured = _measured(found)
+        measured = _measured(found.of_label() if weighted else found)
         rows = metrics.Rows.of_clicks(found.logits, found.labels) if keep_rows else None
     else:
         measured, parts = {}, {}
         for place, (name, column) in enumerate(several.items()):
             each = found.of_label(place)
             if not len(each.labels):
-                warnings.warn(f"no example has the label {name!r}", stacklevel=2)
+                weight = " and a weight above 0" if weighted else ""
+                message = (
+                    f"no example has the label {name!r}{weight}: it has no metrics"
+                )
+                warnings.warn(message, stacklevel=2)
                 continue
             of_label = (
                 _measured(each, f"labels {name!r}")
@@ -209,8 +213,11 @@ def _measured(found: _Found, label: str = "labels") -> dict[str, float]:
     if found.labels.any():
         measured["calibration"] = metrics.calibration(p, found.labels, weights)
     if groups is not None:
-        grouped = metrics.group_auc(found.logits, found.labels, groups, weights)
-        measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
+        try:
+            grouped = metrics.group_auc(found.logits, found.labels, groups, weights)
+            measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
+        except ValueError as error:
+            warnings.warn(f"no group_auc of {label}: {error}", stacklevel=2)
     return measured
 
 
@@ -420,15 +427,16 @@ class _Found(NamedTuple):
     groups: np.ndarray | None
     weights: np.ndarray | None
 
-    def of_label(self, place: int) -> _Found:
-        """Figures of the examples that have a label."""
-        there = ~np.isnan(self.labels[:, place])
-        groups, weights = self.groups, self.weights
-        if weights is not None and weights.ndim == 2:
-            weights = weights[:, place]
+    def of_label(self, place: int | slice = slice(None)) -> _Found:
+        """Figures of the examples that have a label, and a weight above 0."""
+        logits, labels = self.logits[..., place], self.labels[..., place]
+        groups, weights, there = self.groups, self.weights, ~np.isnan(labels)
+        if weights is not None:
+            weights = weights[:, place] if weights.ndim == 2 else weights
+            there &= weights > 0
         return _Found(
-            self.logits[there, place],
-            self.labels[there, place],
+            logits[there],
+            labels[there],
             None if groups is None else groups[there],
             None if weights is None else weights[there],
         )
