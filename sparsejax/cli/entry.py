@@ -15,6 +15,18 @@ from typing import NoReturn
 from sparsejax import ending
 
 
+class _WithoutPandas:
+    """Hides pandas from pyarrow, which imports it where it makes an array, for half a second.
+
+    Commands read and write files, and never a frame.
+    """
+
+    def find_spec(self, fullname: str, path: object, target: object = None) -> None:
+        """Finds nothing; for pandas it raises ModuleNotFoundError."""
+        if fullname == "pandas":
+            raise ModuleNotFoundError("commands do not import pandas")
+
+
 def run() -> NoReturn:
     """Carries out the command of this process, and ends the process.
 
@@ -24,6 +36,7 @@ def run() -> NoReturn:
     if is_whole_process:
         _open_closed()
         ending.watch()
+        sys.meta_path.insert(0, _WithoutPandas())
     from sparsejax.cli.main import main
 
     status = main()

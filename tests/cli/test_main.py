@@ -317,3 +317,28 @@ def test_prepare_without_its_package_is_one_line(tmp_path, monkeypatch, capsys):
         in said
     )
     assert "Traceback" not in said and not (tmp_path / "new").exists()
+
+
+def test_commands_do_not_import_pandas(tmp_path):
+    pytest.importorskip("pandas")
+    (tmp_path / "shop.csv").write_text("click,user\n" + "1,ann\n0,bob\n" * 20)
+    words = ["-X", "importtime", "-m", "sparsejax", "split", "shop.csv", "--by", "rows"]
+    words += [
+        "--fraction",
+        ".5",
+        "--out",
+        "parts",
+        "--label",
+        "click",
+        "--categories",
+        "user",
+    ]
+    done = subprocess.run(
+        [sys.executable, *words],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    imported = {line.rpartition("|")[2].strip() for line in done.stderr.splitlines()}
+    assert "pyarrow" in imported and "pandas" not in imported
