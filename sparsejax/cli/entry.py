@@ -15,16 +15,17 @@ from typing import NoReturn
 from sparsejax import ending
 
 
-class _WithoutPandas:
-    """Hides pandas from pyarrow, which imports it where it makes an array, for half a second.
+class _Hidden:
+    """Hides packages that others import wherever they are installed, and commands do not need.
 
-    Commands read and write files, and never a frame.
+    pyarrow imports pandas when it makes an array, in half a second, and Flax imports IPython
+    to look for a notebook, in a sixth.
     """
 
     def find_spec(self, fullname: str, path: object, target: object = None) -> None:
-        """Finds nothing; for pandas it raises ModuleNotFoundError."""
-        if fullname == "pandas":
-            raise ModuleNotFoundError("commands do not import pandas")
+        """Finds nothing, and raises ModuleNotFoundError for a hidden package."""
+        if fullname in ("pandas", "IPython"):
+            raise ModuleNotFoundError(f"commands do not import {fullname}")
 
 
 def run() -> NoReturn:
@@ -36,7 +37,7 @@ def run() -> NoReturn:
     if is_whole_process:
         _open_closed()
         ending.watch()
-        sys.meta_path.insert(0, _WithoutPandas())
+        sys.meta_path.insert(0, _Hidden())
     from sparsejax.cli.main import main
 
     status = main()
