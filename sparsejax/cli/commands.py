@@ -359,6 +359,8 @@ def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
         command.check_kind("histories")
         schema = kind_called("histories").schema(command)
         histories = read_histories(command.data, command, events=schema)
+        if command.targets is not None:
+            histories = histories.with_targets(command.targets)
         return histories, histories.indptr
     if _are_clicks(command):
         return _clicks_to_split(command), np.zeros(1)
@@ -414,6 +416,7 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
 
 def _check_split(command: flags.Split) -> None:
     """Raises ValueError for flags that do not go together."""
+    command.check_effect()
     wanted = {
         "last": ("n", "repeats") if command.histories else ("n",),
         "time": ("at", "fraction", "repeats"),

@@ -399,7 +399,7 @@ class Prepare(reading.Prepare, InShell):
     out: str = option(dataclasses.MISSING, Flag(positional=True, value="OUT"))
 
 
-class Split(Clicks, Reading):
+class Split(InShell, Clicks, Reading):
     """Splits interactions or clicks into DIR/train.parquet and DIR/heldout.parquet.
 
     Attributes:
@@ -420,7 +420,11 @@ class Split(Clicks, Reading):
         last.
       histories: Keep the order and all repeats, for models of histories. Without times the
         order in DATA counts as the order in time.
+      targets: Kinds of events to hold out, such as purchases: with last, the last of these of
+        each row. The files keep which events are targets, for train and evaluate.
     """
+
+    only_with: ClassVar = {"targets": ("histories",)}
 
     data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
     by: Literal["last", "time", "random", "rows", "items"] = option(dataclasses.MISSING)
@@ -433,6 +437,9 @@ class Split(Clicks, Reading):
         None, Flag(value="{new,all}", default="")
     )
     histories: bool = option(False, SWITCH)
+    targets: tuple[str, ...] | None = option(
+        None, Flag(value="KIND", default="all kinds"), kinds=("histories",)
+    )
 
 
 class Report(measuring.Paged, Reading, Devices, Compilation):

@@ -174,7 +174,10 @@ OWN = {
     "tune nosuch --run out --trials 1 --model sasrec": HISTORIES,
     "tune events.csv --run out --trials 1 --model sasrec --epochs 1 --optimizer sgd"
     " --width 4 --blocks 1 --heads 1": OF_EVENTS,
-    "split events.csv --by last --out out --histories": {"--kind": "nosuch"},
+    "split events.csv --by last --out out --histories": {
+        "--kind": "nosuch",
+        "--targets": "nosuch",
+    },
     "evaluate items events.csv held.csv": {
         **DEVICES,
         **COUNTING,

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from sparsejax.cli.main import main
-from sparsejax.data import ClickDataset, SparseDataset, read
+from sparsejax.data import ClickDataset, SequenceDataset, SparseDataset, read
 
 
 def pairs_of(data: SparseDataset) -> set[tuple[str, str]]:
@@ -88,6 +88,7 @@ def test_split(events, tmp_path, capsys, argv, printed, expected):
         ("--by time --at soon", "times are numbers, from 0 to 45.*got 'soon'"),
         ("--by time --at 99", "nothing is held out: .*from 0 to 45, the cut is 99"),
         ("--by time --at -1", "everything is held out"),
+        ("--by last --targets buy", "--targets needs --histories"),
     ],
 )
 def test_split_refuses(events, tmp_path, capsys, argv, message):
@@ -96,6 +97,26 @@ def test_split_refuses(events, tmp_path, capsys, argv, message):
     error = capsys.readouterr().err.splitlines()[-1]
     assert error.startswith("sparsejax: error: ") and re.search(message, error)
     assert os.listdir(tmp_path) == ["events.csv"]
+
+
+def test_the_last_target_of_each_user_is_held_out(tmp_path):
+    kinds = {"ann": "vbvb", "bob": "bvv", "eve": "vv"}  # viewed or bought
+    rows = [(user, i, kind) for user in kinds for i, kind in enumerate(kinds[user])]
+    events = tmp_path / "events.csv"
+    lines = ["user,item,kind", *(f"{user},i{i},{kind}" for user, i, kind in rows)]
+    events.write_text("\n".join(lines))
+    words = "--by last --histories --no-time --kind kind --targets b --out"
+    parts = tmp_path / "parts"
+    assert main(["split", str(events), *words.split(), str(parts)]) == 0
+    train, heldout = (
+        SequenceDataset.load(parts / f"{name}.parquet") for name in ("train", "heldout")
+    )
+    assert np.diff(heldout.indptr).tolist() == [1, 0, 0]  # bob keeps one entry
+    assert heldout.feature_names[heldout.indices[0]] == "i3"
+    assert np.diff(train.indptr).tolist() == [3, 3, 2]
+    assert (
+        train.weights is not None and train.weights.tolist() == [0, 1, 0, 1] + [0] * 4
+    )
 
 
 def test_split_of_dates(tmp_path, capsys):
