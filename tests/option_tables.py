@@ -12,7 +12,6 @@ import dataclasses
 import inspect
 import pathlib
 import re
-import typing
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
@@ -89,7 +88,7 @@ def page() -> str:
 
 def _sections() -> Iterator[Section]:
     """The commands."""
-    for command in typing.get_args(flags.Command):
+    for command in flags.Command.__subclasses__():
         words = re.sub(r"\B(?=[A-Z])", "-", command.__name__).lower()
         method, python = METHODS.get(command, ("", Options))
         title = f"`sparsejax {words}`" + (f" and `{method}`" if method else "")

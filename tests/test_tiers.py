@@ -1,7 +1,6 @@
 """What `make test` runs of everything there is; `make test-all` runs the rest, too."""
 
 import pathlib
-import typing
 
 import pytest
 
@@ -134,7 +133,7 @@ def test_each_function_has_a_case_in_ci(quick, functions_outside_ci):
 def test_nothing_is_missing_here():
     public = {name for name in dir(sj) if _is_operation(getattr(sj, name))}
     assert public == set(OPERATIONS)
-    kinds = {kind.__name__.lower() for kind in typing.get_args(flags.Command)}
+    kinds = {kind.__name__.lower() for kind in flags.Command.__subclasses__()}
     assert kinds == COMMANDS.keys() | {"demo"}  # `make demo`, and a slow test
     programs = {path.stem for path in (TESTS / "pallas_kernels").glob("test_*.py")}
     others = {"test_mosaic", "test_unwritten_slopes"}

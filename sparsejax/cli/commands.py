@@ -30,7 +30,6 @@ from sparsejax.data.files import stored
 from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
 from sparsejax.data.prepared import preparation
-from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import Kind, kind_called
@@ -304,22 +303,12 @@ def split(command: flags.Split) -> None:
 
 def report(command: flags.Report) -> None:
     """`sparsejax report`."""
-    from sparsejax.runs.report import write_report
-
     out = command.run / "report.html" if command.out is None else command.out
     opened = Folder.of(command.run)
     _kind(command, opened)
     whole_files.check_writable(out)
-    titles = command.titles
-    titles = None if titles is None else read_titles(titles, command.say)
-    write_report(
-        out,
-        history=opened.history(),
-        title=command.run.resolve().name,
-        settings=opened.settings.described(),
-        titles=titles,
-        **uses.page(command, command, opened),
-    )
+    title = command.run.resolve().name
+    uses.report(out, title, command, command, opened, command.say)
     print(f"the report is in {out}", file=sys.stderr)
 
 

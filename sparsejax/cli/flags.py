@@ -31,18 +31,6 @@ from sparsejax.options.reading import (
 
 # As sparsejax.data has them, to write.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
-Model = Literal[
-    "autoencoder",
-    "sasrec",
-    "hstu",
-    "gru",
-    "dlrm",
-    "dcn",
-    "deepfm",
-    "wide_deep",
-    "din",
-    "tin",
-]
 SWITCH = Flag(gives=True)
 _FILE = Flag(value="FILE")
 _OPTIONAL_FILE = Flag(value="FILE", default="")
@@ -52,6 +40,10 @@ _Mesh = "data=INT,model=INT"
 _COLUMNS = Flag(value="COLUMN", default="")
 _TRAIN = Flag(type=str, value="TRAIN", positional=True)
 _TEST = Flag(type=str | None, value="[TEST]", default="", positional=True)
+
+
+class Command(Options):
+    """A command. Its class has its name, and is below this one."""
 
 
 class InShell(Options):
@@ -120,9 +112,13 @@ class Modelled(Described, training.Content):
         are ignored.
     """
 
-    model: Model | None = option(
+    model: str | None = option(
         None,
-        Flag(type=Model | None, value=f"{{{','.join(MODELS)}}}", default=DEFAULT_MODEL),
+        Flag(
+            type=Literal[*MODELS] | None,  # pyrefly: ignore[invalid-literal]
+            value=f"{{{','.join(MODELS)}}}",
+            default=DEFAULT_MODEL,
+        ),
     )
     content_columns: tuple[str, ...] = option(
         (), Flag(name="columns", value="COLUMN", default="all"), kinds=RANKING
@@ -142,7 +138,7 @@ class Configured(Modelled):
     config: Any = option(None, Flag(type=pathlib.Path | None, value="FILE", default=""))
 
 
-class Train(Configured, Clicks, training.Training, Devices, Compilation):
+class Train(Configured, Clicks, training.Training, Devices, Compilation, Command):
     """Trains a model on a file of interactions, or of clicks.
 
     Attributes:
@@ -174,7 +170,13 @@ class Train(Configured, Clicks, training.Training, Devices, Compilation):
 
 
 class Tune(
-    Modelled, Clicks, training.Stepping, training.Watching, Reading, Compilation
+    Modelled,
+    Clicks,
+    training.Stepping,
+    training.Watching,
+    Reading,
+    Compilation,
+    Command,
 ):
     """Trains with many settings, and keeps those that are best on held-out interactions.
 
@@ -242,7 +244,13 @@ class SecondStage(staging.Joining):
 
 
 class Evaluate(
-    measuring.Evaluate, SecondStage, staging.Alone, Reading, Devices, Compilation
+    measuring.Evaluate,
+    SecondStage,
+    staging.Alone,
+    Reading,
+    Devices,
+    Compilation,
+    Command,
 ):
     """Measures how well a model finds held-out interactions, compared with popularity.
 
@@ -261,7 +269,7 @@ class Evaluate(
     heldout: Any = option(None, _TEST)
 
 
-class Compare(measuring.Ranked, Reading, Devices, Compilation):
+class Compare(measuring.Ranked, Reading, Devices, Compilation, Command):
     """Says whether one run is better than another, on the same held-out interactions.
 
     If one of them was trained on targets, both are measured on these.
@@ -285,7 +293,13 @@ class Compare(measuring.Ranked, Reading, Devices, Compilation):
 
 
 class Predict(
-    predicting.Recommend, SecondStage, staging.Requested, Reading, Devices, Compilation
+    predicting.Recommend,
+    SecondStage,
+    staging.Requested,
+    Reading,
+    Devices,
+    Compilation,
+    Command,
 ):
     """Writes the best items for each row, or how probable clicks are.
 
@@ -325,7 +339,7 @@ class Predict(
     finish: bool = option(False, SWITCH)
 
 
-class Export(predicting.Export, SecondStage, Compilation):
+class Export(predicting.Export, SecondStage, Compilation, Command):
     """Writes a predictor: one file that recommends without the model's code.
 
     sparsejax.load_predictor reads it. It contains the names of the items; of a click model the
@@ -341,7 +355,7 @@ class Export(predicting.Export, SecondStage, Compilation):
     compile: bool = False
 
 
-class Convert(Columns):
+class Convert(Columns, Command):
     """Converts a file of interactions to another format.
 
     Only parquet keeps features without entries. Times are kept by parquet and pairs.
@@ -369,7 +383,7 @@ class Convert(Columns):
     features: str | None = option(None, Flag(value="FILE", default="keep all"))
 
 
-class Prepare(reading.Prepare, InShell):
+class Prepare(reading.Prepare, InShell, Command):
     """Turns events into a data set in a folder; they need not fit in memory.
 
     Other commands take the folder: OUT is what to train on, OUT/test what was held out.
@@ -399,7 +413,7 @@ class Prepare(reading.Prepare, InShell):
     out: str = option(dataclasses.MISSING, Flag(positional=True, value="OUT"))
 
 
-class Split(InShell, Clicks, Reading):
+class Split(InShell, Clicks, Reading, Command):
     """Splits interactions or clicks into DIR/train.parquet and DIR/heldout.parquet.
 
     Attributes:
@@ -442,7 +456,7 @@ class Split(InShell, Clicks, Reading):
     )
 
 
-class Report(measuring.Paged, Reading, Devices, Compilation):
+class Report(measuring.Paged, Reading, Devices, Compilation, Command):
     """Writes an HTML page about a run: how good it is, recommendations, curves, layers.
 
     Attributes:
@@ -473,7 +487,7 @@ class Report(measuring.Paged, Reading, Devices, Compilation):
     )
 
 
-class Vectors(Reading, Compilation):
+class Vectors(Reading, Compilation, Command):
     """Writes the vector of each item, or of each row of a file, with its name.
 
     Attributes:
@@ -490,7 +504,7 @@ class Vectors(Reading, Compilation):
     data: str | None = option(None, _OPTIONAL_FILE)
 
 
-class Similar(Compilation):
+class Similar(Compilation, Command):
     """Prints the most similar items: item<TAB>item,cosine:item,cosine...
 
     Attributes:
@@ -506,7 +520,7 @@ class Similar(Compilation):
     k: int = 10
 
 
-class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
+class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation, Command):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
     The exit status is 1 if it does not fit. No arrays of that size are made. Items need
@@ -555,7 +569,7 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation):
     )
 
 
-class Serve(predicting.Serving, Compilation):
+class Serve(predicting.Serving, Compilation, Command):
     """Answers requests over HTTP and gRPC, by the Open Inference Protocol, until SIGTERM comes.
 
     What happens is written to stderr, as lines of JSON. Needs pip install 'sparsejax[serve]'.
@@ -603,7 +617,7 @@ class Serve(predicting.Serving, Compilation):
     grace: float = option(30.0, above=0)
 
 
-class ExportTriton(Options):
+class ExportTriton(Command):
     """Writes a predictor into a model repository of NVIDIA's Triton, as the next version.
 
     Needs pip install 'sparsejax[serve]', as does Triton's Python.
@@ -629,7 +643,7 @@ class ExportTriton(Options):
     )
 
 
-class Demo(Compilation):
+class Demo(Compilation, Command):
     """Trains on the data that comes with the package and shows recommendations.
 
     Takes less than two minutes on two cores.
@@ -639,23 +653,3 @@ class Demo(Compilation):
     """
 
     report: pathlib.Path = option(pathlib.Path("sparsejax-demo.html"), _FILE)
-
-
-Command = (
-    Train
-    | Tune
-    | Evaluate
-    | Compare
-    | Predict
-    | Export
-    | Convert
-    | Prepare
-    | Split
-    | Report
-    | Vectors
-    | Similar
-    | Plan
-    | Serve
-    | ExportTriton
-    | Demo
-)

@@ -16,7 +16,6 @@ import sys
 import threading
 import time
 import traceback
-import typing
 import warnings
 from collections.abc import Generator, Mapping, Sequence
 from typing import Any, TextIO
@@ -135,7 +134,7 @@ def _parse(argv: Sequence[str]) -> flags.Command:
 @functools.cache
 def _commands() -> Mapping[str, type[flags.Command]]:
     """The class of each command, by its name on the command line."""
-    commands = typing.get_args(flags.Command)
+    commands = flags.Command.__subclasses__()
     return {_function_of(command).replace("_", "-"): command for command in commands}
 
 

@@ -31,7 +31,7 @@ from sparsejax.kinds.reading import (
     split_name,
     validation_split,
 )
-from sparsejax.kinds.source import Earlier, Findings, Opened, Source, item_names
+from sparsejax.kinds.source import Findings, Opened, Source, item_names
 from sparsejax.nn.config import NetworkConfig
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Measure, Paged
@@ -86,10 +86,6 @@ class Interactions[
     def fingerprint(self, data: Data) -> str:
         """The fingerprint of data in memory."""
 
-    @abc.abstractmethod
-    def num_trained(self, data: Data) -> int:
-        """The number of rows that `fit` trains on."""
-
     def split(self, validation: Any, data: Data, path: Any) -> Split[Data] | None:
         """The split of data that `validation` asks for; None if it is data of its own.
 
@@ -100,7 +96,7 @@ class Interactions[
         """
         return validation_split(validation, data)
 
-    def read_to_train(self, training: Training, before: Earlier | None) -> Data:
+    def read_to_train(self, training: Training, before: Opened | None) -> Data:
         """Reads the rows to train on."""
         return self.read(training.data, training)
 
@@ -108,7 +104,7 @@ class Interactions[
         """The data with the targets that the options of a training name."""
         return data
 
-    def source(self, training: Training, before: Earlier | None) -> Source:
+    def source(self, training: Training, before: Opened | None) -> Source:
         data = self.read_to_train(training, before)
         if before is not None:
             data = data.append_features(before.known)
@@ -133,7 +129,7 @@ class Interactions[
         return Source(
             data=data,
             everything=everything,
-            chunks=[self.num_trained(data)],
+            chunks=[data.num_examples],
             fingerprint=self.fingerprint(data),
             num_features=data.num_features,
             known=self.known_of(data),
@@ -219,14 +215,11 @@ class Interactions[
     def known_of(self, data: Data) -> Names:
         return data.feature_names
 
-    def save_known(self, path: pathlib.Path, known: Names) -> None:
-        self.like(known).save(path)
-
     def load_known(self, path: pathlib.Path) -> Names:
         return SparseDataset.load(path).feature_names
 
     def num_known(self, known: Names) -> int:
-        return len(known)
+        return len(item_names(known))
 
     def fingerprint_of(self, known: Names) -> str:
         return fingerprint(known)
@@ -315,7 +308,7 @@ class Interactions[
 
 def with_content(
     training: Training,
-    before: Earlier | None,
+    before: Opened | None,
     data: Any,
     counts: Callable[[Any], np.ndarray],
 ) -> tuple[Any, ItemFeatures | None]:
@@ -333,12 +326,12 @@ def with_content(
     """
     known = given = training.item_features
     if before is not None:
-        known = before.item_features
+        known = before.item_features()
         if (known is None) != (given is None):
             has = "without" if known is None else "with"
             remedy = "leave it out" if known is None else "give that of all items"
             raise ValueError(
-                f"{before.name}: was trained {has} content of its items, "
+                f"{before.directory}: was trained {has} content of its items, "
                 f"item_features=...; {remedy}"
             )
     if given is None:
@@ -356,7 +349,7 @@ def with_content(
         if gone.any():
             training.say(
                 f"content of items: {int(gone.sum()):,} of {len(gone):,} tags that "
-                f"{before.name} knows are not in it: {quoted(known.tag_names[gone])}"
+                f"{before.directory} knows are not in it: {quoted(known.tag_names[gone])}"
             )
         features = features.like(known)
     numbers = features.vectors

@@ -27,7 +27,7 @@ from sparsejax.engine.train.footprint import Workload
 from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
-from sparsejax.kinds.source import Earlier, Findings, Opened, Source
+from sparsejax.kinds.source import Findings, Opened, Source
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.optimizers.rules import Rule
 from sparsejax.options.measuring import Correcting, Evaluate, Measure, Paged
@@ -274,7 +274,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         return None
 
     @abc.abstractmethod
-    def source(self, training: Training, before: Earlier | None) -> Source:
+    def source(self, training: Training, before: Opened | None) -> Source:
         """All of the data, and what is held out.
 
         Args:
@@ -286,7 +286,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def scanned(self, training: Training) -> Source:
         """Data that is read in chunks while training."""
 
-    def followed(self, training: Training, before: Earlier | None) -> Source:
+    def followed(self, training: Training, before: Opened | None) -> Source:
         """The data of a run that follows: it has no rows yet, only columns.
 
         Args:
@@ -312,12 +312,8 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """The part of the data that a run folder keeps, see `Source.known`."""
 
     @abc.abstractmethod
-    def save_known(self, path: pathlib.Path, known: Known) -> None:
-        """Writes what a run folder keeps to read other data by."""
-
-    @abc.abstractmethod
     def load_known(self, path: pathlib.Path) -> Known:
-        """Reads what `save_known` wrote."""
+        """Reads from a file of `like` what a run folder keeps to read other data by."""
 
     @abc.abstractmethod
     def num_known(self, known: Known) -> int:
@@ -328,7 +324,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """The fingerprint of `Source.known` in a run's settings."""
 
     def like(self, known: Known) -> Any:
-        """Data without rows, to which `maker` makes models fit."""
+        """Data without rows, to which `maker` makes models fit. A run folder keeps it."""
         return known
 
     # Training.

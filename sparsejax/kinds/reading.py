@@ -26,6 +26,7 @@ from sparsejax.data.files.opening import shown
 from sparsejax.data.files.parquet import first_schema, parquet_files
 from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
+from sparsejax.data.sets.click_schema import ClickSchema, vocabularies_of
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import Events
 from sparsejax.engine.train.checkpoint import fingerprint
@@ -193,6 +194,15 @@ def check_columns_of_run(command: Any, columns: Collection[str]) -> None:
         raise ValueError(
             "--from takes the columns of its run: leave out --schema, --label, --kind, --dense, "
             "--categories, --weight, --dynamic and --delimiter, or --from"
+        )
+
+
+def check_counted(schema: ClickSchema | EventSchema) -> None:
+    """Raises ValueError if a file of --examples is needed, to count categories."""
+    if learned := [*vocabularies_of(schema)]:
+        raise ValueError(
+            f"the categories of {', '.join(learned[:3])} are to be counted: name a file of "
+            "--examples, or give the columns hashed ids"
         )
 
 

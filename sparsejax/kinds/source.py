@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -52,23 +52,12 @@ class Source:
     features: ItemFeatures | None = None
 
 
-class Earlier(NamedTuple):
-    """The parts of a run that the data of a run after it depends on.
-
-    Attributes:
-      name: name of the run's folder, for messages.
-      known: names of the features, or for clicks a data set without examples.
-      item_features: content of its items, if they have some.
-    """
-
-    name: str
-    known: Any
-    item_features: ItemFeatures | None
-
-
 @runtime_checkable
 class Opened(Protocol):
     """A run folder that is read."""
+
+    @property
+    def directory(self) -> object: ...
 
     @property
     def settings(self) -> Any: ...

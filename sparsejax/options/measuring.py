@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsejax.options.option import RANKING, Flag, Options, option
 
 if TYPE_CHECKING:
     import numpy as np
+    from flax import nnx
     from jax.typing import ArrayLike
 
     from sparsejax.data import SparseDataset
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     from sparsejax.kinds.histories.next_items import HistoryModel
     from sparsejax.kinds.kind import OfKind
     from sparsejax.optimizers.optimizer import Optimizer
+    from sparsejax.runs.report import Example
+
+    Curve = Sequence[tuple[float, float]]
 
 _FILE = Flag(type=str | None, value="FILE", default="")
 _NAMES = "{NAME[,NAME...],FILE}"
@@ -357,3 +361,37 @@ class Report(Paged, _Written, kw_only=False):
     """
 
     heldout: Any = None
+
+
+class WriteReport(Options, kw_only=False):
+    """A call of `write_report`.
+
+    Attributes:
+      path: File to write. An existing file is replaced.
+      model: The trained model.
+      history: The list that `fit` returned; or for your own training loop a mapping from names
+        to numbers for each epoch. "epoch" is 1, 2, ... if the entries do not have it.
+      title: Heading of the page.
+      measured: Metrics that `evaluate` returned, for any kind of data. With `keep_rows=True`
+        the page also has an interval of each metric.
+      calibration: Pairs of the mean predicted probability and the share of clicks, for groups
+        of examples, in the order of the first number; or such pairs for each label, by name.
+      examples: An `Example` for each row whose recommendations the page shows.
+      similar: `{item: most similar items}`, all by name.
+      settings: Settings of the training, by name.
+      data: Sentences about the data of the model, such as its size and its dates.
+      titles: Titles to show in place of names of items, by name.
+    """
+
+    path: str | os.PathLike[str]
+    model: nnx.Module
+    history: Sequence[Mapping[str, float]]
+    _: dataclasses.KW_ONLY
+    title: str = "Training report"
+    measured: Mapping[str, float] | None = None
+    calibration: Curve | Mapping[str, Curve] = ()
+    examples: Sequence[Example] = ()
+    similar: Mapping[str, Sequence[str]] | None = None
+    settings: Mapping[str, object] | None = None
+    data: Sequence[str] = ()
+    titles: Mapping[str, str] | None = None

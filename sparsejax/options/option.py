@@ -332,18 +332,7 @@ def takes[**P, S, R](
     Args:
       options: the class of the options.
     """
-
-    def decorate(method: Callable[[S, Any], R]) -> Callable[Concatenate[S, P], R]:
-        asked = _asking(options, method.__name__)
-
-        @functools.wraps(method)
-        def verb(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
-            return method(self, asked(args, kwargs))
-
-        own = next(iter(inspect.signature(method).parameters.values()))
-        return _described(verb, options, own)
-
-    return decorate
+    return lambda method: _called(method, options, 1)
 
 
 def verb[**P, R](
@@ -354,17 +343,19 @@ def verb[**P, R](
     Args:
       options: the class of the options.
     """
+    return lambda function: _called(function, options, 0)
 
-    def decorate(function: Callable[[Any], R]) -> Callable[P, R]:
-        asked = _asking(options, function.__name__)
 
-        @functools.wraps(function)
-        def verb(*args: P.args, **kwargs: P.kwargs) -> R:
-            return function(asked(args, kwargs))
+def _called(function: Callable[..., Any], options: Any, own: int) -> Any:
+    """A function of options as one of their arguments, behind `own` arguments of its own."""
+    asked = _asking(options, function.__name__)
 
-        return _described(verb, options)
+    @functools.wraps(function)
+    def verb(*args: Any, **kwargs: Any) -> Any:
+        return function(*args[:own], asked(args[own:], kwargs))
 
-    return decorate
+    parameters = inspect.signature(function).parameters.values()
+    return _described(verb, options, *[*parameters][:own])
 
 
 def _asking(

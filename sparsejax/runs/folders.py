@@ -29,7 +29,7 @@ from sparsejax import codec, ending, optimizers
 from sparsejax.data import ItemFeatures
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.kinds.kind import Kind, Maker, config_of, kind_of
-from sparsejax.kinds.source import Ahead, Earlier, Source
+from sparsejax.kinds.source import Ahead, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.mesh.layout import mesh_is_set, sharding_of
@@ -280,42 +280,70 @@ def load_run(directory: str | pathlib.Path) -> tuple[Settings, Any]:
     return run, known
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class Folder:
-    """A run folder that a command reads.
+    """A run folder that is read. Its model is restored once.
 
     Attributes:
       directory: the folder.
       settings: its settings.
       known: names of the features, or for clicks a data set without examples, from `load_run`.
+      data: the data that the model was trained on, and the held-out part; or None.
     """
 
     directory: str | pathlib.Path
     settings: Settings
     known: Any
+    data: Any = None
 
     @classmethod
-    def of(cls, directory: str | pathlib.Path) -> Folder:
+    def of(cls, directory: str | pathlib.Path, data: Any = None) -> Folder:
         """Raises ValueError: this is not a run folder, or it is damaged."""
-        return cls(directory, *load_run(directory))
+        return cls(directory, *load_run(directory), data)
 
     def model(self, ahead: Ahead | None = None) -> Any:
         """The model that `load_model` returns; see `restored_modules`."""
-        return restored_modules(self.directory, self.settings, self.known, ahead)[0]
+        return self.modules(ahead)[0]
+
+    def modules(self, ahead: Ahead | None = None) -> tuple[Any, Optimizer]:
+        """The model and the optimizer; see `restored_modules`."""
+        if "_modules" not in vars(self):
+            object.__setattr__(self, "_modules", restored_modules(self, ahead))
+        return vars(self)["_modules"]
 
     def validated_model(self) -> Any:
         """The model as it was measured on held-out data, none of whose parts was fitted to them."""
-        opened = self.directory, self.settings, self.known
-        return restored_modules(*opened, final=False)[0]
+        return restored_modules(self, final=False)[0]
 
     def item_features(self) -> ItemFeatures | None:
-        """The content of the items; None if they have none."""
-        return item_features_of(self.directory)
+        """The content of the items; None if they have none.
+
+        Raises:
+          ValueError: the run has content, but its file is missing or of another run.
+        """
+        if self.settings.content is None:
+            return None
+        path = pathlib.Path(self.directory) / _FEATURES
+        features = ItemFeatures.load(path)
+        if features.fingerprint() != self.settings.item_features:
+            raise ValueError(f"{path}: is not the content of this run")
+        return features
 
     def history(self) -> list[dict[str, float]]:
         """The history that `fit` returned."""
         progress = checkpoints_of(self.directory, self.settings).progress() or {}
         return progress.get("history", [])
+
+    def inputs(self, method: str, inputs: Any) -> Any:
+        """The data that the model is shown, if that is not the examples to measure on."""
+        if inputs is not None or not self.settings.kind.ranks_items:
+            return inputs
+        if self.data is None:
+            raise ValueError(
+                f"{method} needs inputs=..., what the model is shown: the data of the "
+                "training is not kept with a run"
+            )
+        return self.data
 
 
 def load_settings(directory: pathlib.Path) -> Settings:
@@ -350,16 +378,12 @@ def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:
     Raises:
       ValueError: this is not a run folder, or no checkpoint in it can be read.
     """
-    run, known = load_run(directory)
-    return restored_modules(directory, run, known)[0], known
+    run = Folder.of(directory)
+    return run.model(), run.known
 
 
 def continued(
-    directory: str | pathlib.Path,
-    run: Settings,
-    known: Any,
-    settings: Settings,
-    data: Any,
+    earlier: Folder, settings: Settings, data: Any
 ) -> tuple[Any, Optimizer, bool]:
     """The model of a run with new items or ids, and its optimizer, for another run.
 
@@ -367,10 +391,7 @@ def continued(
     computed from the data.
 
     Args:
-      directory: the folder of the earlier run.
-      run: settings of the earlier run.
-      known: names of the earlier features, or for clicks a data set without examples, from
-        `load_run`.
+      earlier: the earlier run.
       settings: settings of the new run. It has as many features, or more.
       data: data to train on, with the features of the new run.
 
@@ -382,6 +403,7 @@ def continued(
     Raises:
       ValueError: the folder holds no checkpoint that can be read.
     """
+    directory, run, known = earlier.directory, earlier.settings, earlier.known
     model, before = run.shapes(known)
     if checkpoints_of(directory, run).restore((model, before), best=True) is None:
         raise ValueError(f"{directory}: holds no checkpoint to begin from")
@@ -415,47 +437,19 @@ def _put_where_restored(modules: tuple[Any, Optimizer]) -> None:
         nnx.update(modules, jax.device_put(nnx.state(modules), sharding_of(P())))
 
 
-def item_features_of(directory: str | pathlib.Path) -> ItemFeatures | None:
-    """The content of the items of a run; None if they have none.
-
-    Raises:
-      ValueError: the run has content, but its file is missing or of another run.
-    """
-    directory = pathlib.Path(directory)
-    settings = load_settings(directory)
-    if settings.content is None:
-        return None
-    features = ItemFeatures.load(directory / _FEATURES)
-    if features.fingerprint() != settings.item_features:
-        raise ValueError(f"{directory / _FEATURES}: is not the content of this run")
-    return features
-
-
-def earlier(directory: str | pathlib.Path) -> Earlier:
-    """The parts of a run that the data of a run after it depends on."""
-    known = load_run(directory)[1]
-    return Earlier(str(directory), known, item_features_of(directory))
-
-
 def restored_modules(
-    directory: str | pathlib.Path,
-    run: Settings,
-    known: Any,
-    ahead: Ahead | None = None,
-    *,
-    final: bool = True,
+    opened: Folder, ahead: Ahead | None = None, *, final: bool = True
 ) -> tuple[Any, Optimizer]:
     """The model that `load_model` returns, and its optimizer.
 
     Args:
-      directory: the folder of the run.
-      run: its settings.
-      known: names of the features, or for clicks a data set without examples, from `load_run`.
+      opened: the run.
       ahead: function that lowers the program that the model will run, and returns a function
         that compiles it. Where it helps, this happens in another thread while the checkpoint is
         read. The model that it gets has shapes in place of arrays.
       final: whether the model gets the part that `Kind.save_final` wrote.
     """
+    directory, run, known = opened.directory, opened.settings, opened.known
     checkpoints = checkpoints_of(directory, run)
     model, optimizer = run.shapes(known)
     model.eval()
@@ -551,7 +545,7 @@ def begun(
                 file.write(codec.text(settings.to_json(), indent=2) + "\n")
 
         def make():
-            run.kind.save_known(directory / _VOCABULARY, known)
+            run.kind.like(known).save(directory / _VOCABULARY)
             if features is not None:
                 features.save(directory / _FEATURES)
             if not steps:

@@ -8,7 +8,6 @@ import functools
 import html
 import math
 import numbers
-import os
 import pathlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -25,6 +24,8 @@ from sparsejax.kinds.histories.next_items import HistoryModel
 from sparsejax.mesh import processes
 from sparsejax.metrics import Measured
 from sparsejax.metrics.ranking import METRICS
+from sparsejax.options.measuring import WriteReport
+from sparsejax.options.option import verb
 from sparsejax.verbs.recommend import recommend
 from sparsejax.verbs.vectors import HasItems, similar_items
 from sparsejax.whole_files import check_writable, whole_text_file
@@ -58,21 +59,8 @@ class Example:
     heldout: Sequence[str] = ()
 
 
-def write_report(
-    path: str | os.PathLike[str],
-    model: nnx.Module,
-    history: Sequence[Mapping[str, float]],
-    *,
-    title: str = "Training report",
-    measured: Mapping[str, float] | None = None,
-    calibration: Sequence[tuple[float, float]]
-    | Mapping[str, Sequence[tuple[float, float]]] = (),
-    examples: Sequence[Example] = (),
-    similar: Mapping[str, Sequence[str]] | None = None,
-    settings: Mapping[str, object] | None = None,
-    data: Sequence[str] = (),
-    titles: Mapping[str, str] | None = None,
-) -> None:
+@verb(WriteReport)
+def write_report(asked: WriteReport) -> None:
     """Writes an HTML page about a model.
 
     First it says in a sentence how good the model is, on which data, and what kind of model it
@@ -83,54 +71,40 @@ def write_report(
     >>> measured = evaluate(model, train, heldout)
     >>> write_report("report.html", model, history, measured=measured)
 
-    Args:
-      path: the file. An existing one is replaced.
-      model: the trained model.
-      history: the list that `fit` returned; or for your own training loop a mapping from names
-        to numbers for each epoch. "epoch" is 1, 2, ... if the entries do not have it.
-      title: heading of the page.
-      measured: metrics that `evaluate` returned, for any kind of data. With `keep_rows=True`
-        the page also has an interval of each metric.
-      calibration: pairs of the mean predicted probability and the share of clicks, for groups
-        of examples, in the order of the first number.
-      examples: an `Example` for each row whose recommendations the page shows.
-      similar: `{item: most similar items}`, all by name.
-      settings: settings of the training, by name.
-      data: sentences about the data of the model, such as its size and its dates.
-      titles: titles to show in place of names of items, by name.
-
     Raises:
       OSError: the file cannot be written.
       ValueError: `path` is a folder, or its folder does not exist.
     """
-    epochs = [{"epoch": number} | {**entry} for number, entry in enumerate(history, 1)]
-    of_items = any("@" in name for name in measured or ())
-    titled = functools.partial(_titled, titles or {})
+    model, measured, title = asked.model, asked.measured or {}, _text(asked.title)
+    epochs = [{"epoch": n} | {**entry} for n, entry in enumerate(asked.history, 1)]
+    of_items = any("@" in name for name in measured)
+    titled = functools.partial(_titled, asked.titles or {})
+    examples = (_example(each, titled) for each in asked.examples)
     parts = [
-        f"<h1>{_text(title)}</h1>",
-        _summary(model, measured or {}, data),
+        f"<h1>{title}</h1>",
+        _summary(model, measured, asked.data),
         _section("Held-out items found", _metrics(measured)) if of_items else "",
-        _section("New and rare items", _by_entries(measured or {})),
-        _section("Kinds of events", _by_kinds(measured or {})),
-        _section("Measured", _values(measured or {})) if not of_items else "",
-        *_calibrations(calibration),
-        _section("Recommendations", _cards(_example(e, titled) for e in examples)),
-        _section("Most similar items", _similar(similar or {}, titled)),
+        _section("New and rare items", _by_entries(measured)),
+        _section("Kinds of events", _by_kinds(measured)),
+        _section("Measured", _values(measured)) if not of_items else "",
+        *_calibrations(asked.calibration),
+        _section("Recommendations", _cards(examples)),
+        _section("Most similar items", _similar(asked.similar or {}, titled)),
         _section("How it was trained", _tiles(model, epochs, measured)),
         _charts(epochs),
         _section("Parameters", _layers(model)),
-        _section("Settings", _settings(settings or {})),
+        _section("Settings", _settings(asked.settings or {})),
     ]
 
     def write() -> None:
-        check_writable(path)
-        with whole_text_file(path) as file:
+        check_writable(asked.path)
+        with whole_text_file(asked.path) as file:
             file.write(
                 '<!doctype html>\n<html lang="en">\n<meta charset="utf-8">\n'
                 '<meta name="viewport" content="width=device-width, initial-scale=1">\n'
                 '<meta http-equiv="Content-Security-Policy" '
                 "content=\"default-src 'none'; style-src 'unsafe-inline'\">\n"
-                f"<title>{_text(title)}</title>\n"
+                f"<title>{title}</title>\n"
                 f"<style>\n{_STYLE.read_text(encoding='utf-8')}</style>\n"
             )
             file.write("\n".join(part for part in parts if part))
@@ -343,11 +317,8 @@ def _verdict(measured: Mapping[str, float]) -> str:
 
 
 def _percent(share: float) -> str:
-    return (
-        f"{share:.1%}".replace("%", " %")
-        if share < 0.1
-        else f"{share:.0%}".replace("%", " %")
-    )
+    digits = 1 if share < 0.1 else 0
+    return f"{share:.{digits}%}".replace("%", " %")
 
 
 # Metrics of which more is better, of which less is, and of which 1 is right.
@@ -381,10 +352,43 @@ def _intervals(measured: Mapping[str, float]) -> dict[str, tuple[float, float]]:
     return measured.intervals(resamples=resamples) if resamples >= 50 else {}
 
 
-def _interval(ends: tuple[float, float] | None) -> str:
+def _interval(ends: tuple[float, float] | None) -> tuple[str, str]:
     """The cell of an interval."""
     text = "" if ends is None else f"{ends[0]:.3f} to {ends[1]:.3f}"
-    return f'<td class="number soft interval">{text}</td>'
+    return "number soft interval", text
+
+
+_INTERVAL_HEAD = "number interval", "95 % interval"
+
+
+def _table(
+    text: str,
+    heads: Sequence[tuple[str, str]],
+    rows: Sequence[Sequence[tuple[str, str]]],
+) -> str:
+    """A table below a text; heads and cells are pairs of a class and HTML."""
+
+    def line(tag: str, cells: Sequence[tuple[str, str]]) -> str:
+        each = (f'<{tag} class="{kind}">{cell}</{tag}>' for kind, cell in cells)
+        return f"<tr>{''.join(each)}</tr>"
+
+    above = f'<p class="soft">{text}</p>\n' if text else ""
+    lines = "\n".join([line("th", heads), *(line("td", row) for row in rows)])
+    return f'{above}<div class="scroll"><table>{lines}</table></div>' if rows else ""
+
+
+def _bars(*shares: float) -> tuple[str, str]:
+    """The cell with bars of one or two numbers."""
+    pairs = zip(("model", "other"), shares, strict=False)
+    bars = (f'<i class="{each}" style="width:{x:.1%}"></i>' for each, x in pairs)
+    return "bars", "".join(bars)
+
+
+def _key(first: str, second: str) -> tuple[str, str]:
+    """The head above `_bars`."""
+    pairs = ("model", first), ("other", second)
+    keys = (f'<span class="key"><i class="{c}"></i>{text}</span>' for c, text in pairs)
+    return "bars", " ".join(keys)
 
 
 def _tiles(model, history, measured) -> str:
@@ -405,7 +409,7 @@ def _tiles(model, history, measured) -> str:
         if speeds := [speed for _, speed in _points(history, "examples_per_second")]:
             tiles.append((_number(float(np.median(speeds))), "examples/s (median)"))
     for name in ("users", "groups"):
-        if measured is not None and name in measured:
+        if name in measured:
             tiles.append((_number(measured[name]), f"{name} measured"))
     parameters = sum(leaf.size for _, leaf in _parameters(model))
     tiles.append((_number(parameters), "parameters"))
@@ -483,24 +487,22 @@ def _calibration(points: Sequence[tuple[float, float]]) -> str:
     """Shares of clicks over those that were predicted."""
     if not points:
         return ""
-    rows = "".join(
-        f'<tr><td class="number">{predicted:.4f}</td><td class="number">{true:.4f}</td>'
-        f'<td class="bars"><i class="model" style="width:{predicted:.1%}"></i>'
-        f'<i class="other" style="width:{true:.1%}"></i></td></tr>\n'
+    rows = [
+        (
+            ("number", f"{predicted:.4f}"),
+            ("number", f"{true:.4f}"),
+            _bars(predicted, true),
+        )
         for predicted, true in points
-    )
+    ]
+    heads = ("number", "predicted"), ("number", "clicks"), _key("predicted", "clicks")
     drawn = _chart("share of clicks", points, over="predicted share", diagonal=True)
     return (
         '<p class="soft">Parts of the examples, with as many each, by the probability that '
         "the model predicts.</p>\n"
         f'<div class="charts"><figure><figcaption>share of clicks over predicted share'
         f"</figcaption>{drawn}</figure></div>\n"
-        '<details><summary>In numbers</summary><div class="scroll"><table><tr>'
-        '<th class="number">predicted</th>'
-        '<th class="number">clicks</th><th class="bars">'
-        '<span class="key"><i class="model"></i>predicted</span> '
-        '<span class="key"><i class="other"></i>clicks</span>'
-        f"</th></tr>\n{rows}</table></div></details>"
+        f"<details><summary>In numbers</summary>{_table('', heads, rows)}</details>"
     )
 
 
@@ -575,42 +577,36 @@ def ticks(low: float, high: float, count: int) -> list[float]:
     return [round(i * step, 12) for i in range(first, last + 1)]
 
 
-def _metrics(measured: Mapping[str, float] | None) -> str:
-    if measured is None:
-        return ""
+def _metrics(measured: Mapping[str, float]) -> str:
     rows, intervals = [], _intervals(measured)
     for name, value in measured.items():
         if "@" not in name or name.startswith("popularity_") or name.endswith("]"):
             continue
         other = measured.get(f"popularity_{name}")
-        shown = [
-            abs(x) if x is not None and _is_finite(x) else 0 for x in (value, other)
-        ]
-        largest = max(shown) or 1
-        cells = [
-            f'<td class="metric">{_text(name)}{_direction(name)}</td>',
-            f'<td class="number">{value:.4f}</td>',
-        ]
-        if intervals:
-            cells.append(_interval(intervals.get(name)))
-        bars = f'<i class="model" style="width:{shown[0] / largest:.1%}"></i>'
-        cells.append(
-            f'<td class="number">{"" if other is None else f"{other:.4f}"}</td>'
+        both = [value] if other is None else [value, other]
+        sizes = [abs(x) if _is_finite(x) else 0 for x in both]
+        largest = max(sizes) or 1
+        rows.append(
+            [
+                ("metric", f"{_text(name)}{_direction(name)}"),
+                ("number", f"{value:.4f}"),
+                *[_interval(intervals.get(name))] * bool(intervals),
+                ("number", "" if other is None else f"{other:.4f}"),
+                _bars(*(size / largest for size in sizes)),
+            ]
         )
-        if other is not None:
-            bars += f'<i class="other" style="width:{shown[1] / largest:.1%}"></i>'
-        cells.append(f'<td class="bars">{bars}</td>')
-        rows.append(f"<tr>{''.join(cells)}</tr>")
-    return (
-        '<p class="soft">Popularity recommends the most popular items to everyone. '
-        f"Values are {means_over(measured)}. ↑ more is better, ↓ less is better.</p>\n"
-        '<div class="scroll"><table><tr><th></th><th class="number">model</th>'
-        + ('<th class="number interval">95 % interval</th>' if intervals else "")
-        + '<th class="number">popularity</th><th class="bars">'
-        '<span class="key"><i class="model"></i>model</span> '
-        '<span class="key"><i class="other"></i>popularity</span>'
-        f"</th></tr>\n{chr(10).join(rows)}</table></div>"
+    heads = [
+        ("", ""),
+        ("number", "model"),
+        *[_INTERVAL_HEAD] * bool(intervals),
+        ("number", "popularity"),
+        _key("model", "popularity"),
+    ]
+    text = (
+        "Popularity recommends the most popular items to everyone. "
+        f"Values are {means_over(measured)}. ↑ more is better, ↓ less is better."
     )
+    return _table(text, heads, rows)
 
 
 def _by_entries(measured: Mapping[str, float]) -> str:
@@ -639,43 +635,29 @@ def _groups(measured: Mapping[str, float], head: str, text: str, *, kinds: bool)
         for name in measured
         if name.endswith("]") and "@" in name
     )
-    heads = "".join(f'<th class="number">{_text(each)}</th>' for each in metrics)
     rows = []
     for group in groups:
         found = [measured.get(f"{each}[{group}]") for each in metrics]
-        cells = "".join(
-            f'<td class="number">{"" if value is None else f"{value:.4f}"}</td>'
-            for value in found
-        )
-        count = measured[f"entries[{group}]"]
-        rows.append(
-            f'<tr><td class="metric">{_text(group)}</td>'
-            f'<td class="number">{count:,.0f}</td>{cells}</tr>'
-        )
-    return (
-        f'<p class="soft">{text}</p>\n<div class="scroll"><table><tr><th>{head}</th>'
-        f'<th class="number">held out</th>{heads}</tr>\n{chr(10).join(rows)}</table></div>'
-    )
+        cells = [("number", "" if x is None else f"{x:.4f}") for x in found]
+        count = ("number", f"{measured[f'entries[{group}]']:,.0f}")
+        rows.append([("metric", _text(group)), count, *cells])
+    heads = [("", head), ("number", "held out")]
+    return _table(text, heads + [("number", _text(each)) for each in metrics], rows)
 
 
 def _values(measured: Mapping[str, float]) -> str:
     """Metrics that are not of rankings, such as those of clicks."""
     intervals = _intervals(measured)
-    rows = "".join(
-        f'<tr><td class="metric">{_text(name)}{_direction(name)}</td>'
-        f'<td class="number">{_number(value)}</td>'
-        f"{_interval(intervals.get(name)) if intervals else ''}</tr>\n"
+    rows = [
+        [
+            ("metric", f"{_text(name)}{_direction(name)}"),
+            ("number", _number(value)),
+            *[_interval(intervals.get(name))] * bool(intervals),
+        ]
         for name, value in measured.items()
-    )
-    if not rows:
-        return ""
-    heading = (
-        '<tr><th></th><th></th><th class="number interval">95 % interval</th></tr>\n'
-    )
-    return (
-        '<p class="soft">↑ more is better, ↓ less is better, → 1 is right.</p>\n'
-        f'<div class="scroll"><table>\n{heading if intervals else ""}{rows}</table></div>'
-    )
+    ]
+    heads = [("", ""), ("", ""), *[_INTERVAL_HEAD] * bool(intervals)]
+    return _table("↑ more is better, ↓ less is better, → 1 is right.", heads, rows)
 
 
 def _names(
@@ -708,14 +690,12 @@ def _example(example: Example, titled: Callable[[str], str]) -> str:
 
 
 def _similar(similar: Mapping[str, Sequence[str]], titled: Callable[[str], str]) -> str:
-    rows = "".join(
-        f"<tr><td>{_text(titled(item))}</td><td>{_names(others, titled)}</td></tr>\n"
+    rows = [
+        (("", _text(titled(item))), ("", _names(others, titled)))
         for item, others in similar.items()
-    )
-    if not rows:
-        return ""
-    heading = "<tr><th>item</th><th>most similar, by cosine of the vectors</th></tr>"
-    return f'<div class="scroll"><table>{heading}\n{rows}</table></div>'
+    ]
+    heads = ("", "item"), ("", "most similar, by cosine of the vectors")
+    return _table("", heads, rows)
 
 
 def _parameters(model: nnx.Module) -> list[tuple[str, jax.Array]]:
@@ -728,17 +708,18 @@ def _parameters(model: nnx.Module) -> list[tuple[str, jax.Array]]:
 
 
 def _layers(model: nnx.Module) -> str:
-    rows = "".join(
-        f"<tr><td>{_text(name)}</td>"
-        f'<td class="whole">{" x ".join(f"{n:,}" for n in leaf.shape)}</td>'
-        f'<td class="whole">{leaf.dtype}</td><td class="number">{leaf.size:,}</td></tr>\n'
+    rows = [
+        (
+            ("", _text(name)),
+            ("whole", " x ".join(f"{n:,}" for n in leaf.shape)),
+            ("whole", f"{leaf.dtype}"),
+            ("number", f"{leaf.size:,}"),
+        )
         for name, leaf in _parameters(model)
-    )
-    heading = '<tr><th>name</th><th>shape</th><th>dtype</th><th class="number">number</th></tr>'
-    return (
-        '<p class="soft">Rows of features and items are rounded up to a multiple of '
-        f'256.</p>\n<div class="scroll"><table>{heading}\n{rows}</table></div>'
-    )
+    ]
+    heads = ("", "name"), ("", "shape"), ("", "dtype"), ("number", "number")
+    text = "Rows of features and items are rounded up to a multiple of 256."
+    return _table(text, heads, rows)
 
 
 def _settings(settings: Mapping[str, object]) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import pathlib
 import shutil
@@ -16,18 +15,16 @@ import jax
 from sparsejax.codec import Config
 from sparsejax.data import (
     ClickDataset,
-    ItemFeatures,
     SequenceDataset,
     SparseDataset,
 )
-from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.data.sets.click_schema import ClickSchema
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
 from sparsejax.kinds.reading import is_file
-from sparsejax.kinds.source import Ahead, Source, item_names
+from sparsejax.kinds.source import Source, item_names
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.measuring import Evaluate, Report
@@ -35,7 +32,7 @@ from sparsejax.options.option import takes
 from sparsejax.options.predicting import Export, Recommend
 from sparsejax.options.reading import Reading
 from sparsejax.options.training import Load, Train, Training, TrainMore
-from sparsejax.runs import folders, uses
+from sparsejax.runs import uses
 from sparsejax.runs.folders import Folder, Settings
 from sparsejax.runs.training import train
 from sparsejax.verbs.vectors import similar_items
@@ -65,7 +62,7 @@ class Run:
     and the others.
     """
 
-    def __init__(self, kept: _Kept, reading: Reading):
+    def __init__(self, kept: Folder, reading: Reading):
         """Use `train` or `load`."""
         self._kept, self._reading = kept, reading
 
@@ -114,13 +111,14 @@ class Run:
             source = train(
                 pathlib.Path(directory), training.replaced(config=config), log=report
             )
-            folder = Folder.of(os.fspath(directory))
+            kept = Folder.of(os.fspath(directory), _shown(source))
         except BaseException:
             if owned:
                 shutil.rmtree(directory, ignore_errors=True)
             raise
-        reading = training.as_type(Reading)
-        return cls(_Kept(folder, _shown(source), owned=owned), reading)
+        if owned:
+            weakref.finalize(kept, shutil.rmtree, directory, ignore_errors=True)
+        return cls(kept, training.as_type(Reading))
 
     @classmethod
     @takes(Load)
@@ -134,7 +132,7 @@ class Run:
         """
         folder = Folder.of(pathlib.Path(asked.directory))
         asked.check_kind(folder.settings.kind.name)
-        return cls(_Kept(folder), asked.as_type(Reading))
+        return cls(folder, asked.as_type(Reading))
 
     def save(self, directory: _Path) -> None:
         """Writes the run to a folder, whole or not at all.
@@ -185,7 +183,7 @@ class Run:
     @property
     def directory(self) -> pathlib.Path:
         """The folder of the run. If none was named, it is removed with the run."""
-        return pathlib.Path(self._kept.opened.directory)
+        return pathlib.Path(self._kept.directory)
 
     @property
     def settings(self) -> Settings:
@@ -195,17 +193,17 @@ class Run:
     @property
     def model(self) -> Any:
         """The model, ready for use."""
-        return self._kept.modules[0]
+        return self._kept.model()
 
     @property
     def optimizer(self) -> Optimizer:
         """The model's optimizer, as it was after training."""
-        return self._kept.modules[1]
+        return self._kept.modules()[1]
 
     @property
     def history(self) -> list[dict[str, float]]:
         """An entry for each epoch, as `fit` returned it."""
-        return self._kept.opened.history()
+        return self._kept.history()
 
     @property
     def known(self) -> Any:
@@ -282,20 +280,11 @@ class Run:
     @takes(Report)
     def report(self, asked: Report) -> None:
         """Writes an HTML page about the run, see `write_report`."""
-        from sparsejax.runs.report import write_report
-
         asked.check_kind(self._kind.name)
         if asked.inputs is None and self._kind.ranks_items:
             asked = asked.replaced(inputs=self._kept.data)
-        titles = asked.titles
-        write_report(
-            asked.path,
-            history=self.history,
-            title=self.settings.data,
-            settings=self.settings.described(),
-            titles=None if titles is None else read_titles(titles),
-            **uses.page(asked, self._reading, self._kept),
-        )
+        title, about = self.settings.data, (asked, self._reading, self._kept)
+        uses.report(asked.path, title, *about)
 
     @takes(Export)
     def export(self, asked: Export) -> None:
@@ -305,47 +294,6 @@ class Run:
         """
         asked.check_kind(self._kind.name)
         uses.export(asked, self._reading, self._kept)
-
-
-class _Kept:
-    """An opened folder, which restores its modules once.
-
-    Attributes:
-      opened: the folder.
-      data: the data that the model was trained on, and the held-out part; or None.
-    """
-
-    def __init__(self, opened: Folder, data: Any = None, *, owned: bool = False):
-        self.opened, self.data = opened, data
-        self.settings, self.known = opened.settings, opened.known
-        if owned:
-            directory = os.fspath(opened.directory)
-            weakref.finalize(self, shutil.rmtree, directory, ignore_errors=True)
-
-    @functools.cached_property
-    def modules(self) -> tuple[Any, Optimizer]:
-        """The model and the optimizer."""
-        directory = self.opened.directory
-        return folders.restored_modules(directory, self.settings, self.known)
-
-    def inputs(self, method: str, inputs: Any) -> Any:
-        """The data that the model is shown, if that is not the examples to measure on."""
-        if inputs is not None or not self.settings.kind.ranks_items:
-            return inputs
-        if self.data is None:
-            raise ValueError(
-                f"{method} needs inputs=..., what the model is shown: the data of the "
-                "training is not kept with a run"
-            )
-        return self.data
-
-    def model(self, ahead: Ahead | None = None) -> Any:
-        """The model that `load_model` returns. Nothing is compiled ahead."""
-        return self.modules[0]
-
-    def item_features(self) -> ItemFeatures | None:
-        """The content of the items; None if they have none."""
-        return self.opened.item_features()
 
 
 def _model_of(

@@ -22,7 +22,7 @@ from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Recorded, Training
 from sparsejax.runs import folders, following, linear_parts
-from sparsejax.runs.folders import Settings
+from sparsejax.runs.folders import Folder, Settings
 from sparsejax.verbs.fit import fit
 from sparsejax.verbs.place import place
 from sparsejax.verbs.recipe import learning_rate, steps_of_epoch
@@ -183,7 +183,7 @@ def source_of(training: Training) -> Source:
                 "chunk_rows"
             )
         return kind.scanned(training)
-    before = None if training.origin is None else folders.earlier(training.origin)
+    before = None if training.origin is None else Folder.of(training.origin)
     if training.follow:
         return kind.followed(training, before)
     return kind.source(training, before)
@@ -321,10 +321,9 @@ def _continued(
 ) -> tuple[Any, Optimizer]:
     """The earlier run's model with the items that are new, and the optimizer."""
     assert training.origin is not None
-    before, known = folders.load_run(training.origin)
-    model, optimizer, kept = folders.continued(
-        training.origin, before, known, settings, source.data
-    )
+    earlier = Folder.of(training.origin)
+    before = earlier.settings
+    model, optimizer, kept = folders.continued(earlier, settings, source.data)
     added = settings.num_features - before.num_features
     what = "goes on with its state" if kept else "begins anew"
     training.say(

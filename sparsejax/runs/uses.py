@@ -10,8 +10,11 @@ import numpy as np
 
 from sparsejax import metrics
 from sparsejax.baselines.models import BASELINES
+from sparsejax.callers import warn_caller
 from sparsejax.data import SparseDataset
 from sparsejax.data.files.names import Names
+from sparsejax.data.files.opening import Path
+from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.reading import some_rows
@@ -20,7 +23,8 @@ from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate, Paged
 from sparsejax.options.predicting import Export, Exported, Rank, Recommend
 from sparsejax.options.reading import Reading
-from sparsejax.runs.report import examples_of, similar_to_popular
+from sparsejax.runs.folders import Folder
+from sparsejax.runs.report import examples_of, similar_to_popular, write_report
 from sparsejax.verbs.export import export_with_answer
 from sparsejax.verbs.recommend import lower_recommend, recommend
 from sparsejax.verbs.vectors import user_vectors
@@ -85,23 +89,37 @@ def vectors_of(inputs: Any, reading: Reading, run: Opened) -> tuple[np.ndarray, 
     return user_vectors(run.model(), data), data.row_names
 
 
-def page(asked: Paged, reading: Reading, run: Opened) -> dict[str, Any]:
-    """Arguments of `write_report` that depend on the model and the data."""
+def report(
+    path: Path,
+    title: str,
+    asked: Paged,
+    reading: Reading,
+    run: Folder,
+    say: Callable[[str], object] = warn_caller,
+) -> None:
+    """Writes the page about a run, see `write_report`."""
     found = run.settings.kind.findings(asked, reading, run)
-    contents: dict[str, Any] = {
-        "model": found.model,
-        "measured": found.measured,
-        "calibration": found.calibration,
-        "data": found.facts,
-    }
+    examples, similar = [], None
     if found.shown is not None:
-        contents["examples"] = examples_of(
-            found.model, found.shown, found.heldout, keep_seen=not asked.exclude_seen
-        )
+        how = {"keep_seen": not asked.exclude_seen}
+        examples = examples_of(found.model, found.shown, found.heldout, **how)
     if found.counts is not None:
         names = item_names(run.known)
-        contents["similar"] = similar_to_popular(found.model, names, found.counts)
-    return contents
+        similar = similar_to_popular(found.model, names, found.counts)
+    titles = asked.titles
+    write_report(
+        path,
+        found.model,
+        run.history(),
+        title=title,
+        measured=found.measured,
+        calibration=found.calibration,
+        examples=examples,
+        similar=similar,
+        settings=run.settings.described(),
+        data=found.facts,
+        titles=None if titles is None else read_titles(titles, say),
+    )
 
 
 def export(asked: Export, reading: Reading, run: Opened) -> None:

@@ -14,7 +14,7 @@ from sparsejax.cli import flags, shell
 from sparsejax.options import measuring, planning, predicting, reading, training
 from sparsejax.options.option import Flag, Options, option, takes, texts_of, verb
 
-COMMANDS = typing.get_args(flags.Command)
+COMMANDS = flags.Command.__subclasses__()
 STATED = [training.Train, measuring.Evaluate, measuring.Report, predicting.Recommend]
 STATED += [predicting.Export, training.Fit, measuring.Measure, predicting.Rank]
 STATED += [predicting.Write, planning.Plan, reading.Prepare]

@@ -15,7 +15,7 @@ import sparsejax as sj
 from sparsejax.cli.main import main
 from sparsejax.kinds.clicks import kind as of_clicks
 from sparsejax.options.training import Recorded
-from sparsejax.runs.folders import Settings, continued, load_run
+from sparsejax.runs.folders import Folder, Settings, continued, load_run
 
 COLUMNS: dict[str, Any] = {"user": "who", "item": "what"}
 
@@ -304,7 +304,7 @@ def test_clicks_go_on_with_new_categories(folder, tmp_path, capsys):
         tmp_path / "tuesday.csv", SCHEMA, features=before, append=True
     )
     now = dataclasses.replace(run.settings, num_features=20)
-    longer, _, kept = continued(run.directory, run.settings, before, now, data)
+    longer, _, kept = continued(Folder.of(run.directory), now, data)
     assert kept and longer.num_ids == data.num_ids
     # To the bit, also of examples with new categories, until it is trained on.
     np.testing.assert_array_equal(sj.predict(longer, data), predicted)

@@ -272,6 +272,20 @@ class Evaluation:
             ),
         )
 
+    def of_epoch(
+        self, as_ranker: Callable[[nnx.Module], Recommender]
+    ) -> Callable[..., dict[str, float]]:
+        """A function that measures a model as `fit` validates it: by its cut-offs alone."""
+
+        def measured(
+            model: nnx.Module, *, optimizer: Optimizer, deterministic: bool
+        ) -> dict[str, float]:
+            ranker, how = as_ranker(model), {"deterministic": deterministic}
+            found = self.run(ranker, optimizer=optimizer, **how)
+            return {name: value for name, value in found.items() if "@" in name}
+
+        return measured
+
     @promoting()
     @using_auto_axes()
     def _measured(

@@ -58,7 +58,7 @@ from sparsejax.kinds.reading import (
     stated_schema,
     validation_share,
 )
-from sparsejax.kinds.source import Earlier, Findings, Opened, Source
+from sparsejax.kinds.source import Findings, Opened, Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.ops.implementations import HOPPER_OR_NEWER, custom_call_can_run
 from sparsejax.optimizers.optimizer import Optimizer
@@ -240,7 +240,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
         return schema_of(columns)
 
-    def source(self, training: Training, before: Earlier | None) -> Source:
+    def source(self, training: Training, before: Opened | None) -> Source:
         if before is None:
             schema = stated_schema(training, ClickSchema)
             data = read_examples(training.data, schema, training)
@@ -307,7 +307,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             validation=validation,
         )
 
-    def followed(self, training: Training, before: Earlier | None) -> Source:
+    def followed(self, training: Training, before: Opened | None) -> Source:
         schema = stated_schema(training, ClickSchema)
         if before is not None:
             if schema is not None:
@@ -382,9 +382,6 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
 
     def known_of(self, data: ClickDataset | ScannedClicks) -> ClickDataset:
         return known_of(data)
-
-    def save_known(self, path: pathlib.Path, known: ClickDataset) -> None:
-        known.save(path)
 
     def load_known(self, path: pathlib.Path) -> ClickDataset:
         return ClickDataset.load(path)

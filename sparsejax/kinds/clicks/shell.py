@@ -14,7 +14,11 @@ from sparsejax.data.sets.click_schema import (
 from sparsejax.embeddings.collection import collections_of
 from sparsejax.embeddings.config import TableConfig
 from sparsejax.kinds.kind import Maker
-from sparsejax.kinds.reading import check_columns_of_run, schema_in
+from sparsejax.kinds.reading import (
+    check_columns_of_run,
+    check_counted,
+    schema_in,
+)
 from sparsejax.optimizers.rules import Rule
 from sparsejax.options.models import Clicks
 
@@ -57,12 +61,7 @@ def data_to_plan(schema: ClickSchema | None, examples: str | None) -> ScannedCli
         raise ValueError(
             "name the columns: --schema FILE, or --examples, a saved data set"
         )
-    learned = [n for n, c in schema.ids.items() if isinstance(c, VocabularyColumn)]
-    if learned:
-        raise ValueError(
-            f"the categories of {', '.join(learned[:3])} are to be counted: name a file of "
-            "--examples, or give the columns hashed ids"
-        )
+    check_counted(schema)
     return ScannedClicks("", schema, {}, 1)
 
 

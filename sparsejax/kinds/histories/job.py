@@ -280,7 +280,7 @@ def sequence_job(asked: Fit) -> Job:
     times = has_times(model, sequences)
 
     def measure(batch_size: int) -> Measure:
-        evaluation = prepared_sequences(
+        prepared = prepared_sequences(
             model,
             sequences,
             validation,
@@ -291,14 +291,6 @@ def sequence_job(asked: Fit) -> Job:
             batch_size=max(batch_size, 1024),
         )
 
-        def measured(model, *, optimizer, deterministic):
-            found = evaluation.run(
-                NextItems(finished(model), times=times),
-                optimizer=optimizer,
-                deterministic=deterministic,
-            )
-            return {name: value for name, value in found.items() if "@" in name}
-
-        return measured
+        return prepared.of_epoch(lambda m: NextItems(finished(m), times=times))
 
     return Job(examples, metric, measure, settings=settings)

@@ -25,7 +25,6 @@ from sparsejax.data.scan import chunk_ends
 from sparsejax.data.sets.click_schema import (
     DenseColumn,
     VocabularyColumn,
-    vocabularies_of,
 )
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import no_events
@@ -58,13 +57,14 @@ from sparsejax.kinds.kind import (
 )
 from sparsejax.kinds.reading import (
     check_columns_of_run,
+    check_counted,
     is_saved,
     read_file,
     read_histories,
     schema_in,
     stated_schema,
 )
-from sparsejax.kinds.source import Earlier, Opened, Source, item_names
+from sparsejax.kinds.source import Opened, Source, item_names
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.options.measuring import Evaluate, Measure
 from sparsejax.options.models import BY_DEFAULT, Described
@@ -212,11 +212,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             return {"events": events}
         if schema is None:
             return {}
-        if learned := [*vocabularies_of(schema)]:
-            raise ValueError(
-                f"the categories of {', '.join(learned[:3])} are to be counted: name a file of "
-                "--examples, or give the columns hashed ids"
-            )
+        check_counted(schema)
         return {"events": no_events(schema, {})}
 
     def read_config(self, document: object) -> SequenceConfig:
@@ -287,7 +283,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return read_histories(source, reading, features=features)
 
     def read_to_train(
-        self, training: Training, before: Earlier | None
+        self, training: Training, before: Opened | None
     ) -> SequenceDataset:
         schema = stated_schema(training, EventSchema)
         events = schema if before is None else getattr(before.known, "events", None)
@@ -322,19 +318,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             return super().known_of(data)
         return data.without_rows()
 
-    def save_known(self, path: pathlib.Path, known: Any) -> None:
-        if isinstance(known, SequenceDataset):
-            known.save(path)
-        else:
-            super().save_known(path, known)
-
     def load_known(self, path: pathlib.Path) -> Any:
         if is_saved(path, stored.HISTORIES):
             return SequenceDataset.load(path)
         return super().load_known(path)
-
-    def num_known(self, known: Any) -> int:
-        return super().num_known(item_names(known))
 
     def fingerprint_of(self, known: Any) -> str:
         names = item_names(known)
@@ -381,9 +368,6 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         more += [] if data.weights is None else [data.weights]
         more += [] if data.events is None else [*data.events.columns.values()]
         return fingerprint(data.indptr, data.indices, *more)
-
-    def num_trained(self, data: SequenceDataset) -> int:
-        return data.num_examples
 
     def suited(
         self, config: SequenceConfig, training: Training, source: Source

@@ -108,14 +108,7 @@ def item_job(asked: Fit) -> Job:
             popularity=None,
             batch_size=batch_size,
         )
-        evaluation = prepared_evaluation(shown, cast(Source, validation), setup)
-
-        def measured(model, *, optimizer, deterministic):
-            found = evaluation.run(
-                finished(model), optimizer=optimizer, deterministic=deterministic
-            )
-            return {name: value for name, value in found.items() if "@" in name}
-
-        return measured
+        prepared = prepared_evaluation(shown, cast(Source, validation), setup)
+        return prepared.of_epoch(finished)
 
     return Job(examples, metric, measure)

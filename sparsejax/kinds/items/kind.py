@@ -184,9 +184,6 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
     def fingerprint(self, data: SparseDataset) -> str:
         return fingerprint(data.matrix)
 
-    def num_trained(self, data: SparseDataset) -> int:
-        return data.num_rows
-
     def split(self, validation, data: SparseDataset, path) -> Split | None:
         if is_last(validation):
             with_times(data, path)
