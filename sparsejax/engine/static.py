@@ -30,7 +30,7 @@ class _Holder(nnx.Module):
         self.value = value
 
 
-def _wrong(model: Any) -> str | None:
+def _wrong(model: nnx.Module) -> str | None:
     """The message, which names the attribute, or the metadata of a variable."""
     for path, node in nnx.iter_graph(model):
         is_variable = isinstance(node, nnx.Variable)

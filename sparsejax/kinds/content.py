@@ -18,7 +18,7 @@ from sparsejax.nn.item_content import ContentSizes, ItemContent
 from sparsejax.nn.layers import SparseLinear, SparseOutput
 
 
-def content_of(model: Any) -> ItemContent | None:
+def content_of(model: nnx.Module) -> ItemContent | None:
     """The content that a model has in its output layer, if any."""
     return getattr(getattr(model, "output", None), "content", None)
 
@@ -93,7 +93,7 @@ def check_same_sizes(features: ItemFeatures, sizes: ContentSizes) -> None:
         )
 
 
-def set_content(model: Any, features: ItemFeatures, *, new: bool) -> None:
+def set_content(model: nnx.Module, features: ItemFeatures, *, new: bool) -> None:
     """Gives a model the content of its items.
 
     Args:
@@ -108,7 +108,7 @@ def set_content(model: Any, features: ItemFeatures, *, new: bool) -> None:
         content.scale_start()
 
 
-def count_entries(model: Any, counts: np.ndarray) -> None:
+def count_entries(model: nnx.Module, counts: np.ndarray) -> None:
     """Tells a model with content how many entries each item has in the training data.
 
     An item keeps the largest number that it ever had, so that training with a later part of
@@ -128,12 +128,12 @@ def check_counted(model: Any) -> None:
         )
 
 
-def copied(model: Any) -> Any:
+def copied(model: nnx.Module) -> Any:
     """A copy, whose weights are the same arrays."""
     return nnx.merge(*nnx.split(model), copy=True)
 
 
-def without_content(model: Any) -> Any:
+def without_content(model: nnx.Module) -> Any:
     """A copy whose items are only what they learned for themselves: `a(n) R`."""
     model = copied(model)
     content = content_of(model)
@@ -156,7 +156,7 @@ def finished(model: Any) -> Any:
     return model
 
 
-def finish_vectors(model: Any) -> None:
+def finish_vectors(model: nnx.Module) -> None:
     """Puts the vectors of items with content in place of the kernel, in the model itself."""
     layers = [
         node

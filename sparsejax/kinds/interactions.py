@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
+from flax import nnx
 
 from sparsejax import metrics
 from sparsejax.data import (
@@ -228,7 +229,9 @@ class Interactions[
         """`exclude` of `evaluate` on held-out items, as `fit` validates."""
         return "inputs"
 
-    def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
+    def validated(
+        self, model: nnx.Module, source: Source, k: int
+    ) -> Mapping[str, float]:
         return self.evaluate(
             Measure(
                 model,
@@ -241,7 +244,7 @@ class Interactions[
             )
         )
 
-    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+    def doubts(self, model: nnx.Module, source: Source, k: int) -> str | None:
         if source.heldout is None or content_of(model) is None:
             return None
         with_content, without = (

@@ -255,7 +255,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         `content` are the `ContentSizes` of what is known of the items.
         """
 
-    def prepare(self, model: Any, data: Data) -> None:
+    def prepare(self, model: nnx.Module, data: Data) -> None:
         """Computes the parts of a model that are not trained, before it is. For `build`."""
         return
 
@@ -263,7 +263,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """Writes a part that a trained model gets at last, made of all data, if it has one."""
         return
 
-    def set_final(self, model: Any, path: pathlib.Path) -> None:
+    def set_final(self, model: nnx.Module, path: pathlib.Path) -> None:
         """Gives a trained model the part that `save_final` wrote."""
         raise NotImplementedError
 
@@ -384,7 +384,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     @abc.abstractmethod
     def add_new(
-        self, model: Any, known: Known, data: Data, optimizer: Optimizer | None
+        self, model: nnx.Module, known: Known, data: Data, optimizer: Optimizer | None
     ) -> None:
         """Makes a model of what is known fit data that begins with it, in place.
 
@@ -396,7 +396,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
           optimizer: the optimizer of the model, if its state is kept.
         """
 
-    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+    def doubts(self, model: nnx.Module, source: Source, k: int) -> str | None:
         """A warning after training if something simpler is better than the model, or None.
 
         Args:
@@ -407,7 +407,9 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         return None
 
     @abc.abstractmethod
-    def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
+    def validated(
+        self, model: nnx.Module, source: Source, k: int
+    ) -> Mapping[str, float]:
         """The metrics of held-out data, as `fit` measures them, with the figures of its rows.
 
         Args:

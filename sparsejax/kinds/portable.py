@@ -76,7 +76,7 @@ def _on_this_process(state: jax.Array) -> jax.Array:
     return jax.random.wrap_key_data(words, impl=jax.random.key_impl(state))
 
 
-def _ends_in_its_layer(model: Any) -> bool:
+def _ends_in_its_layer(model: nnx.Module) -> bool:
     """Whether `top_k` is that of the output layer for what `queries` gives.
 
     A class says so of its own methods. A class that inherits from it may have others.

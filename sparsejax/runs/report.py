@@ -266,7 +266,9 @@ _KINDS = {
 }
 
 
-def _summary(model: Any, measured: Mapping[str, float], data: Sequence[str]) -> str:
+def _summary(
+    model: nnx.Module, measured: Mapping[str, float], data: Sequence[str]
+) -> str:
     """How good the model is, on which data, and what it is, for a reader in a hurry."""
     parts = []
     if verdict := _verdict(measured):

@@ -113,7 +113,9 @@ def save_model(
         checkpoints.save(step, modules, {"history": entries})
 
 
-def _checked(given: ItemFeatures | None, model: Any, data: Any) -> ItemFeatures | None:
+def _checked(
+    given: ItemFeatures | None, model: nnx.Module, data: Any
+) -> ItemFeatures | None:
     """The content of the items of the data, if the model has content."""
     content = content_of(model)
     if (content is None) != (given is None):

@@ -128,7 +128,7 @@ def build(
     return modules
 
 
-def set_linear_part(model: Any, data: Any) -> None:
+def set_linear_part(model: nnx.Module, data: Any) -> None:
     """Computes the linear part of a model from the data, if it has one.
 
     Raises:

@@ -25,6 +25,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
@@ -116,7 +117,9 @@ class TrainingTask(abc.ABC):
         """Raises TypeError if a model cannot learn from them."""
 
     @abc.abstractmethod
-    def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
+    def loss(
+        self, model: nnx.Module, x: Any, labels: Any, weights: jax.Array
+    ) -> jax.Array:
         """`sum_b weights_b loss_b` of a batch, a scalar."""
 
     def staging(
@@ -129,7 +132,9 @@ class TrainingTask(abc.ABC):
         """Replaces ids in the model's inputs by the results of `Staging`."""
         return x
 
-    def begun(self, model: Any, optimizer: Optimizer, x: Any, exists: jax.Array) -> Any:
+    def begun(
+        self, model: nnx.Module, optimizer: Optimizer, x: Any, exists: jax.Array
+    ) -> Any:
         """The input that the model is shown, once its new ids have rows.
 
         Args:

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+from flax import nnx
 from jax.typing import ArrayLike
 
 from sparsejax.callers import warn_caller
@@ -113,7 +114,9 @@ class ClickTask(TrainingTask):
     def begins_rows(self) -> bool:
         return bool(self.keys)
 
-    def begun(self, model: Any, optimizer: Any, x: Any, exists: jax.Array) -> Any:
+    def begun(
+        self, model: nnx.Module, optimizer: Any, x: Any, exists: jax.Array
+    ) -> Any:
         """New ids of dynamic tables get their rows."""
         if not self.keys:
             return x
@@ -123,7 +126,9 @@ class ClickTask(TrainingTask):
     def check(self, model: Any) -> None:
         check_click_model(model)
 
-    def loss(self, model: Any, x: Any, labels: Any, weights: jax.Array) -> jax.Array:
+    def loss(
+        self, model: nnx.Module, x: Any, labels: Any, weights: jax.Array
+    ) -> jax.Array:
         """The binary cross-entropy of `model(dense, ids)`, or of its `training_logits`.
 
         Of several labels, the sum of their losses.

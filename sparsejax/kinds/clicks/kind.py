@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping
 from typing import Any, ClassVar, cast
 
 import numpy as np
+from flax import nnx
 
 from sparsejax import codec
 from sparsejax.callers import warn_caller
@@ -131,7 +132,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             sizes["labels"] = {name: column.after for name, column in several.items()}
         return Maker(functools.partial(build_click_model, config, **sizes))
 
-    def prepare(self, model: Any, data: Any) -> None:
+    def prepare(self, model: nnx.Module, data: Any) -> None:
         from sparsejax.kinds.clicks.regression import set_regression
 
         set_regression(model, data)
@@ -366,7 +367,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         }
         model.add_ids(added, optimizer=optimizer)
 
-    def doubts(self, model: Any, source: Source, k: int) -> str | None:
+    def doubts(self, model: nnx.Module, source: Source, k: int) -> str | None:
         found = compared(model, source.data, source.heldout)
         what = "training" if source.heldout is None else "validation"
         return None if found is None else found.warning(what)
@@ -449,7 +450,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                 raise
             raise ValueError(f"{name_of(source)}: {error}") from error
 
-    def validated(self, model: Any, source: Source, k: int) -> Mapping[str, float]:
+    def validated(
+        self, model: nnx.Module, source: Source, k: int
+    ) -> Mapping[str, float]:
         return evaluate_clicks(model, source.heldout, keep_rows=True)
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:

@@ -131,7 +131,7 @@ def _dotted(path: Iterable[Any]) -> str:
     return ".".join(str(getattr(key, "key", key)) for key in keys)
 
 
-def _check_unknown(unknown: Unknown | None, model: Any) -> None:
+def _check_unknown(unknown: Unknown | None, model: nnx.Module) -> None:
     """Raises ValueError unless there is such a choice."""
     if unknown not in (None, *get_args(Unknown)):
         raise ValueError(f'unknown_ids is "init" or "zeros", got {unknown!r}')
@@ -142,7 +142,7 @@ def _check_unknown(unknown: Unknown | None, model: Any) -> None:
         )
 
 
-def _num_dense(model: Any, clicks: Clicks | None) -> int:
+def _num_dense(model: nnx.Module, clicks: Clicks | None) -> int:
     stated = getattr(model, "num_dense", None)
     if clicks is None:
         if stated is None:

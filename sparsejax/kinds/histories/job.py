@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from sparsejax.data.reading.histories import EventShapes, arrays_of
 from sparsejax.data.reading.sources import check_columns
@@ -63,7 +64,7 @@ class SequenceTask(TrainingTask):
 
     @classmethod
     def of_model(
-        cls, model: Any, data: Any = None, wire_dtype: str | None = None
+        cls, model: nnx.Module, data: Any = None, wire_dtype: str | None = None
     ) -> SequenceTask:
         """The task of a model, and of data, which may have weights."""
         return cls(
@@ -122,7 +123,7 @@ class SequenceTask(TrainingTask):
         return [*arrays, CSR(None, places, np.append(0, ends), num_cols=length - first)]
 
 
-def _shapes_in_training(model: Any) -> EventShapes | None:
+def _shapes_in_training(model: nnx.Module) -> EventShapes | None:
     """`event_shapes` without the context of the event to come, which targets have."""
     if (shapes := event_shapes(model)) is None:
         return None
