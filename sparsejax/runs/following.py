@@ -17,7 +17,7 @@ from sparsejax.embeddings.changes import export_changes
 from sparsejax.embeddings.dynamic.changes import Export
 from sparsejax.engine.train import loop
 from sparsejax.engine.train.checkpoint import Checkpoints
-from sparsejax.engine.train.following import Feed, follow
+from sparsejax.engine.train.following import Feed, How, follow
 from sparsejax.engine.train.job import Job
 from sparsejax.kinds.reading import is_file, name_of
 from sparsejax.mesh.promotion import promoting
@@ -123,7 +123,7 @@ def run(
             model, optimizer, pathlib.Path(training.changes), training.say
         )
     every = training.export_seconds
-    is_store = is_address(folder)
+    seconds = _LOOK_SECONDS_OF_STORE if is_address(folder) else _LOOK_SECONDS
     with contextlib.ExitStack() as stack:
         stack.enter_context(loop.on_auto_axes(model, optimizer))
         stack.enter_context(loop.alone(checkpoints))
@@ -132,18 +132,15 @@ def run(
         follow(
             model,
             optimizer,
-            Feed(
-                names=names,
-                read=read,
-                seconds=_LOOK_SECONDS_OF_STORE if is_store else _LOOK_SECONDS,
+            Feed(names=names, read=read, seconds=seconds),
+            training.as_type(
+                How,
+                batch_size=settings.batch_size,
+                export_seconds=_EXPORT_SECONDS if every is None else every,
+                log=log,
             ),
-            batch_size=settings.batch_size,
-            deterministic=settings.deterministic,
-            checkpoints=checkpoints,
-            checkpoint_seconds=training.checkpoint_seconds,
-            export=changes,
-            export_seconds=_EXPORT_SECONDS if every is None else every,
-            log=log,
+            checkpoints,
+            changes,
         )
         if changes is not None:
             changes.end()

@@ -20,7 +20,7 @@ from sparsejax.kinds.source import Source
 from sparsejax.kinds.threads import meanwhile
 from sparsejax.mesh import kept_programs, processes
 from sparsejax.optimizers.optimizer import Optimizer
-from sparsejax.options.training import Recorded, Training
+from sparsejax.options.training import Exact, Recorded, Saved, Training
 from sparsejax.runs import folders, following, linear_parts
 from sparsejax.runs.folders import Folder, Settings
 from sparsejax.verbs.fit import fit
@@ -136,16 +136,12 @@ def train(
             source.data,
             batch_size=settings.batch_size,
             fused=training.fused,
-            deterministic=training.deterministic,
             num_epochs=settings.num_epochs,
-            seed=training.seed,
             validation=source.heldout,
             k=training.k if measures else None,
             early_stopping=stopping,
             checkpoint_dir=checkpoints,
-            checkpoint_seconds=training.checkpoint_seconds,
-            resume=training.resume,
-            log=told,
+            **training.values_of(Exact) | training.values_of(Saved) | {"log": told},
         )
     doubts = kind.doubts(model, source, training.k)
     if doubts is not None and processes.is_first():

@@ -34,6 +34,7 @@ from sparsejax.engine.train.resident import Examples, Resident, Sizes, Trainable
 from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, put_on_mesh
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.training import Exact, Saved
 from sparsejax.sparse import CSR, host_rows, with_room
 
 _KEPT = 1000  # newest entries of the history that are kept
@@ -69,6 +70,18 @@ class Feed:
     seconds: float
 
 
+class How(Exact, Saved):
+    """How to train on files.
+
+    Attributes:
+      batch_size: examples of a step; the last one of a file may have fewer.
+      export_seconds: seconds between two exports.
+    """
+
+    batch_size: int
+    export_seconds: float
+
+
 @runtime_checkable
 class Exports(Protocol):
     """Exports of the trained model, one after the other."""
@@ -85,14 +98,9 @@ def follow(
     model: Any,
     optimizer: Optimizer,
     feed: Feed,
-    *,
-    batch_size: int,
-    deterministic: bool,
+    how: How,
     checkpoints: Checkpoints,
-    checkpoint_seconds: float,
     export: Exports | None,
-    export_seconds: float,
-    log: Callable[[int, Mapping[str, float]], None] | None,
 ) -> None:
     """Trains a model in place on the files that a feed has and will have.
 
@@ -104,29 +112,26 @@ def follow(
       model: the model.
       optimizer: its optimizer.
       feed: source of the files.
-      batch_size: examples of a step; the last one of a file may have fewer.
-      deterministic: whether the training gives the same bits in every run, as in `fit`.
+      how: how it trains. `how.log` is called after each file.
       checkpoints: checkpoints to go on from, and to write. There is one before the first file
         is read.
-      checkpoint_seconds: seconds from one checkpoint to the next.
-      export: function that is called when `export_seconds` have passed since the last call, if
+      export: function that is called when `how.export_seconds` have passed since the last call, if
         there were steps since then or it has failed; first before the first file is read, and
         once more at the end.
-      export_seconds: seconds between two exports.
-      log: function that is called after each file with the number of steps and the file's
-        history entry.
 
     Raises:
       FloatingPointError: a loss is not finite.
       ValueError: the file that was trained on at the last checkpoint has fewer rows now; or a
         file cannot be read. The training before it is in the checkpoint and the export.
     """
-    program = Program(cast(Trainable, model), optimizer, deterministic=deterministic)
-    saver = Saver(checkpoints, program.modules, checkpoint_seconds)
-    begun = Followed({"batch_size": batch_size, "follow": True})
+    program = Program(
+        cast(Trainable, model), optimizer, deterministic=how.deterministic
+    )
+    saver = Saver(checkpoints, program.modules, how.checkpoint_seconds)
+    begun = Followed({"batch_size": how.batch_size, "follow": True})
     progress = cast(Followed, saver.resume(begun))
-    following = _Following(program, progress, saver, feed, batch_size, log)
-    following.exports = _Exports(export, export_seconds, progress.step)
+    following = _Following(program, progress, saver, feed, how.batch_size, how.log)
+    following.exports = _Exports(export, how.export_seconds, progress.step)
     told = False
     try:
         with interrupts.deferred(following.is_worth_saving):

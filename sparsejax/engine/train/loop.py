@@ -33,6 +33,9 @@ from sparsejax.optimizers import inplace
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Looping
 
+# Options that a resume must repeat.
+_SETTINGS = "batch_size", "seed", "shuffle", "fused", "deterministic"
+
 
 class How(Looping):
     """How to train. The number of examples of a step and that of epochs are decided."""
@@ -51,11 +54,7 @@ def train(
     """Trains a model in place. Returns an entry for each epoch, see `fit`."""
     examples = job.examples
     settings: dict[str, Any] = {
-        "batch_size": how.batch_size,
-        "seed": how.seed,
-        "shuffle": how.shuffle,
-        "fused": how.fused,
-        "deterministic": how.deterministic,
+        **{name: getattr(how, name) for name in _SETTINGS},
         **job.settings,
     }
     if job.metric is not None:  # it is the score of checkpoints
