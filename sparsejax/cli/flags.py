@@ -19,7 +19,17 @@ from sparsejax.options import (
     training,
 )
 from sparsejax.options.models import Clicks, Described
-from sparsejax.options.option import RANKING, Flag, Options, flags_of, option
+from sparsejax.options.option import (
+    COLUMN,
+    FILE,
+    FOLDER,
+    RANKING,
+    SWITCH,
+    Flag,
+    Options,
+    flags_of,
+    option,
+)
 from sparsejax.options.reading import (
     BY_NAME,
     Column,
@@ -31,15 +41,15 @@ from sparsejax.options.reading import (
 
 # As sparsejax.data has them, to write.
 WrittenFormat = Literal["text", "pairs", "adjacency", "parquet"]
-SWITCH = Flag(gives=True)
-_FILE = Flag(value="FILE")
-_OPTIONAL_FILE = Flag(value="FILE", default="")
-_FOLDER = Flag(value="DIR")
 _RUN = Flag(value="DIR", positional=True)
 _Mesh = "data=INT,model=INT"
-_COLUMNS = Flag(value="COLUMN", default="")
 _TRAIN = Flag(type=str, value="TRAIN", positional=True)
-_TEST = Flag(type=str | None, value="[TEST]", default="", positional=True)
+_TEST = Flag(type=str | None, value="[TEST]", positional=True)
+
+
+def _argument(value: str) -> Any:
+    """An argument without a flag."""
+    return option(dataclasses.MISSING, Flag(value=value, positional=True))
 
 
 class Command(Options):
@@ -73,11 +83,11 @@ class Devices(Options):
 
     heading = "devices"
 
-    mesh: str | None = option(None, Flag(value=f"{_Mesh}|auto", default=""))
+    mesh: str | None = option(None, Flag(value=f"{_Mesh}|auto"))
     distributed: bool = option(False, SWITCH)
-    coordinator: str | None = option(None, Flag(value="HOST:PORT", default=""))
-    num_processes: int | None = option(None, Flag(value="INT", default=""))
-    process_id: int | None = option(None, Flag(value="INT", default=""))
+    coordinator: str | None = option(None, Flag(value="HOST:PORT"))
+    num_processes: int | None = None
+    process_id: int | None = None
 
     @property
     def several(self) -> bool:
@@ -123,7 +133,7 @@ class Modelled(Described, training.Content):
     content_columns: tuple[str, ...] = option(
         (), Flag(name="columns", value="COLUMN", default="all"), kinds=RANKING
     )
-    words: tuple[str, ...] = option((), _COLUMNS, kinds=RANKING)
+    words: tuple[str, ...] = option((), COLUMN, kinds=RANKING)
 
 
 class Configured(Modelled):
@@ -135,7 +145,7 @@ class Configured(Modelled):
         of clicks.
     """
 
-    config: Any = option(None, Flag(type=pathlib.Path | None, value="FILE", default=""))
+    config: Any = option(None, Flag(type=pathlib.Path | None, value="FILE"))
 
 
 class Train(Configured, Clicks, training.Training, Devices, Compilation, Command):
@@ -164,8 +174,8 @@ class Train(Configured, Clicks, training.Training, Devices, Compilation, Command
             "new or empty, except with --resume.",
         ),
     )
-    tensorboard: pathlib.Path | None = option(None, Flag(value="DIR", default=""))
-    export_to: pathlib.Path | None = option(None, Flag(value="DIR", default=""))
+    tensorboard: pathlib.Path | None = option(None, FOLDER)
+    export_to: pathlib.Path | None = option(None, FOLDER)
     gate: str | None = option(None, Flag(value="METRIC@K", default="any"))
 
 
@@ -200,15 +210,15 @@ class Tune(
         row by time. Or a file of held-out interactions with the same rows.
     """
 
-    data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
-    run: pathlib.Path = option(pathlib.Path("tuned"), _FOLDER)
+    data: str = _argument("DATA")
+    run: pathlib.Path = option(pathlib.Path("tuned"), FOLDER)
     trials: int = option(50, least=1)
     limit: str | None = option(
         None, Flag(name="time", value="TIME", default="no limit")
     )
     time: TimeColumn = option(
         BY_NAME,
-        Flag(name="time-column", type=Column, value="COLUMN", default=""),
+        Flag(name="time-column", type=Column, value="COLUMN"),
         Flag(name="no-time", gives=None, text="Leave the times out."),
         kinds=RANKING,
     )
@@ -239,7 +249,7 @@ class SecondStage(staging.Joining):
         ("second_stage",),
     )
 
-    second_stage: pathlib.Path | None = option(None, Flag(value="DIR", default=""))
+    second_stage: pathlib.Path | None = option(None, FOLDER)
     num_candidates: int = option(500, least=1)
 
 
@@ -332,10 +342,10 @@ class Predict(
     inputs: Any = option(
         dataclasses.MISSING, Flag(type=str, value="DATA", positional=True)
     )
-    out: str = option(dataclasses.MISSING, _FILE)
-    parts: int | None = option(None, Flag(value="INT", default=""))
-    part: int | None = option(None, Flag(value="INT", default="all"))
-    workers: int | None = option(None, Flag(value="INT", default="one a GPU, or 1"))
+    out: str = option(dataclasses.MISSING, FILE)
+    parts: int | None = None
+    part: int | None = option(None, "all")
+    workers: int | None = option(None, "one a GPU, or 1")
     finish: bool = option(False, SWITCH)
 
 
@@ -372,10 +382,8 @@ class Convert(Columns, Command):
         in the order of that file.
     """
 
-    input: str = option(dataclasses.MISSING, Flag(positional=True, value="IN"))
-    output: pathlib.Path = option(
-        dataclasses.MISSING, Flag(positional=True, value="OUT")
-    )
+    input: str = _argument("IN")
+    output: pathlib.Path = _argument("OUT")
     format: Format | None = option(None, Flag(name="from"))
     to: WrittenFormat | None = option(
         None, Flag(value="{text,pairs,adjacency,parquet}", default="from the name")
@@ -409,8 +417,8 @@ class Prepare(reading.Prepare, InShell, Command):
       memory: Memory for the engine, for example 4GB.
     """
 
-    events: str = option(dataclasses.MISSING, Flag(positional=True, value="EVENTS"))
-    out: str = option(dataclasses.MISSING, Flag(positional=True, value="OUT"))
+    events: str = _argument("EVENTS")
+    out: str = _argument("OUT")
 
 
 class Split(InShell, Clicks, Reading, Command):
@@ -440,16 +448,14 @@ class Split(InShell, Clicks, Reading, Command):
 
     only_with: ClassVar = {"targets": ("histories",)}
 
-    data: str = option(dataclasses.MISSING, Flag(positional=True, value="DATA"))
+    data: str = _argument("DATA")
     by: Literal["last", "time", "random", "rows", "items"] = option(dataclasses.MISSING)
-    out: pathlib.Path = option(dataclasses.MISSING, _FOLDER)
-    n: int | None = option(None, Flag(value="INT", default="1"))
-    at: str | None = option(None, Flag(value="TIME", default=""))
-    fraction: float | None = option(None, Flag(value="FLOAT", default=""))
-    seed: int | None = option(None, Flag(value="INT", default="0"))
-    repeats: Literal["new", "all"] | None = option(
-        None, Flag(value="{new,all}", default="")
-    )
+    out: pathlib.Path = option(dataclasses.MISSING, FOLDER)
+    n: int | None = option(None, "1")
+    at: str | None = option(None, Flag(value="TIME"))
+    fraction: float | None = None
+    seed: int | None = option(None, "0")
+    repeats: Literal["new", "all"] | None = None
     histories: bool = option(False, SWITCH)
     targets: tuple[str, ...] | None = option(
         None, Flag(value="KIND", default="all kinds"), kinds=("histories",)
@@ -475,13 +481,9 @@ class Report(measuring.Paged, Reading, Devices, Compilation, Command):
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     inputs: Any = option(
-        None,
-        Flag(name="train", type=str | None, value="FILE", default=""),
-        kinds=RANKING,
+        None, Flag(name="train", type=str | None, value="FILE"), kinds=RANKING
     )
-    heldout: Any = option(
-        None, Flag(name="test", type=str | None, value="FILE", default="")
-    )
+    heldout: Any = option(None, Flag(name="test", type=str | None, value="FILE"))
     out: pathlib.Path | None = option(
         None, Flag(value="FILE", default="report.html in DIR")
     )
@@ -500,8 +502,8 @@ class Vectors(Reading, Compilation, Command):
     only_with: ClassVar = dict.fromkeys(Reading.option_names(), ("data",))
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
-    out: pathlib.Path = option(dataclasses.MISSING, _FILE)
-    data: str | None = option(None, _OPTIONAL_FILE)
+    out: pathlib.Path = option(dataclasses.MISSING, FILE)
+    data: str | None = option(None, FILE)
 
 
 class Similar(Compilation, Command):
@@ -514,9 +516,7 @@ class Similar(Compilation, Command):
     """
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
-    items: tuple[str, ...] = option(
-        dataclasses.MISSING, Flag(positional=True, value="ITEM", default="")
-    )
+    items: tuple[str, ...] = _argument("ITEM")
     k: int = 10
 
 
@@ -547,26 +547,16 @@ class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation, C
     normalize: bool = option(True, shell=False)
     precision: Literal["highest", "high", "default"] | None = option(None, shell=False)
 
-    items: int | None = option(
-        None, Flag(value="INT", default=""), kinds=RANKING, least=1
-    )
-    rows: int | None = option(
-        None, Flag(value="INT", default=""), kinds=RANKING, least=1
-    )
-    entries: int | None = option(
-        None, Flag(value="INT", default=""), kinds=RANKING, least=1
-    )
-    features: int | None = option(
-        None, Flag(value="INT", default="the items"), kinds=RANKING, least=1
-    )
-    examples: str | None = option(None, _OPTIONAL_FILE, kinds=("clicks", "histories"))
+    items: int | None = option(None, kinds=RANKING, least=1)
+    rows: int | None = option(None, kinds=RANKING, least=1)
+    entries: int | None = option(None, kinds=RANKING, least=1)
+    features: int | None = option(None, "the items", kinds=RANKING, least=1)
+    examples: str | None = option(None, FILE, kinds=("clicks", "histories"))
     mesh: str = option("data=1,model=1", Flag(value=_Mesh))
     memory: str | None = option(
         None, Flag(value="SIZE", default="what JAX may take of the device here")
     )
-    negatives: int | None = option(
-        None, Flag(value="INT", default="all items"), kinds=("histories",), least=1
-    )
+    negatives: int | None = option(None, "all items", kinds=("histories",), least=1)
 
 
 class Serve(predicting.Serving, Compilation, Command):
@@ -595,7 +585,7 @@ class Serve(predicting.Serving, Compilation, Command):
       grace: Seconds after SIGTERM in which the process ends.
     """
 
-    model: str = option(dataclasses.MISSING, Flag(positional=True, value="FILE"))
+    model: str = _argument("FILE")
     name: str | None = option(
         None,
         Flag(
@@ -605,15 +595,15 @@ class Serve(predicting.Serving, Compilation, Command):
     )
     host: str = "127.0.0.1"
     port: int = 8000
-    grpc_port: int | None = option(None, Flag(value="INT", default=""))
-    tls_cert: pathlib.Path | None = option(None, _OPTIONAL_FILE)
-    tls_key: pathlib.Path | None = option(None, _OPTIONAL_FILE)
+    grpc_port: int | None = None
+    tls_cert: pathlib.Path | None = option(None, FILE)
+    tls_key: pathlib.Path | None = option(None, FILE)
     shapes: tuple[str, ...] = option(
         (), Flag(value="INTxINT", default="on a CPU up to 64 rows, on a GPU all but 8")
     )
-    watch: float | None = option(None, Flag(value="FLOAT", default=""))
-    admin: str | None = option(None, Flag(value="[HOST:]PORT", default=""))
-    titles: str | None = option(None, _OPTIONAL_FILE)
+    watch: float | None = None
+    admin: str | None = option(None, Flag(value="[HOST:]PORT"))
+    titles: str | None = option(None, FILE)
     grace: float = option(30.0, above=0)
 
 
@@ -629,12 +619,8 @@ class ExportTriton(Command):
       shapes: Programs to compile: rows x entries. A batch goes into the smallest that holds it.
     """
 
-    model: pathlib.Path = option(
-        dataclasses.MISSING, Flag(positional=True, value="FILE")
-    )
-    repository: pathlib.Path = option(
-        dataclasses.MISSING, Flag(positional=True, value="FILE")
-    )
+    model: pathlib.Path = _argument("FILE")
+    repository: pathlib.Path = _argument("FILE")
     name: str | None = option(
         None, Flag(value="NAME", default="that of the file, without its ending")
     )
@@ -652,4 +638,4 @@ class Demo(Compilation, Command):
       report: HTML page to write. An existing file is replaced.
     """
 
-    report: pathlib.Path = option(pathlib.Path("sparsejax-demo.html"), _FILE)
+    report: pathlib.Path = option(pathlib.Path("sparsejax-demo.html"), FILE)

@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from tyro.conf import FlagCreatePairsOff, Positional, UseAppendAction, arg
 
 from sparsejax.cli.wording import in_flags
-from sparsejax.options.option import Flag, Options, flags_of, texts_of
+from sparsejax.options.option import Flag, Options, choices_of, flags_of, texts_of
 
 
 def numbers_of(text: str) -> int | tuple[int, ...]:
@@ -253,35 +253,44 @@ def _field(
     # The texts of options speak of arguments; of the others the texts speak of flags.
     text = flag.text or in_flags(texts_of(command)[option.name], command)
     type_ = _type(command, option, flag)
-    hint = flag.default
     settings: list[Any] = []
+    # A default of Python need not have the type of the flag's value.
+    keeps = flag.type is None or flag.repeated
+    default = option.default if keeps else None
+    is_needed = option.default is dataclasses.MISSING
+    is_list = flag.positional and "tuple" in str(option.type)
+    hint = None  # the default itself
+    if flag.default:
+        hint = f"(default: {flag.default})"
+    elif flag.is_switch or is_list or (default in (None, ()) and not is_needed):
+        hint = ""
     if flag.is_switch:
         settings.append(FlagCreatePairsOff)
-        hint = ""
     if flag.positional:
         type_ = Positional[type_]
     if flag.repeated:
         type_ = UseAppendAction[type_]
-    if hint:
-        hint = f"(default: {hint})"
     settings.append(
         arg(
             name=None if flag.positional else flag.spelled(option.name)[2:],
-            metavar=flag.value or None,
+            metavar=flag.value or _metavar(flag, str(option.type)),
             help=text,
             help_behavior_hint=hint,
         )
     )
     hinted = Annotated[(type_, *settings)]
     name = _attribute(option, flag)
-    if option.default is dataclasses.MISSING:
+    if is_needed:
         return name, hinted, dataclasses.field()
-    if flag.is_switch:
-        return name, hinted, dataclasses.field(default=False)
-    # A default of Python need not have the type of the flag's value.
-    keeps = flag.type is None or flag.repeated
-    default = option.default if keeps else None
+    default = False if flag.is_switch else default
     return name, hinted, dataclasses.field(default=default)
+
+
+def _metavar(flag: Flag, type_: str) -> str | None:
+    """The text for a flag's value, without None; None if tyro finds it."""
+    if (choices := choices_of(type_)) and not flag.is_switch:
+        return f"{{{','.join(choices)}}}"
+    return {"int | None": "INT", "float | None": "FLOAT"}.get(type_)
 
 
 def _type(command: type[Options], option: dataclasses.Field[Any], flag: Flag) -> Any:

@@ -7,7 +7,15 @@ import os
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsejax.options.option import RANKING, Flag, Options, option
+from sparsejax.options.option import (
+    ANY_FILE,
+    COLUMN,
+    RANKING,
+    SWITCH,
+    Flag,
+    Options,
+    option,
+)
 
 if TYPE_CHECKING:
     import numpy as np
@@ -26,7 +34,6 @@ if TYPE_CHECKING:
 
     Curve = Sequence[tuple[float, float]]
 
-_FILE = Flag(type=str | None, value="FILE", default="")
 _NAMES = "{NAME[,NAME...],FILE}"
 CUTOFFS = Flag(type=str | None, value="INT[,INT...]", default="20", read="numbers")
 
@@ -63,9 +70,9 @@ class Correcting(Options):
     heading = "correcting"
     only_with: ClassVar = {"method": ("calibrate",)}
 
-    calibrate: Any = option(None, _FILE, kinds=("clicks",))
+    calibrate: Any = option(None, ANY_FILE, kinds=("clicks",))
     method: Literal["platt", "isotonic"] | None = option(
-        None, Flag(value="{platt,isotonic}", default="platt"), kinds=("clicks",)
+        None, "platt", kinds=("clicks",)
     )
     negatives_kept: float | None = option(
         None, Flag(value="SHARE", default="1"), kinds=("clicks",)
@@ -82,9 +89,7 @@ class Choosing(Options):
     """
 
     exclude_items: Iterable[str] | np.ndarray = option(
-        (),
-        Flag(type=str | None, value=_NAMES, default="", read="names"),
-        kinds=RANKING,
+        (), Flag(type=str | None, value=_NAMES, read="names"), kinds=RANKING
     )
     only_items: Iterable[str] | np.ndarray | None = option(
         None,
@@ -100,9 +105,7 @@ class Grouping(Options):
       groups: For clicks, a column of categories: also measure the AUC within each of them.
     """
 
-    groups: str | None = option(
-        None, Flag(value="COLUMN", default=""), kinds=("clicks",)
-    )
+    groups: str | None = option(None, COLUMN, kinds=("clicks",))
 
 
 class Ranking(Counting, Choosing):
@@ -152,8 +155,8 @@ class Shown(Counting, Seen):
       inputs: Interactions that the model is shown; by default those that it was trained on.
     """
 
-    heldout: Any = option(None, _FILE)
-    inputs: Any = option(None, _FILE, kinds=RANKING)
+    heldout: Any = option(None, ANY_FILE)
+    inputs: Any = option(None, ANY_FILE, kinds=RANKING)
 
     def counted(self) -> dict[str, Any]:
         """The arguments of `sparsejax.evaluate` that say how interactions count."""
@@ -187,16 +190,8 @@ class Held(Ranking, Kept):
 
     only_with: ClassVar = {"seed": ("fold_in",)}
 
-    fold_in: float | None = option(
-        None, Flag(value="FLOAT", default=""), kinds=("items",), above=0, below=1
-    )
-    seed: int | None = option(
-        None,
-        Flag(value="INT", default="0"),
-        kinds=("items",),
-        least=0,
-        below=2**32,
-    )
+    fold_in: float | None = option(None, kinds=("items",), above=0, below=1)
+    seed: int | None = option(None, "0", kinds=("items",), least=0, below=2**32)
 
 
 class Evaluate(Shown, Held, Grouping, Correcting, kw_only=False):
@@ -216,25 +211,23 @@ class Evaluate(Shown, Held, Grouping, Correcting, kw_only=False):
 
     only_with: ClassVar = {"history": ("heldout",)}
 
-    heldout: Any = option(None, _FILE)
+    heldout: Any = option(None, ANY_FILE)
     _: dataclasses.KW_ONLY
     history: Collection[Any] = option(
         (),
         Flag(
             type=tuple[str, ...],
             value="FILE",
-            default="",
             repeated=True,
-            text="More interactions that the model is shown and that are not recommended. May "
-            "be given several times.",
+            text="More interactions that the model is shown and that are not recommended. May be given several times.",
         ),
         kinds=("items",),
     )
     popularity: Any = option(
         None, Flag(type=str | None, value="FILE", default="TRAIN"), kinds=("items",)
     )
-    weighted: bool = option(False, Flag(gives=True), kinds=("clicks",))
-    baselines: bool = option(False, Flag(gives=True), kinds=RANKING)
+    weighted: bool = option(False, SWITCH, kinds=("clicks",))
+    baselines: bool = option(False, SWITCH, kinds=RANKING)
     by: Literal["entries", "kinds"] | None = option(
         None,
         Flag(
@@ -339,7 +332,7 @@ class Paged(Shown, Grouping):
         ("k", "unknown", "unknown_users", "groups"), ("heldout",)
     )
 
-    titles: Any = option(None, _FILE, kinds=RANKING)
+    titles: Any = option(None, ANY_FILE, kinds=RANKING)
 
 
 class _Written(Options, kw_only=False):

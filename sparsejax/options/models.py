@@ -5,12 +5,18 @@ from __future__ import annotations
 import pathlib
 from typing import ClassVar, Literal
 
-from sparsejax.options.option import Flag, KindName, Options, option
+from sparsejax.options.option import (
+    COLUMN,
+    FILE,
+    SWITCH,
+    Flag,
+    KindName,
+    Options,
+    option,
+)
 
 # As `sparsejax.ops` has it.
 Precision = Literal["highest", "high", "default"]
-_FILE = Flag(value="FILE", default="")
-_COLUMNS = Flag(value="COLUMN", default="")
 _WITH_COLUMNS: tuple[KindName, ...] = ("clicks", "histories")
 
 
@@ -57,7 +63,7 @@ class Network(OfKind):
     temperature: float | Literal["auto"] | None = option(
         "auto", Flag(value="{auto,FLOAT,None}", default="auto")
     )
-    tied: bool = option(False, Flag(gives=True))
+    tied: bool = option(False, SWITCH)
     output_dtype: str | None = option(
         None, Flag(value="{bfloat16,None}", default="None, that of the parameters")
     )
@@ -82,9 +88,9 @@ class Histories(OfKind):
     describes = "histories"
     heading = "histories"
 
-    width: int | None = option(None, Flag(value="INT", default="128"))
-    blocks: int | None = option(None, Flag(value="INT", default="2"))
-    heads: int | None = option(None, Flag(value="INT", default="2"))
+    width: int | None = option(None, "128")
+    blocks: int | None = option(None, "2")
+    heads: int | None = option(None, "2")
 
 
 class Clicks(Options):
@@ -109,13 +115,13 @@ class Clicks(Options):
     describes: ClassVar[KindName] = "clicks"
     heading = "clicks_and_events"
 
-    schema: pathlib.Path | None = option(None, _FILE, kinds=_WITH_COLUMNS)
-    label: str | None = option(None, _COLUMNS, kinds=("clicks",))
-    kind: str | None = option(None, _COLUMNS, kinds=("histories",))
-    dense: tuple[str, ...] = option((), _COLUMNS, kinds=_WITH_COLUMNS)
-    categories: tuple[str, ...] = option((), _COLUMNS, kinds=_WITH_COLUMNS)
-    weight: str | None = option(None, _COLUMNS, kinds=("clicks",))
-    dynamic: int | None = option(None, Flag(value="INT", default=""), kinds=("clicks",))
+    schema: pathlib.Path | None = option(None, FILE, kinds=_WITH_COLUMNS)
+    label: str | None = option(None, COLUMN, kinds=("clicks",))
+    kind: str | None = option(None, COLUMN, kinds=("histories",))
+    dense: tuple[str, ...] = option((), COLUMN, kinds=_WITH_COLUMNS)
+    categories: tuple[str, ...] = option((), COLUMN, kinds=_WITH_COLUMNS)
+    weight: str | None = option(None, COLUMN, kinds=("clicks",))
+    dynamic: int | None = option(None, kinds=("clicks",))
 
 
 class Described(Network, Histories):

@@ -30,8 +30,8 @@ class Flag:
 
     Attributes:
       name: the flag's name without dashes; by default that of the option.
-      value: text for the flag's value in help.
-      default: text for the default in help; "" shows none, and None the default itself.
+      value: text for the flag's value in help, if the type does not say it.
+      default: text for the default in help; by default the default itself, unless it is None.
       type: the type of the flag's value, if it is not that of the option.
       read: form of the flag's value: "numbers" are whole numbers with commas between; "names"
         are words with commas between, or a file with a name on each line; "weights" are
@@ -45,7 +45,7 @@ class Flag:
 
     name: str = ""
     value: str = ""
-    default: str | None = None
+    default: str = ""
     type: Any = None
     read: Literal["", "names", "numbers", "weights", "values"] = ""
     positional: bool = False
@@ -112,7 +112,7 @@ class _Stated(NamedTuple):
 
 def option(
     default: Any = dataclasses.MISSING,
-    *flags: Flag,
+    *flags: Flag | str,
     kinds: Collection[KindName] = (),
     shell: bool = True,
     least: float | None = None,
@@ -123,14 +123,16 @@ def option(
 
     Args:
       default: its default; without one it is required.
-      flags: its flags, if one by its name and type does not do.
+      flags: its flags, if one by its name and type does not do; a text says in help what the
+        default is.
       kinds: the kinds of models that have a use for it; all of them by default.
       shell: whether the command line has it.
       least: the least value. An int asks for whole numbers.
       above: a number that its value must be above.
       below: a number that its value must be below.
     """
-    own = (flags or (Flag(),)) if shell else ()
+    named = (Flag(default=f) if isinstance(f, str) else f for f in flags or ("",))
+    own = tuple(named) if shell else ()
     stated = _Stated(own, kinds, least, above, below)
     return dataclasses.field(default=default, metadata={"stated": stated})
 
@@ -149,6 +151,12 @@ def kinds_of(field: dataclasses.Field[Any]) -> Collection[KindName]:
     """The kinds of models that have a use for an option; () stands for all."""
     return _Stated.about(field).kinds
 
+
+# Forms that many options have.
+SWITCH = Flag(gives=True)
+FILE, FOLDER, COLUMN = Flag(value="FILE"), Flag(value="DIR"), Flag(value="COLUMN")
+# A file, where Python also takes data.
+ANY_FILE = Flag(type=str | None, value="FILE")
 
 # A dataclass compiles functions that compare, hash and print for each class, which would take a
 # quarter of the time in which the command line is imported. `Options` has them once.
@@ -179,7 +187,7 @@ class Options:
             name, value = field.name, getattr(self, field.name)
             spelled = functools.partial(self.spelled, name)
             _Stated.about(field).check_bounds(value, spelled)
-            known = _choices(str(field.type)) if isinstance(value, str) else ()
+            known = choices_of(str(field.type)) if isinstance(value, str) else ()
             if known and value not in known:
                 none = [] if field.default is not None else ["None"]
                 choices = " or ".join([*(f'"{each}"' for each in known), *none])
@@ -301,7 +309,7 @@ class Options:
 
 
 @functools.cache
-def _choices(type_: str) -> tuple[str, ...]:
+def choices_of(type_: str) -> tuple[str, ...]:
     """The texts that an option takes, if its type names them."""
     found = re.fullmatch(r"Literal\[([^]]+)\](?: \| None)?", type_)
     return () if found is None else ast.literal_eval(f"({found[1]},)")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, ClassVar
 
-from sparsejax.options.option import RANKING, Flag, Options, option
+from sparsejax.options.option import RANKING, SWITCH, Options, option
 
 if TYPE_CHECKING:
     from sparsejax.codec import ModelConfig
@@ -13,8 +13,6 @@ if TYPE_CHECKING:
     from sparsejax.nn.config import NetworkConfig
     from sparsejax.nn.item_content import ContentSizes
     from sparsejax.optimizers.rules import Rule
-
-_SWITCH = Flag(gives=True)
 
 
 class Sized(Options):
@@ -30,12 +28,12 @@ class Sized(Options):
     """
 
     target_entries: int | None = option(
-        None, Flag(value="INT", default="those of the inputs"), kinds=RANKING, least=1
+        None, "those of the inputs", kinds=RANKING, least=1
     )
-    values: bool = option(False, _SWITCH, kinds=RANKING)
-    times: bool = option(False, _SWITCH, kinds=RANKING)
-    fused: bool = option(False, _SWITCH, kinds=RANKING)
-    compile: bool = option(False, _SWITCH, kinds=RANKING)
+    values: bool = option(False, SWITCH, kinds=RANKING)
+    times: bool = option(False, SWITCH, kinds=RANKING)
+    fused: bool = option(False, SWITCH, kinds=RANKING)
+    compile: bool = option(False, SWITCH, kinds=RANKING)
 
 
 class Plan(Sized, kw_only=False):

@@ -9,7 +9,15 @@ from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
 from sparsejax.options.measuring import Choosing, Correcting
-from sparsejax.options.option import RANKING, Flag, Options, option
+from sparsejax.options.option import (
+    ANY_FILE,
+    FILE,
+    FOLDER,
+    RANKING,
+    Flag,
+    Options,
+    option,
+)
 
 if TYPE_CHECKING:
     from sparsejax.data.files.names import FeatureNames
@@ -65,17 +73,10 @@ class Recommend(Choosing, kw_only=False):
         Flag(name="exclude-seen", gives=True, text="Do not. This is the default."),
         kinds=RANKING,
     )
-    exclude: Any = option(
-        None, Flag(type=str | None, value="FILE", default=""), kinds=RANKING
-    )
+    exclude: Any = option(None, ANY_FILE, kinds=RANKING)
     context: Any = option(
         None,
-        Flag(
-            type=str | None,
-            value="COLUMN=VALUE[,COLUMN=VALUE...]",
-            default="",
-            read="values",
-        ),
+        Flag(type=str | None, value="COLUMN=VALUE[,COLUMN=VALUE...]", read="values"),
         kinds=("histories",),
     )
 
@@ -131,7 +132,7 @@ class Exported(Options):
     batch_size: int = option(512, least=1)
     table_dtype: TableDtype | None = option(None, shell=False, kinds=("clicks",))
     unknown_ids: Literal["init", "zeros"] | None = option(
-        None, Flag(value="{init,zeros}", default="init"), kinds=("clicks",)
+        None, "init", kinds=("clicks",)
     )
     int8: bool = option(False, kinds=RANKING)
 
@@ -205,7 +206,7 @@ class Serving(Options):
     keep: int = option(0, least=0)
     swap: Literal["beside", "drain"] = "beside"
     similar: bool = False
-    histories: str | None = option(None, Flag(value="FILE", default=""))
-    exclude_file: str | None = option(None, Flag(value="FILE", default=""))
-    changes: str | None = option(None, Flag(value="DIR", default=""))
+    histories: str | None = option(None, FILE)
+    exclude_file: str | None = option(None, FILE)
+    changes: str | None = option(None, FOLDER)
     page: bool = True

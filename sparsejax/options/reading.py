@@ -7,7 +7,7 @@ import enum
 import os
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsejax.options.option import RANKING, Flag, Options, option
+from sparsejax.options.option import RANKING, SWITCH, Flag, Options, option
 
 if TYPE_CHECKING:
     from sparsejax.data.sets.assemble import Features
@@ -37,7 +37,7 @@ FORMATS = Flag(
     value="{text,pairs,jsonl,adjacency,parquet}",
     default="from name and content",
 )
-COLUMN = Flag(type=Column, value="COLUMN", default="")
+COLUMN = Flag(type=Column, value="COLUMN")
 
 
 class Named(Options):
@@ -69,7 +69,7 @@ class Named(Options):
         kinds=RANKING,
     )
     indicator: bool = option(False, Flag(name="no-value", gives=True), kinds=("items",))
-    skip_bad_lines: bool = option(False, Flag(gives=True))
+    skip_bad_lines: bool = option(False, SWITCH)
 
 
 class Columns(Named):
@@ -86,7 +86,7 @@ class Columns(Named):
     delimiter: str | None = option(
         None, Flag(value="TEXT", default="from the content"), kinds=RANKING
     )
-    separator: str | None = option(None, Flag(value="TEXT", default=""), kinds=RANKING)
+    separator: str | None = option(None, Flag(value="TEXT"), kinds=RANKING)
     time_format: str | None = option(
         None, Flag(value="FORMAT", default="ISO 8601"), kinds=RANKING
     )
@@ -141,16 +141,10 @@ class Preparing(Named):
     features: Features = option(
         None, Flag(type=str | None, value="FILE", default="keep all")
     )
-    split_time: Time | None = option(
-        None, Flag(type=str | None, value="TIME", default="")
-    )
-    repeats: Literal["new", "all"] | None = option(
-        None, Flag(value="{new,all}", default="")
-    )
-    split_last: int | None = option(None, Flag(value="INT", default=""), least=1)
-    split_fraction: float | None = option(
-        None, Flag(value="FLOAT", default=""), above=0, below=1
-    )
+    split_time: Time | None = option(None, Flag(type=str | None, value="TIME"))
+    repeats: Literal["new", "all"] | None = None
+    split_last: int | None = option(None, least=1)
+    split_fraction: float | None = option(None, above=0, below=1)
     seed: int = option(0, least=0, below=2**32)
 
 

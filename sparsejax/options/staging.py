@@ -8,14 +8,11 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from sparsejax.options.measuring import Choosing, Kept, Shown
-from sparsejax.options.option import Flag, Options, option
+from sparsejax.options.option import ANY_FILE, COLUMN, SWITCH, Flag, Options, option
 from sparsejax.options.predicting import Recommend
 
 if TYPE_CHECKING:
     from sparsejax.runs.run import Run
-
-_FILE = Flag(type=str | None, value="FILE", default="")
-_COLUMN = Flag(value="COLUMN", default="")
 
 
 class Joining(Options):
@@ -38,16 +35,16 @@ class Joining(Options):
 
     heading = "stages"
 
-    item_columns: Any = option(None, _FILE)
-    user_columns: Any = option(None, _FILE)
+    item_columns: Any = option(None, ANY_FILE)
+    user_columns: Any = option(None, ANY_FILE)
     request_columns: Collection[str] = option(
-        (), Flag(type=tuple[str, ...] | None, value="COLUMN", default="")
+        (), Flag(type=tuple[str, ...] | None, value="COLUMN")
     )
     item_as: str = option("item", Flag(value="COLUMN"))
     user_as: str = option("user", Flag(value="COLUMN"))
-    history_as: str | None = option(None, _COLUMN)
+    history_as: str | None = option(None, COLUMN)
     rank_by: str | Mapping[str, float] | None = option(
-        None, Flag(type=str | None, value="LABEL", default="")
+        None, Flag(type=str | None, value="LABEL")
     )
     lengths: Mapping[str, int] | None = option(None, shell=False)
 
@@ -74,7 +71,7 @@ class Requested(Options):
         by the column of users, or else by their order.
     """
 
-    requests: Any = option(None, _FILE)
+    requests: Any = option(None, ANY_FILE)
 
 
 class RecommendJoined(Recommend, Requested, kw_only=False):
@@ -89,7 +86,7 @@ class Alone(Requested):
         there are more items than candidates.
     """
 
-    ranking_alone: bool = option(False, Flag(gives=True))
+    ranking_alone: bool = option(False, SWITCH)
 
 
 class EvaluateJoined(Shown, Choosing, Kept, Alone, kw_only=False):
@@ -100,7 +97,7 @@ class EvaluateJoined(Shown, Choosing, Kept, Alone, kw_only=False):
         by name.
     """
 
-    heldout: Any = option(dataclasses.MISSING, _FILE)
+    heldout: Any = option(dataclasses.MISSING, ANY_FILE)
 
 
 class ExportJoined(Options, kw_only=False):

@@ -8,7 +8,14 @@ import pathlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsejax.options.option import RANKING, Flag, Options, option
+from sparsejax.options.option import (
+    ANY_FILE,
+    RANKING,
+    SWITCH,
+    Flag,
+    Options,
+    option,
+)
 from sparsejax.options.reading import Reading
 
 if TYPE_CHECKING:
@@ -29,8 +36,7 @@ if TYPE_CHECKING:
     from sparsejax.optimizers.optimizer import Optimizer
     from sparsejax.verbs.fit import Fittable
 
-_FILE = Flag(type=str | None, value="FILE", default="")
-_FOLDER = Flag(type=pathlib.Path | None, value="DIR", default="")
+_FOLDER = Flag(type=pathlib.Path | None, value="DIR")
 
 
 class Stepping(Options):
@@ -48,9 +54,7 @@ class Stepping(Options):
         None, Flag(value="STR", default="adam, of histories and clicks adamw")
     )
     batch_size: int | None = option(
-        None,
-        Flag(value="INT", default="512, of histories 256, of clicks 64 to 4096"),
-        least=1,
+        None, "512, of histories 256, of clicks 64 to 4096", least=1
     )
 
 
@@ -72,7 +76,7 @@ class Exact(Seeded):
         make steps slower. A resume must keep it.
     """
 
-    deterministic: bool = option(False, Flag(gives=True))
+    deterministic: bool = option(False, SWITCH)
 
 
 class Saved(Options):
@@ -86,7 +90,7 @@ class Saved(Options):
     """
 
     checkpoint_seconds: float = option(30.0, least=0.0)
-    resume: bool = option(False, Flag(gives=True))
+    resume: bool = option(False, SWITCH)
     log: Callable[[int, Mapping[str, float]], None] | None = option(None, shell=False)
 
 
@@ -103,9 +107,7 @@ class Repeated(Seeded):
     """
 
     k: int = option(20, kinds=RANKING, least=1)
-    patience: int | None = option(
-        None, Flag(value="INT", default="train all epochs"), least=1
-    )
+    patience: int | None = option(None, "train all epochs", least=1)
     targets: str | Sequence[str] | None = option(
         None,
         Flag(type=tuple[str, ...] | None, value="KIND", default="all kinds"),
@@ -148,9 +150,7 @@ class Watching(Repeated):
       learning_rate: Learning rate of the optimizer, at its highest.
     """
 
-    validation: Any = option(
-        None, Flag(type=str | None, value="{FILE,SHARE,last}", default="")
-    )
+    validation: Any = option(None, Flag(type=str | None, value="{FILE,SHARE,last}"))
     num_epochs: int | None = option(
         None,
         Flag(
@@ -160,9 +160,7 @@ class Watching(Repeated):
         ),
         least=1,
     )
-    learning_rate: float | None = option(
-        None, Flag(value="FLOAT", default=".002, of clicks .005"), least=0.0
-    )
+    learning_rate: float | None = option(None, ".002, of clicks .005", least=0.0)
 
 
 class Content(Options):
@@ -175,7 +173,7 @@ class Content(Options):
         with all items.
     """
 
-    item_features: Any = option(None, _FILE, kinds=RANKING)
+    item_features: Any = option(None, ANY_FILE, kinds=RANKING)
 
 
 class TrainMore(Stepping, Watching, Content, Recorded, Saved, Reading, kw_only=False):
@@ -230,30 +228,17 @@ class TrainMore(Stepping, Watching, Content, Recorded, Saved, Reading, kw_only=F
     )
     directory: str | os.PathLike[str] | None = option(None, shell=False)
     _: dataclasses.KW_ONLY
-    negatives: int | None = option(
-        None, Flag(value="INT", default="all items"), kinds=("histories",), least=1
-    )
+    negatives: int | None = option(None, "all items", kinds=("histories",), least=1)
     weight_decay: float | None = option(
-        None,
-        Flag(
-            value="FLOAT",
-            default="0, of adamw .0001, of histories .1, of clicks .3 to 8",
-        ),
-        least=0.0,
+        None, "0, of adamw .0001, of histories .1, of clicks .3 to 8", least=0.0
     )
     warmup_epochs: float = option(0.0, least=0.0)
-    decay: Literal["cosine", "none"] | None = option(
-        None, Flag(value="{cosine,none}", default="cosine")
-    )
-    chunk_rows: int | None = option(
-        None, Flag(value="INT", default="all rows"), least=1
-    )
-    follow: bool = option(False, Flag(gives=True), kinds=("clicks",))
+    decay: Literal["cosine", "none"] | None = option(None, "cosine")
+    chunk_rows: int | None = option(None, "all rows", least=1)
+    follow: bool = option(False, SWITCH, kinds=("clicks",))
     changes: str | os.PathLike[str] | None = option(None, _FOLDER, kinds=("clicks",))
-    export_seconds: float | None = option(
-        None, Flag(value="FLOAT", default="60"), kinds=("clicks",), least=0.0
-    )
-    fused: bool = option(False, Flag(gives=True), kinds=RANKING)
+    export_seconds: float | None = option(None, "60", kinds=("clicks",), least=0.0)
+    fused: bool = option(False, SWITCH, kinds=RANKING)
 
 
 class Train(TrainMore, kw_only=False):
@@ -278,9 +263,7 @@ class Train(TrainMore, kw_only=False):
     schema: ClickSchema | EventSchema | None = option(
         None, shell=False, kinds=("clicks", "histories")
     )
-    dynamic: int | None = option(
-        None, Flag(value="INT", default=""), kinds=("clicks",), least=1
-    )
+    dynamic: int | None = option(None, kinds=("clicks",), least=1)
 
 
 class Training(Train, kw_only=False):
@@ -299,9 +282,7 @@ class Training(Train, kw_only=False):
 
     _: dataclasses.KW_ONLY
     suited: Collection[str] = option((), shell=False)
-    origin: pathlib.Path | None = option(
-        None, Flag(name="from", value="DIR", default="")
-    )
+    origin: pathlib.Path | None = option(None, Flag(name="from", value="DIR"))
     keep_linear: bool = option(False, shell=False)
 
 
