@@ -32,7 +32,7 @@ from sparsejax.data.files.opening import shown
 from sparsejax.data.prepared import preparation
 from sparsejax.data.sets import writers
 from sparsejax.engine.rank import recommendation_files
-from sparsejax.kinds.kind import Kind, kind_called
+from sparsejax.kinds.kind import kind_called
 from sparsejax.kinds.reading import (
     is_saved,
     read_file,
@@ -164,8 +164,8 @@ def predict(command: flags.Predict) -> None:
         write = recommendation_files.save_recommendations
         processes.in_first(functools.partial(write, command.out, *names))
         return
-    opened = Folder.of(command.run)
-    kind = _kind(command, opened)
+    opened = _opened(command)
+    kind = opened.settings.kind
     if kind.ranks_items:
         save = _recommended(command, opened)
     else:
@@ -196,13 +196,20 @@ def _recommended(command: flags.Predict, opened: Folder) -> Callable[[], None]:
     return lambda: recommendation_files.save_recommendations(out, rows, found, names)
 
 
-def _kind(command: Options, opened: Folder) -> Kind:
-    """The kind of a run, if it has a use for all flags."""
+def _opened(
+    command: flags.Predict
+    | flags.Export
+    | flags.Report
+    | flags.Vectors
+    | flags.Similar,
+) -> Folder:
+    """The run of a command, if its kind has a use for all flags."""
+    opened = Folder.of(command.run)
     kind = opened.settings.kind
     command.check_kind(kind.name)
     if isinstance(command, flags.Vectors | flags.Similar) and not kind.ranks_items:
         raise ValueError("a model of clicks has no items, and no vectors of them")
-    return kind
+    return opened
 
 
 def export(command: flags.Export) -> None:
@@ -212,8 +219,7 @@ def export(command: flags.Export) -> None:
     if command.compile and not command.compilation_cache:
         raise ValueError("--compile keeps programs: leave out --no-compilation-cache")
     if command.second_stage is None:
-        opened = Folder.of(command.run)
-        _kind(command, opened)
+        opened = _opened(command)
         whole_files.check_writable(command.path)
         uses.export(command, Reading().noting(told=command.say), opened)
     else:
@@ -304,8 +310,7 @@ def split(command: flags.Split) -> None:
 def report(command: flags.Report) -> None:
     """`sparsejax report`."""
     out = command.run / "report.html" if command.out is None else command.out
-    opened = Folder.of(command.run)
-    _kind(command, opened)
+    opened = _opened(command)
     whole_files.check_writable(out)
     title = command.run.resolve().name
     uses.report(out, title, command, command, opened, command.say)
@@ -316,8 +321,7 @@ def vectors(command: flags.Vectors) -> None:
     """`sparsejax vectors`."""
     vector_files.check_ending(command.out)
     whole_files.check_writable(command.out)
-    opened = Folder.of(command.run)
-    _kind(command, opened)
+    opened = _opened(command)
     if command.data is None:
         found = vector_files.item_vectors(opened.model())
         names = item_names(opened.known)
@@ -332,8 +336,7 @@ def similar(command: flags.Similar) -> None:
         raise ValueError(
             "name an ITEM after the folder, for example: sparsejax similar run/ tea"
         )
-    opened = Folder.of(command.run)
-    _kind(command, opened)
+    opened = _opened(command)
     model, names = opened.model(), item_names(opened.known)
     found = vector_files.similar_items(model, command.items, command.k, names=names)
     recommendation_files.write_recommendations(

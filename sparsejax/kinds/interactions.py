@@ -132,9 +132,7 @@ class Interactions[
             everything=everything,
             chunks=[data.num_examples],
             fingerprint=self.fingerprint(data),
-            num_features=data.num_features,
             known=self.known_of(data),
-            indicator=self.is_indicator(everything),
             heldout=heldout,
             validation=validation,
             split=split,
@@ -163,9 +161,7 @@ class Interactions[
             everything=data,
             chunks=chunks,
             fingerprint=data.fingerprint(),
-            num_features=data.num_features,
             known=data.feature_names,
-            indicator=self.is_indicator(data),
         )
 
     def read_shown(self, source: Any, reading: Reading, run: Opened) -> Data:

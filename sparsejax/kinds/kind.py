@@ -168,6 +168,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
     Attributes:
       name: name of the kind of rows: "items", "histories" or "clicks".
+      about: sentence on what a model has learned, in plain words.
       numbered: word for the columns of the data, in messages.
       ranks_items: whether the models have items to rank, and vectors of them.
       defaults: default settings of a training.
@@ -177,6 +178,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     """
 
     name: ClassVar[KindName]
+    about: ClassVar[str]
     numbered: ClassVar[str] = "items"
     ranks_items: ClassVar[bool] = True
     defaults: ClassVar[Defaults]
@@ -475,7 +477,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
 
 
 # A kind is imported when it is first used.
-_KINDS: tuple[KindName, ...] = ("items", "histories", "clicks")
+_KINDS = {*MODELS.values()}
 
 
 def kind_of(described: object) -> Kind:

@@ -29,10 +29,8 @@ class Source:
       everything: all rows, also held-out ones.
       chunks: number of rows in each chunk of the data.
       fingerprint: fingerprint of the data.
-      num_features: number of columns of the data; for clicks the number of all ids.
       known: names of the features; or a data set without rows, for clicks and for histories
         with columns of events. The run folder keeps it, so that other data can be read with the same numbers of columns.
-      indicator: whether the data has no values, or its values are ignored.
       heldout: data to measure the model on after each epoch, or None.
       validation: fingerprint of the held-out data.
       split: description of how it was held out from the data; None if a file has it.
@@ -43,9 +41,7 @@ class Source:
     everything: Any
     chunks: Sequence[int]
     fingerprint: str
-    num_features: int
     known: Any
-    indicator: bool
     heldout: Any = None
     validation: str | None = None
     split: str | None = None

@@ -21,6 +21,7 @@ from sparsejax.data import SequenceDataset, SparseDataset
 from sparsejax.data.files.names import Names, find_names
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.kinds.histories.next_items import HistoryModel
+from sparsejax.kinds.kind import kind_of
 from sparsejax.mesh import processes
 from sparsejax.metrics import Measured
 from sparsejax.metrics.ranking import METRICS
@@ -251,21 +252,6 @@ def _titled(titles: Mapping[str, str], name: str) -> str:
     return titles.get(name, name)
 
 
-# In plain words, by the name that a configuration has; a network of items has none.
-_KINDS = {
-    "": "The model has learned which items go together. It looks at all that a user has, and "
-    "gives each item a score.",
-    **dict.fromkeys(
-        ("sasrec", "hstu", "gru"),
-        "The model reads what a user did, in its order, and says what comes next.",
-    ),
-    **dict.fromkeys(
-        ("dlrm", "dcn", "deepfm", "wide_deep", "din", "tin"),
-        "The model says how probable a click is, from columns of numbers and of categories.",
-    ),
-}
-
-
 def _summary(
     model: nnx.Module, measured: Mapping[str, float], data: Sequence[str]
 ) -> str:
@@ -275,7 +261,7 @@ def _summary(
         parts.append(f'<p class="verdict">{_text(verdict)}</p>')
     config = getattr(model, "config", None)
     if isinstance(config, Config):
-        parts.append(f"<p>{_text(_KINDS[getattr(config, 'model', '')])}</p>")
+        parts.append(f"<p>{_text(kind_of(config).about)}</p>")
     facts = [*data, f"report of {datetime.date.today():%Y-%m-%d}"]
     parts.append(f'<p class="soft">{_text(" · ".join(facts))}</p>')
     return "\n".join(parts)

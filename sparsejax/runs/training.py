@@ -225,11 +225,8 @@ def named_rule(name: str | None, defaults: Defaults) -> tuple[str, dict[str, Any
 
 def settings_of(training: Training, config: Any, source: Source) -> Settings:
     """The settings that `run.json` will hold."""
-    defaults = (
-        kind_of(config)
-        .defaults_of(config)
-        .for_data(source.data, continued=training.origin is not None)
-    )
+    kind, continued = kind_of(config), training.origin is not None
+    defaults = kind.defaults_of(config).for_data(source.data, continued=continued)
     epochs, batch_size = training.num_epochs, training.batch_size
     if batch_size is None:
         batch_size = defaults.batch_size
@@ -239,14 +236,14 @@ def settings_of(training: Training, config: Any, source: Source) -> Settings:
     return Settings(
         network=config,
         optimizer=rule_of(training, defaults, steps, epochs),
-        num_features=source.num_features,
+        num_features=kind.num_known(source.known),
         num_epochs=epochs,
         batch_size=batch_size,
         **training.values_of(Recorded),
-        indicator=source.indicator,
+        indicator=kind.is_indicator(source.everything),
         data=name_of(training.data),
         data_fingerprint=source.fingerprint,
-        vocabulary_fingerprint=kind_of(config).fingerprint_of(source.known),
+        vocabulary_fingerprint=kind.fingerprint_of(source.known),
         validation=source.validation,
         validation_split=source.split,
         origin=None if training.origin is None else str(training.origin),

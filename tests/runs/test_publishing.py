@@ -121,9 +121,7 @@ def test_a_metric_by_hand(tmp_path, history):
         everything=history,
         chunks=[2],
         fingerprint="",
-        num_features=4,
         known=history.feature_names,
-        indicator=True,
         heldout=heldout,
     )
     config = sj.SASRecConfig(max_length=3, width=4, blocks=1, heads=1)

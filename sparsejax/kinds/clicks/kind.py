@@ -38,7 +38,6 @@ from sparsejax.kinds.clicks.reading import (
     num_known,
     read_examples,
     read_like,
-    source_of,
     were_trained_on,
     without_rows,
 )
@@ -96,6 +95,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     """The kind of a `ClickModelConfig` and of a `ClickDataset`."""
 
     name = "clicks"
+    about = "The model says how probable a click is, from columns of numbers and of categories."
     numbered = "ids"
     ranks_items = False
     default_model = "dlrm"
@@ -272,8 +272,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                 split = split_name(asked)
                 training.say(f"validation: {heldout}")
             validation = fingerprint_of(heldout)
-        return source_of(
-            data,
+        return Source(
+            data=data,
+            known=known_of(data),
             everything=everything,
             chunks=[data.num_rows],
             fingerprint=fingerprint_of(data),
@@ -299,8 +300,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                 )
             heldout = read_like(asked, data, training)
             validation = fingerprint_of(heldout)
-        return source_of(
-            data,
+        return Source(
+            data=data,
+            known=known_of(data),
             everything=data,
             chunks=Stream(scan_of_clicks(data), None).chunks,
             fingerprint=data.fingerprint(),
@@ -331,7 +333,9 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                     "from a run that knows them"
                 )
             data = without_rows(num_ids(schema, {}), schema, {})
-        return source_of(data, everything=data, chunks=[1], fingerprint=_FOLLOWED)
+        known = known_of(data)
+        facts = {"everything": data, "known": known, "fingerprint": _FOLLOWED}
+        return Source(data=data, chunks=[1], **facts)
 
     def read_followed(
         self, path: str, known: ClickDataset, reading: Reading

@@ -31,7 +31,7 @@ from sparsejax.data.sets.clicks import (
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.kinds.clicks.scores import check_same_columns, check_same_labels
 from sparsejax.kinds.reading import is_file, is_saved, name_of, skips_bad_lines
-from sparsejax.kinds.source import Opened, Source
+from sparsejax.kinds.source import Opened
 from sparsejax.options.measuring import Evaluate, Paged
 from sparsejax.options.reading import Reading
 from sparsejax.sparse import CSR
@@ -149,13 +149,6 @@ def _check_source(source: Any) -> None:
             "examples of clicks are a file, a table, a dict of columns, a list of dicts, or a "
             f"ClickDataset, got {type(source).__name__}"
         )
-
-
-def source_of(data: ClickDataset | ScannedClicks, **facts: Any) -> Source:
-    known = known_of(data)
-    return Source(
-        data=data, num_features=num_known(data), known=known, indicator=False, **facts
-    )
 
 
 def were_trained_on(clicks: ClickDataset, settings: Any) -> bool:

@@ -88,6 +88,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     """The kind of a `SequenceConfig` and of a `SequenceDataset`."""
 
     name = "histories"
+    about = "The model reads what a user did, in its order, and says what comes next."
     # On the validation of Amazon Beauty, steps also on that of MovieLens.
     defaults = Defaults(
         batch_size=256,

@@ -55,6 +55,10 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
     """The kind of a `NetworkConfig`, of a `SparseDataset`, and of matrices."""
 
     name = "items"
+    about = (
+        "The model has learned which items go together. It looks at all that a user has, and "
+        "gives each item a score."
+    )
     defaults = Defaults(
         batch_size=512, least_epochs=30, least_steps=200, optimizer="adam"
     )
