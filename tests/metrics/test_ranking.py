@@ -10,6 +10,7 @@ import pytest
 import scipy.sparse
 from hypothesis import given
 from hypothesis import strategies as st
+from ranked_by_hand import expected
 
 from sparsejax import metrics
 from sparsejax.metrics.ranking import METRICS
@@ -25,29 +26,6 @@ def labels_of(rows, num_cols=ITEMS, nse=None):
     shape = (len(rows), num_cols)
     matrix = scipy.sparse.csr_array((values, indices, indptr), shape=shape)
     return CSR.from_scipy(matrix, nse=nse)
-
-
-def expected(name, ids, labels, k):
-    """One row's metric, by its definition."""
-    hits = [rank for rank, i in enumerate(ids[:k], start=1) if i in labels]
-    if not labels:
-        return 0.0
-    if name == "ndcg":
-        best = sum(1 / math.log2(r + 1) for r in range(1, min(k, len(labels)) + 1))
-        return sum(1 / math.log2(rank + 1) for rank in hits) / best
-    if name == "hit_rate":
-        return float(bool(hits))
-    if name == "mrr":
-        return 1 / hits[0] if hits else 0.0
-    if name == "map":
-        precisions = [(j + 1) / rank for j, rank in enumerate(hits)]
-        return sum(precisions) / min(k, len(labels))
-    possible = {
-        "recall": len(labels),
-        "truncated_recall": min(k, len(labels)),
-        "precision": k,
-    }
-    return len(hits) / possible[name]
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import pytest
 import scipy.sparse
 from flax import nnx
 from linear import Linear
+from ranked_by_hand import expected
 
 from sparsejax import optimizers
 from sparsejax.data import SparseDataset
@@ -66,20 +67,10 @@ def oracle_metrics(ids, heldout, k, popularity=None):
     labels = [set(np.flatnonzero(row)) for row in heldout.toarray()]
     users = sum(map(bool, labels))
     counts = np.zeros(heldout.shape[1])
-    discount = 1 / np.log2(np.arange(k) + 2)
     for ranked, wanted in zip(ids, labels, strict=True):
         if wanted:
-            hit = np.array([i in wanted for i in ranked[:k]])
-            sums["recall"] += hit.sum() / len(wanted)
-            sums["truncated_recall"] += hit.sum() / min(k, len(wanted))
-            sums["precision"] += hit.sum() / k
-            ideal = discount[: min(k, len(wanted))].sum()
-            sums["ndcg"] += (hit * discount[: len(hit)]).sum() / ideal
-            sums["hit_rate"] += hit.any()
-            ranks = np.flatnonzero(hit) + 1
-            sums["mrr"] += 1 / ranks[0] if ranks.size else 0
-            precisions = [(j + 1) / rank for j, rank in enumerate(ranks)]
-            sums["map"] += sum(precisions) / min(k, len(wanted))
+            for name in sums:
+                sums[name] += expected(name, ranked, wanted, k)
             for i in ranked[:k]:
                 counts[i] += i >= 0
     measured = {f"{name}@{k}": total / users for name, total in sums.items()}

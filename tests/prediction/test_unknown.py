@@ -13,9 +13,11 @@ import pytest
 import scipy.sparse
 from flax import nnx
 from linear import Linear
+from ranked_by_hand import expected
 
 import sparsejax as sj
 from sparsejax.engine.rank.evaluation import Setup, prepared_evaluation
+from sparsejax.metrics.ranking import METRICS
 
 K = 3
 OPTIONS = {"k": K, "batch_size": 64}  # the same everywhere: few programs are compiled
@@ -60,22 +62,9 @@ def by_hand(ranked, wanted: Histories, trained: set[str], unknown: str) -> dict:
     wanted = {row: items for row, items in wanted.items() if items}
     sums: dict[str, float] = {}
     for row, items in wanted.items():
-        hits = [r for r, i in enumerate(ranked[row][:K], start=1) if i in items]
-        n = len(items)
-        gain = sum(1 / math.log2(r + 1) for r in hits)
-        ideal = sum(1 / math.log2(r + 1) for r in range(1, min(K, n) + 1))
-        precisions = [(j + 1) / r for j, r in enumerate(hits)]
-        for name, value in {
-            "recall": len(hits) / n,
-            "truncated_recall": len(hits) / min(K, n),
-            "ndcg": gain / ideal,
-            "precision": len(hits) / K,
-            "hit_rate": float(len(hits) > 0),
-            "mrr": 1 / hits[0] if hits else 0.0,
-            "map": sum(precisions) / min(K, n),
-        }.items():
-            key = f"{name}@{K}"
-            sums[key] = sums.get(key, 0.0) + value
+        for name in METRICS:
+            value = expected(name, ranked[row], items, K)
+            sums[f"{name}@{K}"] = sums.get(f"{name}@{K}", 0.0) + value
     return {key: total / len(wanted) for key, total in sums.items()}
 
 
