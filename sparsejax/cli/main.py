@@ -18,7 +18,7 @@ import time
 import traceback
 import warnings
 from collections.abc import Generator, Mapping, Sequence
-from typing import Any, TextIO
+from typing import TextIO
 
 import tyro
 from tyro.conf import OmitArgPrefixes
@@ -88,7 +88,7 @@ def _parse(argv: Sequence[str]) -> flags.Command:
         for c in commands.values()
     }
     union = functools.reduce(operator.or_, parsers)
-    options: dict[str, Any] = {"args": argv, "config": (OmitArgPrefixes,)}
+    options = {"args": argv, "config": (OmitArgPrefixes,)}
     columns = os.environ.get("COLUMNS")
     if shutil.get_terminal_size().columns < _FEWEST_COLUMNS:  # tyro would not end
         os.environ["COLUMNS"] = str(_FEWEST_COLUMNS)

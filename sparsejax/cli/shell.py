@@ -93,7 +93,7 @@ def parser_of(command: type[Options]) -> type:
 
     Options that stand under a heading are in a dataclass of their own inside.
     """
-    groups: dict[str, list[Any]] = {"": []}
+    groups = {"": []}
     for option, flag in all_flags(command):
         of = _stated_in(command, option)
         field = _field(command, option, flag)
@@ -196,12 +196,12 @@ def command_of[C: Options](command: type[C], parsed: Any, argv: Sequence[str]) -
     Raises:
       ValueError: a value cannot be read, or two flags contradict each other.
     """
-    values: dict[str, Any] = {}
+    values = {}
     for name, value in vars(parsed).items():
         values |= vars(value) if dataclasses.is_dataclass(value) else {name: value}
     names = set(given(command, argv))
     words = _flags_among(argv)
-    found: dict[str, Any] = {}
+    found = {}
     for option in dataclasses.fields(command):
         flags = flags_of(option)
         spelled = [flag.spelled(option.name) for flag in flags]

@@ -76,7 +76,7 @@ def plan(command: flags.Plan) -> bool:
     batch_size = command.batch_size
     if batch_size is None:
         batch_size = defaults.batch_size
-    how: dict[str, Any] = {
+    how = {
         "rule": optimizers.get(name, learning_rate=defaults.learning_rate, **options),
         "batch_size": batch_size,
         "data": data,

@@ -182,7 +182,7 @@ def stated_schema[T](training: Training, type_: type[T]) -> T | None:
     Raises:
       TypeError: it is of another type.
     """
-    schema: Any = training.schema
+    schema = training.schema
     if schema is not None and not isinstance(schema, type_):
         raise TypeError(f"schema is of {type_.__name__} here, got {schema!r:.80}")
     return schema

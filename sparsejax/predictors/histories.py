@@ -138,7 +138,7 @@ class Ordered(Items):
             names = inputs.feature_names, self.items
             both = zip(("inputs", "the predictor"), names, strict=True)
             check_same_features(*(NamedCSR(w, NOTHING, None, n) for w, n in both))
-        how: dict[str, Any] = {"times": self.reads_times, "events": self._shapes}
+        how = {"times": self.reads_times, "events": self._shapes}
         return inputs_of(inputs, self._length, **how)
 
     def recommend_names(self, histories: Any, **options: Any) -> Any:

@@ -166,7 +166,7 @@ def extended(
         scaled = vectors.astype(np.float32) * factors[:, None]
         vectors = np.pad(scaled, ((0, 0), (0, more))).astype(kernel.dtype)
         factors = np.ones(count, np.float32)
-    added: list[Any] = [vectors]
+    added = [vectors]
     if signature.layer.bias is not None:
         bias = weights[signature.layer.bias]
         mean = np.mean(np.asarray(bias[: len(known)], np.float32))

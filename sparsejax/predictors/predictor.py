@@ -247,7 +247,7 @@ class Predictor:
             is too large. There are times and it reads none, or the other way round; or
             they do not fit the names, fall, or are not finite.
         """
-        options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen, "times": times}
+        options = {"k": k, "exclude_seen": exclude_seen, "times": times}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
         method = self._method("recommend_names")
         if context is not None:
@@ -293,7 +293,7 @@ class Predictor:
           ValueError: a column is missing, a list is too long, `k` is too large, or the predictor
             is of one stage.
         """
-        options: dict[str, Any] = {"k": k, "exclude_seen": exclude_seen}
+        options = {"k": k, "exclude_seen": exclude_seen}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
         return self._method("recommend_records")(records, **options)
 

@@ -351,7 +351,7 @@ def _best_of_all(
     h: jax.Array, layer: _Layer, exclude: CSR, k: int
 ) -> tuple[jax.Array, ...]:
     """The best of the items that a matrix does not have."""
-    options: dict[str, Any] = {
+    options = {
         "bias": layer.bias,
         "scale": layer.scale,
         "precision": layer.precision,

@@ -209,7 +209,7 @@ def serve() -> None:
     threading.Thread(target=_listen, args=(asked,), daemon=True).start()
     while True:
         try:
-            answer: dict[str, Any] = {"wrote": _write(**codec.parse(asked.get()))}
+            answer = {"wrote": _write(**codec.parse(asked.get()))}
         except Exception as error:  # noqa: BLE001 - the asking process raises it
             kinds = [kind.__name__ for kind in type(error).__mro__]
             kind = next((name for name in kinds if name in _KINDS), "")

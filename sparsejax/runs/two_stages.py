@@ -269,7 +269,7 @@ class TwoStage:
                 "item_columns"
             )
         known = self._second.known.vocabularies
-        columns: dict[str, Any] = {}
+        columns = {}
         if self._items is not None:
             chosen = [n for n, place in places.items() if place == _ITEM_COLUMNS]
             columns = dict(self._items.of(names, chosen, some=True))

@@ -197,7 +197,7 @@ def laid_out(job: Workload, data: int, model: int) -> list[Laid]:
     )
     with jax.sharding.use_abstract_mesh(mesh):
         variables = nnx.to_flat_state(nnx.state(job.modules()))
-    parameters: dict[Any, nnx.Variable] = {}
+    parameters = {}
     found = []
     for path, variable in variables:  # the model's come first
         spec = variable.get_metadata().get("out_sharding", P())

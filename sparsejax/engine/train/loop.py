@@ -53,7 +53,7 @@ def train(
 ) -> list[dict[str, float]]:
     """Trains a model in place. Returns an entry for each epoch, see `fit`."""
     examples = job.examples
-    settings: dict[str, Any] = {
+    settings = {
         **{name: getattr(how, name) for name in _SETTINGS},
         **job.settings,
     }

@@ -61,7 +61,7 @@ def exchange_of(
                 )
         return None, {}
     exchanges = [found.given.replaced(**given).exchange for found in collections]
-    settings: dict[str, Any] = exchanges[0]
+    settings = exchanges[0]
     if any(other != settings for other in exchanges):
         settings = {"exchange": exchanges}
 

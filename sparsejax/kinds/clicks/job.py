@@ -95,7 +95,7 @@ class ClickTask(TrainingTask):
         ids = [np.asarray(clicks.ids[name]) for name in self.single]
         empty = np.empty((clicks.num_rows, 0), np.int32)
         rows = np.stack(ids, axis=1) if ids else empty
-        lists: list[Any] = [clicks.ids[name] for name in self.lists]
+        lists = [clicks.ids[name] for name in self.lists]
         wide = [WideIds.of(clicks.ids[name]) for name in self.keys]
         words = [np.stack([ids.low, ids.high], axis=1) for ids in wide]
         keys = [np.stack(words, axis=1)] if words else []
@@ -103,7 +103,7 @@ class ClickTask(TrainingTask):
 
     def of(self, matrices: Sequence) -> tuple[Any, Any]:
         labels, dense, rows, *lists = matrices
-        ids: dict[str, Any] = {n: rows[:, i] for i, n in enumerate(self.single)}
+        ids = {n: rows[:, i] for i, n in enumerate(self.single)}
         if self.keys:
             *lists, words = lists
             low, high = words[..., 0], words[..., 1]

@@ -124,7 +124,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
                 "a click model reads a ClickDataset or ScannedClicks, got "
                 f"{type(data).__name__}"
             )
-        sizes: dict[str, Any] = {
+        sizes = {
             "num_dense": len(data.schema.dense),
             "features": data.features,
         }
@@ -343,7 +343,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         if is_saved(path, stored.CLICKS):
             data = read_like(path, known, _SILENT, training=True)
         else:
-            file: Any = path
+            file = path
             if skips_bad_lines(path, reading):
                 file = without_bad_lines(path, known.schema)
             # Unlike `read_clicks`, it takes a file without examples.

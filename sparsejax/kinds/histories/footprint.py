@@ -332,7 +332,7 @@ class HistoryWorkload(Workload):
 
             def backward(parameters, others, ids, times, more):
                 def forward(parameters):
-                    model: Any = nnx.merge(graphdef, parameters, others, copy=True)
+                    model = nnx.merge(graphdef, parameters, others, copy=True)
                     return model(ids, times, **more)
 
                 return jax.vjp(forward, parameters)[1]

@@ -90,7 +90,7 @@ class SequenceTask(TrainingTask):
         histories, *more = x
         # A row that only fills up the batch has no items, so nothing to learn.
         histories = jnp.where(weights[:, None] > 0, histories, -1)
-        named: dict[str, Any] = {"max_targets": more.pop().nse} if self.packs else {}
+        named = {"max_targets": more.pop().nse} if self.packs else {}
         if self.weighted:
             named["weights"] = more.pop()
         if self.events:
@@ -237,7 +237,7 @@ def left_out_of_validation(sequences: SequenceDataset) -> Literal["inputs"] | No
 
 def sequence_job(asked: Fit) -> Job:
     """The arguments of `fit`, checked."""
-    model: Any = asked.model
+    model = asked.model
     validation, k = asked.validation, asked.cut_off
     narrow = None
     if asked.wire_dtype is not None:

@@ -112,7 +112,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
                 "the targets of histories are their own items; leave out targets"
             )
         items = num_columns("data", data)
-        sizes: dict[str, Any] = {"items": items, "content": content}
+        sizes = {"items": items, "content": content}
         from sparsejax.sequence.events import EventSizes
 
         if (events := EventSizes.of_data(data)) is not None:

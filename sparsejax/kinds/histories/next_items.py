@@ -100,7 +100,7 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
       data: histories.
       what: name of the data, for messages.
     """
-    wanted: Any = getattr(getattr(model, "events", None), "sizes", None)
+    wanted = getattr(getattr(model, "events", None), "sizes", None)
     given = EventSizes.of_data(data)
     if wanted is None and given is None:
         return

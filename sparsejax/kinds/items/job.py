@@ -64,7 +64,7 @@ def item_examples(
 
 def item_job(asked: Fit) -> Job:
     """The arguments of `fit`, checked."""
-    model: Any = asked.model
+    model = asked.model
     inputs, validation = asked.inputs, asked.validation
     targets = cast(Targets | ScannedDataset, asked.targets)
     k, metric = asked.cut_off, None

@@ -143,7 +143,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
         return dataclasses.replace(config, linear=linear), ""
 
     def tuned_in(self, config: NetworkConfig) -> dict[str, Any]:
-        found: dict[str, Any] = {"corruption": config.input.corruption}
+        found = {"corruption": config.input.corruption}
         if len(config.hidden) == 1:
             found["hidden"] = config.hidden[0].size
         if config.output.temperature is not None:
@@ -269,7 +269,7 @@ def _data_to_evaluate(asked: Evaluate, reading: Reading, run: Opened) -> dict[st
     """The data that is read from files, as arguments of `evaluate`."""
     names = run.known
     valued = run.settings.indicator
-    given: dict[str, Any] = {}
+    given = {}
     if asked.heldout is None:
         # With its own features until it is split.
         given["inputs"] = read_file(asked.inputs, reading, indicator=valued)
