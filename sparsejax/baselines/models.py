@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -200,5 +199,5 @@ BASELINES: dict[str, Callable[[Source], _FromItemToItem]] = {
 
 
 def _host(train: Source) -> CSR:
-    matrix: Any = jax.tree.map(np.asarray, NamedCSR.of("train", train).matrix)
+    matrix = jax.tree.map(np.asarray, NamedCSR.of("train", train).matrix)
     return matrix

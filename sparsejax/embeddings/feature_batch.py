@@ -448,7 +448,7 @@ def _packed(
         parts.append(entries)
     entries = parts[0] if len(parts) == 1 else _joined(xp, *parts)
     rows, size = batch * stack.bags, len(entries.row)
-    sums: Callable[[Any], Array] = sums_so_far
+    sums = sums_so_far
     if xp is np:
         sums = functools.partial(np.cumsum, dtype=np.int32)
     zero = xp.zeros(1, np.int32)

@@ -711,7 +711,7 @@ def _tables(
     plan = on_mesh.plan
     if isinstance(plan, EmbeddingPlan):
         plan = plan.of_width(dim)
-    options: dict[str, Any] = on_mesh._asdict() | {"plan": plan}
+    options = on_mesh._asdict() | {"plan": plan}
     del options["labels"]
     return EmbeddingCollection(tables, read, rngs=rngs, **options)
 

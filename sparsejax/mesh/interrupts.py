@@ -123,7 +123,7 @@ def uninterrupted() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():  # it gets all signals
         yield
         return
-    handlers: dict[int, Callable[..., Any]] = {}
+    handlers = {}
     came: set[int] = set()
     try:
         for number in _all_signals():

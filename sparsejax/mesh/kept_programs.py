@@ -232,9 +232,9 @@ class _Folder:
         """The key of a compiled program, and the arguments that it takes by place and by
         name. No types if it is part of another program."""
         bound.apply_defaults()
-        static: list[tuple[type, Any]] = []
-        by_place: list[Any] = []
-        by_name: dict[str, Any] = {}
+        static = []
+        by_place = []
+        by_name = {}
         for name, value in bound.arguments.items():
             kind = keepable.signature.parameters[name].kind
             if name in keepable.static:
@@ -425,7 +425,7 @@ def sources(folder: pathlib.Path, since: float) -> str:
 def _processor() -> Any:
     """The CPU that a program is compiled for: its features, and the number of cores."""
     names = "flags", "Features", "model name"
-    found: list[Any] = [len(processors.usable())]
+    found = [len(processors.usable())]
     with contextlib.suppress(OSError):
         lines = pathlib.Path("/proc/cpuinfo").read_text().partition("\n\n")[0]
         found += [x for x in lines.splitlines() if x.startswith(names)]
@@ -486,7 +486,7 @@ class _Digest:
     def _add_named(self, value: Any) -> None:
         """Adds a function or a class by its name."""
         module, name = value.__module__, value.__qualname__
-        found: Any = sys.modules.get(module)
+        found = sys.modules.get(module)
         for part in name.split("."):
             found = getattr(found, part, None)
         is_none = value is type(None)  # which has no place

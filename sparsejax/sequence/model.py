@@ -507,7 +507,7 @@ class SequenceModel(nnx.Module):
         if drawn is not None:
             picks.append(Picked(len(arrays) - 1, length, 1))
             bias, output = output.training_bias(), output.without_vectors()
-        model: Any = output
+        model = output
         if h is None:
             model = copy.copy(self)
             vars(model)["output"] = output

@@ -523,7 +523,7 @@ def _flat(rows: Rows) -> list[jax.Array]:
 
 def _hashed(columns: Sequence[Any], xp: Any) -> Any:
     """`[rows, 2]` uint32: a hash of each row of some arrays, of NumPy or JAX."""
-    totals: list[Any] = [np.uint32(0), np.uint32(0)]
+    totals = [np.uint32(0), np.uint32(0)]
     first = 0
     for column in columns:
         words = _words(column, xp)

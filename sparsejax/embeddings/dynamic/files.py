@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import numpy as np
@@ -259,7 +259,7 @@ def _written(
     by_parts: bool, spec: P, array: jax.Array, rows: ArrayLike, values: ArrayLike
 ) -> jax.Array:
     def written(array, rows, values):
-        flat: Any = array.reshape(-1) if by_parts else array
+        flat = array.reshape(-1) if by_parts else array
         flat = flat.at[rows].set(values.astype(flat.dtype), mode="drop")
         return flat.reshape(array.shape)
 

@@ -63,7 +63,7 @@ class DynamicStore(Store):
     def new_known(cls, stack: Stack) -> dict[str, nnx.Variable]:
         by_parts = P("model")
         state = jit_sharded(states.empty, by_parts, static=(0,))(stack)
-        metadata: dict[str, Any] = out_sharding(by_parts)
+        metadata = out_sharding(by_parts)
         return {n: IndexState(a, **metadata) for n, a in state.arrays().items()}
 
     @property

@@ -223,7 +223,7 @@ class Store(abc.ABC):
 
     def columns(self, optimizer: Optimizer | None) -> dict[str, Any]:
         """Everything that is known of each row: arrays or variables by the names of columns."""
-        found: dict[str, Any] = {ROW: self.kernel}
+        found = {ROW: self.kernel}
         found |= {name: self.known[name] for name in self.numbers}
         if optimizer is not None:
             arrays = optimizer.rows_within(self.path, self.kernel)
