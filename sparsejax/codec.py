@@ -21,6 +21,9 @@ _SHOWN = 60  # letters of a wrong value that a message has
 _NUMBERS = 2**63  # integers are below; sizes have narrower bounds of their own
 _NAMES = {type(None): "null", dict: "an object", list: "a list"}
 
+# A value of JSON.
+Json = Mapping[str, Any] | Sequence[Any] | str | float | bool | None
+
 
 def document(instance: Any, *, skip_defaults: bool = False) -> dict[str, Any]:
     """Converts a dataclass, and dataclasses inside it, to JSON; `read` reads it.
@@ -122,7 +125,7 @@ def read[T](kind: type[T], document: object, label: str) -> T:
 
 
 def read_tagged[T](
-    kinds: Mapping[str, type[T]], tag: str, document: object, label: str
+    kinds: Mapping[str, type[T]], tag: str, document: Json, label: str
 ) -> T:
     """Reads the one of several dataclasses that a key of the object names; see `read`.
 
@@ -145,7 +148,7 @@ def read_tagged[T](
 
 
 def read_named(
-    document: object, tag: str, label: str
+    document: Json, tag: str, label: str
 ) -> tuple[str, dict[str, int | float | bool]]:
     """The name that a key of a JSON object has, and its other keys, which are numbers.
 
@@ -185,7 +188,7 @@ def check_keys(given: Iterable[str], known: Iterable[str], label: str) -> None:
             )
 
 
-def without_version(document: object, version: int, label: str) -> dict[str, Any]:
+def without_version(document: Json, version: int, label: str) -> dict[str, Any]:
     """The rest of a JSON object, if its "version" is this one.
 
     Raises:
@@ -231,7 +234,7 @@ class ModelConfig(Config):
         return {"version": MODEL_VERSION, "model": self.model, **values}
 
     @classmethod
-    def from_json(cls, document: object) -> Self:
+    def from_json(cls, document: Json) -> Self:
         """The configuration of a JSON object, which `to_json` or a person has made.
 
         "model" chooses the class.

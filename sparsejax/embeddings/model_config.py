@@ -226,7 +226,7 @@ class ClickModelConfig(ModelConfig):
         return found
 
     @classmethod
-    def from_json(cls, document: object) -> Self:
+    def from_json(cls, document: codec.Json) -> Self:
         """The configuration of a JSON object, which `to_json` or a person has made.
 
         "model" chooses the class.

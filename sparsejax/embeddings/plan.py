@@ -253,7 +253,7 @@ class EmbeddingPlan:
         return {"version": VERSION, **codec.document(self)}
 
     @classmethod
-    def from_json(cls, document: object) -> EmbeddingPlan:
+    def from_json(cls, document: codec.Json) -> EmbeddingPlan:
         """The plan of a JSON object, which `to_json` has made.
 
         Raises:

@@ -193,7 +193,7 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         return self.defaults
 
     @abc.abstractmethod
-    def read_config(self, document: object) -> Config:
+    def read_config(self, document: codec.Json) -> Config:
         """The configuration of a JSON object."""
 
     def described(
@@ -517,7 +517,7 @@ def kind_for(model: str | None) -> Kind:
     return kind_called(MODELS[model or DEFAULT_MODEL])
 
 
-def config_of(document: object) -> Any:
+def config_of(document: codec.Json) -> Any:
     """The configuration of a JSON object: of a network if it names no "model".
 
     Raises:

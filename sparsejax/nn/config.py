@@ -398,7 +398,7 @@ class NetworkConfig(codec.Config):
         }
 
     @classmethod
-    def from_json(cls, document: object) -> NetworkConfig:
+    def from_json(cls, document: codec.Json) -> NetworkConfig:
         """The configuration of a JSON object, which `to_json` or a person has made.
 
         Raises:

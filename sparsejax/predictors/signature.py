@@ -407,7 +407,7 @@ class Signature:
         return {"version": VERSION} | document
 
     @classmethod
-    def from_json(cls, document: object) -> Signature:
+    def from_json(cls, document: codec.Json) -> Signature:
         """Reads a document of `to_json`.
 
         Raises:

@@ -130,7 +130,7 @@ class StoredAnswer:
         )
 
     @classmethod
-    def from_json(cls, document: object, signature: Signature) -> Self:
+    def from_json(cls, document: codec.Json, signature: Signature) -> Self:
         """Reads the document that `to_json` made.
 
         Raises:

@@ -144,7 +144,7 @@ class Settings(Recorded):
         return document
 
     @classmethod
-    def from_json(cls, document: object) -> Settings:
+    def from_json(cls, document: codec.Json) -> Settings:
         """Reads what `to_json` wrote.
 
         Raises:

@@ -484,7 +484,7 @@ def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
     return found
 
 
-def id_column(name: str, document: object, label: str) -> IdColumn:
+def id_column(name: str, document: codec.Json, label: str) -> IdColumn:
     """The column of a JSON object with its "kind", which `ids_document` made.
 
     Args:

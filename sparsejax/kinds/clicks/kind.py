@@ -201,7 +201,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     def metric(self, k: int, data: Any) -> str:
         return names_of_metrics(data.schema.several)[0]
 
-    def read_config(self, document: object) -> ClickModelConfig:
+    def read_config(self, document: codec.Json) -> ClickModelConfig:
         return ClickModelConfig.from_json(document)
 
     def described(

@@ -216,7 +216,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         check_counted(schema)
         return {"events": no_events(schema, {})}
 
-    def read_config(self, document: object) -> SequenceConfig:
+    def read_config(self, document: codec.Json) -> SequenceConfig:
         return SequenceConfig.from_json(document)
 
     def described(

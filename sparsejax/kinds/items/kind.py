@@ -9,6 +9,7 @@ from typing import Any, ClassVar, cast
 
 import numpy as np
 
+from sparsejax.codec import Json
 from sparsejax.data import ScannedDataset, SparseDataset, scan_parquet
 from sparsejax.data.reading import sources
 from sparsejax.data.reading.sources import Inputs, num_columns
@@ -121,7 +122,7 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
 
         return network_workload(asked, batch)
 
-    def read_config(self, document: object) -> NetworkConfig:
+    def read_config(self, document: Json) -> NetworkConfig:
         return NetworkConfig.from_json(document)
 
     def described(

@@ -90,7 +90,7 @@ def to_json(rule: Rule) -> dict[str, Any]:
     return {"name": rule.name, **options}
 
 
-def from_json(document: object) -> Rule:
+def from_json(document: codec.Json) -> Rule:
     """Reads a rule from the document that `to_json` made.
 
     Raises:
