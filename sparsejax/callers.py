@@ -1,10 +1,11 @@
-"""Warnings that name the line of the caller's program."""
+"""Warnings that name the line of the caller's program, and errors about packages that it lacks."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import warnings
+from collections.abc import Generator
 
 # A warning names the first line outside these files. Context managers that are decorators
 # call from contextlib. A prefix must be shorter than the name.
@@ -14,3 +15,20 @@ _INSIDE = (os.path.dirname(__file__), os.path.splitext(contextlib.__file__)[0])
 def warn_caller(message: str, category: type[Warning] = UserWarning) -> None:
     """Warns; the warning names the line that called the library, however deep this is."""
     warnings.warn(message, category, skip_file_prefixes=_INSIDE)
+
+
+@contextlib.contextmanager
+def needing(what: str, extra: str) -> Generator[None]:
+    """Says what to install if a package cannot be imported while this context is open.
+
+    Args:
+      what: the beginning of the message, in which {} is the name of the package.
+      extra: the extra of sparsejax that has the package.
+    """
+    try:
+        yield
+    except ImportError as error:
+        text = (
+            f"{what.replace('{}', str(error.name))}: pip install 'sparsejax[{extra}]'"
+        )
+        raise ImportError(text) from error

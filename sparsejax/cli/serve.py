@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import pathlib
-from collections.abc import Generator
 
+from sparsejax.callers import needing
 from sparsejax.cli import flags
 from sparsejax.cli.compiling import told_if_long
 from sparsejax.data.reading.item_titles import read_titles
 from sparsejax.options.predicting import Serving
 
 
-@contextlib.contextmanager
-def _extra(command: str) -> Generator[None]:
-    """Says what to install if a package cannot be imported in the block."""
-    try:
-        yield
-    except ImportError as error:
-        raise ValueError(
-            f"{command} needs {error.name}: pip install 'sparsejax[serve]'"
-        ) from None
-
-
 def export_triton(command: flags.ExportTriton) -> None:
     """`sparsejax export-triton`."""
-    with _extra("export-triton"):
+    with needing("export-triton needs {}", "serve"):
         from sparsejax.serving import triton
     from sparsejax.serving.engine import Shape
 
@@ -54,7 +42,7 @@ def _admin_of(text: str) -> tuple[str, int]:
 
 def serve(command: flags.Serve) -> None:
     """`sparsejax serve`."""
-    with _extra("serve"):
+    with needing("serve needs {}", "serve"):
         # gRPC's own lines are no JSON, and hold what clients send, also ends of lines. It reads
         # this as it is imported.
         os.environ.setdefault("GRPC_VERBOSITY", "NONE")

@@ -11,6 +11,7 @@ from typing import Any
 import jax
 
 from sparsejax import codec, optimizers
+from sparsejax.callers import needing
 from sparsejax.cli import flags, printing
 from sparsejax.cli.reading import content_of
 from sparsejax.data import ItemFeatures, read_item_features
@@ -30,7 +31,10 @@ def train(command: flags.Train) -> None:
         lambda: folders.check_folder(command.directory, resume=command.resume)
     )
     gate = None if command.gate is None else publishing.Gate.parse(command.gate)
-    new_writer = None if command.tensorboard is None else _summary_writer()
+    new_writer = None
+    if command.tensorboard is not None:
+        with needing("--tensorboard needs another package", "tensorboard"):
+            from tensorboardX import SummaryWriter as new_writer
     asked = training_of(command)
     if command.export_to is not None:
         kind = kind_of(asked.config)
@@ -168,17 +172,6 @@ def _load_config(path: pathlib.Path) -> Any:
         return read_config(codec.parse(path.read_bytes()))
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path}: {error}") from error
-
-
-def _summary_writer() -> Callable[..., Any]:
-    """The class that writes TensorBoard's files."""
-    try:
-        from tensorboardX import SummaryWriter
-    except ImportError:
-        raise ValueError(
-            "--tensorboard needs another package: pip install 'sparsejax[tensorboard]'"
-        ) from None
-    return SummaryWriter
 
 
 @contextlib.contextmanager

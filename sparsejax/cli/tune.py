@@ -18,7 +18,6 @@ import re
 import shlex
 import sys
 import time
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -26,6 +25,7 @@ import jax
 import numpy as np
 
 from sparsejax import codec
+from sparsejax.callers import needing
 from sparsejax.cli import flags, shell
 from sparsejax.cli import train as commands_of_train
 from sparsejax.data.files.opening import shown
@@ -106,7 +106,9 @@ class _Tuning(NamedTuple):
 
 def tune(command: flags.Tune) -> None:
     """`sparsejax tune`."""
-    optuna = _optuna()
+    with needing("tune needs another package", "tune"):
+        import optuna
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
     seconds = math.inf if command.limit is None else _seconds(command.limit)
     deadline = time.monotonic() + seconds
     kind, rate = kind_for(command.model), command.learning_rate
@@ -154,17 +156,6 @@ def tune(command: flags.Tune) -> None:
             # Each trial has programs of its own.
             jax.clear_caches()
         _finish(study, tuning)
-
-
-def _optuna() -> types.ModuleType:
-    try:
-        import optuna
-    except ImportError:
-        raise ValueError(
-            "tune needs another package: pip install 'sparsejax[tune]'"
-        ) from None
-    optuna.logging.set_verbosity(optuna.logging.ERROR)
-    return optuna
 
 
 def _seconds(text: str) -> float:

@@ -15,16 +15,13 @@ from typing import Any
 
 import numpy as np
 
+from sparsejax.callers import needing
 from sparsejax.data.files.names import Names, as_names, check_unique
 from sparsejax.data.files.opening import DataError, Path, check_regular
 from sparsejax.dsstne.datasets import check_memory
 
-try:
+with needing("DSSTNE's NetCDF files need {}", "dsstne"):
     import h5py
-except ImportError as error:
-    raise ImportError(
-        f"DSSTNE's NetCDF files need {error.name}: pip install 'sparsejax[dsstne]'"
-    ) from error
 
 # The first bytes of NetCDF files that are no HDF5 files.
 _CLASSIC = tuple(b"CDF" + bytes([version]) for version in (1, 2, 5))

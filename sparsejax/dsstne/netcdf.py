@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from jax.typing import ArrayLike
 
+from sparsejax.callers import needing
 from sparsejax.data import DenseDataset, SparseDataset
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
@@ -28,13 +29,9 @@ from sparsejax.dsstne.hdf5 import File, opened
 from sparsejax.dsstne.index_files import index_names
 from sparsejax.whole_files import check_writable, whole_file
 
-try:
+with needing("DSSTNE's NetCDF files need {}", "dsstne"):
     import h5netcdf
     import h5py
-except ImportError as error:
-    raise ImportError(
-        f"DSSTNE's NetCDF files need {error.name}: pip install 'sparsejax[dsstne]'"
-    ) from error
 
 _SPARSE, _BOOLEAN, _IGNORE_ZERO, _INDEXED, _WEIGHTED = 1, 2, 32, 64, 128
 _UNUSED = 4 | 8 | 16  # Compressed, Recurrent, Mutable

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pyarrow as pa
 
+from sparsejax.callers import needing
 from sparsejax.data.files import arrow
 from sparsejax.data.files.names import Names, as_names, to_arrow
 from sparsejax.data.files.opening import DataError, is_address, shown
@@ -97,12 +98,8 @@ def prepare(asked: PrepareFrame) -> Manifest:
         frame was another one when it was computed again.
       ValueError: an argument is wrong.
     """
-    try:
+    with needing("preparing data on Spark needs pyspark", "spark"):
         import pyspark  # noqa: F401
-    except ImportError:
-        raise ImportError(
-            "preparing data on Spark needs pyspark: pip install 'sparsejax[spark]'"
-        ) from None
     settings, frame, out = Asked(asked), asked.frame, asked.out
     address = os.fspath(out) if is_address(out) else os.path.abspath(out)
     before = None  # a folder without a manifest is unfinished

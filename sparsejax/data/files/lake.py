@@ -19,6 +19,7 @@ import pyarrow as pa
 import pyarrow.fs
 import pyarrow.types as pt
 
+from sparsejax.callers import needing
 from sparsejax.data.files import stores
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stores import Place
@@ -204,14 +205,11 @@ def files_of(place: Place, kind: str, below: Collection[str]) -> list[TableFile]
 @contextlib.contextmanager
 def _read_by(package: str, place: Place, kind: str) -> Generator[None]:
     """Adds the table's name to errors of a package that reads tables."""
+    text = f"{place.path}: is a table of {kind}, whose log says which files hold; to read it, "
     try:
-        yield
-    except ImportError as error:
-        raise ImportError(
-            f"{place.path}: is a table of {kind}, whose log says which files hold; to read it, "
-            f"{package} is needed: pip install 'sparsejax[lake]'"
-        ) from error
-    except DataError:
+        with needing(f"{text}{package} is needed", "lake"):
+            yield
+    except (DataError, ImportError):
         raise
     except Exception as error:  # a damaged log raises errors of many classes there
         first = str(error).strip().partition("\n")[0]

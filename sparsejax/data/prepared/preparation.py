@@ -17,6 +17,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax import codec, processors
+from sparsejax.callers import needing
 from sparsejax.data.events.stream import Events, events_of
 from sparsejax.data.files import arrow
 from sparsejax.data.files.columns import BY_NAME, Chosen
@@ -287,12 +288,8 @@ def _writing(out: Path, before: DataFolder | None) -> Generator[Place]:
 @contextlib.contextmanager
 def _engine(folder: Place, memory: str | None) -> Generator[Any]:
     """A database that writes data beyond the memory to a temporary folder."""
-    try:
+    with needing("preparing data needs DuckDB", "prepare"):
         import duckdb
-    except ImportError:
-        raise ImportError(
-            "preparing data needs DuckDB: pip install 'sparsejax[prepare]'"
-        ) from None
 
     beside = (
         tempfile.gettempdir()
