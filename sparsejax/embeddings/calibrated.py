@@ -3,12 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
+
+from sparsejax.embeddings.sharing import chained, conditional
+
+Knots = Sequence[tuple[float, float]]
+
+
+class Correction(NamedTuple):
+    """A correction of logits, by default none.
+
+    Attributes:
+      slope: factor of the logits.
+      offset: number added to the scaled logits.
+      knots: pairs of a logit and the corrected one, both ascending.
+    """
+
+    slope: float = 1.0
+    offset: float = 0.0
+    knots: Knots = ()
 
 
 class Calibrated(nnx.Module):
@@ -20,7 +38,9 @@ class Calibrated(nnx.Module):
         logit = z without knots, else the value at z of the straight lines through the knots
 
     Below the first and above the last knot, the logit is constant. `predict`, `evaluate` and
-    `export_predictor` accept this module like the click model inside it.
+    `export_predictor` accept this module like the click model inside it. With several labels
+    each has a correction. That of a label which comes after another one corrects its
+    probability among the examples with that other one, so that it stays the smaller one.
 
     >>> def same(dense, ids):
     ...     return jnp.array([-1.0, 3.0])
@@ -32,6 +52,8 @@ class Calibrated(nnx.Module):
       slope: factor of the model's logits.
       offset: number added to the scaled logits.
       knots: pairs of a logit and the corrected one, both ascending; none by default.
+      labels: for each of several labels a `Correction`, and the place of the earlier label that
+        it comes after, or None; in place of the other arguments.
     """
 
     kind = "clicks"
@@ -42,12 +64,20 @@ class Calibrated(nnx.Module):
         *,
         slope: float = 1.0,
         offset: float = 0.0,
-        knots: Sequence[tuple[float, float]] = (),
+        knots: Knots = (),
+        labels: Sequence[tuple[Correction, int | None]] = (),
     ):
         self.model = model
-        self.line = nnx.Variable(jnp.array([slope, offset], jnp.float32))
-        pairs = jnp.array(knots, jnp.float32).reshape(-1, 2)
-        self.knots = nnx.data(nnx.Variable(pairs) if len(knots) else None)
+        self.after = tuple(at for _, at in labels)
+        found = [each for each, _ in labels] or [Correction(slope, offset, knots)]
+        self.lines = nnx.List(
+            nnx.Variable(jnp.array([each.slope, each.offset], jnp.float32))
+            for each in found
+        )
+        pairs = [
+            jnp.array(c.knots, jnp.float32) if len(c.knots) else None for c in found
+        ]
+        self.knots = nnx.data([None if x is None else nnx.Variable(x) for x in pairs])
 
     def __getattr__(self, name: str) -> Any:
         # The data are compared with these of the model.
@@ -55,11 +85,19 @@ class Calibrated(nnx.Module):
             return getattr(self.model, name)
         raise AttributeError(f"{type(self).__name__!r} has no attribute {name!r}")
 
-    def __call__(self, dense: Any, ids: Any) -> Float[Array, "batch"]:
-        """The logit of each example, in float32."""
-        slope, offset = self.line[...]
-        logits: jax.Array = slope * self.model(dense, ids) + offset
-        if self.knots is None:
+    def __call__(self, dense: Any, ids: Any) -> Float[Array, "batch *labels"]:
+        """The logit of each example, in float32; with several labels one for each of them."""
+        logits: jax.Array = self.model(dense, ids)
+        if not self.after:
+            return self._corrected(0, logits)
+        each = enumerate(conditional(logits, self.after).T)
+        found = jnp.stack([self._corrected(i, z) for i, z in each], axis=1)
+        return chained(found, self.after)
+
+    def _corrected(self, label: int, logits: jax.Array) -> jax.Array:
+        slope, offset = self.lines[label][...]
+        logits = slope * logits + offset
+        if (knots := self.knots[label]) is None:
             return logits
-        before, after = self.knots[...].T
+        before, after = knots[...].T
         return jnp.interp(logits, before, after)

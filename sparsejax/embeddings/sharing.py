@@ -196,3 +196,23 @@ def chained(
             z = jax.nn.logsumexp(terms, axis=0)
         found.append(-z)
     return jnp.stack(found, axis=1)
+
+
+def conditional(
+    logits: Float[Array, "batch labels"], after: Sequence[int | None]
+) -> Float[Array, "batch labels"]:
+    """The inverse of `chained`: each label's logit among the examples with the one before it.
+
+    ::
+
+        z_i = -log((exp(-logit p_i) - exp(-logit p_j)) / (1 + exp(-logit p_j)))
+
+    It is finite, also where p_i and p_j are equal.
+    """
+    found = list(logits.T)
+    for i, at in enumerate(after):
+        if at is not None:
+            mine, before = logits[:, i], logits[:, at]
+            less = jnp.log(-jnp.expm1(jnp.minimum(mine - before, -1e-12)))
+            found[i] = mine - less + jax.nn.softplus(-before)
+    return jnp.stack(found, axis=1)

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import pandas
 import pytest
 import scipy.optimize
 import scipy.special
@@ -14,6 +15,7 @@ from run_folders import parameters
 
 import sparsejax as sj
 from sparsejax.cli.main import main
+from sparsejax.embeddings.sharing import chained
 from sparsejax.kinds.clicks.calibrate import isotonic, platt
 from sparsejax.kinds.clicks.kind import KIND
 from sparsejax.options.measuring import Correcting
@@ -223,6 +225,125 @@ def test_a_model_of_one_logit_gets_the_right_share():
     np.testing.assert_allclose(sj.predict(found, clicks), share / 50, rtol=1e-5)
     with pytest.raises(ValueError, match=r"make all probabilities equal.*AUC 0\.500"):
         sj.calibrate(model, clicks, method="isotonic")
+
+
+class Chain(nnx.Module):
+    """Logits of a click, of a purchase after it, and of a number, by a table so that it is exported."""
+
+    kind, num_dense = "clicks", 3
+
+    def __init__(self, features, labels=("click", "buy", "price")):
+        self.labels, self.after = labels, (None, 0, None)[: len(labels)]
+        tables = {n: sj.embeddings.TableConfig(size, 1) for n, size in features.items()}
+        self.embeddings = sj.embeddings.EmbeddingCollection(
+            tables, {n: n for n in tables}, rngs=nnx.Rngs(0)
+        )
+
+    def __call__(self, dense, ids):
+        none = 0 * self.embeddings.concat(ids).sum(axis=1, keepdims=True)
+        return chained((dense + none)[:, : len(self.labels)], self.after)
+
+
+CHAIN = sj.ClickSchema(
+    labels={
+        "click": sj.data.LabelColumn(),
+        "buy": sj.data.LabelColumn(after="click"),
+        "price": sj.data.LabelColumn("squared"),
+    },
+    dense={n: sj.data.DenseColumn() for n in "xyz"},
+    ids={"user": sj.data.HashedColumn(9)},
+)
+
+
+def in_chains(rows, *, seed=0, kept=1.0, schema=CHAIN):
+    """Clicks and purchases whose logits are lines of x and of y; some labels are missing."""
+    rng = np.random.default_rng(seed)
+    x, y, z = rng.normal(size=(3, rows))
+    click = rng.random(rows) < scipy.special.expit(0.5 * x - 1)
+    buy = click & (rng.random(rows) < scipy.special.expit(2 * y + 1))
+    table: dict[str, Any] = {"click": click * 1.0, "buy": buy * 1.0, "price": z + 1}
+    missing = rng.random(rows) < 0.1
+    table = {name: np.where(missing, np.nan, values) for name, values in table.items()}
+    table |= {"x": x, "y": y, "z": z, "user": np.arange(rows) % 5}
+    there = click | (rng.random(rows) < kept)
+    return sj.read_clicks(pandas.DataFrame(table)[there], schema)
+
+
+@pytest.mark.parametrize("method", ["platt", "isotonic"])
+def test_each_label_is_corrected(method, tmp_path):
+    """The probability after a click by the examples with a click; numbers stay as they are."""
+    clicks, test = in_chains(4000, seed=2), in_chains(4000, seed=3)
+    model = Chain(clicks.features)
+    better = sj.calibrate(model, clicks, method=method)
+    found, before = sj.predict(better, test), sj.predict(model, test)
+    x, y = test.dense[:, 0], test.dense[:, 1]
+    wanted = [scipy.special.expit(0.5 * x - 1), scipy.special.expit(2 * y + 1)]
+    bound = {"platt": 0.05, "isotonic": 0.1}[method]
+    assert np.abs(found["click"] - wanted[0]).mean() < bound
+    assert np.abs(found["buy"] / found["click"] - wanted[1]).mean() < bound
+    assert np.abs(before["buy"] / before["click"] - wanted[1]).mean() > 0.1
+    assert (found["buy"] <= found["click"]).all()
+    np.testing.assert_array_equal(found["price"], before["price"])
+    measured = sj.evaluate(better, test)
+    for name in ("click", "buy"):
+        assert abs(measured[f"calibration/{name}"] - 1) < 0.1
+    # Each is the correction of one label by the examples that it is fitted on.
+    has = clicks.labels[:, 0] == 1
+    alone = ~np.isnan(clicks.labels[:, 0]), has
+    for place, there in enumerate(alone):
+        there &= ~np.isnan(clicks.labels[:, place])
+        given = (
+            clicks.dense[there, place].astype(np.float64),
+            clicks.labels[there, place],
+        )
+        if method == "platt":
+            np.testing.assert_allclose(
+                better.lines[place][...], platt(*given), rtol=1e-3
+            )
+        else:
+            variable = better.knots[place]
+            assert variable is not None
+            knots = isotonic(*given)
+            np.testing.assert_allclose(variable[...], knots, rtol=1e-3, atol=1e-3)
+    sj.export_predictor(better, tmp_path / "p", names=clicks, batch_size=64)
+    records = {n: test.dense[:64, i] for i, n in enumerate("xyz")}
+    records |= {"user": [str(i % 5) for i in range(64)]}
+    for name, p in sj.load_predictor(tmp_path / "p").predict_records(records).items():
+        np.testing.assert_allclose(p, found[name][:64], rtol=1e-5, atol=1e-6)
+
+
+def test_dropped_negatives_of_a_chain():
+    """Examples without a click were dropped: the probabilities after a click are right."""
+    labels = {n: c for n, c in CHAIN.several.items() if n != "price"}
+    schema = dataclasses.replace(CHAIN, labels=labels)
+    few = in_chains(8000, seed=2, kept=0.2, schema=schema)
+    test = in_chains(8000, seed=3, schema=schema)
+    fitted = sj.calibrate(Chain(few.features, tuple(labels)), few)
+    better = sj.calibrate(fitted, negatives_kept=0.2)
+    measured = [sj.evaluate(model, test) for model in (fitted, better)]
+    for name in ("click", "buy"):
+        assert measured[0][f"calibration/{name}"] > 1.5
+        assert abs(measured[1][f"calibration/{name}"] - 1) < 0.1
+
+
+def test_labels_that_cannot_be_corrected_are_named():
+    clicks = in_chains(300)
+    model = Chain(clicks.features)
+    never = clicks.labels.copy()
+    never[:, 1] = np.where(np.isnan(never[:, 1]), np.nan, 0)
+    with pytest.warns(
+        UserWarning, match="label 'buy' is not corrected: the examples .* label 0"
+    ):
+        better = sj.calibrate(model, dataclasses.replace(clicks, labels=never))
+    np.testing.assert_array_equal(better.lines[1][...], [1, 0])
+    none = np.full_like(clicks.labels, np.nan)
+    with pytest.raises(ValueError, match="'click' is .* no examples.*'buy' is not"):
+        sj.calibrate(model, dataclasses.replace(clicks, labels=none))
+    free = sj.ClickSchema(labels=["click", "buy"], ids=CHAIN.ids)
+    both = sj.read_clicks({"click": [1, 0], "buy": [0, 1], "user": [*"ab"]}, free)
+    model, _ = sj.build(sj.WideDeepConfig(dim=2, hidden=(2,)), both)
+    with pytest.raises(ValueError, match="but click, buy come after no other label"):
+        sj.calibrate(model, negatives_kept=0.5)
 
 
 @pytest.mark.usefixtures("wrong_types")

@@ -162,11 +162,12 @@ def test_commands_name_each_label(shop, capsys):
         "squared_error/minutes",
     ):
         assert part in text
-    with (
-        pytest.warns(UserWarning, match="that the run was trained on"),
-        pytest.raises(NotImplementedError, match="several labels are not corrected"),
-    ):
-        run.evaluate(str(shop / "shop.csv"), calibrate=str(shop / "shop.csv"))
+    capsys.readouterr()
+    words = ["evaluate", f"{shop}/run", f"{shop}/shop.csv", "--calibrate"]
+    assert main([*words, f"{shop}/shop.csv", "--method", "isotonic"]) == 0
+    corrected = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert corrected["log_loss/click"] < measured["log_loss/click"]
+    assert corrected["squared_error/minutes"] == measured["squared_error/minutes"]
 
 
 def test_a_service_has_an_output_for_each_label(shop, tmp_path):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
+import jax.numpy as jnp
 import numpy as np
 
 from sparsejax import metrics
-from sparsejax.embeddings.calibrated import Calibrated
+from sparsejax.callers import warn_caller
+from sparsejax.embeddings.calibrated import Calibrated, Correction
+from sparsejax.embeddings.sharing import conditional
 from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.scores import Clicks, logits_of
 
@@ -48,12 +51,19 @@ def calibrate(
     line that would turn it is an error. If all examples have the same logit, the slope is 1.
     Isotonic corrections need thousands of examples, and make ties.
 
+    With several labels, each with 0 and 1 gets a correction by the examples that have it. The
+    others stay as they are. The correction of a label that comes after another one is that of
+    its probability among the examples with that other one. It is fitted on these, and then
+    multiplied by the corrected probability of the other one. A label whose examples say nothing
+    stays as it is, with a warning; it is an error if there is no other.
+
     Args:
       model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
       clicks: examples that the model was not trained on, none of which were dropped; or None to
         correct by `negatives_kept` alone.
       method: how the correction is fitted on `clicks`.
-      negatives_kept: the share of the examples without a click that the training data kept.
+      negatives_kept: the share of the examples without a click that the training data kept. With
+        several labels, all but one of them must come after another one.
 
     Raises:
       ValueError: there is nothing to do, there are no examples, or a share is wrong. All
@@ -67,18 +77,68 @@ def calibrate(
         )
     if method not in get_args(Method):
         raise ValueError(f'method is "platt" or "isotonic", got {method!r}')
-    if getattr(model, "labels", ()):
-        raise NotImplementedError(
-            "probabilities of several labels are not corrected; a model of one label has this"
-        )
     offset = 0.0
     if negatives_kept is not None:
         if not 0 < negatives_kept <= 1:
             raise ValueError(f"negatives_kept is in (0, 1], got {negatives_kept}")
         offset = float(np.log(negatives_kept))
+    names = getattr(model, "labels", ()) if clicks is None else clicks.schema.several
+    if names:
+        return _of_labels(model, clicks, method, tuple(names), offset)
     if clicks is None:
         return Calibrated(model, offset=offset)
+    found = _fitted(*logits_of(model, clicks), method, offset)
+    return Calibrated(model, **found._asdict())
+
+
+def _of_labels(
+    model: Any,
+    clicks: Clicks | None,
+    method: Method,
+    names: tuple[str, ...],
+    offset: float,
+) -> Calibrated:
+    """A correction of each label with 0 and 1, if it can be told from the examples."""
+    several = {} if clicks is None else clicks.schema.several
+    befores = [column.after for column in several.values()]
+    places = [None if n is None else names.index(n) for n in befores]
+    places = places or getattr(model, "after", ()) or [None] * len(names)
+    binary = [n for n in names if n not in several or several[n].loss == "binary"]
+    free = [
+        n for n, at in zip(names, places, strict=True) if at is None and n in binary
+    ]
+    if offset and len(free) > 1:
+        raise ValueError(
+            "negatives_kept is the share of the examples without the first label of a chain, "
+            f"but {', '.join(free)} come after no other label: correct them by examples"
+        )
+    # Examples that have the label before were all kept, whatever comes after it.
+    found = [Correction(offset=offset * (name in free)) for name in names]
+    if clicks is None:
+        return Calibrated(model, labels=[*zip(found, places, strict=True)])
     logits, labels = logits_of(model, clicks)
+    logits, faults = np.asarray(conditional(jnp.asarray(logits), places)), []
+    for name in binary:
+        i = names.index(name)
+        there = ~np.isnan(labels[:, i])
+        if (at := places[i]) is not None:
+            there &= labels[:, at] == 1
+        some = logits[there, i], labels[there, i]
+        try:
+            found[i] = _fitted(*some, method, found[i].offset)
+        except ValueError as error:
+            faults.append(f"label {name!r} is not corrected: {error}")
+    if len(faults) == len(binary):
+        raise ValueError("; ".join(faults) or "no label has the values 0 and 1")
+    for fault in faults:
+        warn_caller(fault)
+    return Calibrated(model, labels=[*zip(found, places, strict=True)])
+
+
+def _fitted(
+    logits: np.ndarray, labels: np.ndarray, method: Method, offset: float
+) -> Correction:
+    """The correction of `[examples]` logits, to which the offset is added first."""
     if not len(labels):
         raise ValueError("there are no examples to correct by")
     _check_classes(labels)
@@ -87,11 +147,11 @@ def calibrate(
         knots = isotonic(given, labels)
         if len(knots) == 1:
             raise _useless(given, labels, "make all probabilities equal")
-        return Calibrated(model, offset=offset, knots=knots)
+        return Correction(offset=offset, knots=knots)
     slope, intercept = platt(given, labels)
     if slope <= 0:
         raise _useless(given, labels, f"turn the order of all examples, by {slope:.3g}")
-    return Calibrated(model, slope=slope, offset=slope * offset + intercept)
+    return Correction(slope, slope * offset + intercept)
 
 
 def _check_classes(labels: np.ndarray) -> None:
