@@ -368,6 +368,22 @@ def _error(
     return jnp.where(denied, 0, scores - labels)
 
 
+def label_loss(
+    name: str,
+    quantile: float | None,
+    scores: Float[Array, "*batch"],
+    labels: Float[Array, "*batch"],
+) -> Float[Array, "*batch"]:
+    """The losses of a label by the name that a `LabelColumn` has; see there."""
+    if name in ("binary", "log_loss"):
+        log_p, log_not_p = jax.nn.log_sigmoid(scores), jax.nn.log_sigmoid(-scores)
+        return -labels * log_p - (1.0 - labels) * log_not_p
+    over = labels - scores
+    if quantile is None:
+        return jnp.square(over)
+    return jnp.maximum(quantile * over, (quantile - 1) * over)
+
+
 def times_labels(
     scores: Float[Array, "..."], labels: Float[Array, "..."]
 ) -> Float[Array, "..."]:

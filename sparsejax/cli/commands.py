@@ -129,15 +129,15 @@ def _two_stages(
         name = command.spelled(useless[0])
         raise ValueError(f"{name} is of no use with --second-stage: leave it out")
 
-    def given(options: type[Options]) -> dict[str, Any]:
-        names = options.option_names() & command.given
+    def given(options: type[Options], *others: str) -> dict[str, Any]:
+        names = (options.option_names() - {*others}) & command.given
         return {name: getattr(command, name) for name in names}
 
     assert command.second_stage is not None
     one = Run.load(command.run, **given(Reading))
     other, joining = Run.load(command.second_stage), given(Joining)
     both = TwoStage(one, other, candidates=command.num_candidates, **joining)
-    return both, given(asked)
+    return both, given(asked, *joining)
 
 
 def _measured(opened: Folder, asked: Evaluate, reading: Reading) -> Any:

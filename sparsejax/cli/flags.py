@@ -241,7 +241,7 @@ class SecondStage(staging.Joining):
 
     only_with: ClassVar = dict.fromkeys(
         {
-            *staging.Joining.option_names(),
+            *(staging.Joining.option_names() - {"rank_by"}),
             "num_candidates",
             "requests",
             "ranking_alone",

@@ -428,6 +428,13 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     ) -> tuple[Recommender, Inputs, Any]:
         """A model that ranks items, its inputs, and what to exclude. For `recommend`."""
 
+    def ranked_by(self, ranker: Any, inputs: Any, rank_by: str) -> Recommender:
+        """The result of `shown`, ranking by a label of the next event. For `recommend`."""
+        raise ValueError(
+            "rank_by is for histories, a SequenceDataset; leave it out, or give it to two stages "
+            "when they are made: TwoStage(rank_by=...)"
+        )
+
     def encoder(self, model: Any, inputs: Any) -> tuple[Any, Inputs]:
         """A model that makes vectors of rows, and its inputs. For `user_vectors`."""
         encoder, shown, _ = self.shown(model, inputs, None)

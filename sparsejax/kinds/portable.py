@@ -81,6 +81,8 @@ def _ends_in_its_layer(model: nnx.Module) -> bool:
 
     A class says so of its own methods. A class that inherits from it may have others.
     """
+    if getattr(model, "rank_by", None) is not None:
+        return False
     kind = type(getattr(model, "trained", model))
     stated, *methods = (
         next((each for each in kind.__mro__ if name in vars(each)), None)
@@ -196,7 +198,8 @@ def portable_ranker(model: Any, asked: Write) -> Portable:
             node.fold()
     merged, state = split(model)
     weights, structure = jax.tree.flatten(state)
-    stated = of_ranking(features, model.num_items, k) | of_requests
+    has_values = getattr(model, "rank_by", None) is not None
+    stated = of_ranking(features, model.num_items, k, values=has_values) | of_requests
 
     def queries(weights, inputs):
         model = merged(jax.tree.unflatten(structure, weights))

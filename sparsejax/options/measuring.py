@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
     Curve = Sequence[tuple[float, float]]
 
+RANK_BY = Flag(
+    value="LABEL",
+    text="Label of the next event of histories, a category or a column of numbers: rank by the "
+    "probability of the item times that of the category, or times the number, given the item. With "
+    "--second-stage, the label of that run by which candidates are ranked.",
+)
 _NAMES = "{NAME[,NAME...],FILE}"
 CUTOFFS = Flag(type=str | None, value="INT[,INT...]", default="20", read="numbers")
 
@@ -186,12 +192,15 @@ class Held(Ranking, Kept):
       fold_in: Share of each row's interactions that the model is shown, in place of held-out
         interactions. It should find the others. For rows that the model was not trained on.
       seed: Seed of the choice that fold_in=... makes.
+      rank_by: For histories, a label of the next event by which items are ranked, as in
+        `recommend`.
     """
 
     only_with: ClassVar = {"seed": ("fold_in",)}
 
     fold_in: float | None = option(None, kinds=("items",), above=0, below=1)
     seed: int | None = option(None, "0", kinds=("items",), least=0, below=2**32)
+    rank_by: str | None = option(None, RANK_BY, kinds=("histories",))
 
 
 class Evaluate(Shown, Held, Grouping, Correcting, kw_only=False):

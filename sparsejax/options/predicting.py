@@ -8,7 +8,7 @@ import pathlib
 from collections.abc import Collection, Iterable
 from typing import TYPE_CHECKING, Any, Literal
 
-from sparsejax.options.measuring import Choosing, Correcting
+from sparsejax.options.measuring import RANK_BY, Choosing, Correcting
 from sparsejax.options.option import (
     ANY_FILE,
     FILE,
@@ -46,6 +46,8 @@ class Recommend(Choosing, kw_only=False):
         are matched by name; nothing is excluded for a row that is not in it.
       context: For histories, values of columns that are known of the event to come, for all rows;
         in Python also a frame with a row for each, see `SequenceDataset.with_context`.
+      rank_by: For histories, a label of the next event: rank by the probability of the item times
+        that of this category, or times this number, given the item.
     """
 
     users: Collection[str] | None = option(
@@ -79,6 +81,7 @@ class Recommend(Choosing, kw_only=False):
         Flag(type=str | None, value="COLUMN=VALUE[,COLUMN=VALUE...]", read="values"),
         kinds=("histories",),
     )
+    rank_by: str | None = option(None, RANK_BY, kinds=("histories",))
 
 
 class Rank(Choosing, kw_only=False):
@@ -100,6 +103,10 @@ class Rank(Choosing, kw_only=False):
         (see `Optimizer.flush`): they are then read as if they were up to date.
       context: For histories, what is known of the event to come of each, such as its hour: a
         frame with a row for each history, or a dict. See `SequenceDataset.with_context`.
+      rank_by: For histories whose events have labels, see `EventSchema`: the name of a category,
+        also as "COLUMN=CATEGORY", or of a column of numbers. The 1,000 items of the highest
+        scores are ordered by p(item) p(category | item, history), or by p(item) times the
+        expected number. `Recommendations.values` has the second factor.
       batch_size: Number of rows scored at a time. Take fewer if your own model's `top_k` does
         not take `excluded`, and very many items are excluded.
     """
@@ -111,6 +118,7 @@ class Rank(Choosing, kw_only=False):
     exclude: Unordered = "inputs"
     optimizer: Optimizer | None = None
     context: Any = None
+    rank_by: str | None = None
     batch_size: int = option(512, least=1)
 
 
@@ -126,6 +134,8 @@ class Exported(Options):
         the id's row would begin with; or zeros.
       int8: Also keep the vectors of the items in 8 bits, which a Hopper GPU reads first. The
         answers are equal, and come sooner if there are many items.
+      rank_by: For histories, the label of the next event by which the predictor ranks, as in
+        `recommend`.
     """
 
     k: int = option(10, kinds=RANKING, least=1)
@@ -135,6 +145,7 @@ class Exported(Options):
         None, "init", kinds=("clicks",)
     )
     int8: bool = option(False, kinds=RANKING)
+    rank_by: str | None = option(None, RANK_BY, kinds=("histories",))
 
 
 class Export(Exported, Correcting, kw_only=False):
@@ -174,6 +185,9 @@ class Write(Exported, kw_only=False):
         finds the same items with the same scores. Other devices ignore this. The model must
         rank in bfloat16, by vectors of a multiple of 128 numbers.
       batch_size: Most rows that the predictor scores at a time.
+      rank_by: For histories whose events have labels: the label by which the predictor ranks, as in
+        `recommend`. Its answers then have values, too. It takes no further items, and finds no
+        similar ones.
     """
 
     model: Recommender | HistoryModel | ClickModel

@@ -164,7 +164,8 @@ class Items:
         )
         features, table = features_of(inputs), vocabularies.get(ITEMS)
         items = None if table is None else table.names
-        wanted = of_ranking(features, num_items, k)
+        values = len(signature.outputs) == 3
+        wanted = of_ranking(features, num_items, k, values=values)
         if wanted != {name: getattr(signature, name) for name in wanted}:
             raise ValueError(f"{LABEL} is not that of a recommender")
         if vocabularies.keys() - {ITEMS, TAGS}:

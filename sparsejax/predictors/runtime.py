@@ -31,8 +31,6 @@ _ROWS_STEP = 8
 # Larger rooms for entries are 4, 16, 64, ... times as large. An entry of room costs some
 # nanoseconds.
 _ROOM_STEP = 4
-# Ids and scores. Further outputs of programs are for `serving.engine`.
-_OUTPUTS = 2
 
 
 def sizes_of_programs(largest: int) -> tuple[int, ...]:
@@ -207,7 +205,9 @@ class Programs:
         """
         arguments = self.arguments(size, given, room)
         with without_mesh():  # programs are for one device
-            return self.by_rows[size](self.weights, arguments)[:_OUTPUTS]
+            found = self.by_rows[size](self.weights, arguments)
+        # The number that tells of passes is for `serving.engine`.
+        return found[: len(found) - self.tells_of_passes]
 
     def arguments(self, size: int, given: Sequence[Rows], room: int) -> list[Any]:
         """The second argument of a program, on the host; see `run`."""

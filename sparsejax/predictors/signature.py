@@ -421,8 +421,17 @@ class Signature:
         return codec.read(cls, stated, LABEL)
 
 
-def of_ranking(features: Features, num_items: int, k: int) -> dict[str, Any]:
-    """Inputs and outputs of a signature: ids and scores of `k` items for each row."""
+def of_ranking(
+    features: Features, num_items: int, k: int, *, values: bool = False
+) -> dict[str, Any]:
+    """Inputs and outputs of a signature: ids and scores of `k` items for each row.
+
+    Args:
+      features: number of input features, or of each input.
+      num_items: number of items.
+      k: items for each row.
+      values: whether items also have values, see `Recommendations`.
+    """
     sizes = {None: features} if isinstance(features, int) else features
     inputs = [
         Array(name=name, shape=(size,), dtype="float32", sparse=True)
@@ -431,7 +440,8 @@ def of_ranking(features: Features, num_items: int, k: int) -> dict[str, Any]:
         for name, size in sizes.items()
     ]
     exclude = Array(name="exclude", shape=(num_items,), dtype=None, sparse=True)
-    outputs = (("ids", "int32"), ("scores", "float32"))
+    outputs = [("ids", "int32"), ("scores", "float32")]
+    outputs += [("values", "float32")] * values
     return {
         "inputs": (*inputs, exclude),
         "outputs": tuple(Array(name=n, dtype=d, shape=(k,)) for n, d in outputs),

@@ -139,7 +139,7 @@ class StoredAnswer:
         stated = codec.without_version(document, _VERSION, _LABEL)
         found = codec.read(cls, stated, _LABEL)
         found.rows(signature.inputs)
-        has_ids, wanted = found.ids is not None, len(signature.outputs) == 2
+        has_ids, wanted = found.ids is not None, len(signature.outputs) > 1
         count = len(found.scores)
         if has_ids != wanted or count != (
             count if found.ids is None else len(found.ids)
@@ -221,7 +221,7 @@ def _first_row(
     """Ids and scores of the items of a row, or its logit, or that of each label."""
     if len(outputs) == 1:
         return None, outputs[0][:1].reshape(-1)
-    ids, scores = (output[0] for output in outputs)
+    ids, scores = (output[0] for output in outputs[:2])
     return ids[ids >= 0], scores[ids >= 0]
 
 

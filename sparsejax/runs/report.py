@@ -79,6 +79,11 @@ def write_report(asked: WriteReport) -> None:
     model, measured, title = asked.model, asked.measured or {}, _text(asked.title)
     epochs = [{"epoch": n} | {**entry} for n, entry in enumerate(asked.history, 1)]
     of_items = any("@" in name for name in measured)
+    labels = {
+        n: x
+        for n, x in measured.items()
+        if "/" in n and n.partition("/")[0].isidentifier()
+    }
     titled = functools.partial(_titled, asked.titles or {})
     examples = (_example(each, titled) for each in asked.examples)
     parts = [
@@ -87,6 +92,7 @@ def write_report(asked: WriteReport) -> None:
         _section("Held-out items found", _metrics(measured)) if of_items else "",
         _section("New and rare items", _by_entries(measured)),
         _section("Kinds of events", _by_kinds(measured)),
+        _section("Labels of the next event", _values(labels)) if of_items else "",
         _section("Measured", _values(measured)) if not of_items else "",
         *_calibrations(asked.calibration),
         _section("Recommendations", _cards(examples)),

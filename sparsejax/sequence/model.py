@@ -32,7 +32,12 @@ from sparsejax.nn.sampled import NegativeSampler, sample_with_batch
 from sparsejax.optimizers.gradients import RowParam, is_divided, rows_of_parts
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.sequence.config import SequenceConfig, operand_dtype
-from sparsejax.sequence.events import EventColumns, EventSizes, EventVectors
+from sparsejax.sequence.events import (
+    EventColumns,
+    EventSizes,
+    EventVectors,
+    NextEvent,
+)
 from sparsejax.sequence.tokens import PADDING, Dropout, Tokens
 from sparsejax.sequence.turns import (
     Picked,
@@ -95,6 +100,9 @@ class SequenceModel(nnx.Module):
       events: the vectors of events' columns, `EventVectors`; None if the model reads none.
       context: the vectors of the columns that are known of the event to come, or None.
       users: the vectors of users' columns, or None.
+      next_event: the scores of the labels of the next event, given its item; or None. `loss`
+        then also has the mean of their losses over all events behind an item, or a user,
+        whatever the weights of targets are.
 
     Args:
       config: settings of the model.
@@ -117,6 +125,7 @@ class SequenceModel(nnx.Module):
     events: EventVectors | None = None
     context: EventVectors | None = None
     users: EventVectors | None = None
+    next_event: NextEvent | None = None
 
     def __init__(
         self,
@@ -146,6 +155,8 @@ class SequenceModel(nnx.Module):
                 self.context = EventVectors(own, config.width, rngs=rngs)
             if events.users is not None:
                 self.users = EventVectors(events.users, config.width, rngs=rngs)
+            if events.labels:
+                self.next_event = NextEvent(events, config.width, rngs=rngs)
         self.draws = rngs.negatives.fork()
         self.set_negatives(config.negatives)
 
@@ -395,20 +406,52 @@ class SequenceModel(nnx.Module):
         """
         _check_two(histories)
         _check_weights(weights, histories)
-        self._events_of(events, histories, request=False)
+        columns = self._events_of(events, histories, request=False)
         model = with_vectors(self, deterministic=False)
         own = {} if events is None else {"events": model._before_last(events)}
         h = model(histories[:, :-1], None if times is None else times[:, :-1], **own)
         histories, weights = self._with_users(histories), self._front(weights)
         times = self._times_with_users(times)
+        loss = model._loss_of_places(histories, times, h, max_targets, weights)
+        if model.next_event is None or columns is None:
+            return loss
+        targets, h = histories[:, 1:].reshape(-1), h.reshape(-1, h.shape[-1])
+        labels = {
+            each.name: columns[each.name][:, 1:].reshape(
+                len(targets), *columns[each.name].shape[2:]
+            )
+            for each in model.next_event.labels
+        }
+        return loss + model._loss_of_next(
+            h, model._vectors_of(targets), targets, labels
+        )
+
+    def _loss_of_next(self, h, of_targets, targets, labels, total=None):
+        """The mean loss of the labels of events, or their sum over `total`."""
+        assert self.next_event is not None
+        is_event = targets != PADDING
+        if total is None:
+            total = jnp.maximum(jnp.sum(is_event), 1)
+        return self.next_event.loss(h, of_targets, is_event, labels) / total
+
+    def _labels_at(
+        self, events: EventColumns | None, tokens: Tokens
+    ) -> dict[str, jax.Array]:
+        """The labels of each token's next event."""
+        assert self.next_event is not None and events is not None
+        labels = self.next_event.labels
+        return {each.name: _of_targets(events[each.name], tokens) for each in labels}
+
+    def _loss_of_places(self, histories, times, h, max_targets, weights):
+        """The loss of the next items, of the hidden vectors of all places but the last."""
         size = tokens_of_turn(histories)
         if max_targets is None and size is not None:
-            return model._loss_by_turns(histories, times, size, h, weights=weights)
+            return self._loss_by_turns(histories, times, size, h, weights=weights)
         targets = histories[:, 1:]
         if weights is not None:
             weights = weights[:, 1:]
         if max_targets is None:
-            return model._cross_entropy(h, targets, weights)
+            return self._cross_entropy(h, targets, weights)
         h, targets = h.reshape(-1, h.shape[-1]), targets.reshape(-1)
         wanted = targets != PADDING
         (places,) = jnp.nonzero(wanted, size=max_targets, fill_value=len(targets))
@@ -416,7 +459,7 @@ class SequenceModel(nnx.Module):
         targets = targets.at[places].get(mode="fill", fill_value=PADDING)
         if weights is not None:
             weights = weights.reshape(-1).at[places].get(mode="fill", fill_value=0)
-        loss = model._cross_entropy(h, targets, weights)
+        loss = self._cross_entropy(h, targets, weights)
         return jnp.where(jnp.sum(wanted) > max_targets, jnp.nan, loss)
 
     def _cross_entropy(self, h, targets, weights=None):
@@ -503,9 +546,12 @@ class SequenceModel(nnx.Module):
             of_drawn = vectors[histories.size :]
         if h is None:
             picks.append(Picked(0, length))
-        output = self.output
-        if drawn is not None:
+        output, of_next = self.output, None
+        if h is None and self.next_event is not None:
+            of_next = jnp.maximum(jnp.sum(wanted), 1)
+        if drawn is not None or of_next is not None:
             picks.append(Picked(len(arrays) - 1, length, 1))
+        if drawn is not None:
             bias, output = output.training_bias(), output.without_vectors()
         model = output
         if h is None:
@@ -519,7 +565,7 @@ class SequenceModel(nnx.Module):
             arrays,
             picks,
             of_drawn,
-            (bias, drawn, total, weights, events),
+            (bias, drawn, total, weights, events, of_next),
             size=size,
         )
 
@@ -605,11 +651,14 @@ class _LossOfTurn:
     dtype: Literal["bfloat16"] | None
 
     def __call__(self, model: Any, turn: Turn, of_drawn: Any, fixed: Any) -> jax.Array:
-        bias, drawn, total, weights, events = fixed
+        bias, drawn, total, weights, events, of_next = fixed
         h, *of_targets = turn.picked
-        output = model
+        output, more = model, None
         if self.of_tokens:
             output, h = model.output, model._of_tokens(turn.tokens, h, events)
+        if of_next is not None:
+            labels = model._labels_at(events, turn.tokens)
+            more = model._loss_of_next(h, *of_targets, turn.targets, labels, of_next)
         if weights is not None:
             weights = _of_targets(weights, turn.tokens)
         if drawn is None:
@@ -627,8 +676,10 @@ class _LossOfTurn:
             )
         has_target = turn.targets != PADDING
         if weights is None:
-            return loss * (jnp.sum(has_target) / total)
-        return loss * (jnp.sum(jnp.where(has_target, weights, 0)) / total)
+            loss = loss * (jnp.sum(has_target) / total)
+        else:
+            loss = loss * (jnp.sum(jnp.where(has_target, weights, 0)) / total)
+        return loss if more is None else loss + more
 
 
 class TokenModel(SequenceModel):
@@ -834,8 +885,9 @@ class TokenModel(SequenceModel):
             vectors, of_targets, of_drawn = model._read_by_device(
                 tokens, targets, drawn[0], asked, wire_dtype
             )
+            h = model._of_tokens(tokens, vectors, events)
             loss = model.output.sampled_of_vectors(
-                model._of_tokens(tokens, vectors, events),
+                h,
                 of_targets,
                 of_drawn,
                 targets,
@@ -846,8 +898,13 @@ class TokenModel(SequenceModel):
             )
         else:
             _check_wire(wire_dtype)
-            h = model._of_tokens(tokens, None, events)
+            h, of_targets = model._of_tokens(tokens, None, events), None
             loss = model._loss_of_hidden(h, targets, drawn, weights)
+        if model.next_event is not None:
+            if of_targets is None:
+                of_targets = model._vectors_of(targets)
+            labels = model._labels_at(events, tokens)
+            loss = loss + model._loss_of_next(h, of_targets, targets, labels)
         return jnp.where(fits & ~broken, loss, jnp.nan)
 
     def _reads_by_device(self, tokens: Tokens) -> bool:

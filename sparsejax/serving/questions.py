@@ -156,6 +156,8 @@ class _Ranked:
         self._predictor, self._model = predictor, predictor.model
         kinds = {"items": "BYTES", "scores": "FP32", "lengths": "INT32"}
         kinds["unknown"] = "INT32"
+        if len(predictor.signature.outputs) == 3:
+            kinds["values"] = "FP32"
         self.outputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
         self.names = Vocabulary(self._model.table) if names is None else names
 
@@ -172,24 +174,27 @@ class _Ranked:
 
     def tensors(self, question: Question, answer: Answer) -> dict[str, Tensor]:
         """The outputs by their names."""
-        ids, scores = (array[:, : question.k] for array in answer)
+        ids, *figures = (array[:, : question.k] for array in answer)
         is_item = ids >= 0
         lengths = is_item.sum(axis=1, dtype=np.int32)
         if question.padded:
             shape = ids.shape
-            scores = np.where(is_item, scores, _NO_SCORE).ravel()
+            figures = [np.where(is_item, x, _NO_SCORE).ravel() for x in figures]
             ids = ids.ravel()
         else:
             if is_item.all():  # as mostly; that takes a tenth of the time
-                scores, ids = scores.ravel(), ids.ravel()
+                ids, *figures = (x.ravel() for x in (ids, *figures))
             else:
-                scores, ids = scores[is_item], ids[is_item]
-            shape = scores.shape
+                ids, *figures = (x[is_item] for x in (ids, *figures))
+            shape = ids.shape
         assert question.unknown is not None
         unknown = question.unknown.astype(np.int32)
         found = [
             Tensor("items", "BYTES", shape, Chosen(self.names, ids)),
-            Tensor("scores", "FP32", shape, scores),
+            *(
+                Tensor(name, "FP32", shape, x)
+                for name, x in zip(("scores", "values"), figures, strict=False)
+            ),
             Tensor("lengths", "INT32", lengths.shape, lengths),
             Tensor("unknown", "INT32", unknown.shape, unknown),
         ]

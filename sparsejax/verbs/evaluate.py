@@ -41,6 +41,12 @@ def evaluate(asked: Measure) -> dict[str, float]:
         train, heldout = histories.split_last()
         evaluate(model, train, heldout, k=10)
 
+    Labels of events, see `EventSchema`, are measured on the first held-out event of each row,
+    given its item, by the metrics of clicks: "auc/action=buy" and the like for the ten most
+    frequent categories of a column, "auc/action" for a hashed one, and for numbers
+    "squared_error/seconds", or "quantile_loss/seconds" and "share_below/seconds", the share of the
+    numbers that are not above the prediction.
+
     For a click model it measures "auc", "log_loss", "normalized_entropy" and "calibration"
     on a `ClickDataset` or `ScannedClicks`. Labels are what it should predict. `groups` adds
     "group_auc", the mean AUC within groups, and "groups", their number::

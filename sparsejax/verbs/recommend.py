@@ -124,6 +124,8 @@ def _steps(asked: Rank) -> _Steps:
             )
         inputs = inputs.with_context(asked.context)
     ranker, shown, exclude = kind_of(inputs).shown(asked.model, inputs, asked.exclude)
+    if asked.rank_by is not None:
+        ranker = kind_of(inputs).ranked_by(ranker, inputs, asked.rank_by)
     check_inputs(shown, features_of(ranker))
     x = shown.rows
     names = getattr(inputs, "feature_names", None)

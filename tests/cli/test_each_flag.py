@@ -220,7 +220,10 @@ OWN = {
         "--requests": "nosuch",
     },
     "predict items events.csv --out out.txt --keep-seen": {"--exclude-seen": ""},
-    "predict histories events.csv --out out.txt": {"--context": "hour"},
+    "predict histories events.csv --out out.txt": {
+        "--context": "hour",
+        "--rank-by": "nosuch",
+    },
     "export items out.predictor": {
         "--k": "0",
         "--batch-size": "0",

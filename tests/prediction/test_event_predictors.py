@@ -174,3 +174,44 @@ def test_a_service_answers_as_the_predictor(given):
         wrong = tensor("events/hour", "INT32", [[9, 10]] * 18, [18, 2])
         status, error = client.infer(*inputs[:5], wrong, *inputs[6:], **asked)
         assert status == 422 and "must have datatype BYTES, as empty" in error
+
+
+def test_a_predictor_and_its_service_rank_by_a_label(tmp_path):
+    price = {"price": DenseColumn(missing=0.0)}
+    schema = sj.EventSchema(kind="action", dense=price, labels=["action", "price"])
+    data, path = sj.read_sequences(events(), events=schema), tmp_path / "shop.predictor"
+    config = sj.GRUConfig(max_length=4, width=8, blocks=1)
+    model: Any = sj.build(config, data, sj.optimizers.sgd(0.1))[0]
+    for table in [model.output.kernel, model.next_event.scores.kernel]:
+        table[...] *= 30
+    model.eval()
+    how = {"k": 3, "names": data, "batch_size": 1}
+    with pytest.raises(ValueError, match="these are 'buy', 'view', 'price'"):
+        sj.export_predictor(model, path, rank_by="bought", **how)
+    sj.export_predictor(model, path, rank_by="buy", **how)
+    expected = sj.recommend(model, data, 3, exclude=None, rank_by="buy")
+    plain = sj.recommend(model, data, 3, exclude=None)
+    assert (expected.ids != plain.ids).any()
+    predictor = sj.load_predictor(path)
+    found = predictor.recommend(data)
+    np.testing.assert_array_equal(found.ids, expected.ids)
+    for name in ("scores", "values"):
+        x, y = getattr(found, name), getattr(expected, name)
+        np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+    history = requested(events())[6]
+    inputs = [
+        tensor("items", "BYTES", [each["item"] for each in history]),
+        tensor("events/action", "BYTES", [each["action"] for each in history]),
+        tensor("events/price", "FP32", [each["price"] for each in history]),
+    ]
+    service = Service("shop", Settings(shapes=(Shape(1, 64),)))
+    service.load(path)
+    with contextlib.closing(service), listening(service) as port:
+        asked = {"parameters": {"k": 2, "exclude_seen": False}, "model": "shop"}
+        status, answer = Client(port).infer(*inputs, **asked)
+    assert status == 200, answer
+    row = list(data.row_names).index("u6")
+    assert answer["items"]["data"] == expected.names(data)[row][:2]
+    for name in ("scores", "values"):
+        wanted = getattr(expected, name)[row, :2]
+        np.testing.assert_allclose(answer[name]["data"], wanted, rtol=1e-4, atol=1e-5)

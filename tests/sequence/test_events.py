@@ -10,7 +10,13 @@ import pytest
 from flax import nnx
 
 import sparsejax as sj
-from sparsejax.sequence.events import Categories, EventSizes, EventVectors
+from sparsejax.sequence.events import (
+    Categories,
+    EventSizes,
+    EventVectors,
+    Label,
+    NextEvent,
+)
 from sparsejax.sequence.turns import tokens_of_turn
 
 ITEMS, LENGTH = 11, 12
@@ -138,6 +144,137 @@ def test_loss_is_the_weighted_mean_over_targets(name, negatives):
     assert nothing[0] == nothing[1] == 0
     with pytest.raises(ValueError, match="one for each place of the histories"):
         model.loss(histories, weights=weights[:, 1:], events=columns)
+
+
+def labelled() -> EventSizes:
+    """The sizes, with labels of each kind."""
+    number, columns = sj.data.DenseColumn(missing=0.25), sj.data.LabelColumn
+    labels = (
+        Label("kind", columns(weight=2.0), 0, 3),
+        Label("tags", columns(), 3, 5),
+        Label("price", columns("quantile", 0.3), 8, 1, number),
+        Label("seconds", columns("squared", weight=0.5), 9, 1, number),
+    )
+    dense = "price", "seconds"
+    return dataclasses.replace(SIZES, dense=dense, context=("first",), labels=labels)
+
+
+def with_labels(rows: int):
+    """`batch`, where some numbers are missing."""
+    histories, weights, columns = batch(rows)
+    rng = np.random.default_rng(1)
+    for name in ("price", "seconds"):
+        x = rng.normal(size=histories.shape)
+        missing = rng.random(histories.shape) < 0.3
+        columns[name] = jnp.asarray(np.where(missing, np.nan, x), jnp.float32)
+    return histories, weights, columns
+
+
+def losses_of_labels(head, h, items, columns, is_event):
+    """The mean over events of their losses, by the formula of `NextEvent`, in float64."""
+    p = {
+        n: [
+            np.asarray(x[...], np.float64)
+            for x in (layer.kernel, layer.bias)
+            if x is not None
+        ]
+        for n, layer in vars(head).items()
+        if isinstance(layer, nnx.Linear)
+    }
+    (a, b), (c, d), (e, f) = p["of_history"], p["of_item"], p["scores"]
+    z = ((h @ a + b) * (items * np.sqrt(items.shape[-1]) @ c + d)) @ e + f
+    total = 0.0
+    for name, ids, first, weight in (("kind", 4, 0, 2.0), ("tags", 6, 3, 1.0)):
+        x = np.asarray(columns[name])
+        x = x[..., None] if x.ndim == 2 else x
+        has = (x[..., None] == np.arange(1, ids)).any(axis=-2)
+        own = z[..., first : first + ids - 1]
+        each = np.logaddexp(0, own) - has * own
+        total += weight * (each.sum(-1) * (x > 0).any(-1) * is_event).sum()
+    price, seconds = (np.asarray(columns[n], np.float64) for n in ("price", "seconds"))
+    over = price - z[..., 8]
+    total += np.nansum(np.maximum(0.3 * over, -0.7 * over) * is_event)
+    total += 0.5 * np.nansum(np.square(seconds - z[..., 9]) * is_event)
+    return total / is_event.sum()
+
+
+@pytest.mark.parametrize(
+    ("name", "negatives"), [("sasrec", None), ("hstu", 5), ("gru", 5)]
+)
+def test_labels_of_the_next_event_have_losses_of_their_own(name, negatives):
+    """Packed and by turns; they are means over all events, whatever the weights."""
+    model = made(name, labelled(), negatives=negatives)
+    plain = nnx.clone(model)
+    plain.next_event = None
+    histories, weights, columns = with_labels(90)
+    assert tokens_of_turn(histories) is not None
+    packed = {"max_targets": histories.size}
+
+    def loss(model, weights, **how):
+        own = {"events": columns, "weights": weights}
+        return nnx.clone(model).loss(histories, **own, **how)
+
+    @nnx.jit
+    def losses(model, plain, weights):
+        return (
+            loss(model, weights),
+            loss(model, weights, **packed),
+            loss(plain, weights),
+        )
+
+    own = {n: columns[n][:, :LENGTH] for n in labelled().shapes}
+    own |= {"context/first": columns["first"][:, LENGTH]}
+    own |= {n: x for n, x in columns.items() if n.startswith("users/")}
+    h = nnx.jit(lambda model, h, e: model(h, events=e))(model, histories[:, :-1], own)
+    h, kernel = (np.asarray(x, np.float64) for x in (h, model.output.kernel[...]))
+    items = kernel[np.maximum(np.asarray(histories), 0)]
+    is_event = np.asarray(histories) >= 0
+    wanted = losses_of_labels(model.next_event, h, items, columns, is_event)
+    *found, without = losses(model, plain, weights)
+    np.testing.assert_allclose(np.array(found) - without, wanted, rtol=2e-5)
+    *found, without = losses(model, plain, jnp.zeros_like(weights))
+    np.testing.assert_allclose(found, wanted, rtol=2e-5)
+    assert without == 0
+
+
+@pytest.mark.parametrize("how", ["turns", "packed"])
+def test_gradients_of_labels_are_those_of_differences(how):
+    """Also of the vectors of items, which are read as inputs, targets and given items."""
+    model = made("sasrec", labelled())
+    histories, _, columns = with_labels(90)
+    graph, state, rest = nnx.split(model, nnx.Param, ...)
+    rng = np.random.default_rng(0)
+    shift = jax.tree.map(lambda x: rng.normal(size=x.shape).astype(x.dtype), state)
+    most = histories.size if how == "packed" else None
+
+    @jax.jit
+    def loss_and_gradient(state):
+        def loss(state):
+            model = nnx.merge(graph, state, rest, copy=True)
+            return model.loss(histories, events=columns, max_targets=most)
+
+        return jax.value_and_grad(loss)(state)
+
+    leaves = zip(
+        *map(jax.tree.leaves, (loss_and_gradient(state)[1], shift)), strict=True
+    )
+    given = sum(float(jnp.vdot(x, d)) for x, d in leaves)
+    moved = (
+        jax.tree.map(lambda x, d, by=by: x + by * d, state, shift)
+        for by in (1e-3, -1e-3)
+    )
+    ends = [float(loss_and_gradient(each)[0]) for each in moved]
+    np.testing.assert_allclose(given, (ends[0] - ends[1]) / 2e-3, rtol=2e-2)
+
+
+def test_one_vector_gives_the_score_of_any_item():
+    head = NextEvent(labelled(), 8, rngs=nnx.Rngs(0))
+    h, items = np.random.default_rng(0).normal(size=(2, 5, 8)).astype(np.float32)
+    wanted = head(h[:, None], items[None])
+    for place in range(10):
+        vector, number = head.query(h, place)
+        found = vector @ items.T + number[:, None]
+        np.testing.assert_allclose(found, wanted[..., place], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

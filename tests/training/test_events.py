@@ -129,6 +129,74 @@ def whole(schema: sj.EventSchema) -> sj.SequenceDataset:
     return sj.read_sequences(table, events=schema, users=users)
 
 
+def bought_after(users: int, seed: int) -> tuple[pandas.DataFrame, np.ndarray]:
+    """Any item may come; whether it is bought depends on it and on the kind before.
+
+    Returns:
+      The events, and the probability that the last one is a purchase.
+    """
+    rng = np.random.default_rng(seed)
+    kind, rows, p = rng.integers(2, size=users), [], np.zeros(0)
+    for time in range(6):
+        item = rng.integers(ITEMS, size=users)
+        p = np.where((item + kind) % 2, 0.85, 0.15)
+        seconds = 2 + item / 4 + kind + rng.normal(0, 0.5, users)
+        seconds[rng.random(users) < 0.2] = np.nan
+        kind = (rng.random(users) < p).astype(int)
+        rows.append(
+            pandas.DataFrame(
+                {
+                    "user": [f"u{u}" for u in range(users)],
+                    "item": [f"i{i}" for i in item],
+                    "time": time,
+                    "action": np.where(kind, "buy", "view"),
+                    "seconds": seconds,
+                }
+            )
+        )
+    return pandas.concat(rows), p
+
+
+SECONDS = {"seconds": sj.data.DenseColumn(missing=0.0)}
+LABELLED = sj.EventSchema(kind="action", dense=SECONDS, labels=["action", "seconds"])
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_labels_reach_their_bounds_and_rank_purchases_higher(name):
+    """Of two of eight items purchases have 2 / 8, and of the four likely ones .85 / 2."""
+    config = dataclasses.replace(MODELS[name][0], max_length=5)
+    data = sj.read_sequences(bought_after(1500, 0)[0], events=LABELLED)
+    table, p = bought_after(3000, 1)
+    others = sj.read_sequences(table, features=data, events=data.events)
+    shown, heldout = others.split_last()
+    model, _ = trained(config, data, num_epochs=12)
+    last = table[table.time == 5]
+    is_bought = (last.action == "buy").to_numpy()
+    how = {"k": 2, "exclude": None, "popularity": data}
+    bought = heldout.with_targets("buy")
+    plain, found = (
+        sj.evaluate(model, shown, bought, rank_by=by, **how) for by in (None, "buy")
+    )
+    assert found["auc/action=buy"] > sj.metrics.auc(p, is_bought) - 0.01
+    assert found["log_loss/action=buy"] < sj.metrics.log_loss(p, is_bought) + 0.02
+    assert found["calibration/action=buy"] == pytest.approx(1, abs=0.05)
+    assert found["squared_error/seconds"] < 0.25 + 0.03
+    assert found["calibration/seconds"] == pytest.approx(1, abs=0.03)
+    assert found["hit_rate@2"] > 0.425 - 0.04 > 0.3 > plain["hit_rate@2"]
+    # The order is that of the products; both factors are in the answer.
+    ranked = sj.recommend(model, shown, k=8, exclude=None, rank_by="action=buy")
+    items = sj.recommend(model, shown, k=8, exclude=None)
+    assert ranked.values is not None and items.values is None
+    products = ranked.scores + np.log(ranked.values)
+    assert (np.diff(products, axis=1) < 1e-5).all()
+    at = np.argsort(ranked.ids), np.argsort(items.ids)
+    both = (
+        np.take_along_axis(*x, 1)
+        for x in zip((ranked.scores, items.scores), at, strict=True)
+    )
+    np.testing.assert_allclose(*both, rtol=1e-5, atol=1e-5)
+
+
 def test_a_resume_gives_the_same_bits(tmp_path):
     data = whole(SCHEMA).with_targets("buy")
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -176,8 +176,10 @@ def with_fixed(block: Cells, schema: ClickSchema) -> Cells:
     return block._replace(columns={**block.columns, **fixed})
 
 
-def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
-    """`[examples, columns]` float32.
+def dense_of(
+    block: Cells, columns: Mapping[str, DenseColumn], labels: Collection[str] = ()
+) -> np.ndarray:
+    """`[examples, columns]` float32; NaN where a number is missing in a column among `labels`.
 
     Raises:
       DataError: a value is not a finite number, or is missing and must not be.
@@ -193,7 +195,8 @@ def dense_of(block: Cells, columns: Mapping[str, DenseColumn]) -> np.ndarray:
             )
         if column.log1p:
             values = np.log1p(np.maximum(values, 0))
-        parts.append(np.where(missing, column.missing or 0, values).astype(np.float32))
+        filled = np.nan if name in labels else column.missing or 0
+        parts.append(np.where(missing, filled, values).astype(np.float32))
     rows = len(next(iter(block.columns.values())))
     return np.stack(parts, axis=1) if parts else np.empty((rows, 0), np.float32)
 
@@ -568,7 +571,8 @@ class ColumnReader:
         Raises:
           DataError: a cell cannot be read.
         """
-        self._dense.append(dense_of(cells, self._schema.dense))
+        schema = self._schema
+        self._dense.append(dense_of(cells, schema.dense, schema.several))
         found = self.categories(cells)
         if len(self._dense) == 1:
             warn_of_lists(found, self._schema, self._known)

@@ -386,10 +386,6 @@ class ClickSchema:
 
     def to_json(self) -> dict[str, Any]:
         """The schema as a JSON object, for `from_json`."""
-        labels = {
-            name: codec.document(column, skip_defaults=True)
-            for name, column in self.several.items()
-        }
         propensity = {n: getattr(self, n) for n in ("propensity", "least_propensity")}
         return {
             "label": self.label,
@@ -399,7 +395,7 @@ class ClickSchema:
             "delimiter": self.delimiter,
             **({} if self.time is None else {"time": self.time}),
             **({} if self.weight is None else {"weight": self.weight}),
-            **({"labels": labels} if labels else {}),
+            **labels_document(self.several),
             **{name: value for name, value in propensity.items() if value is not None},
         }
 
@@ -414,13 +410,31 @@ class ClickSchema:
         document = dict(codec.value(dict[str, Any], document, label))
         ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
         document["ids"] = {n: id_column(n, c, label) for n, c in ids.items()}
-        if isinstance(labels := document.get("labels"), list):
-            labels = codec.value(tuple[str, ...], labels, label, "labels")
-            document["labels"] = dict.fromkeys(labels, LabelColumn())
-        elif labels is not None:
-            hint = dict[str, LabelColumn]
-            document["labels"] = codec.value(hint, labels, label, "labels")
-        return codec.read(cls, document, label)
+        return codec.read(cls, labels_read(document, label), label)
+
+
+def labels_document(labels: Mapping[str, LabelColumn]) -> dict[str, Any]:
+    """The entry of the labels in the JSON object of a schema, if there are any."""
+    columns = {n: codec.document(c, skip_defaults=True) for n, c in labels.items()}
+    return {"labels": columns} if columns else {}
+
+
+def labels_read(document: Mapping[str, Any], label: str) -> dict[str, Any]:
+    """The JSON object of a schema, in which `LabelColumn`s take the place of their documents.
+
+    Args:
+      document: the object. Labels may be names alone.
+      label: begin of the message of an error.
+
+    Raises:
+      ValueError: the labels are no such objects.
+    """
+    labels = document.get("labels")
+    if isinstance(labels, list):
+        labels = codec.value(tuple[str, ...], labels, label, "labels")
+    elif labels is not None:
+        labels = codec.value(dict[str, LabelColumn], labels, label, "labels")
+    return {**document, **({} if labels is None else {"labels": labels})}
 
 
 def check_columns(
@@ -552,6 +566,8 @@ class HasColumns(Protocol):
     def dense(self) -> Mapping[str, DenseColumn]: ...
     @property
     def ids(self) -> Mapping[str, IdColumn]: ...
+    @property
+    def several(self) -> Mapping[str, LabelColumn]: ...
 
 
 def vocabulary_columns(schema: HasColumns) -> dict[str, str]:

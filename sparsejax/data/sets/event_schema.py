@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 from sparsejax import codec
 from sparsejax.data.sets.click_schema import (
     DenseColumn,
     IdColumn,
     KeyColumn,
+    LabelColumn,
     VocabularyColumn,
     check_columns,
     id_column,
     ids_document,
+    labels_document,
+    labels_read,
 )
 
 # Begins of names among the columns that a model reads: of columns that are known of the event to
@@ -44,10 +47,14 @@ class EventSchema:
       ids: columns of categories: `HashedColumn` or `VocabularyColumn`.
       context: names of columns that are known of an event before it happens, such as its hour
         or device. A model that predicts an event's item sees these columns of it.
+      labels: columns of the next event that a model predicts beside its item, given the item:
+        names, or a `LabelColumn` for each name. Each category of a column of categories is a
+        label with 0 and 1. By its name alone, a column of numbers has the loss "squared". A number
+        that is missing, where `DenseColumn.missing` permits that, is no label.
 
     Raises:
       ValueError: a column has two roles, there is no column, the kinds are not in a
-        `VocabularyColumn` of their own, or `context` names a column that is not there.
+        `VocabularyColumn` of their own, or `context` or `labels` name a column that is not there.
       TypeError: a column is of no known type.
     """
 
@@ -55,6 +62,7 @@ class EventSchema:
     dense: Mapping[str, DenseColumn] = dataclasses.field(default_factory=dict)
     ids: Mapping[str, IdColumn] = dataclasses.field(default_factory=dict)
     context: Sequence[str] = ()
+    labels: Mapping[str, LabelColumn] | Sequence[str] = ()
 
     def __post_init__(self) -> None:
         if self.kind is not None and self.kind not in self.ids:
@@ -89,6 +97,44 @@ class EventSchema:
                 f"names of columns may not begin with {CONTEXT!r} or {USERS!r}, as {wrong} do; "
                 "rename them"
             )
+        self._set_labels()
+
+    def _set_labels(self) -> None:
+        """Checks the labels, and sets a `LabelColumn` for each."""
+        given = self.labels
+        if not isinstance(given, Mapping):
+            names = [given] if isinstance(given, str) else given
+            squared = LabelColumn("squared")
+            given = {n: squared if n in self.dense else LabelColumn() for n in names}
+        for name, column in given.items():
+            if not isinstance(column, LabelColumn):
+                raise TypeError(f"labels[{name!r}] must be LabelColumn, got {column!r}")
+            if name not in self.used or name in self.context:
+                known = [n for n in self.used if n not in self.context]
+                raise ValueError(
+                    f"labels names the column {name!r}, but columns that are not known before "
+                    f"the event are {known}"
+                )
+            if column.after is not None or isinstance(column.weight, str):
+                raise ValueError(
+                    f"label {name!r}: labels of events have no after=..., and a number as weight"
+                )
+            number = self.dense.get(name)
+            if number is None and column.loss != "binary":
+                raise ValueError(
+                    f'label {name!r}: categories have the loss "binary", got {column.loss!r}'
+                )
+            if number is not None and number.log1p and column.is_probability:
+                raise ValueError(
+                    f"label {name!r}: the logarithms that log1p=True makes are no shares; give "
+                    'the loss "squared" or "quantile"'
+                )
+        object.__setattr__(self, "labels", given)
+
+    @property
+    def several(self) -> dict[str, LabelColumn]:
+        """The labels by name."""
+        return dict(cast(Mapping[str, LabelColumn], self.labels))
 
     @property
     def used(self) -> list[str]:
@@ -102,6 +148,7 @@ class EventSchema:
             "dense": {n: codec.document(c) for n, c in self.dense.items()},
             "ids": ids_document(self.ids),
             **({"context": list(self.context)} if self.context else {}),
+            **labels_document(self.several),
         }
 
     @classmethod
@@ -115,4 +162,4 @@ class EventSchema:
         document = codec.value(dict[str, Any], document, label)
         ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
         read = {n: id_column(n, c, label) for n, c in ids.items()}
-        return codec.read(cls, {**document, "ids": read}, label)
+        return codec.read(cls, labels_read({**document, "ids": read}, label), label)

@@ -61,9 +61,9 @@ class Events:
       schema: types of the columns.
       vocabularies: the categories of each `VocabularyColumn`, from id 2 on; id 0 is a missing
         value, and id 1 a rare or unknown category.
-      columns: for each column of `schema.dense` `[entries]` float32; for each of `schema.ids`
-        `[entries]` int32, or `[entries, most]` where events have lists of categories: in a row
-        the categories of the event, then -1.
+      columns: for each column of `schema.dense` `[entries]` float32, NaN where a label is
+        missing; for each of `schema.ids` `[entries]` int32, or `[entries, most]` where events
+        have lists of categories: in a row the categories of the event, then -1.
 
     Raises:
       ValueError: columns or vocabularies do not fit the schema, or differ in their lengths.
@@ -88,8 +88,7 @@ class Events:
             raise ValueError("columns of events differ in their lengths")
         for name in self.schema.dense:
             self._check(name, np.dtype(np.float32), 1)
-            if not np.isfinite(self.columns[name]).all():
-                raise ValueError(f"column {name!r} has a number that is not finite")
+            self._check_numbers(name, self.columns[name])
         for name, size in self.num_ids.items():
             column = self.columns[name]
             self._check(name, np.dtype(np.int32), max(1, column.ndim))
@@ -98,6 +97,25 @@ class Events:
                 raise ValueError(
                     f"column {name!r} has an id that is not below {size:,}"
                 )
+
+    def _check_numbers(self, name: str, numbers: np.ndarray) -> None:
+        label = self.schema.several.get(name)
+        if label is not None and self.schema.dense[name].missing is not None:
+            numbers = numbers[~np.isnan(numbers)]  # these are missing
+        if not np.isfinite(numbers).all():
+            raise ValueError(f"column {name!r} has a number that is not finite")
+        if label is None or not label.is_probability:
+            return
+        wrong = (numbers < 0) | (numbers > 1)
+        if label.loss == "binary":
+            wrong |= (numbers > 0) & (numbers < 1)
+        if wrong.any():
+            wanted = "0 or 1" if label.loss == "binary" else "from 0 to 1"
+            raise ValueError(
+                f"label {name!r} with the loss {label.loss!r} must be {wanted}, got "
+                f"{numbers[np.argmax(wrong)]:g}; for other numbers give the loss "
+                '"squared" or "quantile"'
+            )
 
     def _check(self, name: str, dtype: np.dtype, ndim: int) -> None:
         column = self.columns[name]
@@ -200,7 +218,7 @@ class Events:
           DataError: a column cannot have such a cell.
         """
         dense = {n: self.schema.dense[n] for n in names if n in self.schema.dense}
-        numbers = dense_of(cells, dense)
+        numbers = dense_of(cells, dense, self.schema.several)
         found = {n: np.ascontiguousarray(numbers[:, i]) for i, n in enumerate(dense)}
         categories = self._reader.categories(
             cells, [n for n in names if n not in dense]
@@ -447,13 +465,13 @@ def read_user_features(
 
     Raises:
       DataError: the table cannot be read, lacks a column, or names a user twice or not at all.
-      ValueError: the schema has kinds or context.
+      ValueError: the schema has kinds, context or labels.
     """
     reader, names = EventReader(schema), NameEncoder()
     own = reader.schema
-    if own.kind is not None or own.context:
+    if own.kind is not None or own.context or own.several:
         raise ValueError(
-            "users have no kind and no context: leave both out of the schema"
+            "users have no kind, no context and no labels: leave them out of the schema"
         )
     columns, path = ClickSchema(user, own.dense, own.ids), as_paths(source)[0]
     for cells in click_blocks(source, columns, [user, *own.used], labelled=False):

@@ -25,7 +25,7 @@ def collect(
     x: Named,
     k: int,
     counts: Sequence[int],
-    results: Iterable[tuple[jax.Array, jax.Array]],
+    results: Iterable[tuple[jax.Array, ...]],
 ) -> Recommendations:
     """The first `k` recommendations of each row, from the results of all batches.
 
@@ -33,21 +33,25 @@ def collect(
       x: the rows that are scored.
       k: items per row.
       counts: number of rows in each batch; its results may have more rows.
-      results: ids and scores, `[at least count, at least k]`, of each batch in order.
+      results: ids and scores, and perhaps values, `[at least count, at least k]`, of each batch
+        in order.
 
     Raises:
       FloatingPointError: a score is NaN; the message names the row.
     """
     ids = np.empty((x.num_rows, k), np.int32)
-    scores = np.empty((x.num_rows, k), np.float32)
-    start = 0
+    scores, values = (np.empty((x.num_rows, k), np.float32) for _ in range(2))
+    start, has_values = 0, False
     for count, result in zip(counts, one_late(results), strict=True):
         part = slice(start, start + count)
-        found = jax.device_get(result)
-        ids[part], scores[part] = (array[:count, :k] for array in found)
-        check_scores(np.isnan(scores[part]).any(axis=1), x, start + np.arange(count))
+        found = [array[:count, :k] for array in jax.device_get(result)]
+        ids[part], scores[part], *more = found
+        if has_values := bool(more):
+            [values[part]] = more
+        bad = np.isnan([scores[part], *more]).any(axis=(0, 2))
+        check_scores(bad, x, start + np.arange(count))
         start += count
-    return Recommendations(ids, scores)
+    return Recommendations(ids, scores, values=values if has_values else None)
 
 
 def exclusion(

@@ -9,7 +9,7 @@ import os
 import pathlib
 import re
 from collections.abc import Iterator
-from typing import TextIO
+from typing import Any, TextIO
 
 import numpy as np
 import pyarrow as pa
@@ -80,15 +80,16 @@ def save_recommendations(
         match ending:
             case ".csv":
                 rows, items = _quoted(rows), _quoted(items)
-                file.write("user,item,score,rank\n")
+                more = "" if found.values is None else ",value"
+                file.write(f"user,item,score,rank{more}\n")
                 for table in _tables(rows, found, items, rows_at_a_time):
                     file.write(_csv_lines(table))
             case ".jsonl":
-                for row, names, scores in _recommended(rows, found, items):
-                    numbers = [
-                        float(str(score)) for score in scores
-                    ]  # not 0.1000000015
-                    line = {"user": row, "items": names, "scores": numbers}
+                for row, names, *figures in _recommended(rows, found, items):
+                    named = zip(("scores", "values"), figures, strict=False)
+                    # Not 0.1000000015.
+                    of_items = {n: [float(str(x)) for x in xs] for n, xs in named}
+                    line = {"user": row, "items": names, **of_items}
                     file.write(json.dumps(line, ensure_ascii=False) + "\n")
             case _:
                 write_recommendations(file, rows, found, items)
@@ -106,8 +107,9 @@ def write_recommendations(
       ValueError: a name is empty or has a zero byte.
     """
     rows, items = escaped("row", rows), escaped("item", items)
-    for row, names, scores in _recommended(rows, found, items):
-        entries = (f"{n},{score:.6g}" for n, score in zip(names, scores, strict=True))
+    for row, names, *figures in _recommended(rows, found, items):
+        lines = zip(names, *figures, strict=True)
+        entries = (",".join([n, *(f"{x:.6g}" for x in some)]) for n, *some in lines)
         file.write(f"{row}\t{':'.join(entries)}\n")
 
 
@@ -132,13 +134,14 @@ def _ending(path: str | os.PathLike[str]) -> str:
 
 def _recommended(
     rows: Names, found: Recommendations, items: Names
-) -> Iterator[tuple[str, list[str], np.ndarray]]:
-    """The name of each row, its items' names and their scores, float32."""
+) -> Iterator[tuple[Any, ...]]:
+    """The name of each row, its items' names, their scores and, if there are any, values."""
     counts = np.sum(found.ids >= 0, axis=1).tolist()
-    for row, ids, scores, count in zip(
-        rows.tolist(), found.ids, found.scores, counts, strict=True
+    figures = [x for x in (found.scores, found.values) if x is not None]
+    for row, ids, count, *own in zip(
+        rows.tolist(), found.ids, counts, *figures, strict=True
     ):
-        yield row, items[ids[:count]].tolist(), scores[:count]
+        yield row, items[ids[:count]].tolist(), *(x[:count] for x in own)
 
 
 def _tables(
@@ -147,7 +150,8 @@ def _tables(
     """At least one table, with the recommendations of some rows in each."""
     for start in range(0, max(len(found), 1), rows_at_a_time):
         part = slice(start, start + rows_at_a_time)
-        some = Recommendations(found.ids[part], found.scores[part])
+        values = None if found.values is None else found.values[part]
+        some = Recommendations(found.ids[part], found.scores[part], values=values)
         yield some.to_arrow(rows[part], items)
 
 

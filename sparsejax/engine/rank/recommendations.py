@@ -30,12 +30,15 @@ class Recommendations:
       scores: `[rows, k]` float32, the model's scores; -inf where the id is -1.
       row_names: names of the rows, if they are known.
       item_names: names of all items, if they are known.
+      values: `[rows, k]` float32 where items are ranked by a label of the next event: its
+        probability, or its number; 0 where the id is -1. Else None.
     """
 
     ids: np.ndarray
     scores: np.ndarray
     row_names: Names | None = None
     item_names: Names | None = None
+    values: np.ndarray | None = None
 
     def named(self, rows: Iterable[object], items: Iterable[object]) -> Recommendations:
         """The same with the names of rows and of all items.
@@ -75,8 +78,8 @@ class Recommendations:
     ) -> pa.Table:
         """An Arrow table with a line for each recommendation, best first.
 
-        Its columns are user, item (text), score (float32) and rank (int32, from 1). For
-        pandas and polars: `table.to_pandas()`, `polars.from_arrow(table)`.
+        Its columns are user, item (text), score (float32) and rank (int32, from 1), and value
+        (float32) if there are values. For pandas and polars: `table.to_pandas()`, `polars.from_arrow(table)`.
 
         >>> found = Recommendations(np.array([[2, 0]]), np.array([[1.5, 0.5]]))
         >>> found.to_arrow(["ann"], ["milk", "tea", "rye"]).to_pylist()[0]
@@ -108,6 +111,9 @@ class Recommendations:
             "score": arrow.from_numbers(scores.astype(np.float32)),
             "rank": arrow.from_numbers((ranks + 1).astype(np.int32)),
         }
+        if self.values is not None:
+            values = self.values[rows, ranks].astype(np.float32)
+            columns["value"] = arrow.from_numbers(values)
         return pa.table(columns)
 
     def to_lists(

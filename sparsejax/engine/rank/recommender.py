@@ -48,8 +48,8 @@ class Recommender(Protocol):
 
     def top_k(
         self, x: Any, k: int, *, exclude: CSR | None = None
-    ) -> tuple[jax.Array, jax.Array]:
-        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them.
+    ) -> tuple[jax.Array, ...]:
+        """Ids and scores, `[batch, k]`, as `sparsejax.top_k` returns them; and perhaps values.
 
         `x` is a `CSR`, or a dict of `CSR`s and arrays where there are several inputs. A
         method that also takes `excluded=None`, `[items]` bool, gets a mask of items that are

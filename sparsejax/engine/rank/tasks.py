@@ -87,7 +87,7 @@ def ranked(
     denied: Array | None = None,
     *,
     deterministic: bool,
-) -> tuple[Array, Array]:
+) -> tuple[Array, ...]:
     """Ids and scores, `[batch, k]`, of the items that a model from `split` recommends.
 
     With `denied`, `[items]` bool, the model must be one that `can_deny`. The candidates
@@ -105,7 +105,7 @@ def ranked(
 # A program of its own: models and baselines share it.
 @functools.partial(Programs, static_argnames="ks", donate_argnames="counts")
 def measured(
-    found: tuple[Array, Array],
+    found: tuple[Array, ...],
     labels: Batch,
     left_out: Array | None,
     counts: Array,
@@ -126,7 +126,7 @@ def measured(
       `[len(ks) * len(METRICS), batch]`, NaN for a row with a NaN score; and `counts`, to
       which these recommendations are added.
     """
-    ids, scores = found
+    ids, scores, *_ = found
     wanted = labels.take()
     values = [value for k in ks for value in _values(ids, wanted, left_out, k)]
     bad = jnp.isnan(scores).any(axis=1)

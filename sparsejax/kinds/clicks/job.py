@@ -10,7 +10,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax
 from flax import nnx
 from jax.typing import ArrayLike
 
@@ -46,6 +45,7 @@ from sparsejax.kinds.clicks.scores import (
     logits_of,
     names_of_metrics,
 )
+from sparsejax.losses import label_loss
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Fit
 from sparsejax.sparse import CSR, host_rows, with_room
@@ -138,12 +138,12 @@ class ClickTask(TrainingTask):
         if self.losses:
             count = len(self.losses)
             each = zip(self.losses, logits.T, labels[:, :count].T, strict=True)
-            found = jnp.stack([loss_of(*loss, z, y) for loss, z, y in each], axis=1)
+            found = jnp.stack([label_loss(*loss, z, y) for loss, z, y in each], axis=1)
             return weights @ jnp.sum(labels[:, count:] * found, axis=1)
         if self.weighted:
             labels, given = labels.T
             weights = weights * given
-        return jnp.sum(weights * optax.sigmoid_binary_cross_entropy(logits, labels))
+        return jnp.sum(weights * label_loss("binary", None, logits, labels))
 
     def staging(
         self, model: Any, optimizer: Optimizer, deterministic: bool
@@ -155,18 +155,6 @@ class ClickTask(TrainingTask):
 
     def with_staged(self, x: Any, staged: Any) -> Any:
         return x[0], staged
-
-
-def loss_of(
-    name: str, quantile: float | None, scores: jax.Array, labels: jax.Array
-) -> jax.Array:
-    """`[batch]` losses of a label, see `LabelColumn`."""
-    if name in ("binary", "log_loss"):
-        return optax.sigmoid_binary_cross_entropy(scores, labels)
-    over = labels - scores
-    if quantile is None:
-        return jnp.square(over)
-    return jnp.maximum(quantile * over, (quantile - 1) * over)
 
 
 def _with_weights(clicks: ClickDataset) -> np.ndarray:

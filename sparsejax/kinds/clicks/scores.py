@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +34,15 @@ from sparsejax.engine.rank.loop import check_positive
 from sparsejax.engine.rank.recommender import merged, split
 from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.kind import kind_of_model
+from sparsejax.kinds.labels import (
+    METRICS,
+    OF_NUMBERS,
+    Found,
+    errors_of,
+    of_binary,
+    of_label,
+    probabilities_of,
+)
 from sparsejax.mesh.layout import (
     axis_sizes,
     current_mesh,
@@ -50,14 +58,6 @@ from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
 Clicks = ClickDataset | ScannedClicks
-
-METRICS = ("auc", "log_loss", "normalized_entropy", "calibration")
-# The metrics of labels that are numbers, by their losses.
-OF_NUMBERS = {
-    "log_loss": "log_loss",
-    "squared": "squared_error",
-    "quantile": "quantile_loss",
-}
 
 
 def predict(
@@ -96,7 +96,7 @@ def predict(
     """
     found = _Scores(model, optimizer, batch_size).of_all(clicks)
     if not clicks.schema.several:
-        return _probabilities(found.logits).astype(np.float32)
+        return probabilities_of(found.logits).astype(np.float32)
     return predictions(found.logits, clicks.schema.several)
 
 
@@ -111,12 +111,6 @@ def logits_of(
     """`[examples]` logits and labels, or `[examples, labels]`. See `evaluate_clicks`."""
     found = _Scores(model, optimizer, batch_size, deterministic).of_all(clicks)
     return found.logits, found.labels
-
-
-def _probabilities(logits: np.ndarray) -> np.ndarray:
-    import scipy.special  # only models of clicks need it
-
-    return scipy.special.expit(logits)
 
 
 def evaluate_clicks(
@@ -166,87 +160,23 @@ def evaluate_clicks(
     found = found._replace(groups=by, weights=found.weights if weighted else None)
     several = clicks.schema.several
     if not several:
-        measured = _measured(found.of_label() if weighted else found)
+        measured = of_binary(found.of_label() if weighted else found)
         rows = metrics.Rows.of_clicks(found.logits, found.labels) if keep_rows else None
     else:
         measured, parts = {}, {}
         for place, (name, column) in enumerate(several.items()):
             each = found.of_label(place)
-            if not len(each.labels):
-                weight = " and a weight above 0" if weighted else ""
-                message = (
-                    f"no example has the label {name!r}{weight}: it has no metrics"
-                )
-                warnings.warn(message, stacklevel=2)
-                continue
-            of_label = (
-                _measured(each, f"labels {name!r}")
-                if column.loss == "binary"
-                else _error(each, column)
-            )
-            measured |= {f"{metric}/{name}": x for metric, x in of_label.items()}
-            if keep_rows:
+            measured |= of_label(each, column, name)
+            if keep_rows and len(each.labels):
                 parts[name] = _rows_of_label(each, column)
         rows = metrics.Rows(None, {}, parts=parts) if keep_rows else None
     return measured if rows is None else metrics.Measured(measured, rows)
 
 
-def _measured(found: _Found, label: str = "labels") -> dict[str, float]:
-    """The metrics of a label with 0 and 1, which a warning calls `label`."""
-    # In float64, so that a sure prediction is not rounded to 0 or 1.
-    p = _probabilities(found.logits.astype(np.float64))
-    weights, groups = found.weights, found.groups
-    log_loss = {"log_loss": metrics.log_loss(p, found.labels, weights)}
-    if len(np.unique(found.labels)) == 2:
-        measured = {
-            "auc": metrics.auc(found.logits, found.labels, weights),
-            **log_loss,
-            "normalized_entropy": metrics.normalized_entropy(p, found.labels, weights),
-        }
-    else:
-        warnings.warn(
-            f"all {label} are {found.labels[0]:g}: such examples have a log loss, but no AUC "
-            "and no normalized entropy",
-            stacklevel=2,
-        )
-        measured, groups = log_loss, None
-    if found.labels.any():
-        measured["calibration"] = metrics.calibration(p, found.labels, weights)
-    if groups is not None:
-        try:
-            grouped = metrics.group_auc(found.logits, found.labels, groups, weights)
-            measured |= {"group_auc": grouped.auc, "groups": grouped.groups}
-        except ValueError as error:
-            warnings.warn(f"no group_auc of {label}: {error}", stacklevel=2)
-    return measured
-
-
-def _errors(found: _Found, column: LabelColumn) -> np.ndarray:
-    """`[examples]` losses of a label that is a number, in float64."""
-    z, y = found.logits.astype(np.float64), found.labels.astype(np.float64)
-    if column.is_probability:
-        return np.logaddexp(0, z) - y * z
-    over = y - z
-    if column.quantile is None:
-        return np.square(over)
-    return np.maximum(column.quantile * over, (column.quantile - 1) * over)
-
-
-def _error(found: _Found, column: LabelColumn) -> dict[str, float]:
-    """The metrics of a label that is a number: its loss, and of a share the calibration."""
-    mean = np.average(_errors(found, column), weights=found.weights)
-    measured = {OF_NUMBERS[column.loss]: float(mean)}
-    w = np.ones(len(found.labels)) if found.weights is None else found.weights
-    if column.is_probability and (total := float(w @ found.labels)):
-        p = _probabilities(found.logits.astype(np.float64))
-        measured["calibration"] = float(w @ p) / total
-    return measured
-
-
-def _rows_of_label(found: _Found, column: LabelColumn) -> metrics.Rows:
+def _rows_of_label(found: Found, column: LabelColumn) -> metrics.Rows:
     if column.loss == "binary":
         return metrics.Rows.of_clicks(found.logits, found.labels)
-    figures = {OF_NUMBERS[column.loss]: _errors(found, column)}
+    figures = {OF_NUMBERS[column.loss]: errors_of(found, column)}
     return metrics.Rows(None, figures, labels=found.labels)
 
 
@@ -255,7 +185,7 @@ def predictions(
 ) -> dict[str, np.ndarray]:
     """`[examples]` float32 for each label, from `logits: [examples, labels]`."""
     return {
-        name: (_probabilities(z) if column.is_probability else z).astype(np.float32)
+        name: (probabilities_of(z) if column.is_probability else z).astype(np.float32)
         for (name, column), z in zip(labels.items(), logits.T, strict=True)
     }
 
@@ -416,32 +346,6 @@ def _table(like: str | None) -> str:
     return "a table of its own" if like is None else f"the table of {like!r}"
 
 
-class _Found(NamedTuple):
-    """Scores of examples, `[examples]` each; groups only if they were asked for.
-
-    With several labels logits and labels are `[examples, labels]`, and weights may be.
-    """
-
-    logits: np.ndarray
-    labels: np.ndarray
-    groups: np.ndarray | None
-    weights: np.ndarray | None
-
-    def of_label(self, place: int | slice = slice(None)) -> _Found:
-        """Figures of the examples that have a label, and a weight above 0."""
-        logits, labels = self.logits[..., place], self.labels[..., place]
-        groups, weights, there = self.groups, self.weights, ~np.isnan(labels)
-        if weights is not None:
-            weights = weights[:, place] if weights.ndim == 2 else weights
-            there &= weights > 0
-        return _Found(
-            logits[there],
-            labels[there],
-            None if groups is None else groups[there],
-            None if weights is None else weights[there],
-        )
-
-
 class _Scores:
     """Scores examples by a model."""
 
@@ -463,7 +367,7 @@ class _Scores:
 
     @promoting()
     @using_auto_axes()
-    def of_all(self, clicks: Clicks, feature: str | None = None) -> _Found:
+    def of_all(self, clicks: Clicks, feature: str | None = None) -> Found:
         """Args:
         clicks: all examples.
         feature: the one whose ids are groups.
@@ -498,7 +402,7 @@ class _Scores:
         shape = (0, len(clicks.schema.several)) if clicks.schema.several else 0
         empty = [np.empty(shape, np.float32)]
         by = None if feature is None else np.concatenate(groups or empty)
-        return _Found(
+        return Found(
             np.concatenate(logits or empty),
             np.concatenate(labels or empty),
             by,

@@ -3,17 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Iterator
 from typing import Any, Literal
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.data.files.names import RowNames, find_names
 from sparsejax.data.reading.histories import Unordered, unordered
 from sparsejax.data.reading.sources import Source
+from sparsejax.data.sets.click_schema import FIRST_KNOWN, MISSING, vocabulary_of
 from sparsejax.data.sets.dataset import SparseDataset
+from sparsejax.data.sets.events import Events
 from sparsejax.data.sets.sequences import SequenceDataset
+from sparsejax.engine.batching import (
+    Shown,
+    batches_of,
+    held_inputs,
+    rows_in_a_batch,
+    taken,
+)
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
-from sparsejax.kinds.histories.next_items import shown_of
+from sparsejax.engine.rank.loop import check_scores
+from sparsejax.engine.rank.recommender import merged, split
+from sparsejax.kinds.histories.next_items import NextItems, check_events, shown_of
+from sparsejax.kinds.labels import Found, of_label
+from sparsejax.mesh.layout import replicated, using_auto_axes
+from sparsejax.mesh.promotion import promoting
+from sparsejax.mesh.xla_options import Programs
+from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.sequence.events import Label
+
+# Categories of a column that are measured, the most frequent ones.
+_CATEGORIES = 10
 
 
 def prepared_sequences(
@@ -56,6 +80,83 @@ def prepared_sequences(
     if isinstance(heldout, SequenceDataset):
         shown = shown.with_context_of(heldout)
     return prepared_evaluation(shown_of(model, shown), wanted, chosen)
+
+
+@promoting()
+@using_auto_axes()
+def label_metrics(
+    ranker: NextItems,
+    inputs: SequenceDataset,
+    heldout: Any,
+    batch_size: int | None,
+    *,
+    optimizer: Optimizer | None = None,
+) -> dict[str, float]:
+    """How well a model predicts the labels of the first held-out event of each row.
+
+    Args:
+      ranker: the model; there are no metrics if it predicts no labels.
+      inputs: the histories that it is shown.
+      heldout: held-out events.
+      batch_size: rows scored at a time.
+      optimizer: the model's optimizer, if rows of its weights may be behind.
+    """
+    head = getattr(ranker.model, "next_event", None)
+    if head is None or not isinstance(heldout, SequenceDataset):
+        return {}
+    check_events(ranker.model, heldout, "heldout")
+    heldout = heldout.align_rows(heldout.row_names[np.diff(heldout.indptr) > 0])
+    events: Any = heldout.events
+    shown = _with_new_rows(inputs, heldout).align_rows(heldout.row_names)
+    shown = shown_of(ranker.model, shown.with_context_of(heldout))
+    first, rows = heldout.indptr[:-1], np.arange(heldout.num_rows)
+    size = rows_in_a_batch(batch_size or 512, len(rows))
+    batches = batches_of(shown, held_inputs(shown), rows, size)
+    model = split(ranker, optimizer)
+    found = []
+    for start, batch in zip(range(0, len(rows), size), batches, strict=True):
+        ids = np.zeros(size, np.int32)
+        own = heldout.indices[first[start : start + size]]
+        ids[: len(own)] = own
+        found.append(np.asarray(_scored[False](*model, batch, ids))[: len(own)])
+    scores, measured = np.concatenate(found), {}
+    check_scores(np.isnan(scores).any(axis=1), shown.rows, rows)
+    for each in head.labels:
+        own = scores[:, each.first : each.first + each.scores]
+        values = events[each.name][first]
+        for name, given in _by_category(events, each, own, values):
+            measured |= of_label(given, each.column, name)
+    return measured
+
+
+def _by_category(
+    events: Events, label: Label, scores: np.ndarray, values: np.ndarray
+) -> Iterator[tuple[str, Found]]:
+    """Scores and labels of a number, of single categories, or of all hashed ones together."""
+    if label.dense is not None:
+        there = ~np.isnan(values)
+        yield label.name, Found(scores[there, 0], values[there], None, None)
+        return
+    ids = values.reshape(len(values), -1)
+    there = (ids > MISSING).any(axis=1)
+    ids, scores = ids[there], scores[there]
+    names = vocabulary_of(events.schema, label.name, events.vocabularies)
+    if names is None:
+        has = np.zeros((len(ids), label.scores + 2), np.float32)
+        np.put_along_axis(has, ids + 1, 1, axis=1)
+        yield label.name, Found(scores.reshape(-1), has[:, 2:].reshape(-1), None, None)
+        return
+    for place, category in enumerate(names[:_CATEGORIES].tolist(), FIRST_KNOWN):
+        has = (ids == place).any(axis=1).astype(np.float32)
+        name = f"{label.name}={category}"
+        yield name, Found(scores[:, place - 1], has, None, None)
+
+
+@functools.partial(Programs, static_argnames="graphdef")
+def _scored(graphdef, state, shown: Shown, ids: jax.Array):
+    """`[batch, scores]` scores of all labels, of a `NextItems` from `split`."""
+    with merged(graphdef, state) as model:
+        return replicated(model.label_scores(taken(shown), jnp.asarray(ids)))
 
 
 def kinds_of(heldout: Any) -> dict[str, SparseDataset]:

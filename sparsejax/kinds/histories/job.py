@@ -186,7 +186,7 @@ def sequence_examples(
     """
     _check(model, sequences)
     kept = sequences.are_examples
-    if sequences.weights is not None:
+    if sequences.weights is not None and getattr(model, "next_event", None) is None:
         # Only the last places of a long row are read.
         last = sequences.padded_column(sequences.weights, model.config.max_length + 1)
         kept &= (last[:, int(sequences.users is None) :] > 0).any(axis=1)

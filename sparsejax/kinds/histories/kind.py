@@ -25,6 +25,7 @@ from sparsejax.data.scan import chunk_ends
 from sparsejax.data.sets.click_schema import (
     DenseColumn,
     VocabularyColumn,
+    labels_document,
 )
 from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.data.sets.events import no_events
@@ -36,13 +37,18 @@ from sparsejax.engine.train.job import Job
 from sparsejax.engine.train.resident import Examples
 from sparsejax.kinds import interactions
 from sparsejax.kinds.content import finished
-from sparsejax.kinds.histories.evaluation import kinds_of, prepared_sequences
+from sparsejax.kinds.histories.evaluation import (
+    kinds_of,
+    label_metrics,
+    prepared_sequences,
+)
 from sparsejax.kinds.histories.next_items import (
     NextItems,
     check_events,
     check_history_model,
     event_shapes,
     has_times,
+    rank_by_of,
     shown_of,
 )
 from sparsejax.kinds.kind import (
@@ -134,6 +140,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         exclude = unordered("exclude", exclude, inputs)
         return _ranker(model, inputs), shown, exclude
 
+    def ranked_by(self, ranker: Any, inputs: Any, rank_by: str) -> NextItems:
+        by = rank_by_of(ranker.model, getattr(inputs, "events", None), rank_by)
+        return NextItems(ranker.model, times=ranker.times, rank_by=by)
+
     def excluded_in_validation(self, data: SequenceDataset) -> Literal["inputs"] | None:
         from sparsejax.kinds.histories.job import left_out_of_validation
 
@@ -159,9 +169,15 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             **asked.shared_with(Setup),
         )
         ranker = _ranker(model, inputs)
-        return prepared.run(
-            ranker, optimizer=asked.optimizer, keep_rows=asked.keep_rows
+        how: dict[str, Any] = {"optimizer": asked.optimizer}
+        by_labels = label_metrics(
+            ranker, inputs, asked.heldout, asked.batch_size, **how
         )
+        if asked.rank_by is not None:
+            ranker = self.ranked_by(ranker, inputs, asked.rank_by)
+        found = prepared.run(ranker, keep_rows=asked.keep_rows, **how)
+        found.update(by_labels)
+        return found
 
     def portable(self, asked: Write):
         from sparsejax.kinds.portable import portable_ranker
@@ -170,7 +186,11 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         check_history_model(model)
         known: Any = names
         timed = kind_of(names) is self and has_times(model, names)
-        found = portable_ranker(NextItems(model, times=timed), asked)
+        ranker, rank_by = NextItems(model, times=timed), asked.rank_by
+        if rank_by is not None:
+            ranker = self.ranked_by(ranker, names, rank_by)
+            asked = asked.replaced(item_features=None)
+        found = portable_ranker(ranker, asked)
         if event_shapes(model) is None:
             return found
         if kind_of(names) is not self:
@@ -367,7 +387,10 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
     def fingerprint(self, data: SequenceDataset) -> str:
         more = [] if data.times is None else [data.times.view(np.int64)]
         more += [] if data.weights is None else [data.weights]
-        more += [] if data.events is None else [*data.events.columns.values()]
+        if data.events is not None:
+            more += [*data.events.columns.values()]
+            if labels := labels_document(data.events.schema.several):
+                more.append(np.frombuffer(codec.text(labels).encode(), "u1"))
         return fingerprint(data.indptr, data.indices, *more)
 
     def suited(
@@ -407,9 +430,8 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         heldout = self.with_targets(heldout, run.settings)
         how: dict[str, Any] = {"candidates": candidates, **asked.counted()}
         how |= self.by_kinds(heldout, asked.by)
-        found = self.evaluate(
-            Measure(model, train, heldout, keep_rows=asked.keep_rows, **how)
-        )
+        also = {"keep_rows": asked.keep_rows, "rank_by": asked.rank_by}
+        found = self.evaluate(Measure(model, train, heldout, **also, **how))
 
         def beside() -> tuple[Evaluation, SparseDataset]:
             rows = train.to_sparse()

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from sparsejax.data.files.names import quoted
 from sparsejax.data.reading.histories import (
     HISTORIES,
     TIMES,
@@ -16,12 +17,18 @@ from sparsejax.data.reading.histories import (
     inputs_of,
 )
 from sparsejax.data.reading.sources import Inputs, check_columns
+from sparsejax.data.sets.click_records import cells_of
+from sparsejax.data.sets.click_schema import RARE, vocabulary_of
 from sparsejax.data.sets.event_schema import CONTEXT, USERS
+from sparsejax.data.sets.events import Events
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.recommender import can_deny
 from sparsejax.mesh.blocks import SparseRows
 from sparsejax.nn.item_content import with_vectors
-from sparsejax.sequence.events import EventSizes
+from sparsejax.sequence.events import EventSizes, RankBy
+
+# Items of the highest scores, of which those of the best expected value are recommended.
+CANDIDATES = 1000
 
 
 @runtime_checkable
@@ -138,10 +145,11 @@ class NextItems(nnx.Module):
     Args:
       model: the model.
       times: whether it is given times.
+      rank_by: the label of the next event by which it ranks; None ranks by scores.
     """
 
-    def __init__(self, model: Any, *, times: bool):
-        self.model, self.times = model, times
+    def __init__(self, model: Any, *, times: bool, rank_by: RankBy | None = None):
+        self.model, self.times, self.rank_by = model, times, rank_by
 
     @property
     def trained(self) -> Any:
@@ -187,12 +195,42 @@ class NextItems(nnx.Module):
 
     def top_k(self, x: Any, k: int, *, exclude: SparseRows | None = None, **options):
         self.model.eval()
+        if self.rank_by is not None:
+            return self._top_k_by(self.rank_by, x, k, exclude=exclude, **options)
         options |= self._beside(x)
         return self.model.top_k(x[HISTORIES], k, exclude=exclude, **options)
 
+    def _top_k_by(self, by: RankBy, x: Any, k: int, **options: Any):
+        """Ids, scores and values of the best of `CANDIDATES` items of the highest scores."""
+        model = with_vectors(self.model)
+        h = model.last(x[HISTORIES], **self._beside(x))
+        count = min(model.num_items, max(k, CANDIDATES))
+        ids, scores = model.output.top_k(h, count, **options)
+        of_label = _scores_by(model, by, h, ids)
+        values = jnp.where(ids < 0, 0, by.values(of_label))
+        order = by.order(scores, of_label)
+        # A NaN is found first, as that of `top_k` is.
+        _, at = jax.lax.top_k(order, min(k, count))
+        found = [jnp.take_along_axis(a, at, axis=1) for a in (ids, scores, values)]
+        room = ((0, 0), (0, k - min(k, count)))
+        fills = zip(found, (-1, -jnp.inf, 0), strict=True)
+        return tuple(jnp.pad(a, room, constant_values=fill) for a, fill in fills)
+
     def item_scores(self, x: Any, ids: Any):
         self.model.eval()
-        return self.model.item_scores(x[HISTORIES], ids, **self._beside(x))
+        if self.rank_by is None:
+            return self.model.item_scores(x[HISTORIES], ids, **self._beside(x))
+        model = with_vectors(self.model)
+        h = model.last(x[HISTORIES], **self._beside(x))
+        scores = model.output.item_scores(h, ids)
+        return self.rank_by.order(scores, _scores_by(model, self.rank_by, h, ids))
+
+    def label_scores(self, x: Any, ids: jax.Array) -> jax.Array:
+        """`[batch, scores]` the scores of all labels of events with these items, `[batch]`."""
+        self.model.eval()
+        model = with_vectors(self.model)
+        h = model.last(x[HISTORIES], **self._beside(x))
+        return model.next_event(h, model.output.rows(ids))
 
     def _beside(self, x: Any) -> dict[str, Any]:
         """The arguments of the model beside histories."""
@@ -200,6 +238,54 @@ class NextItems(nnx.Module):
         if (shapes := event_shapes(self.model)) is not None:
             given["events"] = {name: x[input_name(name)] for name in shapes}
         return given
+
+
+def _scores_by(model: Any, by: RankBy, h: jax.Array, ids: jax.Array) -> jax.Array:
+    """`[batch, count]` scores of a label, of events with these items; an id may be -1."""
+    vector, number = model.next_event.query(h, by.place)
+    rows = model.output.rows(ids.reshape(-1)).reshape(*ids.shape, -1)
+    product = jnp.einsum("bw,bcw->bc", vector, rows, precision="highest")
+    return product + number[:, None]
+
+
+def rank_by_of(model: Any, events: Events | None, name: str) -> RankBy:
+    """The label of a name: of a column of numbers, a category, or `COLUMN=CATEGORY`.
+
+    Raises:
+      ValueError: there is no such label, or there are several.
+    """
+    head = getattr(model, "next_event", None)
+    if head is None or events is None:
+        raise ValueError(
+            f"rank_by={name!r} needs a model of histories whose events have labels: "
+            "EventSchema(labels=...)"
+        )
+    found, known = [], []
+    for label in head.labels:
+        if label.dense is not None:
+            known.append(label.name)
+            if name == label.name:
+                found.append(RankBy(label, label.first))
+            continue
+        names = vocabulary_of(events.schema, label.name, events.vocabularies)
+        categories = [] if names is None else names.tolist()
+        known += categories
+        column, _, category = name.partition("=")
+        if column != label.name or not category:
+            category = name if name in categories else ""
+        if not category:
+            continue
+        cells = cells_of({label.name: [category]}, [label.name])
+        place = int(events.read(cells, [label.name])[label.name].reshape(-1)[0])
+        if names is None or place != RARE:
+            found.append(RankBy(label, label.first + place - 1))
+    if len(found) != 1:
+        how = "is not a label" if not found else "is a label of several columns"
+        raise ValueError(
+            f"rank_by={name!r} {how} of the next event; these are {quoted(known)}, and "
+            "COLUMN=CATEGORY names a category of one column"
+        )
+    return found[0]
 
 
 def shown_of(model: Any, sequences: SequenceDataset) -> Inputs:
