@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 from flax import nnx
@@ -161,7 +161,7 @@ class Interactions[
             everything=data,
             chunks=chunks,
             fingerprint=data.fingerprint(),
-            known=data.feature_names,
+            known=self.known_of(cast(Any, data)),
         )
 
     def read_shown(self, source: Any, reading: Reading, run: Opened) -> Data:

@@ -14,6 +14,7 @@ from sparsejax.cli.main import main
 from sparsejax.data import DataError, DenseColumn, HashedColumn
 from sparsejax.kinds.histories.kind import KIND
 from sparsejax.options.training import Training
+from sparsejax.runs.folders import Folder
 
 SCHEMA = sj.EventSchema(
     kind="action",
@@ -201,6 +202,40 @@ def test_other_columns_of_held_out_events_are_other_data():
         training = Training(table(), validation=each, **how)
         found.append(KIND.source(training, None).validation)
     assert found[0] == found[1] != found[2]
+
+
+def test_a_run_reads_columns_from_disk_and_one_after_it_tells_of_new_categories(
+    tmp_path,
+):
+    path, told = tmp_path / "events.parquet", []
+    sorted_ = table().sort_values(["user", "time"]).reset_index(drop=True)
+    sorted_.to_parquet(path, row_group_size=25)
+    how: dict[str, Any] = {"config": CONFIG, "num_epochs": 1, **HOW}
+    run = sj.Run.train(path, tmp_path / "run", schema=SCHEMA, chunk_rows=8, **how)
+    scanned = sj.data.scan_sequences(path, events=SCHEMA, chunk_rows=8)
+    model, optimizer = sj.build(CONFIG, scanned, run.settings.optimizer, seed=0)
+    sj.fit(model, optimizer, scanned, batch_size=16, num_epochs=1)
+    check_equal(run.model, model)
+    with pytest.raises(
+        ValueError, match="targets=... needs all of the data; leave out"
+    ):
+        sj.Run.train(path, schema=SCHEMA, chunk_rows=8, targets="buy", **how)
+    # The folder has the categories; later data has others.
+    again = sj.Run.load(tmp_path / "run")
+    data = sj.read_sequences(path, features=scanned.feature_names, events=SCHEMA)
+    found = again.recommend(inputs=sorted_, k=3, exclude_seen=False)
+    expected = sj.recommend(model, data, 3, exclude=None)
+    assert found.names() == expected.names(data)
+    later = table().assign(action=np.where(table().time < 4, table().action, "return"))
+    training = Training(later, config=CONFIG, origin=again.directory)
+    earlier = Folder.of(again.directory)
+    kind: Any = KIND
+    more = kind.read_to_train(training.noting(told=told.append), earlier)
+    [line] = [line for line in told if line.startswith("column ")]
+    assert line.startswith(
+        "column 'action': 24 of 120 events have a category that is new"
+    )
+    assert more.events.vocabularies["action"].tolist() == ["buy", "view"]
 
 
 def test_a_saved_model_is_a_run(run, tmp_path):

@@ -496,9 +496,7 @@ def test_whatever_does_not_read_columns_refuses_them(tmp_path):
         sj.load_predictor(tmp_path / "a.zip").recommend(data, k=2)
     data.without_events().save(tmp_path / "plain.parquet")
     scanned = sj.data.scan_sequences(tmp_path / "plain.parquet")
-    with pytest.raises(
-        NotImplementedError, match="inputs is scanned, and has no columns"
-    ):
+    with pytest.raises(NotImplementedError, match="inputs is scanned: read it with"):
         sj.fit(plain, of_plain, scanned, targets="buy")
     with pytest.raises(ValueError, match="no columns of events"):
         sj.fit(plain, of_plain, data.without_events(), targets="buy")

@@ -41,6 +41,11 @@ def from_numbers(values: np.ndarray) -> pa.Array:
     )
 
 
+def one(column: pa.ChunkedArray) -> pa.Array:
+    """A column as one array."""
+    return pa.concat_arrays(column.chunks or [pa.nulls(0, column.type)])
+
+
 def is_text(array: pa.Array | pa.ChunkedArray) -> bool:
     """Whether this is an array of texts without nulls."""
     kind = array.type

@@ -384,6 +384,7 @@ def find_beside(
     columns: Sequence[SourceColumn],
     names: Sequence[str],
     line: int | None = None,
+    remedy: str = "it is a column of events",
 ) -> list[int]:
     """The positions of columns that have no role, by their names.
 
@@ -397,7 +398,6 @@ def find_beside(
     for name in names:
         if known.count(name) != 1:
             problem = "there is no column" if name not in known else "there are several"
-            remedy = "it is a column of events"
             unclear(path, columns, f"{problem} {name!r}", remedy, line)
     return [known.index(name) for name in names]
 

@@ -339,6 +339,21 @@ def check_schema(
         )
 
 
+def facts_in(schema: pa.Schema) -> str:
+    """The document of the columns of events and users, in JSON; empty if there are none."""
+    found = (schema.metadata or {}).get(_EVENTS_KEY, b"")
+    return found.decode(errors="replace")  # the checksum then differs
+
+
+def categories_in(file: pq.ParquetFile) -> dict[str, Names]:
+    """The categories of columns of events and users, by name; of users behind `USERS`."""
+    names = [n for n in file.schema_arrow.names if n.startswith(_CATEGORIES)]
+    return {
+        n.removeprefix(_CATEGORIES): as_names(file.read([n]).column(0).drop_null())
+        for n in names
+    }
+
+
 def _not_saved(schema: pa.Schema) -> str:
     """The message about a file of another program."""
     return (
@@ -349,7 +364,7 @@ def _not_saved(schema: pa.Schema) -> str:
 
 
 def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
-    types = _types(path, file.schema_arrow)
+    types = types_in(path, file.schema_arrow)
     found: dict[str, list[pa.Array]] = {name: [] for name in types}
     lengths = [np.empty(0, np.int64)]
     for batch in file.iter_batches(columns=list(types)):
@@ -375,18 +390,12 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
         for name in ("row", "feature", *named)
     )
     leaves = {
-        name: _joined(path, name, types[name], parts) for name, parts in found.items()
+        name: column_of(path, name, types[name], parts) for name, parts in found.items()
     }
     names = [n for n in leaves if n == "left_out" or n.startswith(USERS)]
     of_rows = {name: leaves.pop(name) for name in names}
     entries = Entries.of_lengths(np.concatenate(lengths), leaves, of_rows)
-    facts = (
-        (file.schema_arrow.metadata or {})
-        .get(_EVENTS_KEY, b"")
-        .decode(
-            errors="replace"  # the checksum then differs
-        )
-    )
+    facts = facts_in(file.schema_arrow)
     names = [name.removeprefix(_CATEGORIES) for name in named]
     return StoredRows(
         entries,
@@ -397,7 +406,7 @@ def _read_table(path: Path, file: pq.ParquetFile) -> StoredRows:
     )
 
 
-def _joined(
+def column_of(
     path: Path, name: str, type_: pa.DataType, parts: Iterable[pa.Array]
 ) -> np.ndarray:
     """The column of all batches: numbers, or as many in each row of a matrix."""
@@ -415,7 +424,7 @@ def _joined(
     return flat.reshape(len(sizes), int(sizes[0]) if len(sizes) else 1)
 
 
-def _types(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
+def types_in(path: Path, schema: pa.Schema) -> dict[str, pa.DataType]:
     """The columns that a saved data set has, and the type as which each is read."""
     types = {name: type_ for name, type_ in _COLUMNS.items() if name in schema.names}
     for name in types.keys() & {"times", "first_times"}:

@@ -60,7 +60,6 @@ def arrays_of(
         arrays[TIMES] = data.padded_times(length)
     if events is not None:
         if columns is None:
-            assert isinstance(data, SequenceDataset)
             columns = _columns_of(data)
         for name, shape in events.items():
             column, fill = _with_room(columns[name], shape), -1 if shape else 0
@@ -70,9 +69,11 @@ def arrays_of(
     return arrays
 
 
-def _columns_of(data: SequenceDataset) -> dict[str, np.ndarray]:
+def _columns_of(data: Histories | SequenceDataset) -> dict[str, np.ndarray]:
     """The columns of the events, of what is known of those to come, and of the users."""
     found = {} if data.events is None else dict(data.events.columns)
+    if isinstance(data, Histories):
+        return found
     found |= {
         f"{CONTEXT}{name}": column for name, column in (data.context or {}).items()
     }

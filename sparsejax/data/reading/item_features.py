@@ -481,9 +481,7 @@ def _joined(parts: list[scipy.sparse.csr_array], items: int) -> scipy.sparse.csr
 
 
 def _one(column: pa.ChunkedArray) -> pa.Array:
-    found = column.combine_chunks()
-    if isinstance(found, pa.ChunkedArray):
-        found = pa.concat_arrays(found.chunks or [pa.nulls(0, column.type)])
+    found = arrow.one(column)
     if pt.is_dictionary(found.type):
         found = found.cast(found.type.value_type)
     if pt.is_fixed_size_list(found.type):

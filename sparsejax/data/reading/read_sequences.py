@@ -100,11 +100,6 @@ def read_sequences(
       TypeError: `events` is something else.
       ValueError: there is no such format, or columns are chosen but it has none.
     """
-    if events is not None and not isinstance(events, EventSchema | Events):
-        raise TypeError(
-            "events is an EventSchema, or the events of a SequenceDataset, got "
-            f"{type(events).__name__}"
-        )
     reader = None if events is None else EventReader(events)
     chosen = Chosen(user, item, None, time)
     asked = Asked(

@@ -19,14 +19,13 @@ from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.scan import Group, Scan
 from sparsejax.data.sets.click_columns import (
+    CategoryCounter,
     ColumnReader,
-    Counter,
     Numbered,
     categories_of,
     dense_of,
     labels_of,
     propensities_of,
-    warn_of_lists,
     weights_of,
 )
 from sparsejax.data.sets.click_files import (
@@ -40,7 +39,6 @@ from sparsejax.data.sets.click_schema import (
     ClickSchema,
     features_of,
     num_ids,
-    vocabularies_of,
     vocabulary_columns,
     without_time,
 )
@@ -297,23 +295,13 @@ def scan_clicks(
     schema = without_time(schema)
     known = known_vocabularies(schema, features)
     if known is None:
-        columns = vocabulary_columns(schema)
-        counters = {name: Counter() for name in vocabularies_of(schema)}
-        rows, first = 0, True
+        columns, counter, rows = vocabulary_columns(schema), CategoryCounter(schema), 0
         for block in click_blocks(path, schema, [*schema.targets, *columns]):
             rows += len(labels_of(block, schema))
-            found = {name: categories_of(block, name) for name in columns}
-            if first:
-                warn_of_lists(found, schema, None)
-                first = False
-            for name, owner in columns.items():
-                counters[owner].add(found[name].texts)
+            counter.add({name: categories_of(block, name) for name in columns})
         if not rows:
             raise DataError.at(as_paths(path)[0], "holds no examples")
-        known = {
-            name: counters[name].finish(column.min_count)
-            for name, column in vocabularies_of(schema).items()
-        }
+        known = counter.finish()
     return ScannedClicks(path, schema, known, chunk_rows)
 
 

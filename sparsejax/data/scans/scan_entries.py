@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import hashlib
 import os
 from collections.abc import Callable, Iterable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from sparsejax import codec
 from sparsejax.callers import warn_caller
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import arrow, stored
@@ -22,13 +22,17 @@ from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.scan import Group, Scan
 from sparsejax.data.scans import scan_tables
+from sparsejax.data.sets.events import Events, of_stated
 from sparsejax.data.sets.named_rows import UnknownFeaturesWarning
-
-_TYPES = {"indices": pa.int32(), "values": pa.float32()}
 
 
 class ScannedEntries[Rows](Scan[Rows, Entries]):
     """Rows of entries on disk. A subclass is a dataclass, which has these fields."""
+
+    @property
+    def _events(self) -> Events | None:
+        """The columns of events that are read, without events."""
+        return None
 
     if TYPE_CHECKING:
 
@@ -62,6 +66,8 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         if self.layout is not None:
             names = self.feature_names.tolist()
             digest.update(repr((self.layout, names)).encode())
+        if self._events is not None:
+            digest.update(codec.text(self._events.to_json()).encode())
         for group in self._row_groups:
             file = group.file
             facts = (file.size, group.number, group.rows, group.entries)
@@ -87,25 +93,30 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
     def _decode(self, group: Group, low: int, high: int) -> Entries:
         if self.layout is not None:
             return scan_tables.read_rows(
-                group, low, high, self.layout, self._vocabulary
+                group, low, high, self.layout, self._vocabulary, self._events
             )
         with group.file.open(one_group=True) as file:
-            names = self._lists(file.schema_arrow.names)
-            if not set(names) <= set(file.schema_arrow.names):
+            schema = file.schema_arrow
+            names = self._lists(schema.names)
+            if not set(names) <= set(schema.names):
                 raise group.file.changed()
+            types = stored.types_in(group.file.path, schema)
             table = file.read_row_group(group.number, columns=names)
-        lists = {
-            name: table.column(name).drop_null().slice(low, high - low)
-            for name in names
-        }
-        if not all(pa.types.is_list(column.type) for column in lists.values()):
-            raise group.file.changed()
-        lengths = [_list_lengths(column) for column in lists.values()]
+        lists = {}
+        for name in names:
+            column = table.column(name).drop_null().slice(low, high - low)
+            if not pa.types.is_list(column.type):
+                raise group.file.changed()
+            lists[name] = column.cast(types[name]).combine_chunks()
+        lengths = [arrow.numbers(column.value_lengths()) for column in lists.values()]
         if len(lengths[0]) != high - low or any(
             not np.array_equal(lengths[0], other) for other in lengths[1:]
         ):
             raise group.file.changed()
-        columns = {name: _flat_list(name, column) for name, column in lists.items()}
+        columns = {
+            name: stored.column_of(group.file.path, name, types[name], [each.flatten()])
+            for name, each in lists.items()
+        }
         return Entries.of_lengths(lengths[0], columns)
 
     def _known(self, entries: Entries) -> Entries:
@@ -121,30 +132,20 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
         return entries.keep(is_known)
 
 
-def _list_lengths(column: pa.ChunkedArray) -> np.ndarray:
-    parts = [arrow.numbers(chunk.value_lengths()) for chunk in column.chunks]
-    return np.concatenate([np.empty(0, np.int64), *parts])
-
-
-def _flat_list(name: str, column: pa.ChunkedArray) -> np.ndarray:
-    type_ = _TYPES.get(name, column.type.value_type)
-    parts = [chunk.flatten().cast(type_).to_numpy() for chunk in column.chunks]
-    return np.concatenate([pa.nulls(0, type_).to_numpy(False), *parts])
-
-
-@dataclasses.dataclass(frozen=True)
-class SavedFiles:
+class SavedFiles(NamedTuple):
     """Files of saved data sets that are read as one.
 
     Attributes:
       features: the vocabulary that all have.
       kind: type of the values or the times of all files.
       groups: row groups that have rows, in order.
+      events: the columns of events that all have, without events; None if there are none.
     """
 
     features: Names
     kind: Any
     groups: tuple[Group, ...]
+    events: Events | None
 
     @classmethod
     def of(
@@ -167,10 +168,11 @@ class SavedFiles:
         """
         groups: list[Group] = []
         first: tuple[pa.Array, Any] | None = None
+        columns: list[Events | None] = []
         for file in files:
             with file.open() as opened:
                 schema = opened.schema_arrow
-                stored.check_schema(file.path, schema, form)
+                columns.append(_events_in(file.path, opened, form))
                 features, type_ = _features(opened), typed(schema)
                 found = [_group(file, opened, n) for n in range(opened.num_row_groups)]
             first = first or (features, type_)
@@ -186,9 +188,40 @@ class SavedFiles:
                     f"has {what} of another kind than the first file, or only one of the "
                     f"two has {what}; save all with the same",
                 )
+            if not _are_alike(columns[0], columns[-1]):
+                raise DataError.at(
+                    file.path,
+                    "has other columns of events than the first file, or other categories; "
+                    "read all with events=train.events, and save them again",
+                )
             groups += [group for group in found if group.rows]
         assert first is not None  # there is a file
-        return cls(as_names(first[0]), first[1], tuple(groups))
+        events = columns[0]
+        for other in columns[1:]:
+            events = events and other and events.joined(other)
+        return cls(as_names(first[0]), first[1], tuple(groups), events)
+
+
+def _events_in(path: Path, file: pq.ParquetFile, form: stored.Form) -> Events | None:
+    """The columns of events of a saved file, without events; None if it has none."""
+    schema = file.schema_arrow
+    try:
+        facts = codec.parse(stored.facts_in(schema) or "{}")
+        are_events = "schema" in facts and "users" not in facts
+        are_events &= "weights" not in schema.names
+        stored.check_schema(path, schema, form, events=are_events)
+        return of_stated(facts, stored.categories_in(file)) if are_events else None
+    except DataError:
+        raise
+    except (ValueError, KeyError) as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
+
+
+def _are_alike(events: Events | None, others: Events | None) -> bool:
+    """Whether columns of events have the same ids."""
+    if events is None or others is None:
+        return events is others
+    return events.has_ids_of(others)
 
 
 def _features(file: pq.ParquetFile) -> pa.Array:

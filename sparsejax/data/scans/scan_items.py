@@ -193,7 +193,7 @@ def scan_parquet(
         with_user=False,
         with_time=False,
     )
-    groups, names = scan_tables.find_rows(path, files, layout, features)
+    groups, names, _ = scan_tables.find_rows(path, files, layout, features)
     valued = layout.value is not None
     scanned = ScannedDataset(path, names, not valued, chunk_rows, groups, layout)
     if features is not None:

@@ -17,10 +17,13 @@ from sparsejax.data.files.entries import Entries
 from sparsejax.data.files.names import FeatureNames, Names
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
+from sparsejax.data.files.stored import EVENTS
 from sparsejax.data.scan import Group
 from sparsejax.data.scans import scan_tables
 from sparsejax.data.scans.scan_entries import SavedFiles, ScannedEntries
-from sparsejax.data.sets.sequences import Histories
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import Events, named, schema_of
+from sparsejax.data.sets.sequences import Histories, SequenceDataset, no_histories
 from sparsejax.sparse import as_int32
 
 
@@ -45,6 +48,8 @@ class ScannedSequences(ScannedEntries[Histories]):
       layout: the columns of a table; None for saved sequences.
       chunk_rows: about the number of rows that `fit` has on the devices at a time; None for
         as many as fit.
+      events: the columns of events with their categories, without events; None if there are
+        none.
     """
 
     kind: ClassVar[str] = "histories"
@@ -54,12 +59,27 @@ class ScannedSequences(ScannedEntries[Histories]):
     groups: tuple[Group, ...]
     layout: TableLayout | None = None
     chunk_rows: int | None = None
+    events: Events | None = None
+
+    @property
+    def _events(self) -> Events | None:
+        return self.events
+
+    def without_rows(self) -> SequenceDataset:
+        """The items and the columns of events, without rows."""
+        return no_histories(self.feature_names, self.events)
+
+    @property
+    def _columns(self) -> dict[str, np.ndarray]:
+        """The columns of events, by their names in `Entries`, without events."""
+        return {} if self.events is None else named(self.events.columns)
 
     def _lists(self, names: Iterable[str]) -> list[str]:
-        return ["indices", *({"times"} & set(names))]
+        return ["indices", *({"times"} & set(names)), *self._columns]
 
     def _joined(self, parts: list[Entries]) -> Histories:
-        nothing = Entries.of(np.zeros(1, np.int64), indices=np.empty(0, np.int32))
+        columns = {"indices": np.empty(0, np.int32), **self._columns}
+        nothing = Entries(np.zeros(1, np.int64), columns)
         times = [part.columns["times"] for part in parts if "times" in part.columns]
         size, count = sum(map(len, times)), sum(len(part.indices) for part in parts)
         if (
@@ -80,8 +100,26 @@ class ScannedSequences(ScannedEntries[Histories]):
             raise DataError.at(
                 self.path, "is damaged: an index is not that of a feature"
             )
+        events = self.events
+        if events is not None:
+            found = {n: rows.columns[f"{EVENTS}{n}"] for n in events.schema.used}
+            try:
+                events = events.with_columns(found)
+            except ValueError as error:
+                problem = "is damaged: " if self.layout is None else ""
+                raise DataError.at(self.path, f"{problem}{error}") from error
         indptr = as_int32("indptr", rows.indptr)
-        return Histories(indptr, rows.indices, rows.columns.get("times"))
+        return Histories(indptr, rows.indices, rows.columns.get("times"), events)
+
+    def _decode(self, group: Group, low: int, high: int) -> Entries:
+        entries = super()._decode(group, low, high)
+        if self.layout is not None or self.events is None:
+            return entries
+        columns = {n: entries.columns[f"{EVENTS}{n}"] for n in self.events.lists}
+        try:
+            return entries.replaced(**named(self.events.with_room(columns)))
+        except ValueError as error:
+            raise group.file.changed() from error
 
 
 def scan_sequences(
@@ -91,6 +129,7 @@ def scan_sequences(
     item: Column = None,
     time: TimeColumn = BY_NAME,
     features: FeatureNames | Iterable[object] | None = None,
+    events: EventSchema | Events | None = None,
     chunk_rows: int | None = None,
 ) -> ScannedSequences:
     """Scans Parquet files of histories without keeping their rows.
@@ -118,13 +157,15 @@ def scan_sequences(
         file.
       features: vocabulary to read a table against: names, or a data set. Without it the
         item column is read once more, as by `scan_parquet`.
+      events: the columns of events of a table, see `read_sequences`. They are read once
+        more, to count their categories.
       chunk_rows: about the number of rows that `fit` has on the devices at a time, in whole
         row groups; see `scan_parquet`.
 
     Raises:
       DataError: a file is of another kind, is damaged, or differs from the first one.
         Pairs are not sorted.
-      ValueError: columns or `features` are given for saved sequences, or `chunk_rows` is
+      ValueError: columns, `features` or `events` are given for saved sequences, or `chunk_rows` is
         not positive.
     """
     if chunk_rows is not None and chunk_rows < 1:
@@ -134,10 +175,11 @@ def scan_sequences(
     chosen = Chosen(user, item, None, time)
     form = stored.form_of(schema)
     if form is not None and form.ordered:
-        if chosen or chosen.time is None or features is not None:
+        given = features if events is None else events
+        if chosen or chosen.time is None or given is not None:
             raise ValueError(
                 f"{shown(path)}: holds saved sequences, so it has no columns to name and "
-                "has its own vocabulary; leave out user, item, time and features"
+                "has its own vocabulary; leave out user, item, time, features and events"
             )
         return _saved(path, files, chunk_rows)
     if form is not None and form.has_rows:
@@ -147,14 +189,19 @@ def scan_sequences(
             "with read_sequences, and save the result",
         )
     layout = tables.find_table_layout(
-        first, schema, chosen, indicator=True, with_user=False
+        first,
+        schema,
+        chosen,
+        indicator=True,
+        with_user=False,
+        further=() if events is None else schema_of(events).used,
     )
     rows = parquet.first_rows(files, layout.columns)
     layout, _ = tables.settle_time(layout, chosen, rows)
     assert layout.source is not None
     layout.source.check_order(path)
-    groups, names = scan_tables.find_rows(path, files, layout, features)
-    return ScannedSequences(path, names, groups, layout, chunk_rows)
+    groups, names, found = scan_tables.find_rows(path, files, layout, features, events)
+    return ScannedSequences(path, names, groups, layout, chunk_rows, found)
 
 
 def _times_in(schema: pa.Schema) -> pa.DataType | None:
@@ -167,4 +214,5 @@ def _saved(
 ) -> ScannedSequences:
     """Scans files of `SequenceDataset.save`."""
     found = SavedFiles.of(files, "times", _times_in, form=stored.HISTORIES)
-    return ScannedSequences(path, found.features, found.groups, None, chunk_rows)
+    groups, events = found.groups, found.events
+    return ScannedSequences(path, found.features, groups, None, chunk_rows, events)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,24 +12,23 @@ import pyarrow.compute as pc
 import pyarrow.types as pt
 
 from sparsejax.data.events import tables
-from sparsejax.data.events.block import Block, encoded_names
+from sparsejax.data.events.block import Block, Cells, encoded_names
 from sparsejax.data.events.tables import TableLayout
 from sparsejax.data.files import spelling
 from sparsejax.data.files.entries import Entries, joined, known
 from sparsejax.data.files.names import (
     FeatureNames,
     Names,
-    as_names,
     of_features,
     to_arrow,
 )
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.scan import Group
+from sparsejax.data.sets.click_columns import Counter
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import EventCounter, Events, named
 from sparsejax.data.sets.vocabulary import vocabulary_order
-
-# Names that wait until they are counted together.
-_FOLD = 2**20
 
 # An array finds the columns of integers if it has no more places than this number, plus
 # so many for each name.
@@ -86,8 +85,11 @@ def find_rows(
     files: Sequence[ParquetPath],
     layout: TableLayout,
     features: FeatureNames | Iterable[object] | None,
-) -> tuple[tuple[Group, ...], Names]:
+    events: EventSchema | Events | None = None,
+) -> tuple[tuple[Group, ...], Names, Events | None]:
     """The groups of a table's files, and its vocabulary: by default its own items.
+
+    The third part is the columns of events, if some are given, with their categories.
 
     Raises:
       DataError: there are no rows, or none of them has an item and `features` is None. See
@@ -96,12 +98,15 @@ def find_rows(
     groups = find_groups(files, layout)
     if not groups:
         raise DataError.at(path, "holds no data: there are no rows")
-    if features is not None:
-        return tuple(groups), of_features(features)
-    names = find_vocabulary(files, layout)
-    if not names.size:
+    counter = None if events is None else EventCounter(events)
+    names = None if features is None else of_features(features)
+    if names is None or counter is not None:
+        take = None if counter is None else counter.take
+        found = find_vocabulary(files, layout, take)
+        names = found if names is None else names
+    if not names.size and features is None:
         raise DataError.at(path, "none of the rows has a feature")
-    return tuple(groups), names
+    return tuple(groups), names, None if counter is None else counter.finish()
 
 
 def find_groups(files: Iterable[ParquetPath], layout: TableLayout) -> list[Group]:
@@ -192,9 +197,14 @@ def _is_new(users: pa.Array) -> np.ndarray:
 
 
 def read_rows(
-    group: Group, low: int, high: int, layout: TableLayout, vocabulary: Vocabulary
+    group: Group,
+    low: int,
+    high: int,
+    layout: TableLayout,
+    vocabulary: Vocabulary,
+    events: Events | None = None,
 ) -> Entries:
-    """Rows `low .. high - 1` of a group, as they are in the file.
+    """Rows `low .. high - 1` of a group, as they are in the file, with columns of events.
 
     A row may have an item twice. Items that the vocabulary lacks have the index -1.
 
@@ -209,11 +219,25 @@ def read_rows(
             indices=vocabulary.find(block.features, group.file.path),
             values=block.values,
             times=block.times,
+            **_columns_of(block, events),
         )
         for block in blocks
     ]
     columns = {"indices": np.empty(0, np.int32)} | joined(parts)
     return Entries.of_lengths(lengths, columns)
+
+
+def _columns_of(block: Block, events: Events | None) -> dict[str, np.ndarray]:
+    """The columns of a block's events, by their names in `Entries`."""
+    if events is None or block.beside is None:
+        return {}
+    found = events.read(block.beside, events.schema.used)
+    try:
+        return named(events.with_room(found))
+    except ValueError as error:
+        raise DataError.at(
+            block.beside.path, "was changed since it was scanned: a list is longer now"
+        ) from error
 
 
 def _read_lists(group: Group, low: int, high: int, layout: TableLayout):
@@ -278,16 +302,21 @@ def _blocks(
     )
 
 
-def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
+def find_vocabulary(
+    files: Iterable[ParquetPath],
+    layout: TableLayout,
+    take: Callable[[Cells], None] | None = None,
+) -> Names:
     """The names of all items, in the order of `vocabulary_order`.
 
-    Reads the items once and keeps the distinct names in memory.
+    Reads the items once and keeps the distinct names in memory. `take` is called with the
+    cells of the columns beside them.
 
     Raises:
       DataError: a file has other columns, or an item is missing.
     """
     items = dataclasses.replace(layout, user=None, value=None, time=None)
-    waiting, size, known, type_ = [], 0, 0, None
+    counter, type_ = Counter(), None
     for file in files:
         with file.open() as opened:
             tables.check_layout(file, opened, layout)
@@ -295,6 +324,8 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
             for block in tables.table_blocks(
                 [(file.path, batches)], items, encoded=False
             ):
+                if take is not None and block.beside is not None:
+                    take(block.beside)
                 names = tables.plain_names(
                     pa.chunked_array([block.features]), file.path
                 )
@@ -305,19 +336,6 @@ def find_vocabulary(files: Iterable[ParquetPath], layout: TableLayout) -> Names:
                 names, counts = pc.call_function("value_counts", [names]).flatten()
                 if not pt.is_integer(names.type):
                     names = names.cast(pa.large_string())
-                waiting.append(pa.table([names, counts], ["name", "count"]))
-                size += len(names)
-                if size > max(_FOLD, 2 * known):
-                    waiting = [_added_up(waiting)]
-                    size = known = len(waiting[0])
-    if not size:
-        return as_names([])
-    table = _added_up(waiting)
-    names = as_names(table["name"].cast(pa.large_string()))
-    return names[vocabulary_order(table["count"].to_numpy(), names)]
-
-
-def _added_up(tables: list[pa.Table]) -> pa.Table:
-    """The total count of each name."""
-    added = pa.concat_tables(tables).group_by("name").aggregate([("count", "sum")])
-    return added.rename_columns(["name", "count"])
+                counter.add_counts(names, counts)
+    names, counts = counter.counts()
+    return names[vocabulary_order(counts, names)] if len(names) else names

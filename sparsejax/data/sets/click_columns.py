@@ -475,19 +475,27 @@ class Counter:
         texts = _spelled(texts)
         names = texts.dictionary
         counts = np.bincount(texts.indices.to_numpy(), minlength=len(names))
+        self.add_counts(names, pa.array(counts))
+
+    def add_counts(self, names: pa.Array, counts: pa.Array) -> None:
+        """Takes names of one type, and how often each occurs."""
         self._waiting.append(pa.table([names, counts], ["name", "count"]))
         self._size += len(names)
         if self._size > max(_FOLD, 2 * self._known):
             self._fold()
 
+    def counts(self) -> tuple[Names, np.ndarray]:
+        """The distinct names, and how often each occurs."""
+        if not self._waiting:
+            return as_names([]), np.empty(0, np.int64)
+        self._fold()
+        names, counts = self._waiting[0].columns
+        return as_names(names.cast(pa.large_string())), counts.to_numpy()
+
     def finish(self, min_count: int) -> Names:
         """The vocabulary."""
-        if not self._waiting:
-            return as_names([])
-        self._fold()
-        table = self._waiting[0]
-        names = as_names(table["name"])
-        return names[ranked(names, table["count"].to_numpy(), min_count)]
+        names, counts = self.counts()
+        return names[ranked(names, counts, min_count)]
 
     def _fold(self) -> None:
         table = pa.concat_tables(self._waiting)
@@ -603,6 +611,45 @@ class ColumnReader:
             for name, parts in ids.items()
         }
         return vocabularies, np.concatenate(self._dense), each
+
+
+class CategoryCounter:
+    """Counts the categories of the columns of a schema, block by block.
+
+    Args:
+      schema: types of the columns.
+      known: the categories of each vocabulary, if they are not to be counted.
+
+    Attributes:
+      lists: for each column with lists, the largest number of categories in a list.
+    """
+
+    def __init__(
+        self, schema: HasColumns, known: Mapping[str, Names] | None = None
+    ) -> None:
+        self._schema, self._known, self._has_begun = schema, known, False
+        learned = vocabularies_of(schema) if known is None else {}
+        self._counters = {name: (Counter(), c.min_count) for name, c in learned.items()}
+        self.lists: dict[str, int] = {}
+
+    def add(self, found: Mapping[str, Categories]) -> None:
+        """Takes the next block of columns, of all that have a vocabulary."""
+        if not self._has_begun:
+            warn_of_lists(found, self._schema, self._known)
+        self._has_begun = True
+        owners = vocabulary_columns(self._schema)
+        for name, (texts, sizes) in found.items():
+            if sizes is not None:
+                longest = int(sizes.max(initial=1))
+                self.lists[name] = max(self.lists.get(name, 1), longest)
+            if (owner := owners.get(name)) in self._counters:
+                self._counters[owner][0].add(texts)
+
+    def finish(self) -> dict[str, Names]:
+        """The vocabularies."""
+        counted = self._counters.items()
+        found = {name: counter.finish(least) for name, (counter, least) in counted}
+        return dict(self._known or {}) | found
 
 
 def ranked(names: Names, counts: np.ndarray, min_count: int) -> np.ndarray:

@@ -19,8 +19,8 @@ from sparsejax.data.events.pair_layout import typed_header
 from sparsejax.data.events.pieces import TABLE, Piece, find_pieces, is_path
 from sparsejax.data.events.records import TextLayout, read_records, record_cells
 from sparsejax.data.events.sniff import is_parquet
-from sparsejax.data.files import others, parquet
-from sparsejax.data.files.columns import SourceColumn, unclear
+from sparsejax.data.files import arrow, others, parquet
+from sparsejax.data.files.columns import SourceColumn, find_beside
 from sparsejax.data.files.opening import (
     ByteStream,
     DataError,
@@ -38,6 +38,9 @@ from sparsejax.data.sets.click_schema import ClickSchema
 BLOCK_BYTES = 32 * 2**20
 
 Paths = Path | Sequence[Path] | Any
+
+# What to do where a file lacks a column.
+_REMEDY = "the schema needs it; for a text file without a header, give ClickSchema(columns=...)"
 
 
 def click_blocks(
@@ -158,7 +161,7 @@ def guess_clicks(path: Path) -> str:
 
 def _check_columns(path: Path, schema: pa.Schema, names: Sequence[str]) -> None:
     columns = [SourceColumn(f.name, i, str(f.type)) for i, f in enumerate(schema)]
-    _check_names(path, columns, names)
+    find_beside(path, columns, names, remedy=_REMEDY)
 
 
 def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Cells:
@@ -176,7 +179,7 @@ def group_cells(group: Group, names: Sequence[str], start: int, stop: int) -> Ce
     if len(table) < stop:
         raise group.file.changed()
     part = table.slice(start, stop - start)
-    columns = {name: _one_array(part.column(name)) for name in names}
+    columns = {name: arrow.one(part.column(name)) for name in names}
     error = row_error(group.file.path, group.first + start)
     return Cells(columns, error, group.file.path)
 
@@ -227,11 +230,6 @@ def _parquet_blocks(piece: Piece, names: list[str]) -> Iterator[Cells]:
             yield from tables.table_cells([(source.path, batches())], columns)
 
 
-def _one_array(column: pa.ChunkedArray) -> pa.Array:
-    found = column.combine_chunks()
-    return pa.array([], column.type) if isinstance(found, pa.ChunkedArray) else found
-
-
 def _text_blocks(
     path: Path, schema: ClickSchema, names: Sequence[str], used: Sequence[str]
 ) -> Iterator[Cells]:
@@ -264,7 +262,7 @@ def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
     else:
         names, is_header = tuple(cells), True
         columns = [SourceColumn(name, i, "text") for i, name in enumerate(names)]
-        _check_names(path, columns, used, line=line)
+        find_beside(path, columns, used, line, _REMEDY)
     return TextLayout(
         delimiter=delimiter,
         first_line=end if is_header else line,
@@ -273,20 +271,3 @@ def _layout(path: Path, schema: ClickSchema, used: Sequence[str]) -> TextLayout:
         header=lines.text(line, end) if is_header else None,
         lists=lists if is_header else frozenset(),
     )
-
-
-def _check_names(
-    path: Path,
-    columns: Sequence[SourceColumn],
-    names: Sequence[str],
-    line: int | None = None,
-) -> None:
-    known = [column.name for column in columns]
-    for name in names:
-        if known.count(name) != 1:
-            problem = "there is no column" if name not in known else "there are several"
-            remedy = (
-                "the schema needs it; for a text file without a header, give "
-                "ClickSchema(columns=...)"
-            )
-            unclear(path, columns, f"{problem} {name!r}", remedy, line)

@@ -9,6 +9,7 @@ import numpy as np
 import pyarrow as pa
 
 from sparsejax.data.events.block import Cells
+from sparsejax.data.files import arrow
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError
 from sparsejax.data.files.stored import id_lists
@@ -152,10 +153,7 @@ def record_columns(records: Sequence[Any]) -> dict[str, list[Any]]:
 
 def _array(name: str, values: Any) -> pa.Array:
     if isinstance(values, pa.ChunkedArray):
-        found = values.combine_chunks()
-        return (
-            pa.array([], values.type) if isinstance(found, pa.ChunkedArray) else found
-        )
+        return arrow.one(values)
     if isinstance(values, pa.Array):
         return values
     if isinstance(values, str | bytes):  # else each of its characters would be a row

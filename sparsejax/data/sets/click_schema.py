@@ -389,8 +389,7 @@ class ClickSchema:
         propensity = {n: getattr(self, n) for n in ("propensity", "least_propensity")}
         return {
             "label": self.label,
-            "dense": {n: _document(c) for n, c in self.dense.items()},
-            "ids": ids_document(self.ids),
+            **columns_document(self),
             "columns": None if self.columns is None else list(self.columns),
             "delimiter": self.delimiter,
             **({} if self.time is None else {"time": self.time}),
@@ -407,34 +406,13 @@ class ClickSchema:
           ValueError: it is not such an object.
         """
         label = "not a schema of clicks"
-        document = dict(codec.value(dict[str, Any], document, label))
-        ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
-        document["ids"] = {n: id_column(n, c, label) for n, c in ids.items()}
-        return codec.read(cls, labels_read(document, label), label)
+        return codec.read(cls, with_columns_read(document, label), label)
 
 
 def labels_document(labels: Mapping[str, LabelColumn]) -> dict[str, Any]:
     """The entry of the labels in the JSON object of a schema, if there are any."""
     columns = {n: codec.document(c, skip_defaults=True) for n, c in labels.items()}
     return {"labels": columns} if columns else {}
-
-
-def labels_read(document: Mapping[str, Any], label: str) -> dict[str, Any]:
-    """The JSON object of a schema, in which `LabelColumn`s take the place of their documents.
-
-    Args:
-      document: the object. Labels may be names alone.
-      label: begin of the message of an error.
-
-    Raises:
-      ValueError: the labels are no such objects.
-    """
-    labels = document.get("labels")
-    if isinstance(labels, list):
-        labels = codec.value(tuple[str, ...], labels, label, "labels")
-    elif labels is not None:
-        labels = codec.value(dict[str, LabelColumn], labels, label, "labels")
-    return {**document, **({} if labels is None else {"labels": labels})}
 
 
 def check_columns(
@@ -480,13 +458,11 @@ def _check_like(name: str, like: str, ids: Mapping[str, IdColumn]) -> None:
         )
 
 
-def ids_document(ids: Mapping[str, IdColumn]) -> dict[str, Any]:
-    """The JSON object of columns of categories, for `id_column`."""
+def columns_document(schema: HasColumns) -> dict[str, Any]:
+    """The columns of a schema as JSON, for `with_columns_read`."""
     kind_of = {kind: name for name, kind in _KINDS.items()}
-    return {
-        name: {"kind": kind_of[type(column)], **_document(column)}
-        for name, column in ids.items()
-    }
+    ids = {n: {"kind": kind_of[type(c)], **_document(c)} for n, c in schema.ids.items()}
+    return {"dense": {n: _document(c) for n, c in schema.dense.items()}, "ids": ids}
 
 
 def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
@@ -498,20 +474,26 @@ def _document(column: IdColumn | DenseColumn) -> dict[str, Any]:
     return found
 
 
-def id_column(name: str, document: codec.Json, label: str) -> IdColumn:
-    """The column of a JSON object with its "kind", which `ids_document` made.
+def with_columns_read(document: codec.Json, label: str) -> dict[str, Any]:
+    """The JSON object of a schema, with columns of categories and labels as dataclasses.
 
     Args:
-      name: name of the column.
-      document: the object.
+      document: the object. Labels may be names alone.
       label: begin of the message of an error.
 
     Raises:
       ValueError: it is not such an object.
     """
-    label = f'{label}: column "{name}"'
-    options = codec.value(dict[str, Any], document, label)
-    return codec.read_tagged(_KINDS, "kind", options, label)
+    found = dict(codec.value(dict[str, Any], document, label))
+    ids = codec.value(dict[str, Any], found.get("ids"), label, "ids")
+    found["ids"] = {
+        name: codec.read_tagged(_KINDS, "kind", column, f'{label}: column "{name}"')
+        for name, column in ids.items()
+    }
+    if (labels := found.get("labels")) is not None:
+        hint = tuple[str, ...] if isinstance(labels, list) else dict[str, LabelColumn]
+        found["labels"] = codec.value(hint, labels, label, "labels")
+    return found
 
 
 def without_time(schema: ClickSchema) -> ClickSchema:

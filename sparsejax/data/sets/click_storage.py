@@ -57,20 +57,21 @@ class ClickParts(NamedTuple):
     propensities: np.ndarray | None = None
 
 
-class Facts(NamedTuple):
-    """Facts that a saved file states of itself.
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """Facts that a saved file states of itself, as JSON beside its version.
 
     Attributes:
-      schema: types of the columns.
+      schema: types of the columns; in JSON the document of the schema.
       rows: number of examples.
-      sizes: number of categories of each vocabulary.
-      checksum: checksum of the whole content.
+      vocabularies: number of categories of each vocabulary.
+      crc32: checksum of the whole content.
     """
 
-    schema: ClickSchema
+    schema: Any
     rows: int
-    sizes: Mapping[str, int]
-    checksum: int
+    vocabularies: Mapping[str, int]
+    crc32: int
 
 
 def write_clicks(path: Path, parts: ClickParts) -> None:
@@ -100,7 +101,7 @@ def write_clicks(path: Path, parts: ClickParts) -> None:
         )
     for name, names in parts.vocabularies.items():
         columns[f"vocabulary/{name}"] = to_arrow(names)
-    facts = _Stated(
+    facts = Facts(
         schema=parts.schema.to_json(),
         rows=len(parts.labels),
         vocabularies={name: len(v) for name, v in parts.vocabularies.items()},
@@ -124,7 +125,7 @@ def read_saved(path: Path) -> ClickParts:
     try:
         vocabularies = {
             name: _names_of(name, size, table[_vocabulary(name)])
-            for name, size in facts.sizes.items()
+            for name, size in facts.vocabularies.items()
         }
         columns = {
             name: table[name].slice(0, facts.rows).combine_chunks()
@@ -138,7 +139,7 @@ def read_saved(path: Path) -> ClickParts:
             raise ValueError(f"{len(parts.labels):,} examples, not {facts.rows:,}")
     except (ValueError, KeyError, pa.ArrowException) as error:
         raise DataError.at(path, f"is damaged: {error}") from error
-    if _checksum(parts) != facts.checksum:
+    if _checksum(parts) != facts.crc32:
         raise DataError.at(path, "is damaged: its checksum does not fit its content")
     return parts
 
@@ -153,25 +154,15 @@ def facts_of(path: Path, schema: pa.Schema) -> Facts:
     try:
         facts = codec.parse(stored.CLICKS.stated(schema))
         facts = codec.without_version(facts, _VERSION, "its metadata")
-        read = codec.read(_Stated, facts, "its metadata")
+        read = codec.read(Facts, facts, "its metadata")
         click_schema = ClickSchema.from_json(read.schema)
         _check_facts(read, click_schema, schema)
     except ValueError as error:
         raise DataError.at(path, str(error)) from error
-    return Facts(click_schema, read.rows, read.vocabularies, read.crc32)
+    return dataclasses.replace(read, schema=click_schema)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Stated:
-    """The JSON of a file, without its version."""
-
-    schema: Any
-    rows: int
-    vocabularies: Mapping[str, int]
-    crc32: int
-
-
-def _check_facts(stated: _Stated, clicks: ClickSchema, schema: pa.Schema) -> None:
+def _check_facts(stated: Facts, clicks: ClickSchema, schema: pa.Schema) -> None:
     """Raises ValueError unless a file's metadata, schema and columns fit together."""
     if not 0 <= stated.rows < 2**63 or not 0 <= stated.crc32 < 2**32:
         raise ValueError('its metadata: "rows" or "crc32" is wrong')
@@ -246,7 +237,7 @@ def stored_vocabularies(
     """
     found = {}
     try:
-        for name, size in facts.sizes.items():
+        for name, size in facts.vocabularies.items():
             column = file.read(columns=[_vocabulary(name)]).column(0)
             found[name] = _names_of(name, size, column)
         if file.metadata.num_rows < facts.rows:

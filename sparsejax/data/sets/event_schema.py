@@ -14,10 +14,9 @@ from sparsejax.data.sets.click_schema import (
     LabelColumn,
     VocabularyColumn,
     check_columns,
-    id_column,
-    ids_document,
+    columns_document,
     labels_document,
-    labels_read,
+    with_columns_read,
 )
 
 # Begins of names among the columns that a model reads: of columns that are known of the event to
@@ -145,8 +144,7 @@ class EventSchema:
         """The schema as a JSON object, for `from_json`."""
         return {
             "kind": self.kind,
-            "dense": {n: codec.document(c) for n, c in self.dense.items()},
-            "ids": ids_document(self.ids),
+            **columns_document(self),
             **({"context": list(self.context)} if self.context else {}),
             **labels_document(self.several),
         }
@@ -159,7 +157,4 @@ class EventSchema:
           ValueError: it is not such an object.
         """
         label = "not a schema of events"
-        document = codec.value(dict[str, Any], document, label)
-        ids = codec.value(dict[str, Any], document.get("ids"), label, "ids")
-        read = {n: id_column(n, c, label) for n, c in ids.items()}
-        return codec.read(cls, labels_read({**document, "ids": read}, label), label)
+        return codec.read(cls, with_columns_read(document, label), label)

@@ -22,7 +22,9 @@ from sparsejax.data.files.names import (
 )
 from sparsejax.data.files.opening import DataError, Path
 from sparsejax.data.files.spelling import are_missing, as_integers_or_text
+from sparsejax.data.files.stored import EVENTS
 from sparsejax.data.sets.click_columns import (
+    CategoryCounter,
     ColumnReader,
     Numbered,
     dense_of,
@@ -144,6 +146,13 @@ class Events:
         return {n: c.shape[1] for n, c in self.columns.items() if c.ndim == 2}
 
     @property
+    def num_unknown(self) -> dict[str, int]:
+        """For each column the number of events with an unknown or rare category, if any."""
+        found = {n: self.columns[n] == RARE for n in vocabulary_columns(self.schema)}
+        events = {n: x if x.ndim == 1 else x.any(axis=1) for n, x in found.items()}
+        return {name: int(x.sum()) for name, x in events.items() if x.any()}
+
+    @property
     def kinds(self) -> list[str]:
         """The kinds of events that the training data has, the most frequent one first."""
         return [] if self.schema.kind is None else self._kinds.tolist()
@@ -230,6 +239,17 @@ class Events:
     def _reader(self) -> EventReader:
         return EventReader(self)
 
+    def with_room(self, columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Columns of some events, whose lists have as many places as these.
+
+        Raises:
+          ValueError: a list is longer.
+        """
+        lists = self.lists
+        return {
+            n: widened(c, lists[n]) if n in lists else c for n, c in columns.items()
+        }
+
     def with_columns(self, columns: Mapping[str, np.ndarray]) -> Events:
         """Columns of other events, of the same schema."""
         return dataclasses.replace(self, columns=columns)
@@ -272,21 +292,21 @@ class Events:
         for name, column in self.columns.items():
             parts = [column, others[name]]
             if name in self.schema.ids and max(part.ndim for part in parts) == 2:
-                parts = [part.reshape(len(part), -1) for part in parts]
-                most = max(part.shape[1] for part in parts)
-                more = [(0, 0), (0, most)]
-                parts = [
-                    np.pad(p, more, constant_values=_PADDING)[:, :most] for p in parts
-                ]
+                most = max(self.lists.get(name, 1), others.lists.get(name, 1))
+                parts = [widened(part, most) for part in parts]
             columns[name] = np.concatenate(parts)
         return self.with_columns(columns)
 
+    def has_ids_of(self, other: Events) -> bool:
+        """Whether both have the same columns, and categories the same ids."""
+        return self.schema == other.schema and all(
+            np.array_equal(names, other.vocabularies[name])
+            for name, names in self.vocabularies.items()
+        )
+
     def check_like(self, other: Events, what: str) -> None:
         """Raises ValueError unless `other`, data named `what`, has these ids and columns."""
-        if self.schema != other.schema or any(
-            not np.array_equal(names, other.vocabularies[name])
-            for name, names in self.vocabularies.items()
-        ):
+        if not self.has_ids_of(other):
             raise ValueError(
                 f"{what} has other columns of events, or other categories, than the training "
                 "data; read it with features=train, events=train.events"
@@ -372,9 +392,8 @@ class EventReader(ColumnReader):
     """
 
     def __init__(self, given: EventSchema | Events):
-        is_schema = isinstance(given, EventSchema)
-        self.schema = given if is_schema else given.schema
-        known = None if is_schema else given.vocabularies
+        self.schema = schema_of(given)
+        known = given.vocabularies if isinstance(given, Events) else None
         super().__init__(self.schema, known, most=_MOST_CATEGORIES)
 
     def taking(self, blocks: Iterable[Block]) -> Iterator[Block]:
@@ -401,6 +420,81 @@ class EventReader(ColumnReader):
         }
         columns |= {name: _joined(parts) for name, parts in ids.items()}
         return Events(self.schema, names, columns)
+
+
+def schema_of(given: EventSchema | Events) -> EventSchema:
+    """The schema of columns of events.
+
+    Raises:
+      TypeError: they are something else.
+    """
+    if isinstance(given, EventSchema):
+        return given
+    if isinstance(given, Events):
+        return given.schema
+    raise TypeError(
+        "events is an EventSchema, or the events of a SequenceDataset, got "
+        f"{type(given).__name__}"
+    )
+
+
+class EventCounter:
+    """Counts categories of events that stay on disk, block by block.
+
+    Args:
+      given: types of the columns; or events with the same columns and categories.
+    """
+
+    def __init__(self, given: EventSchema | Events):
+        self._reader = EventReader(given)
+        known = given.vocabularies if isinstance(given, Events) else None
+        self._counter = CategoryCounter(self._reader.schema, known)
+
+    def take(self, cells: Cells) -> None:
+        """Takes the columns of some events.
+
+        Raises:
+          DataError: a cell cannot be read.
+        """
+        dense_of(cells, self._reader.schema.dense)
+        self._counter.add(self._reader.categories(cells))
+
+    def finish(self) -> Events:
+        """The columns, without events."""
+        names = self._counter.finish()
+        return no_events(self._reader.schema, names, self._counter.lists)
+
+
+def named(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Columns of events by their names in `Entries`."""
+    return {f"{EVENTS}{name}": column for name, column in columns.items()}
+
+
+def widened(column: np.ndarray, most: int) -> np.ndarray:
+    """`[entries, most]`: lists of categories, or one each, with more places."""
+    column = column if column.ndim == 2 else column[:, None]
+    more = [(0, 0), (0, most - column.shape[1])]
+    return np.pad(column, more, constant_values=_PADDING)
+
+
+def stated(events: Events) -> dict[str, Any]:
+    """The document of columns of events or users, without categories."""
+    return {"schema": events.schema.to_json(), "lists": events.lists}
+
+
+def of_stated(
+    document: Mapping[str, Any], categories: Mapping[str, Names], begin: str = ""
+) -> Events:
+    """The columns that `stated` describes, without events.
+
+    Args:
+      document: the document.
+      categories: the categories, whose names begin with `begin`.
+      begin: begin of these names.
+    """
+    schema = EventSchema.from_json(document["schema"])
+    names = {n: categories[f"{begin}{n}"] for n in vocabularies_of(schema)}
+    return no_events(schema, names, document["lists"])
 
 
 def _joined(parts: list[Numbered]) -> np.ndarray:

@@ -15,10 +15,14 @@ from sparsejax.data.files.columns import Columns
 from sparsejax.data.files.entries import Entries, offsets
 from sparsejax.data.files.names import Names
 from sparsejax.data.files.opening import DataError, Path
-from sparsejax.data.sets.click_schema import vocabularies_of
 from sparsejax.data.sets.dataset import SparseDataset, events_of_pairs
-from sparsejax.data.sets.event_schema import EventSchema
-from sparsejax.data.sets.events import Events, UserFeatures, no_events
+from sparsejax.data.sets.events import (
+    Events,
+    UserFeatures,
+    named,
+    of_stated,
+    stated,
+)
 from sparsejax.data.sets.named_rows import NamedRows, check_times, checked_left_out
 from sparsejax.data.sets.split import (
     Repeats,
@@ -47,11 +51,13 @@ class Histories(NamedTuple):
       indptr: `[rows + 1]` int32: row r has the entries `indptr[r] .. indptr[r + 1] - 1`.
       indices: `[entries]` int32, the feature of each entry, the oldest of a row first.
       times: `[entries]`, or None.
+      events: the columns of the events, or None.
     """
 
     indptr: np.ndarray
     indices: np.ndarray
     times: np.ndarray | None = None
+    events: Events | None = None
 
     def padded(self, length: int) -> np.ndarray:
         """`[rows, length]` int32: the last `length` entries of each row, then -1.
@@ -331,12 +337,7 @@ class SequenceDataset(NamedRows):
         """
         if targets is None and weights is None:
             raise ValueError("give targets=..., weights=... or both")
-        events = self.events
-        if events is None:
-            raise ValueError(
-                "the histories have no columns of events, so there are no kinds and no "
-                "weights; read them with events=EventSchema(...)"
-            )
+        events = self._known_events("so there are no kinds and no weights", "...")
         found = np.ones(self.num_entries, np.float32)
         if isinstance(weights, str):
             if weights not in events.schema.dense:
@@ -375,12 +376,8 @@ class SequenceDataset(NamedRows):
         Raises:
           ValueError: the events have no kinds, or not these.
         """
-        if self.events is None:
-            raise ValueError(
-                "the histories have no columns of events, so there are no kinds; read them "
-                "with events=EventSchema(kind=COLUMN)"
-            )
-        return self._with(self._entries.keep(self.events.are_of(*kinds)))
+        events = self._known_events("so there are no kinds", "kind=COLUMN")
+        return self._with(self._entries.keep(events.are_of(*kinds)))
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -392,10 +389,9 @@ class SequenceDataset(NamedRows):
 
     def without_rows(self) -> SequenceDataset:
         """The items and the columns of events, without rows."""
-        none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+        none = np.zeros(0, np.int32)
         events = None if self.events is None else self.events.taken(none)
-        names = self.row_names[:0], self.feature_names
-        return SequenceDataset(start, none, *names, events=events)
+        return no_histories(self.feature_names, events)
 
     def without_events(self) -> SequenceDataset:
         """The same histories without columns of events. Weights and columns of users stay."""
@@ -430,13 +426,18 @@ class SequenceDataset(NamedRows):
           ValueError: the events have no such columns, or there is another number of rows.
           TypeError: it is no table.
         """
+        lack = "so nothing is known of an event to come"
+        events = self._known_events(lack, "..., context=...")
+        found = events.context_of(context, self.num_rows)
+        return dataclasses.replace(self, context=found)
+
+    def _known_events(self, lack: str, asked: str) -> Events:
         if self.events is None:
             raise ValueError(
-                "the histories have no columns of events, so nothing is known of an event to "
-                "come; read them with events=EventSchema(..., context=...)"
+                f"the histories have no columns of events, {lack}; read them with "
+                f"events=EventSchema({asked})"
             )
-        found = self.events.context_of(context, self.num_rows)
-        return dataclasses.replace(self, context=found)
+        return self.events
 
     def with_context_of(self, heldout: SequenceDataset) -> SequenceDataset:
         """The same histories, with the context of the first event that each has in other data.
@@ -652,21 +653,21 @@ class SequenceDataset(NamedRows):
         return manner
 
     def save(self, path: Path) -> None:
-        stated, categories, entries = {}, {}, self._entries
+        facts, categories, entries = {}, {}, self._entries
         if (events := self.events) is not None:
-            stated = _stated(events)
+            facts = stated(events)
             categories = dict(events.vocabularies)
         if (users := self.users) is not None:
-            stated["users"] = _stated(users)
+            facts["users"] = stated(users)
             begin = stored.USERS
             categories |= {
                 f"{begin}{n}": some for n, some in users.vocabularies.items()
             }
             own = {f"{begin}{name}": column for name, column in users.columns.items()}
             entries = dataclasses.replace(entries, of_rows={**entries.of_rows, **own})
-        facts = codec.text(stated) if stated else ""
+        text = codec.text(facts) if facts else ""
         names = self.row_names, self.feature_names
-        rows = stored.StoredRows(entries, *names, facts, categories)
+        rows = stored.StoredRows(entries, *names, text, categories)
         stored.write_rows(path, self._stored, rows)
 
     @classmethod
@@ -674,14 +675,14 @@ class SequenceDataset(NamedRows):
         rows = stored.read_rows(path, cls._stored, events=True)
         try:
             events, users, entries = None, None, rows.entries
-            stated = codec.parse(rows.facts) if rows.facts else {}
+            facts = codec.parse(rows.facts) if rows.facts else {}
             # Nothing says how long lists were, where there are no entries or no rows.
-            if "schema" in stated:
-                events = _of_stated(stated, rows.categories, "")
+            if "schema" in facts:
+                events = of_stated(facts, rows.categories)
                 if not len(entries.indices):
-                    entries = entries.replaced(**_named(events.columns))
-            if "users" in stated:
-                users = _of_stated(stated["users"], rows.categories, stored.USERS)
+                    entries = entries.replaced(**named(events.columns))
+            if "users" in facts:
+                users = of_stated(facts["users"], rows.categories, stored.USERS)
                 if entries.num_rows:
                     found = {
                         n: entries.of_rows[f"{stored.USERS}{n}"] for n in users.columns
@@ -700,7 +701,7 @@ class SequenceDataset(NamedRows):
             indices=self.indices,
             times=self.times,
             weights=self.weights,
-            **_named({} if self.events is None else self.events.columns),
+            **named({} if self.events is None else self.events.columns),
         )
 
     @classmethod
@@ -738,23 +739,10 @@ class SequenceDataset(NamedRows):
         return self._with(entries, feature_names=names)
 
 
-def _named(columns: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Columns of events by their names in `Entries`."""
-    return {f"{stored.EVENTS}{name}": column for name, column in columns.items()}
-
-
-def _stated(events: Events) -> dict[str, Any]:
-    """The document of columns of events or users, without categories."""
-    return {"schema": events.schema.to_json(), "lists": events.lists}
-
-
-def _of_stated(
-    stated: Mapping[str, Any], categories: Mapping[str, Names], begin: str
-) -> Events:
-    """The columns that `_stated` describes, without events."""
-    schema = EventSchema.from_json(stated["schema"])
-    names = {n: categories[f"{begin}{n}"] for n in vocabularies_of(schema)}
-    return no_events(schema, names, stated["lists"])
+def no_histories(feature_names: Names, events: Events | None) -> SequenceDataset:
+    """Items and columns of events, without rows."""
+    none, start = np.zeros(0, np.int32), np.zeros(1, np.int32)
+    return SequenceDataset(start, none, feature_names[:0], feature_names, events=events)
 
 
 def _dataset(

@@ -69,14 +69,8 @@ def appended(known: Names, others: Names) -> Names:
 
 def warn_if_appended_unbalanced(indices: np.ndarray, names: Names) -> None:
     """Warns the caller's caller if features that were added at the end weigh too much."""
-    if found := _unbalanced(indices, names):
-        ways, given, balanced = found
-        warnings.warn(
-            f"on {ways} devices one would hold {given:.2f} times its share of the entries "
-            f"({balanced:.2f} times in balanced order), as new features are at the end: "
-            "for long trainings on a mesh, train a new model",
-            stacklevel=3,
-        )
+    remedy = ", as new features are at the end: for long trainings on a mesh, train a new model"
+    _warn_if_unbalanced(indices, names, remedy)
 
 
 def hand_starts(count: int) -> np.ndarray:
@@ -108,13 +102,17 @@ def warn_if_unbalanced(indices: np.ndarray, names: Names) -> None:
       indices: `[entries]` column of each entry.
       names: `[features]`.
     """
+    remedy = "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]"
+    _warn_if_unbalanced(indices, names, f"; reorder the columns: {remedy}")
+
+
+def _warn_if_unbalanced(indices: np.ndarray, names: Names, remedy: str) -> None:
     if found := _unbalanced(indices, names):
         ways, given, balanced = found
         warnings.warn(
             f"on {ways} devices one would hold {given:.2f} times its share of the entries "
-            f"({balanced:.2f} times in balanced order); reorder the columns: "
-            "matrix[:, sparsejax.data.vocabulary_order(counts, feature_names)]",
-            stacklevel=3,
+            f"({balanced:.2f} times in balanced order){remedy}",
+            stacklevel=4,
         )
 
 

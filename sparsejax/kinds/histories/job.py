@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, cast
 
@@ -153,8 +154,7 @@ def with_targets(
         return data
     if not isinstance(data, SequenceDataset):
         raise NotImplementedError(
-            f"{what} is scanned, and has no columns of events: read it with read_sequences to "
-            "train on targets or weights"
+            f"{what} is scanned: read it with read_sequences to train on targets or weights"
         )
     kinds = [targets] if isinstance(targets, str) else targets
     if kinds is not None and not (
@@ -219,8 +219,10 @@ def scan_of_sequences(
 ) -> Scanned:
     """Histories on disk. Chunks end where a group of rows does."""
     roles = SequenceTask.of_model(model, wire_dtype=wire_dtype)
-    # Histories, times and places.
-    size = 12 * sequences.num_rows * (model.config.max_length + 1)
+    # Histories, times, places and columns of events.
+    shapes = (_shapes_in_training(model) or {}).values()
+    size = 12 + sum(4 * math.prod(shape) for shape in shapes)
+    size *= sequences.num_rows * (model.config.max_length + 1)
     read = lambda *rows: roles.matrices(model, sequences.read(*rows))
     ends = functools.partial(chunk_ends, sequences.groups)
     return Scanned([sequences], roles, read, size, ends)

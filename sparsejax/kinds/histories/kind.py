@@ -314,8 +314,16 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             )
         data = read_histories(training.data, training, events=events)
         _check_no_users(data)
-        keeps = before is None or events is not None
-        return data if keeps else data.without_events()
+        if before is None or data.events is None:
+            return data
+        if events is None:
+            return data.without_events()
+        for name, count in data.events.num_unknown.items():
+            training.say(
+                f"column {name!r}: {count:,} of {data.num_entries:,} events have a category that "
+                f"is new or rare in {before.directory}, and gets the id of unknown ones"
+            )
+        return data
 
     def with_targets(
         self, data: SequenceDataset, recorded: Repeated
@@ -333,11 +341,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
 
     def known_of(self, data: SequenceDataset) -> Any:
         _check_no_users(data)
-        if (
-            getattr(data, "events", None) is None
-        ):  # histories that are scanned have none
-            return super().known_of(data)
-        return data.without_rows()
+        return super().known_of(data) if data.events is None else data.without_rows()
 
     def load_known(self, path: pathlib.Path) -> Any:
         if is_saved(path, stored.HISTORIES):
@@ -355,18 +359,17 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return known if isinstance(known, SequenceDataset) else super().like(known)
 
     def account(self, data: SequenceDataset) -> str:
-        events = getattr(data, "events", None)
+        events = data.events
         more = "" if events is None else f", columns {', '.join(events.schema.used)}"
         return super().account(data) + more
 
     def scan(self, training: Training) -> tuple[ScannedSequences, Sequence[int]]:
         if training.value is not None:
             raise ValueError("value=...: histories have no values; leave it out")
-        for name in ("schema", "targets", "weights"):
+        for name in ("targets", "weights"):
             if getattr(training, name) is not None:
                 raise ValueError(
-                    f"{name}=...: histories that are scanned have no columns of events; leave "
-                    "out chunk_rows"
+                    f"{name}=... needs all of the data; leave out chunk_rows"
                 )
         rows = training.chunk_rows or 1
         histories = scan_sequences(
@@ -374,6 +377,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             user=training.user,
             item=training.item,
             time=training.time,
+            events=stated_schema(training, EventSchema),
             chunk_rows=rows,
         )
         return histories, np.diff([0, *chunk_ends(histories.groups, rows)]).tolist()
