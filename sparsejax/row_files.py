@@ -44,6 +44,8 @@ def write(
     columns: Mapping[str, pa.DataType],
     pieces: Iterable[tuple[np.ndarray, list[np.ndarray]]],
     metadata: Mapping[bytes, bytes] | None = None,
+    *,
+    ids: pa.DataType | None = None,
 ) -> None:
     """Writes ids, and for each id a row of the columns.
 
@@ -52,16 +54,19 @@ def write(
       columns: their names and types, see `type_of`.
       pieces: ids, and an array for each column, some rows at a time.
       metadata: metadata of the schema.
+      ids: type of the ids; uint64 by default.
     """
-    fields = [(ID, pa.uint64()), *columns.items()]
+    fields = [(ID, ids or pa.uint64()), *columns.items()]
     schema = pa.schema(fields, metadata=dict(metadata or {}))
     with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        for ids, arrays in pieces:
-            data = [pa.array(ids), *map(_column, arrays)]
+        for some, arrays in pieces:
+            data = [pa.array(some), *map(_column, arrays)]
             writer.write_table(pa.Table.from_arrays(data, schema=schema))
 
 
-def _column(values: np.ndarray) -> pa.Array:
+def _column(values: np.ndarray | list[str | None]) -> pa.Array:
+    if isinstance(values, list):
+        return pa.array(values, pa.large_string())
     if values.ndim == 1:
         return pa.array(values)
     flat = pa.array(np.ascontiguousarray(values).reshape(-1))

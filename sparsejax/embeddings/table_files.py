@@ -6,16 +6,16 @@ import functools
 import os
 import pathlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, BinaryIO
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
+from sparsejax import row_files
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.mesh import processes
 from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded, replicated
@@ -115,38 +115,27 @@ def _take_all(pieces: Iterator[Any]) -> None:
 def _write(path: pathlib.Path, pieces, shape, dtype: np.dtype, names) -> None:
     with whole_file(path) as file:
         if path.suffix == ".npy":
-            _write_npy(file, pieces, shape, dtype)
-        else:
-            _write_parquet(file, pieces, shape, dtype, names)
+            header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(file, header)
+            file.writelines(piece.data for piece in pieces)
+            return
+        rows, dim = shape
+        columns = {} if names is None else {"name": pa.large_string()}
+        columns["row"] = pa.list_(pa.from_numpy_dtype(dtype), dim)
+        given = _with_ids(pieces, rows, names)
+        row_files.write(file, columns, given, ids=pa.int32())
 
 
-def _write_npy(file: BinaryIO, pieces, shape, dtype: np.dtype) -> None:
-    header = {"descr": dtype.str, "fortran_order": False, "shape": shape}
-    np.lib.format.write_array_header_1_0(file, header)
-    file.writelines(piece.data for piece in pieces)
-
-
-def _write_parquet(
-    file: BinaryIO, pieces, shape, dtype: np.dtype, names: Sequence[object] | None
-) -> None:
-    rows, dim = shape
-    without = rows - len(names or [])  # rows before the first one with a name
-    fields = [("id", pa.int32())]
-    if names is not None:
-        fields.append(("name", pa.large_string()))
-    numbers = pa.from_numpy_dtype(dtype)
-    schema = pa.schema([*fields, ("row", pa.list_(numbers, dim))])
-    with pq.ParquetWriter(file, schema, compression="zstd") as writer:
-        start = 0
-        for piece in pieces:
-            stop = start + len(piece)
-            columns = [pa.array(np.arange(start, stop, dtype=np.int32))]
-            if names is not None:
-                known = names[max(start - without, 0) : max(stop - without, 0)]
-                mine: list[str | None] = [None] * (len(piece) - len(known))
-                mine += map(str, known)
-                columns.append(pa.array(mine, pa.large_string()))
-            flat = pa.array(piece.reshape(-1))
-            columns.append(pa.FixedSizeListArray.from_arrays(flat, dim))
-            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
-            start = stop
+def _with_ids(
+    pieces: Iterator[np.ndarray], rows: int, names: Sequence[object] | None
+) -> Iterator[tuple[np.ndarray, list[Any]]]:
+    """The pieces with the ids of their rows, and their names, which the last rows have."""
+    stop, without = 0, rows - len(names or ())
+    for piece in pieces:
+        start, stop = stop, stop + len(piece)
+        columns: list[Any] = [piece]
+        if names is not None:
+            known = names[max(start - without, 0) : max(stop - without, 0)]
+            nameless = [None] * (len(piece) - len(known))
+            columns.insert(0, [*nameless, *map(str, known)])
+        yield np.arange(start, stop, dtype=np.int32), columns
