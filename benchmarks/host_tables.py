@@ -24,7 +24,7 @@ from workloads import keys_of
 
 import sparsejax as sj
 from sparsejax.embeddings import DynamicTableConfig, FeatureConfig, TableConfig, WideIds
-from sparsejax.embeddings.host_buffers import in_parts
+from sparsejax.mesh.host_buffers import in_parts
 
 POWER = 1.05
 

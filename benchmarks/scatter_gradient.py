@@ -161,12 +161,15 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
         dy = dys[i % _BATCHES] + 0 * y
         trained = row_update.TrainedKernel(w, {"sum_of_squares": state}, None)
         terms = scatter_gradient.row_terms([x], [dy], num_rows)
+        passed = row_update.Passed(i)
         if fused:
             after = row_update.step_terms(
-                rule, trained, terms, i, implementation=implementation
+                rule, trained, terms, passed, implementation=implementation
             )
         else:
-            after = row_update.step_rows(rule, trained, terms.ids(), terms.values(), i)
+            after = row_update.step_rows(
+                rule, trained, terms.ids(), terms.values(), passed
+            )
         return after.w, after.state["sum_of_squares"]
 
     def plain(stack, i, carry):

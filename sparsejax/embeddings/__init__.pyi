@@ -4,9 +4,9 @@ from .config import Admit as Admit
 from .config import DynamicTableConfig as DynamicTableConfig
 from .config import FeatureConfig as FeatureConfig
 from .config import TableConfig as TableConfig
-from .dynamic.changes import Changes as Changes
-from .dynamic.changes import Export as Export
 from .dynamic.state import TableStats as TableStats
+from .exports import Changes as Changes
+from .exports import Export as Export
 from .feature_batch import FeatureBatch as FeatureBatch
 from .feature_batch import WideIds as WideIds
 from .model_config import PLE as PLE

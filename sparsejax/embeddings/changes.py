@@ -14,16 +14,16 @@ from flax import nnx
 
 from sparsejax import change_folders
 from sparsejax.change_folders import Changes, Link, Table, merged
+from sparsejax.embeddings import exports
 from sparsejax.embeddings.collection import collections_of
-from sparsejax.embeddings.dynamic import changes, files
-from sparsejax.embeddings.dynamic.changes import (
+from sparsejax.embeddings.dynamic import files
+from sparsejax.embeddings.dynamic.state import IndexState
+from sparsejax.embeddings.exports import (
     Export,
     Part,
     Piece,
-    rows_now,
     tables_of,
 )
-from sparsejax.embeddings.dynamic.state import IndexState
 from sparsejax.embeddings.host_rows import ROW
 from sparsejax.embeddings.stores.store import Store
 from sparsejax.optimizers.gradients import RowParam
@@ -87,7 +87,7 @@ def export_changes(
     tables = _tables_of(model)
     values = {name: variable[...] for name, variable in tables.values.items()}
     path = pathlib.Path(folder)
-    return changes.export(model, path, tables.parts, values, optimizer, state=state)
+    return exports.export(model, path, tables.parts, values, optimizer, state=state)
 
 
 def apply_changes(
@@ -140,7 +140,7 @@ def apply_changes(
     _check_tables(links[-1], tables.parts)
     values = links[-1].values()
     _check_values(links[-1], tables.values)
-    _apply(links, tables.parts, tables.stores, optimizer)
+    _apply(links, tables.parts, optimizer)
     for name, variable in tables.values.items():
         array = variable[...]
         variable.set_value(jax.device_put(values[name], array.sharding))
@@ -152,12 +152,10 @@ class _Tables(NamedTuple):
 
     Attributes:
       parts: the stacks of its collections.
-      stores: the store of each stack, in the order of `parts`.
       values: further variables by name.
     """
 
     parts: list[Part]
-    stores: list[Store]
     values: dict[str, nnx.Variable]
 
 
@@ -172,8 +170,7 @@ def _tables_of(model: nnx.Module) -> _Tables:
         for path, node in collections.items()
         for part in node.parts(prefix="".join(f"{p}." for p in path), within=path)
     ]
-    stores = [s for path, node in collections.items() for s in node.stores(path)]
-    tables = {id(part.kernel) for part in parts}
+    tables = {id(part.store.kernel) for part in parts}
     values = {}
     for path, node in nnx.iter_graph(model):
         path = tuple(path)
@@ -190,7 +187,7 @@ def _tables_of(model: nnx.Module) -> _Tables:
                 "not exported. Export the collection alone"
             )
         values[name] = node
-    return _Tables(parts, stores, values)
+    return _Tables(parts, values)
 
 
 def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
@@ -214,7 +211,6 @@ def _check_values(link: Link, here: dict[str, nnx.Variable]) -> None:
 def _apply(
     links: Sequence[Link],
     parts: Sequence[Part],
-    stores: Sequence[Store],
     optimizer: Optimizer | None,
 ) -> None:
     """Gives tables the changes of `change_folders.chain`; see `sparsejax.apply_changes`.
@@ -234,13 +230,13 @@ def _apply(
         step = jnp.asarray(links[-1].manifest.steps, jnp.int32)
     plans: list[tuple[Store, np.ndarray, dict[str, np.ndarray], bool]] = []
     is_base = links[0].manifest.base is None
-    known = [variable for store in stores for variable in store.known.values()]
+    known = [v for part in parts for v in part.store.known.values()]
     before = [variable[...] for variable in known]
     try:
         for table, pieces in tables.items():
             number = number_of[table.name]
             content = merged(link.content(number) for link in links)
-            store = stores[pieces[0].part]
+            store = parts[pieces[0].part].store
             removed = None if is_base else content.removed
             mine = tuple(piece.table for piece in pieces)
             places = store.placed(links[-1].path, mine, content.ids, removed)
@@ -267,7 +263,7 @@ def _apply(
 
 
 def _tables(parts: Sequence[Part]) -> dict[Table, list[Piece]]:
-    return tables_of(parts, [rows_now(part, None, state=False) for part in parts])
+    return tables_of(parts, [p.store.exported(None, state=False) for p in parts])
 
 
 def _check_tables(link: Link, parts: Sequence[Part]) -> None:

@@ -13,9 +13,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from types import ModuleType
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,17 +27,18 @@ from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import (
     axes_are_explicit,
     axis_sizes,
-    call_on_each_device,
     call_with_auto_axes,
     mesh_is_set,
     replicated,
 )
-from sparsejax.mesh.per_device import as_block
+from sparsejax.mesh.per_device import blocks_of
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES, segment_ids, sums_so_far
 from sparsejax.wide_ids import WideIds
 
+# How devices divide the examples of arrays.
+_BY_EXAMPLES = (P(("data", "model")),)
 Array = jax.Array | np.ndarray
 Ids = Array | CSR | WideIds
 
@@ -120,15 +121,9 @@ def pack(
         raise ValueError(
             f"nse has {sorted(unknown)}; the stacks are {[s.name for s in stacks]}"
         )
-    wide: dict[str, WideIds] = {}
-    ids = {name: _last_ids(features[name], value) for name, value in ids.items()}
-    narrow: dict[str, Any] = dict(ids)
-    for name, value in ids.items():
-        if features[name].table.dynamic:
-            wide[name] = _wide_ids(features[name], value)
-            narrow[name] = _positions(wide[name])
-        elif isinstance(value, WideIds):
-            narrow[name] = value.narrow(features[name].table.config.num_rows)
+    given = {name: _given(features[name], value) for name, value in ids.items()}
+    narrow = {name: value for name, (value, _) in given.items()}
+    wide = {name: words for name, (_, words) in given.items() if words is not None}
     sizes = {n: _batch_size(features[n], value) for n, value in narrow.items()}
     if len(set(sizes.values())) != 1:
         raise ValueError(f"features differ in their numbers of examples: {sizes}")
@@ -150,8 +145,7 @@ def pack(
         if on_host:
             for feature, value in zip(stack.features, values, strict=True):
                 _check_on_host(feature, value)
-        if stack.dynamic:
-            words = [wide[feature.name] for feature in stack.features]
+        if words := [wide[f.name] for f in stack.features if f.name in wide]:
             if on_host:
                 made = _packed_keys(np, stack, batch, room, values, words)
             else:
@@ -179,17 +173,27 @@ def checked(stacks: Sequence[Stack], ids: Mapping[str, Ids]) -> dict[str, Ids]:
     features, found = {f.name: f for stack in stacks for f in stack.features}, dict(ids)
     for name in features.keys() & ids.keys():
         feature = features[name]
-        found[name] = value = cast(Any, _last_ids(feature, ids[name]))
-        if feature.table.dynamic:
-            found[name] = wide = _wide_ids(feature, value)
-            value = _positions(wide)
-        elif isinstance(value, WideIds):
-            found[name] = value = value.narrow(feature.table.config.num_rows)
+        value, wide = _given(feature, ids[name])
+        found[name] = value if wide is None else wide
         # `_batch_size` refuses others
         if all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(value)):
             _batch_size(feature, value)
             _check_on_host(feature, value)
     return found
+
+
+def _given(feature: StackedFeature, value: Ids) -> tuple[Any, WideIds | None]:
+    """The ids of a feature as they are packed; and those of a dynamic table as two words.
+
+    Of a dynamic table the place of each id among those of the feature is packed.
+    """
+    value = _last_ids(feature, value)
+    if feature.table.dynamic:
+        wide = _wide_ids(feature, value)
+        return _positions(wide), wide
+    if isinstance(value, WideIds):
+        value = value.narrow(feature.table.config.num_rows)
+    return value, None
 
 
 def _last_ids(feature: StackedFeature, value: Ids) -> Ids:
@@ -249,7 +253,7 @@ def _packed_on_devices(stack: Stack, values: Sequence[Ids]) -> CSR:
         batch, room = len(values[0]), sum(v.size for v in values)
         return _packed(jnp, stack, batch, room, values)
 
-    return _on_devices(part, list(values))
+    return blocks_of(part, (list(values),), _BY_EXAMPLES)
 
 
 def keys_on_devices(
@@ -270,21 +274,7 @@ def keys_on_devices(
         x, keys = _packed_keys(jnp, stack, batch, room, positions, words)
         return x if exists is None else _without(x, exists), keys
 
-    return _on_devices(part, (words, exists))
-
-
-def _on_devices(part: Callable[[Any], Any], values: Any) -> Any:
-    """`part` of each device's examples; leaves are `[data, model, n]`."""
-
-    def of_device(values):
-        return as_block(part(values))
-
-    return call_on_each_device(
-        of_device,
-        values,
-        in_specs=(P(("data", "model")),),
-        out_specs=P("data", "model"),
-    )
+    return blocks_of(part, ((words, exists),), _BY_EXAMPLES)
 
 
 def _wide_ids(feature: StackedFeature, value: Any) -> WideIds:
@@ -645,8 +635,7 @@ def _batch_size(feature: StackedFeature, value: Any) -> int:
     """Number of examples; raises if the shape or dtype is wrong."""
     name, config = feature.name, feature.config
     if isinstance(value, CSR):
-        rows = feature.table.config.num_rows
-        if value.num_cols != rows and not feature.table.dynamic:
+        if value.num_cols != (rows := feature.table.num_ids):
             raise ValueError(
                 f"the CSR of feature {name!r} has {value.num_cols:,} columns, but its table "
                 f"{feature.table.name!r} has {rows:,} rows; make it with num_cols={rows}"
@@ -697,16 +686,12 @@ def _check_on_host(feature: StackedFeature, value: Array | CSR) -> None:
                 f"feature {name!r}, example {example}: {lengths[example]} ids, but "
                 f"length={config.length}; cut the list, or make the feature longer"
             )
-        if table.dynamic:
-            return
         ids = np.asarray(value.indices)[:count]
         examples = np.repeat(np.arange(len(lengths)), lengths)
-        wrong = (ids < 0) | (ids >= table.config.num_rows)
-    elif table.dynamic:
-        return
+        wrong = (ids < 0) | (ids >= table.num_ids)
     else:
         ids, examples = np.asarray(value), np.arange(len(value))
-        wrong = (ids < -1) | (ids >= table.config.num_rows)
+        wrong = (ids < -1) | (ids >= table.num_ids)
     if config.outside == "drop" or not wrong.any():
         return
     at = tuple(np.argwhere(wrong)[0])

@@ -12,7 +12,6 @@ that were seen, and nothing is written at the start.
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
 import os
 import weakref
@@ -26,15 +25,6 @@ from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.embeddings.host_buffers import (
-    Buffers,
-    arrived,
-    beside,
-    by_device,
-    in_parts,
-    leaving,
-    reserved,
-)
 from sparsejax.embeddings.host_files import Pieces
 from sparsejax.embeddings.host_slots import (
     Index,
@@ -43,13 +33,21 @@ from sparsejax.embeddings.host_slots import (
     Slots,
     Wanted,
     find,
-    first_of_device,
-    per_device,
     taken,
 )
 from sparsejax.embeddings.placement import Stack, rows_at
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.layout import axis_sizes, current_mesh, mesh_is_set, without_mesh
+from sparsejax.mesh.host_buffers import (
+    Buffers,
+    arrived,
+    beside,
+    by_device,
+    in_parts,
+    leaving,
+    reserved,
+)
+from sparsejax.mesh.layout import current_mesh, parts_of_axes, using_mesh
+from sparsejax.mesh.per_device import on_each, own_place
 from sparsejax.optimizers import inplace
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.optimizer import HostSettler, Optimizer, first_state
@@ -180,7 +178,7 @@ class HostRows:
                 "tables in host memory are for one process, which may have several devices"
             )
         state = self._state if state is None else dict(state)
-        devices = axis_sizes()[1] if mesh_is_set() else 1
+        devices = parts_of_axes()[1]
         same = self._is_state(state)
         if reading:
             self.check_state(state)
@@ -323,7 +321,7 @@ class HostRows:
                     "one was deleted with all rows: keep it, or load a checkpoint"
                 )
             return
-        with interrupts.uninterrupted(), _on(self._mesh):
+        with interrupts.uninterrupted(), using_mesh(self._mesh):
             self._collect()
             room, devices = 8 * _BLOCK, self._slots.devices
             changed = self._slots.changed()
@@ -540,7 +538,7 @@ class HostRows:
           before: the task that writes rows that have just left the devices into host memory.
           mesh: mesh of the batch, or None.
         """
-        with _on(mesh):
+        with using_mesh(mesh):
             wanted = table.wanted(looked)
             if wanted is None:
                 return None
@@ -770,7 +768,7 @@ def _swap(
         )
         new = values
         if known is not None:
-            every = jnp.maximum(rows, 0) + first_of_device(len(index.slot))
+            every = jnp.maximum(rows, 0) + own_place() * len(index.slot)
             new = _completed(kind.stack, kind.rule, key, every, known, values)
         before = {n: a.at[slots].get(mode="clip") for n, a in arrays.items()}
         # All are read before one is written: else XLA copies the whole array.
@@ -785,28 +783,17 @@ def _swap(
         return after, index, of_batch, left, before
 
     lies, mine = _specs(arrays), P("model")
-    return per_device(
+    return on_each(
         part,
-        arrays,
-        index,
-        key,
-        missing,
-        columns,
-        known,
-        values,
-        in_specs=(lies, mine, P(), mine, P(), mine, mine),
-        out_specs=(lies, mine, P(), mine, mine),
+        (arrays, index, key, missing, columns, known, values),
+        (lies, mine, P(), mine, P(), mine, mine),
+        (lies, mine, P(), mine, mine),
     )
-
-
-def _on(mesh: jax.sharding.Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Sets this mesh, or none, while the context is open."""
-    return without_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
 def _on_mesh(mesh: jax.sharding.Mesh | None, work: Callable[[], None]) -> None:
     """Does work in a thread, where no mesh is set."""
-    with _on(mesh):
+    with using_mesh(mesh):
         work()
 
 
@@ -816,7 +803,7 @@ def _read_slots(arrays: dict[str, jax.Array], slots: jax.Array) -> dict[str, jax
         return {n: a.at[slots].get(mode="clip") for n, a in arrays.items()}
 
     lies, mine = _specs(arrays), P("model")
-    return per_device(part, arrays, slots, in_specs=(lies, mine), out_specs=mine)
+    return on_each(part, (arrays, slots), (lies, mine), mine)
 
 
 def _specs(arrays: Mapping[str, Any]) -> dict[str, P]:

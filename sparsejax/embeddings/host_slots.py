@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from sparsejax.embeddings.host_buffers import Buffers, arrived, leaving
-from sparsejax.mesh.layout import call_on_each_device, jit_sharded, mesh_is_set
+from sparsejax.mesh.host_buffers import Buffers, arrived, leaving
+from sparsejax.mesh.layout import jit_sharded
+from sparsejax.mesh.per_device import on_each, own_place, sum_over_model
 from sparsejax.sparse import sums_so_far
 
 # In place of a slot: there is none. `_LEFT - n` says that batch `n` took it from the row.
@@ -134,20 +134,11 @@ class Slots:
           training: whether they will change.
         """
         self.number = next(_numbers)
-        placed = self._placed(columns)
+        placed: Any = columns
+        if not isinstance(columns, jax.Array):
+            placed = self._buffers.everywhere("columns", columns)
         self.index, missing = _look(self.index, placed, training=training)
         return Looked(placed, self.number, training, missing, leaving(missing))
-
-    def _placed(self, columns: jax.Array | np.ndarray) -> jax.Array:
-        """The columns, whole, on each device."""
-        if isinstance(columns, jax.Array):
-            return columns
-        if mesh_is_set():
-            lies = NamedSharding(jax.sharding.get_mesh(), P())
-            return jax.device_put(columns, lies)
-        buffer = self._buffers.one("columns", 1, columns.shape, columns.dtype)
-        buffer.parts[0][...] = columns
-        return buffer.sent()
 
     def wanted(self, looked: Looked) -> Wanted | None:
         """The rows that a batch lacks; None if it lacks none. Waits for the devices.
@@ -264,23 +255,6 @@ def taken(
     return index, rows, slots, leave
 
 
-def per_device(f, *arguments: Any, in_specs: Any, out_specs: Any) -> Any:
-    """`f` of each device's parts; without a mesh, `f`."""
-    if not mesh_is_set():
-        return f(*arguments)
-    return call_on_each_device(f, *arguments, in_specs=in_specs, out_specs=out_specs)
-
-
-def _is_part() -> bool:
-    """Whether this is traced for the part of a device, within `per_device` on a mesh."""
-    return "model" in jax.sharding.get_abstract_mesh().manual_axes
-
-
-def first_of_device(count: int) -> Any:
-    """The number of the first of `count` things that each device has."""
-    return lax.axis_index("model") * count if _is_part() else jnp.int32(0)
-
-
 def padded(count: int) -> int:
     """Room for so many rows that move: two or four sizes in each power of 2: few programs."""
     size = _LEAST_MOVED
@@ -304,7 +278,7 @@ def _look_up(
     slot: jax.Array, columns: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The rows that are this device's, by its numbers; whether they are; their slots."""
-    rows = columns - first_of_device(len(slot))
+    rows = columns - own_place() * len(slot)
     mine = (columns >= 0) & (rows >= 0) & (rows < len(slot))
     return rows, mine, slot.at[jnp.where(mine, rows, 0)].get(mode="clip")
 
@@ -341,9 +315,7 @@ def _look(
         )
         return index, jnp.concatenate([jnp.stack([count, busy]), missing])[None]
 
-    return per_device(
-        part, index, columns, in_specs=(_MINE, P()), out_specs=(_MINE, _MINE)
-    )
+    return on_each(part, (index, columns), (_MINE, P()), (_MINE, _MINE))
 
 
 def find(slot: jax.Array, columns: jax.Array, size: int) -> jax.Array:
@@ -355,9 +327,7 @@ def find(slot: jax.Array, columns: jax.Array, size: int) -> jax.Array:
       size: slots of a device.
     """
     _, mine, slots = _look_up(slot, columns)
-    slots = jnp.where(mine, slots + first_of_device(size), 0)
-    if _is_part():
-        slots = lax.psum(slots, "model")
+    slots = sum_over_model(jnp.where(mine, slots + own_place() * size, 0))
     return jnp.where(columns < 0, columns, slots)
 
 
@@ -366,7 +336,7 @@ def _find(slot: jax.Array, columns: jax.Array, size: int) -> jax.Array:
     def part(slot, columns):
         return find(slot, columns, size)
 
-    return per_device(part, slot, columns, in_specs=(_MINE, P()), out_specs=P())
+    return on_each(part, (slot, columns), (_MINE, P()), P())
 
 
 @jax.jit
@@ -374,4 +344,4 @@ def _still_changed(index: Index) -> jax.Array:
     def part(index):
         return index.changed & (index.used > index.counts[0] - _RECENT)
 
-    return per_device(part, index, in_specs=(_MINE,), out_specs=_MINE)
+    return on_each(part, (index,), (_MINE,), _MINE)

@@ -34,12 +34,11 @@ from sparsejax.mesh import exchange
 from sparsejax.mesh.exchange import DividedRows, SentKeys
 from sparsejax.mesh.layout import (
     axis_sizes,
-    call_on_each_device,
     call_with_auto_axes,
     mesh_is_set,
     replicated,
 )
-from sparsejax.mesh.per_device import as_block, own_block
+from sparsejax.mesh.per_device import blocks_of, on_blocks, own_block
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.ops import gather_matmul as gather
 from sparsejax.ops import hash_index
@@ -208,7 +207,7 @@ class Sender:
         self, stack: Stack, nse: int, x: CSR, keys: TableKeys
     ) -> tuple[SentKeys, Bool[Array, ""]] | None:
         """The ids of each device at their owners; see `exchange.keys_sent`."""
-        parts = _on_parts(functools.partial(made, stack, 0), x)
+        parts = on_blocks(functools.partial(made, stack, 0), x)
         model = axis_sizes()[1]
         examples = parts.num_rows // stack.bags
         columns = jnp.asarray(parts.indices)
@@ -287,12 +286,12 @@ def _rows(
     if x.indptr.ndim == 1:
         if not is_made:
             x = call_with_auto_axes(make, x, out_specs=P())
-        if not (x.nse and mesh_is_set() and divides_batch(x.num_rows // bags)):
+        if not (x.nse and divides_batch(x.num_rows // bags)):
             return x
         nse, parts = x.nse, exchange.parts_of(x)
     else:
         check_mesh(x)
-        nse, parts = x.indices.size, _on_parts(make, x)
+        nse, parts = x.indices.size, on_blocks(make, x)
     model = axis_sizes()[1]
     owned, examples = stack.ids_of_owners(model), parts.num_rows // bags
     return exchange.divided(
@@ -309,24 +308,16 @@ def _rows(
 
 def _parts_of(x: CSR, keys: TableKeys) -> tuple[CSR, TableKeys]:
     """The matrix of each device and its keys, of a matrix that all devices have."""
-    places = x.with_indices(jnp.arange(x.nse, dtype=jnp.int32))
+    places = exchange.parts_of(x.with_indices(jnp.arange(x.nse, dtype=jnp.int32)))
 
     def part(parts, columns, keys):
         parts = own_block(parts)
         columns, keys = jax.tree.map(
             lambda values: jnp.asarray(values)[parts.indices], (columns, keys)
         )
-        return as_block((parts.with_indices(columns, x.num_cols), keys))
+        return parts.with_indices(columns, x.num_cols), keys
 
-    spec = P("data", "model")
-    return call_on_each_device(
-        part,
-        exchange.parts_of(places),
-        x.indices,
-        keys,
-        in_specs=(spec, P(), P()),
-        out_specs=spec,
-    )
+    return blocks_of(part, (places, x.indices, keys), (P("data", "model"), P(), P()))
 
 
 def check_mesh(parts: CSR) -> None:
@@ -337,16 +328,6 @@ def check_mesh(parts: CSR) -> None:
             f"the batch is packed for a mesh of data and model {sizes}, which is not set; "
             "pack it under the mesh where it is used"
         )
-
-
-def _on_parts(f: Callable[[CSR], CSR], parts: CSR) -> CSR:
-    """`f` of the matrix of each device."""
-    spec = P("data", "model")
-
-    def part(parts):
-        return as_block(f(own_block(parts)))
-
-    return call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
 
 
 def _with_blank(x: CSR, bags: int, blank: int) -> CSR:
@@ -361,7 +342,6 @@ def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
     """The same, whose ids have been sent."""
 
     def part(x):
-        x = own_block(x)
         parts = _with_blank(x.parts, bags, blank)
 
         def moved(bag):
@@ -376,11 +356,9 @@ def _sent_with_blank(x: DividedRows, bags: int, blank: int) -> DividedRows:
             to = moved(to)
         asked = _with_blank(x.route.asked, bags, blank)
         route = x.route._replace(asked=asked, bags=to)
-        x = dataclasses.replace(x, parts=parts, route=route)
-        return as_block(x)
+        return dataclasses.replace(x, parts=parts, route=route)
 
-    spec = P("data", "model")
-    return call_on_each_device(part, x, in_specs=(spec,), out_specs=spec)
+    return on_blocks(part, x)
 
 
 def combined(stack: Stack, x: CSR) -> CSR:

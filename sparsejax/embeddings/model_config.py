@@ -44,16 +44,7 @@ class DynamicTables:
 
     def table(self, dim: int, init: Initializer | None = None) -> DynamicTableConfig:
         """A table of this kind."""
-        return DynamicTableConfig(
-            self.num_rows,
-            dim,
-            init=init,
-            evict=self.evict,
-            time_to_live=self.time_to_live,
-            admit=self.admit,
-            host_rows=self.host_rows,
-            host_path=self.host_path,
-        )
+        return DynamicTableConfig(dim=dim, init=init, **vars(self))
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

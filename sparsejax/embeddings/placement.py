@@ -156,6 +156,11 @@ class StackedTable:
         """Whether ids are 64-bit keys, see `sparsejax.embeddings.dynamic`."""
         return self.config.wide_ids
 
+    @property
+    def num_ids(self) -> int:
+        """Packed ids are below it: those of a dynamic table are places in a batch."""
+        return MAX_ENTRIES if self.dynamic else self.config.num_rows
+
     def owners(self, model: int) -> slice:
         """Which of the devices have its rows."""
         hands = ROW_MULTIPLE // model
@@ -484,9 +489,9 @@ def first_rows(stack: Stack, key: jax.Array) -> jax.Array:
     count = rows_per_device(stack.num_rows)
     return call_on_each_device(
         lambda key: made(key, lax.axis_index("model") * count, count),
-        key,
-        in_specs=(P(),),
-        out_specs=BY_ROWS,
+        (key,),
+        (P(),),
+        BY_ROWS,
     )
 
 

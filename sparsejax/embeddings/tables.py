@@ -12,9 +12,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Float
 
-from sparsejax.embeddings.dynamic import changes
-from sparsejax.embeddings.dynamic.changes import Export, Part
+from sparsejax.embeddings import exports
 from sparsejax.embeddings.dynamic.state import TableStats
+from sparsejax.embeddings.exports import Export, Part
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.embeddings.stores.dynamic import DynamicStore
 from sparsejax.embeddings.stores.host import DynamicHostStore, HostStore
@@ -210,7 +210,7 @@ class Tables(Owner):
         parts = self.parts(within=within)
         values = {"seed": self.seed[...]} if self.indexes else {}
         path = pathlib.Path(folder)
-        return changes.export(self, path, parts, values, optimizer, state=state)
+        return exports.export(self, path, parts, values, optimizer, state=state)
 
     def parts(self, *, prefix: str = "", within: Sequence[Any] = ()) -> list[Part]:
         """The stacks in the form that exports of changes take.
@@ -220,7 +220,7 @@ class Tables(Owner):
           within: the path of this collection in the model, if the model has several collections
             with dynamic tables of one width.
         """
-        return [store.part(prefix) for store in self.stores(within)]
+        return [Part(prefix, store) for store in self.stores(within)]
 
     def table_rows(self, name: str) -> Iterator[np.ndarray]:
         """The rows of a table in the order of ids, some at a time: `[n, dim]` on the host.

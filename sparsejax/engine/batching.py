@@ -16,6 +16,7 @@ from sparsejax.mesh.layout import (
     current_mesh,
     mesh_is_set,
     padded_rows,
+    parts_of_axes,
     put_rows,
 )
 from sparsejax.sparse import CSR, take_rows
@@ -243,7 +244,7 @@ def rows_in_a_batch(most: int, rows: int) -> int:
 
     On a mesh it is a multiple of the number of parts that a batch is divided into.
     """
-    parts = axis_sizes()[0] if mesh_is_set() else 1
+    parts = parts_of_axes()[0]
     return -(-min(most, bucket(rows)) // parts) * parts
 
 

@@ -22,9 +22,10 @@ from sparsejax.mesh.layout import (
     padded_rows,
 )
 from sparsejax.mesh.per_device import (
-    as_block,
+    blocks_of,
     columns_between,
     gathered_columns,
+    on_blocks,
     own_block,
     transpose_over_data,
 )
@@ -37,7 +38,11 @@ from sparsejax.sparse import (
 )
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("blocks", "transposed"),
+    meta_fields=("num_cols", "spread"),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedCSR:
     """A `[rows, num_cols]` sparse matrix in blocks, one for each device of a mesh.
@@ -68,22 +73,6 @@ class ShardedCSR:
     num_cols: int = dataclasses.field(kw_only=True)
     transposed: Transposed | None = dataclasses.field(kw_only=True, default=None)
     spread: bool = dataclasses.field(kw_only=True, default=False)
-
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey
-        leaves = [
-            (key("blocks"), self.blocks),
-            (key("transposed"), self.transposed),
-        ]
-        return leaves, (self.num_cols, self.spread)
-
-    @classmethod
-    def tree_unflatten(cls, static, leaves) -> ShardedCSR:
-        self = object.__new__(cls)
-        names = ("blocks", "transposed", "num_cols", "spread")
-        for name, value in zip(names, (*leaves, *static), strict=True):
-            object.__setattr__(self, name, value)
-        return self
 
     @property
     def num_rows(self) -> int:
@@ -134,13 +123,9 @@ class ShardedCSR:
             first = lax.axis_index("data") * rows
             part = take_rows(x, first + jnp.arange(rows, dtype=jnp.int32), x.nse)
             cut = lax.dynamic_slice_in_dim(x.overfull_rows(), first, rows)
-            part = columns_between(part, lax.axis_index("model"), width, cut)
-            return as_block(part)
+            return columns_between(part, lax.axis_index("model"), width, cut)
 
-        plain = dataclasses.replace(x, transposed=None)
-        blocks = call_on_each_device(
-            block, plain, in_specs=(P(),), out_specs=P("data", "model")
-        )
+        blocks = blocks_of(block, (dataclasses.replace(x, transposed=None),), (P(),))
         return cls(blocks, num_cols=x.num_cols)
 
     @classmethod
@@ -164,15 +149,9 @@ class ShardedCSR:
             )
         width = padded_rows(parts.num_cols) // model
 
-        def block(part):
-            joined = gathered_columns(own_block(part), width)
-            return as_block(joined)
-
-        blocks = call_on_each_device(
-            block,
+        blocks = on_blocks(
+            lambda part: gathered_columns(part, width),
             dataclasses.replace(parts, transposed=None),
-            in_specs=(P("data", "model"),),
-            out_specs=P("data", "model"),
         )
         return cls(blocks, num_cols=parts.num_cols, spread=True)
 
@@ -309,10 +288,9 @@ class ShardedCSR:
 
         blocks = call_on_each_device(
             block,
-            dataclasses.replace(self.blocks, transposed=None),
-            rows,
-            in_specs=(P("data", "model"), P(None, "data")),
-            out_specs=P(None, "data", "model"),
+            (dataclasses.replace(self.blocks, transposed=None), rows),
+            (P("data", "model"), P(None, "data")),
+            P(None, "data", "model"),
         )
         return ShardedCSR(blocks, num_cols=self.num_cols)
 
@@ -327,10 +305,9 @@ class ShardedCSR:
 
         return call_on_each_device(
             block,
-            self.blocks.indptr,
-            rows,
-            in_specs=(P("data", "model"), P(None, "data")),
-            out_specs=P(),
+            (self.blocks.indptr, rows),
+            (P("data", "model"), P(None, "data")),
+            P(),
         )
 
     def row_lengths(self) -> jax.Array:
@@ -375,9 +352,9 @@ class ShardedCSR:
 
         return call_on_each_device(
             lambda blocks: sort(own_block(blocks)),
-            dataclasses.replace(self.blocks, transposed=None),
-            in_specs=(P(*lead, "data", "model"),),
-            out_specs=P(*lead, "model"),
+            (dataclasses.replace(self.blocks, transposed=None),),
+            (P(*lead, "data", "model"),),
+            P(*lead, "model"),
         )
 
     def todense(self) -> jax.Array:

@@ -44,11 +44,12 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 from sparsejax.mesh.layout import axis_sizes, call_on_each_device, padded_rows
 from sparsejax.mesh.per_device import (
-    as_block,
+    blocks_of,
     concatenate_rows,
     entries_over_data,
     gather_over_data,
     gathered_columns,
+    on_blocks,
     own_block,
 )
 from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
@@ -242,7 +243,11 @@ class Route(NamedTuple):
         return isinstance(self.bags, CSR)
 
 
-@jax.tree_util.register_pytree_with_keys_class
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=("parts", "route"),
+    meta_fields=("nse", "wire_dtype"),
+)
 @dataclasses.dataclass(frozen=True, eq=False)
 class DividedRows:
     """A `[rows, num_cols]` sparse matrix whose rows are divided over all devices.
@@ -265,19 +270,6 @@ class DividedRows:
     route: Route | None
     nse: int
     wire_dtype: np.dtype | None
-
-    def tree_flatten_with_keys(self):
-        key = jax.tree_util.GetAttrKey
-        leaves = [(key("parts"), self.parts), (key("route"), self.route)]
-        return leaves, (self.nse, self.wire_dtype)
-
-    @classmethod
-    def tree_unflatten(cls, static, leaves) -> DividedRows:
-        self = object.__new__(cls)
-        names = ("parts", "route", "nse", "wire_dtype")
-        for name, value in zip(names, (*leaves, *static), strict=True):
-            object.__setattr__(self, name, value)
-        return self
 
     @property
     def num_cols(self) -> int:
@@ -311,9 +303,9 @@ class DividedRows:
             return None
         return call_on_each_device(
             lambda crowded: own_block(crowded)[0],
-            self.route.crowded,
-            in_specs=(P("data", "model"),),
-            out_specs=P(),
+            (self.route.crowded,),
+            (P("data", "model"),),
+            P(),
         )
 
     def certain(self) -> DividedRows:
@@ -332,12 +324,7 @@ class DividedRows:
         if route is None or not self.crosses or axis_sizes()[0] > 1:
             return self
 
-        def part(owned):
-            owned = own_block(owned).with_transposed()
-            return as_block(owned)
-
-        spec = P("data", "model")
-        owned = call_on_each_device(part, route.owned, in_specs=(spec,), out_specs=spec)
+        owned = on_blocks(CSR.with_transposed, route.owned)
         return dataclasses.replace(self, route=route._replace(owned=owned))
 
     def read_after(self, x: jax.Array) -> DividedRows:
@@ -349,13 +336,10 @@ class DividedRows:
         def part(asked, x):
             first = lax.stop_gradient(x).reshape(-1)[0].astype(jnp.float32)
             first = lax.bitcast_convert_type(first, jnp.int32)
-            asked = _after(own_block(asked), jnp.minimum(first & 0x7FFFFFFF, 0))
-            return as_block(asked)
+            return _after(own_block(asked), jnp.minimum(first & 0x7FFFFFFF, 0))
 
-        spec = P("data", "model")
-        asked = call_on_each_device(
-            part, route.asked, x, in_specs=(spec, P(("data", "model"))), out_specs=spec
-        )
+        specs = P("data", "model"), P(("data", "model"))
+        asked = blocks_of(part, (route.asked, x), specs)
         return dataclasses.replace(self, route=route._replace(asked=asked))
 
     @property
@@ -369,8 +353,9 @@ class DividedRows:
         if route is not None:
             asked = _without_leaves(route.asked)
             route = Route(_only_data(route.owned, owned), asked, None, None)
-        static = (self.nse, self.wire_dtype)
-        return self.tree_unflatten(static, (_only_data(self.parts, parts), route))
+        return dataclasses.replace(
+            self, parts=_only_data(self.parts, parts), route=route
+        )
 
     def by_way(self, gather: Callable[[], Any], exchange: Callable[[], Any]) -> Any:
         """Within: the result of the way that this step takes, a gather or an exchange."""
@@ -467,9 +452,7 @@ class DividedRows:
             cut = jax.vmap(CSR.overfull_rows)(everywhere)
             return _cut(concatenate_rows(everywhere, cut), self.nse)
 
-        return call_on_each_device(
-            part, self.parts, in_specs=(P("data", "model"),), out_specs=P()
-        )
+        return call_on_each_device(part, (self.parts,), (P("data", "model"),), P())
 
     def _narrow(self, values: jax.Array) -> jax.Array:
         return values.astype(narrower(values.dtype, self.wire_dtype))
@@ -534,12 +517,9 @@ def one_each(
         packed = jnp.zeros_like(ids)
         packed = packed.at[places].set(ids, mode="drop", unique_indices=True)
         indptr = jnp.append(jnp.int32(0), ends)
-        return as_block(CSR.tree_unflatten(num_cols, (None, packed, indptr, None)))
+        return CSR.tree_unflatten(num_cols, (None, packed, indptr, None))
 
-    spec = P("data", "model")
-    parts = call_on_each_device(
-        part, ids, in_specs=(P(("data", "model")),), out_specs=spec
-    )
+    parts = blocks_of(part, (ids,), (P(("data", "model")),))
     rows = divided(
         parts,
         nse=len(ids),
@@ -572,15 +552,10 @@ def parts_of(x: CSR) -> CSR:
         ends = jnp.where(over, x.nse + 1, ptr[1:] - ptr[0])
         indptr = jnp.concatenate([jnp.zeros(1, jnp.int32), ends])
         values = None if x.data is None else entries(x.data)
-        mine = CSR.tree_unflatten(
-            x.num_cols, (values, entries(x.indices), indptr, None)
-        )
-        return as_block(mine)
+        leaves = values, entries(x.indices), indptr, None
+        return CSR.tree_unflatten(x.num_cols, leaves)
 
-    plain = dataclasses.replace(x, transposed=None)
-    return call_on_each_device(
-        part, plain, in_specs=(P(),), out_specs=P("data", "model")
-    )
+    return blocks_of(part, (dataclasses.replace(x, transposed=None),), (P(),))
 
 
 def divided(
@@ -623,14 +598,10 @@ def divided(
 
     def part(parts):
         if slots.distinct:
-            route = _distinct_route(own_block(parts), width, mine, slot_count)
-        else:
-            route = _route(own_block(parts), width, mine, count, slot_count)
-        return as_block(route)
+            return _distinct_route(parts, width, mine, slot_count)
+        return _route(parts, width, mine, count, slot_count)
 
-    spec = P("data", "model")
-    route = call_on_each_device(part, parts, in_specs=(spec,), out_specs=spec)
-    return DividedRows(parts, route, nse, wire)
+    return DividedRows(parts, on_blocks(part, parts), nse, wire)
 
 
 def _room_of(parts: CSR, nse: int, **how: Any) -> tuple[Slots, int, int]:
@@ -923,14 +894,9 @@ def keys_sent(
     count = min(mine, slots.count) + 1
 
     def part(part, numbers, keys, wanted):
-        part, numbers, keys, wanted = own_block((part, numbers, keys, wanted))
-        found = _keys_route(part, numbers, keys, wanted, width, mine, count)
-        return as_block(found)
+        return _keys_route(part, numbers, keys, wanted, width, mine, count)
 
-    spec = P("data", "model")
-    route, keys, times = call_on_each_device(
-        part, parts, numbers, keys, wanted, in_specs=(spec,) * 4, out_specs=spec
-    )
+    route, keys, times = on_blocks(part, parts, numbers, keys, wanted)
     wire = None if wire_dtype is None else jnp.dtype(wire_dtype)
     rows = DividedRows(parts, route, nse, wire)
     crowded = rows.crowded()

@@ -211,16 +211,22 @@ def axis_sizes() -> tuple[int, int]:
     return mesh.shape["data"], mesh.shape["model"]
 
 
+def parts_of_axes() -> tuple[int, int]:
+    """Like `axis_sizes`; `(1, 1)` without a mesh."""
+    return axis_sizes() if mesh_is_set() else (1, 1)
+
+
 def num_devices() -> int:
     """Number of devices of the mesh that is set, also under tracing; 1 without a mesh."""
-    return math.prod(axis_sizes()) if mesh_is_set() else 1
+    return math.prod(parts_of_axes())
 
 
 def call_on_each_device(
     f: Callable[..., Any],
-    *arguments: Any,
+    arguments: tuple[Any, ...],
     in_specs: Any,
     out_specs: Any,
+    *,
     checked: bool = False,
 ) -> Any:
     """Calls `f` on each device of the mesh, with that device's parts of the arguments.
@@ -437,6 +443,13 @@ def exchanged(
 def without_mesh() -> contextlib.AbstractContextManager[Any]:
     """Unsets the mesh while this context is open."""
     return jax.set_mesh(jax.sharding.Mesh(np.empty((), object), ()))
+
+
+def using_mesh(
+    mesh: jax.sharding.Mesh | None,
+) -> contextlib.AbstractContextManager[Any]:
+    """Sets a mesh of `current_mesh`, or none, while the context is open."""
+    return without_mesh() if mesh is None else jax.set_mesh(mesh)
 
 
 def shardings_of(tree: Any) -> tuple[jax.sharding.Sharding, ...] | None:

@@ -2,14 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.sharding import PartitionSpec as P
 
-from sparsejax.mesh.layout import axis_sizes
+from sparsejax.mesh.layout import axis_sizes, call_on_each_device, mesh_is_set
 from sparsejax.sparse import CSR, Transposed, segment_ids, sums_so_far
+
+
+def on_each[Result](
+    f: Callable[..., Result], arguments: tuple[Any, ...], in_specs: Any, out_specs: Any
+) -> Result:
+    """Calls `f` on each device of the mesh, see `call_on_each_device`; without a mesh, `f`."""
+    if not mesh_is_set():
+        return f(*arguments)
+    return call_on_each_device(f, arguments, in_specs, out_specs)
+
+
+def _is_part() -> bool:
+    """Whether this is traced for one device of a mesh, within `on_each`."""
+    return "model" in jax.sharding.get_abstract_mesh().manual_axes
+
+
+def own_place() -> int | jax.Array:
+    """Within `on_each`: the place of this device along "model", which is 0 without a mesh."""
+    return lax.axis_index("model") if _is_part() else 0
+
+
+def found_anywhere(rows: jax.Array, first: int | jax.Array) -> jax.Array:
+    """Within `on_each`: the rows that one device has found, numbered over all devices.
+
+    Args:
+      rows: this device's row of each id; -1 where it has none.
+      first: number of this device's first row.
+    """
+    if not _is_part():
+        return rows
+    return lax.pmax(jnp.where(rows >= 0, rows + first, -1), "model")
+
+
+def sum_over_model(values: jax.Array) -> jax.Array:
+    """Within `on_each`: the sum of the values of all devices along "model"."""
+    return lax.psum(values, "model") if _is_part() else values
+
+
+def on_any(flags: jax.Array) -> jax.Array:
+    """Within `on_each`: whether a flag is true on any device along "model"."""
+    return lax.pmax(flags.astype(jnp.int32), "model") > 0 if _is_part() else flags
 
 
 def own_block(tree: Any) -> Any:
@@ -24,6 +67,23 @@ def own_block(tree: Any) -> Any:
 def as_block(tree: Any) -> Any:
     """A device's own block with the two axes of size 1, for `own_block`."""
     return jax.tree.map(lambda leaf: leaf[None, None], tree)
+
+
+def blocks_of[Tree](
+    f: Callable[..., Tree], arguments: tuple[Any, ...], in_specs: tuple[P, ...]
+) -> Tree:
+    """Calls `f` on each device, which returns its own block: leaves are `[data, model, n]`."""
+
+    def part(*arguments):
+        return as_block(f(*arguments))
+
+    return call_on_each_device(part, arguments, in_specs, P("data", "model"))
+
+
+def on_blocks[Tree](f: Callable[..., Tree], *blocks: Any) -> Tree:
+    """Calls `f` with each device's own blocks; it returns blocks, too."""
+    specs = (P("data", "model"),) * len(blocks)
+    return blocks_of(lambda *blocks: f(*own_block(blocks)), blocks, specs)
 
 
 def transpose_over_data(block: CSR) -> Transposed:

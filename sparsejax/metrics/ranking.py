@@ -320,10 +320,9 @@ def _any_block(f: Callable[..., jax.Array], labels: ShardedCSR, *arrays: jax.Arr
     rows = P("data")
     return call_on_each_device(
         on_device,
-        labels.blocks,
-        *arrays,
-        in_specs=(P("data", "model"), *[rows] * len(arrays)),
-        out_specs=rows,
+        (labels.blocks, *arrays),
+        (P("data", "model"), *[rows] * len(arrays)),
+        rows,
     )
 
 

@@ -76,9 +76,7 @@ def all_vectors(how: How, kernel, learned: Learned, fixed: Fixed) -> jax.Array:
     specs = P(axes), P(), P(axes)
     if axes is None:
         return part(kernel, learned, fixed)
-    return call_on_each_device(
-        part, kernel, learned, fixed, in_specs=specs, out_specs=P(axes)
-    )
+    return call_on_each_device(part, (kernel, learned, fixed), specs, P(axes))
 
 
 def _forward(how, kernel, learned, fixed):
@@ -124,10 +122,7 @@ def _backward(how: How, residuals, slopes: jax.Array):
         found = part(*arguments)
     else:
         found = call_on_each_device(
-            part,
-            *arguments,
-            in_specs=(P(axes), P(), P(axes), P(axes)),
-            out_specs=(P(axes), P()),
+            part, arguments, (P(axes), P(), P(axes), P(axes)), (P(axes), P())
         )
     return *found, None
 
@@ -500,6 +495,4 @@ def _on_each_device(how: How, part, arguments, given: str, made: str):
         tuple(P(how.axes) if letter == "i" else P() for letter in letters)
         for letters in (given, made)
     )
-    return call_on_each_device(
-        part, *arguments, in_specs=specs, out_specs=out if len(out) > 1 else out[0]
-    )
+    return call_on_each_device(part, arguments, specs, out if len(out) > 1 else out[0])

@@ -348,10 +348,9 @@ def over_items(
     specs: Any = rows, item_chunks.entries_spec(labels, shard), rows
     return call_on_each_device(
         functools.partial(f, shard),
-        batch._replace(labels=dataclasses.replace(labels, transposed=None)),
-        arrays,
-        in_specs=(LossBatch(*specs), items),
-        out_specs=(rows, rows, items),
+        (batch._replace(labels=dataclasses.replace(labels, transposed=None)), arrays),
+        (LossBatch(*specs), items),
+        (rows, rows, items),
     )
 
 

@@ -184,4 +184,4 @@ def _on_devices(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
         return f(*arrays)
     spec = P(("data", "model"))
     specs = (spec,) * len(arrays)
-    return call_on_each_device(f, *arrays, in_specs=specs, out_specs=spec)
+    return call_on_each_device(f, (*arrays,), specs, spec)

@@ -183,10 +183,9 @@ def _over_rows(
             lambda x, values: over_blocks(
                 reduce(own_block(x), own_block(values)), "model"
             ),
-            blocks,
-            values,
-            in_specs=(entries, entries),
-            out_specs=P("data"),
+            (blocks, values),
+            (entries, entries),
+            P("data"),
         )
 
     def backward(_, slope):
@@ -196,11 +195,7 @@ def _over_rows(
 
         return (
             call_on_each_device(
-                of_entries,
-                blocks,
-                slope,
-                in_specs=(entries, P("data")),
-                out_specs=entries,
+                of_entries, (blocks, slope), (entries, P("data")), entries
             ),
         )
 
@@ -234,8 +229,7 @@ def _backward(implementation, dtype, residuals, dy):
     # silently mean a zero gradient of data too.
     dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
     if isinstance(x, ShardedCSR):
-        static = (x.num_cols, x.spread)
-        dx = ShardedCSR.tree_unflatten(static, (dx, None))
+        dx = dataclasses.replace(x, blocks=dx, transposed=None)
     return dx, dw
 
 
@@ -252,11 +246,9 @@ def _data_gradient(
             lambda x, w, dy: _data_gradient(own_block(x), w, dy, implementation)[
                 None, None
             ],
-            x.blocks,
-            w,
-            dy,
-            in_specs=(entries, P("model"), P("data")),
-            out_specs=entries,
+            (x.blocks, w, dy),
+            (entries, P("model"), P("data")),
+            entries,
         )
     if x.nse == 0 or x.num_rows == 0:  # no entry to read, or no row
         return jnp.zeros(x.nse, accumulator(w.dtype))
@@ -312,12 +304,7 @@ def _data_gradients(
 
     spec = P("data", "model")
     found = call_on_each_device(
-        part,
-        x,
-        w,
-        dy,
-        in_specs=(spec, x.kernel_spec, P(("data", "model"))),
-        out_specs=spec,
+        part, (x, w, dy), (spec, x.kernel_spec, P(("data", "model"))), spec
     )
     return x.with_gradient(*found)
 

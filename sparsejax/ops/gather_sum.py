@@ -94,18 +94,13 @@ def gather_sum(
             )
 
         return call_on_each_device(
-            part,
-            x,
-            w,
-            in_specs=(P("data", "model"), x.kernel_spec),
-            out_specs=P(("data", "model")),
+            part, (x, w), (P("data", "model"), x.kernel_spec), P(("data", "model"))
         )
     return call_on_each_device(
         lambda blocks, w: x.sum_over_columns(summed(own_block(blocks), w)),
-        x.blocks,
-        w,
-        in_specs=(P("data", "model"), P("model")),
-        out_specs=x.rows_spec,
+        (x.blocks, w),
+        (P("data", "model"), P("model")),
+        x.rows_spec,
     )
 
 

@@ -8,16 +8,11 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.sharding import PartitionSpec as P
 from jax.typing import ArrayLike
 
-from sparsejax.mesh.layout import (
-    call_on_each_device,
-    call_with_auto_axes,
-    jit_sharded,
-    mesh_is_set,
-)
+from sparsejax.mesh.layout import call_with_auto_axes, jit_sharded
+from sparsejax.mesh.per_device import found_anywhere, on_each, own_place
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import PARTS, Index, Layout, TableKeys
 from sparsejax.sparse import MAX_ENTRIES
@@ -134,30 +129,17 @@ def _removed(layout: Layout, index: Index, gone: ArrayLike) -> Index:
 def _added(
     layout: Layout, index: Index, keys: TableKeys, wanted: jax.Array
 ) -> tuple[Index, jax.Array]:
-    def part(index, keys, wanted, first):
+    def part(index, keys, wanted):
+        first = own_place() * len(index.used)
         of_part = hash_index.part_of(keys) - first
         mine = wanted & (of_part >= 0) & (of_part < len(index.used))
         of, _ = hash_index.distinct(layout, keys, mine.astype(jnp.int32))
         index, rows = hash_index.insert(layout, index, of, of.first, first)
-        return index, jnp.full(len(rows), -1, jnp.int32).at[of.place].set(rows)
+        rows = jnp.full(len(rows), -1, jnp.int32).at[of.place].set(rows)
+        return index, found_anywhere(rows, first * layout.rows)
 
-    def on_device(index, keys, wanted):
-        first = lax.axis_index("model") * len(index.used)
-        index, rows = part(index, keys, wanted, first)
-        rows = jnp.where(rows >= 0, rows + first * layout.rows, -1)
-        return index, lax.pmax(rows, "model")
-
-    if not mesh_is_set():
-        return part(index, keys, wanted, 0)
     by_parts = P("model")
-    return call_on_each_device(
-        on_device,
-        index,
-        keys,
-        wanted,
-        in_specs=(by_parts, P(), P()),
-        out_specs=(by_parts, P()),
-    )
+    return on_each(part, (index, keys, wanted), (by_parts, P(), P()), (by_parts, P()))
 
 
 def changed(

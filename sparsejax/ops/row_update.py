@@ -146,118 +146,104 @@ class TrainedKernel(NamedTuple):
         return _lag(self.last, count) > 0
 
 
+class Passed(NamedTuple):
+    """The steps that are done, and how rows catch up with them.
+
+    Attributes:
+      count: number of these steps.
+      noise: random numbers that round a bfloat16 kernel; None rounds to nearest.
+      table: the rule's lag table, if it was made before: then no row has missed more steps
+        than the table has.
+    """
+
+    count: jax.Array
+    noise: Noise | None = None
+    table: LagTable | None = None
+
+    def own(self, num_rows: int) -> Passed:
+        """Within: the same for the `num_rows` rows that this device has."""
+        noise = self.noise
+        noise = None if noise is None else noise.after(_first_row(num_rows))
+        return self._replace(noise=noise)
+
+    def with_table(self, rule: RowRule, trained: TrainedKernel) -> Passed:
+        """The same with the rule's table, if the rule has one for rows that drift."""
+        if self.table is not None or not (rule.drifts and rule.table_lags):
+            return self
+        table = rule.lag_table(self.count, accumulator(trained.w.dtype))
+        return self._replace(table=table)
+
+
 def step_rows(
     rule: RowRule,
     trained: TrainedKernel,
     ids: Int[Array, "capacity"],
     gradient: Float[Array, "capacity hidden"],
-    count: jax.Array,
+    passed: Passed,
     *,
-    noise: Noise | None = None,
     divided: bool = False,
-    table: LagTable | None = None,
 ) -> TrainedKernel:
-    """Catches up the rows `ids` with `count` steps, and does step `count + 1` on them.
+    """Catches up the rows `ids` with the steps passed, and does the next step on them.
 
-    `ids` are unique; padding ids are out of range. Each row is written once. `noise`
-    rounds a bfloat16 kernel at random; without it, the kernel is rounded to nearest. If
+    `ids` are unique; padding ids are out of range. Each row is written once. If
     `divided`, the rows of the kernel are divided over "model"; ids and gradients are on
-    the device that holds their row. `table` is the rule's lag table, if it was made
-    before: then no row has missed more steps than the table has.
+    the device that holds their row.
     """
     if divided:
 
-        def part(trained, ids, gradient, count, noise, table):
-            first = _first_row(trained.num_rows)
-            noise = _after(noise, first)
-            return step_rows(
-                rule,
-                trained,
-                ids - first,
-                gradient,
-                count,
-                noise=noise,
-                table=table,
-            )
+        def part(trained, ids, gradient, passed):
+            rows = trained.num_rows
+            ids = ids - _first_row(rows)
+            return step_rows(rule, trained, ids, gradient, passed.own(rows))
 
         rows = P("model")
         return call_on_each_device(
-            part,
-            trained,
-            ids,
-            gradient,
-            count,
-            noise,
-            table,
-            in_specs=(rows, rows, rows, P(), P(), P()),
-            out_specs=rows,
+            part, (trained, ids, gradient, passed), (rows, rows, rows, P()), rows
         )
 
-    def step(trained, ids, gradient, count, noise, table, block):
-        young, numbers = table is not None, rule.numbers(count + 1)
-        if not young:
-            table = _table(rule, trained, count)
+    def step(trained, ids, gradient, passed, block):
+        young, numbers = passed.table is not None, rule.numbers(passed.count + 1)
+        passed = passed.with_table(rule, trained)
 
         def work(trained, block_ids, positions):
-            w, state = _caught_up(rule, trained, block_ids, count, noise, table, young)
+            w, state = _caught_up(rule, trained, block_ids, passed, young)
             slope = gradient.at[positions].get(mode="clip").astype(w.dtype)
             w, state = rule.step(w, state, slope, numbers)
-            w = narrowed(w, trained.w.dtype, noise, count + 1, block_ids)
-            return _written(trained, block_ids, w, state, count + 1)
+            w = narrowed(w, trained.w.dtype, passed.noise, passed.count + 1, block_ids)
+            return _written(trained, block_ids, w, state, passed.count + 1)
 
         used = jnp.sum(ids < trained.num_rows)
         return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
-    return _for_platform(step, trained, ids, gradient, count, noise, table)
+    return _for_platform(step, trained, ids, gradient, passed)
 
 
 def step_terms(
     rule: RowRule,
     trained: TrainedKernel,
     terms: Terms,
-    count: jax.Array,
+    passed: Passed,
     *,
-    noise: Noise | None = None,
-    table: LagTable | None = None,
     implementation: Implementation = None,
 ) -> TrainedKernel:
     """`step_rows` with gradients that are not summed yet: one GPU program may do both.
 
-    It takes rules that work element by element or by row; under which weights drift, if
-    they have a table. Widths are as in `takes_rows`. Then gradients never get to memory.
-    `table`: see `step_rows`.
+        It takes rules that work element by element or by row; under which weights drift, if
+    takes_rows`. Then gradients never get to memory.
     """
     if terms.divided:
 
-        def part(terms, trained, count, noise, table):
+        def part(terms, trained, passed):
+            passed = passed.own(terms.num_rows)
             return step_terms(
-                rule,
-                trained,
-                terms,
-                count,
-                noise=_after(noise, _first_row(terms.num_rows)),
-                table=table,
-                implementation=implementation,
+                rule, trained, terms, passed, implementation=implementation
             )
 
         rows = P("model")
-        return terms.per_device(
-            part,
-            trained,
-            count,
-            noise,
-            table,
-            in_specs=(rows, P(), P(), P()),
-            out_specs=rows,
-        )
+        return terms.per_device(part, (trained, passed), (rows, P()), out_specs=rows)
     if terms.unsent is not None:
         step = functools.partial(
-            step_terms,
-            rule,
-            count=count,
-            noise=noise,
-            table=table,
-            implementation=implementation,
+            step_terms, rule, passed=passed, implementation=implementation
         )
         crowded = terms.unsent.crowded
 
@@ -272,7 +258,7 @@ def step_terms(
         )
         return step(trained, terms.exchanged_after(zero).where(~crowded))
     fits = _by_rows(rule, trained.w, trained.state)
-    fits &= not rule.drifts or in_programs(rule, noise)
+    fits &= not rule.drifts or in_programs(rule, passed.noise)
     column, dy = terms.by_column.columns, terms.dy
     fits &= takes_rows(dy.shape[1], by_row=rule.by_row)
     fits &= mosaic_is_fastest(dy, column.shape[0])
@@ -280,20 +266,17 @@ def step_terms(
         implementation = "mosaic_gpu"
     if implementation != "mosaic_gpu":
         values = terms.values(implementation)
-        return step_rows(
-            rule, trained, terms.ids(), values, count, noise=noise, table=table
-        )
+        return step_rows(rule, trained, terms.ids(), values, passed)
     by_column = terms.by_column
     targets = by_column.ends()
-    young = table is not None
-    if not young:
-        table = _table(rule, trained, count)
+    young, passed = passed.table is not None, passed.with_table(rule, trained)
+    count, noise, table = passed
     if table is not None and not young:
         # They depend on the slopes: these rows are written after all have been read.
         most = trained.num_rows + jnp.isnan(dy[0, 0]).astype(jnp.int32)
         touched = jnp.where(targets >= 0, targets, trained.num_rows)
         touched = jnp.minimum(touched, most)
-        trained = _without_old(rule, trained, touched, count, noise)
+        trained = _without_old(rule, trained, touched, passed)
     lags, last = None, trained.last
     if last is not None:
         # XLA would put the reading into the program that counts the entries, which has few
@@ -447,37 +430,28 @@ def step_whole(
 def settle(
     rule: RowRule,
     trained: TrainedKernel,
-    count: jax.Array,
+    passed: Passed,
     *,
-    noise: Noise | None = None,
     divided: bool = False,
     beyond: int = 0,
     young: bool = False,
-    table: LagTable | None = None,
 ) -> TrainedKernel:
     """Brings all rows up to date that have missed more than `beyond` steps.
 
     Takes almost no time if there are none. `young` says that no row has missed more steps
-    than the rule's table has, and `table` is that table, if it was made before.
+    than the rule's table has.
     """
     if trained.last is None:
         return trained
     if divided:
 
-        def part(trained, count, noise, table):
-            noise = _after(noise, _first_row(trained.num_rows))
-            how = {"noise": noise, "beyond": beyond, "young": young, "table": table}
-            return settle(rule, trained, count, **how)
+        def part(trained, passed):
+            how = {"beyond": beyond, "young": young}
+            return settle(rule, trained, passed.own(trained.num_rows), **how)
 
-        return call_on_each_device(
-            part,
-            trained,
-            count,
-            noise,
-            table,
-            in_specs=(P("model"), P(), P(), P()),
-            out_specs=P("model"),
-        )
+        rows = P("model")
+        return call_on_each_device(part, (trained, passed), (rows, P()), rows)
+    count = passed.count
     if not rule.drifts:  # the weights stay, the state changes in one pass
         lag = _lag(trained.last, count)[:, None]
         _, state = rule.catch_up(trained.w, trained.state, lag, count)
@@ -485,20 +459,19 @@ def settle(
             trained.w, state, jnp.where(trained.last == NEVER, NEVER, count)
         )
 
-    def catch_up(trained, count, noise, table, block):
+    def catch_up(trained, passed, block):
         every = jnp.arange(trained.num_rows, dtype=jnp.int32)
-        stale = _lag(trained.last, count) > beyond
-        if table is None:
-            table = _table(rule, trained, count)
+        stale = _lag(trained.last, passed.count) > beyond
+        passed = passed.with_table(rule, trained)
 
         def work(trained, block_ids, _):
-            w, state = _caught_up(rule, trained, block_ids, count, noise, table, young)
-            return _written(trained, block_ids, w, state, count)
+            w, state = _caught_up(rule, trained, block_ids, passed, young)
+            return _written(trained, block_ids, w, state, passed.count)
 
         ids, used = _chosen(stale, every)
         return _in_blocks(block, used, ids, trained.num_rows, work, trained)
 
-    return _for_platform(catch_up, trained, count, noise, table)
+    return _for_platform(catch_up, trained, passed)
 
 
 def are_young(rule: RowRule, last: jax.Array | None, count: jax.Array) -> bool:
@@ -523,96 +496,60 @@ def current_rows(
     rule: RowRule,
     trained: TrainedKernel,
     ids: Int[Array, "capacity"],
-    count: jax.Array,
-    *,
-    noise: Noise | None = None,
-    table: LagTable | None = None,
+    passed: Passed,
 ) -> Float[Array, "capacity hidden"]:
     """Copies of the rows `ids` as `settle` would write them; writes nothing.
 
-    They are in `w`'s dtype, and arbitrary for padding. `table`: see `step_rows`.
+    They are in `w`'s dtype, and arbitrary for padding.
     """
 
-    def read(trained, ids, count, noise, table, block):
-        young = table is not None
-        if not young:
-            table = _table(rule, trained, count)
+    def read(trained, ids, passed, block):
+        young, passed = passed.table is not None, passed.with_table(rule, trained)
 
         def work(rows, block_ids, positions):
-            w, _ = _caught_up(rule, trained, block_ids, count, noise, table, young)
+            w, _ = _caught_up(rule, trained, block_ids, passed, young)
             return _write(rows, positions, w)
 
         used = jnp.sum(ids < trained.num_rows)
         rows = jnp.zeros((ids.shape[0], trained.w.shape[1]), trained.w.dtype)
         return _in_blocks(block, used, ids, trained.num_rows, work, rows)
 
-    return _for_platform(read, trained, ids, count, noise, table)
+    return _for_platform(read, trained, ids, passed)
 
 
 def gather_current(
     rule: RowRule,
     trained: TrainedKernel,
     x: LookupRows,
-    count: jax.Array,
+    passed: Passed,
     *,
-    noise: Noise | None = None,
-    table: LagTable | None = None,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
-    """`gather_matmul` of the rows as they are after `count` steps; writes nothing.
-
-    `table`: see `step_rows`.
-    """
+    """`gather_matmul` of the rows as they are after the steps passed; writes nothing."""
+    read = functools.partial(gather_current, rule, implementation=implementation)
     if isinstance(x, ShardedCSR):
 
-        def part(trained, blocks, count, noise, table):
-            y = gather_current(
-                rule,
-                trained,
-                own_block(blocks),
-                count,
-                noise=_after(noise, _first_row(trained.num_rows)),
-                table=table,
-                implementation=implementation,
-            )
+        def part(trained, blocks, passed):
+            y = read(trained, own_block(blocks), passed.own(trained.num_rows))
             return x.sum_over_columns(y)
 
+        specs = P("model"), P("data", "model"), P()
         return call_on_each_device(
-            part,
-            trained,
-            x.blocks,
-            count,
-            noise,
-            table,
-            in_specs=(P("model"), P("data", "model"), P(), P(), P()),
-            out_specs=x.rows_spec,
+            part, (trained, x.blocks, passed), specs, x.rows_spec
         )
     if isinstance(x, DividedRows):
 
-        def sums(trained, x, count, noise, table):
+        def sums(trained, x, passed):
             if x.route is not None:
-                noise = _after(noise, _first_row(trained.num_rows))
-            read = functools.partial(
-                gather_current,
-                rule,
-                trained,
-                count=count,
-                noise=noise,
-                table=table,
-                implementation=implementation,
-            )
+                passed = passed.own(trained.num_rows)
             add = functools.partial(added, implementation=implementation)
-            return own_block(x).sums(lambda x, _: read(x), add, trained.w.dtype)
+            return own_block(x).sums(
+                lambda x, _: read(trained, x, passed), add, trained.w.dtype
+            )
 
+        specs = x.kernel_spec, P("data", "model"), P()
         return call_on_each_device(
-            sums,
-            trained,
-            x,
-            count,
-            noise,
-            table,
-            in_specs=(x.kernel_spec, P("data", "model"), P(), P(), P()),
-            out_specs=P(("data", "model")),
+            sums, (trained, x, passed), specs, P(("data", "model"))
         )
 
     @jax.custom_vjp
@@ -631,23 +568,23 @@ def gather_current(
         return slope, *(None for _ in operands[1:])
 
     differentiable.defvjp(forward, backward)
-    return differentiable(x.data, x.with_data(None), trained, count, noise, table)
+    return differentiable(x.data, x.with_data(None), trained, passed)
 
 
-def _copied(rule, x, trained, count, noise, table):
+def _copied(rule, x, trained, passed):
     """The entries of `x` over copies of the rows that they name, and these copies."""
     ids, slots = touched_rows(x, trained.num_rows)
-    rows = current_rows(rule, trained, ids, count, noise=noise, table=table)
+    rows = current_rows(rule, trained, ids, passed)
     return CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows
 
 
-def _gathered(rule, implementation, x, trained, count, noise, table):
+def _gathered(rule, implementation, x, trained, passed):
     """`gather_current` on a device, without a derivative."""
+    count, noise, table = passed
 
     def by_copies(trained, x, count):
-        return gather_sum(
-            *_copied(rule, x, trained, count, noise, table), implementation
-        )
+        at = passed._replace(count=count)
+        return gather_sum(*_copied(rule, x, trained, at), implementation)
 
     fits = in_programs(rule, noise) and trained.last is not None
     fits &= takes_rows(trained.w.shape[1]) and by_elements(
@@ -716,30 +653,20 @@ def _first_row(num_rows):
     return lax.axis_index("model") * num_rows
 
 
-def _after(noise, rows):
-    return None if noise is None else noise.after(rows)
-
-
 def _lag(last, count):
     """How many of `count` steps each row has missed."""
     return jnp.where(last == NEVER, 0, count - last)
 
 
-def _table(rule, trained, count):
-    """The rule's table, if it has one for rows that drift."""
-    if not (rule.drifts and rule.table_lags):
-        return None
-    return rule.lag_table(count, accumulator(trained.w.dtype))
-
-
-def _without_old(rule, trained, ids, count, noise):
+def _without_old(rule, trained, ids, passed):
     """Catches up the rows for which there is no table."""
-    lag = _lag(_read(trained.last, ids), count)
+    lag = _lag(_read(trained.last, ids), passed.count)
     old = (ids < trained.num_rows) & (lag > rule.table_lags)
 
     def repeat(trained, block_ids, _):
-        w, state = _caught_up(rule, trained, block_ids, count, noise, None)
-        return _written(trained, block_ids, w, state, count)
+        at = passed._replace(table=None)
+        w, state = _caught_up(rule, trained, block_ids, at)
+        return _written(trained, block_ids, w, state, passed.count)
 
     places, used = _chosen(old, ids)
     return _in_blocks(_REPEATED, used, places, trained.num_rows, repeat, trained)
@@ -758,13 +685,13 @@ def _chosen(
     return lax.cond(used > 0, pack, lambda: ids), used
 
 
-def _caught_up(rule, trained, ids, count, noise, table, young=False):
+def _caught_up(rule, trained, ids, passed, young=False):
     """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row.
 
     With noise the weights are bfloat16 numbers.
     """
     w, state, last = jax.tree.map(lambda a: _read(a, ids), trained)
-    w = _wide(w)
+    w, (count, noise, table) = _wide(w), passed
     if last is None:
         return w, state
     lag = jnp.where(ids < trained.num_rows, _lag(last, count), 0)

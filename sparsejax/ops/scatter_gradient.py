@@ -140,7 +140,7 @@ class Terms(NamedTuple):
     divided: bool = False
     unsent: Unsent | None = None
 
-    def per_device(self, f, *arguments, in_specs=(), out_specs):
+    def per_device(self, f, arguments=(), in_specs=(), *, out_specs):
         """`f(terms, *arguments)` on each device, with the terms of its kernel rows."""
         num_rows = rows_per_device(self.num_rows)
 
@@ -159,13 +159,9 @@ class Terms(NamedTuple):
         dy_spec = P("model") if self.dy.ndim == 3 else P()
         return call_on_each_device(
             part,
-            self.by_column,
-            self.data,
-            self.dy,
-            self.unsent,
-            *arguments,
-            in_specs=(P("model"), P("model"), dy_spec, of_unsent, *in_specs),
-            out_specs=out_specs,
+            (self.by_column, self.data, self.dy, self.unsent, *arguments),
+            (P("model"), P("model"), dy_spec, of_unsent, *in_specs),
+            out_specs,
         )
 
     def where(self, chosen: Bool[Array, ""]) -> Terms:
@@ -308,10 +304,9 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
 
     by_column, data = call_on_each_device(
         part,
-        [x.blocks for x in xs],
-        xs[0].transposed if sorted_ahead else None,
-        in_specs=(P("data", "model"), P("model")),
-        out_specs=P("model"),
+        ([x.blocks for x in xs], xs[0].transposed if sorted_ahead else None),
+        (P("data", "model"), P("model")),
+        P("model"),
     )
     # Each is gathered as it is. XLA would divide their columns before, to join them.
     dy = jnp.concatenate([replicated(dy) for dy in dys])
@@ -334,10 +329,9 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
 
     by_column, data, dy = call_on_each_device(
         part,
-        list(xs),
-        list(dys),
-        in_specs=(P("data", "model"), P(("data", "model"))),
-        out_specs=P("model"),
+        (list(xs), list(dys)),
+        (P("data", "model"), P(("data", "model"))),
+        P("model"),
     )
     unsent = None
     if crowded:
@@ -408,11 +402,7 @@ def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
         return lax.psum(total, ("data", "model"))
 
     total = call_on_each_device(
-        part,
-        list(xs),
-        list(dys),
-        in_specs=(P("data", "model"), P(("data", "model"))),
-        out_specs=P(),
+        part, (list(xs), list(dys)), (P("data", "model"), P(("data", "model"))), P()
     )
     every = jnp.arange(num_rows, dtype=jnp.int32)
     touched = total[:, -1] > 0
@@ -444,11 +434,7 @@ def dense_gradient(
             )
 
         return call_on_each_device(
-            part,
-            x.blocks,
-            dy,
-            in_specs=(P("data", "model"), P("data")),
-            out_specs=P("model"),
+            part, (x.blocks, dy), (P("data", "model"), P("data")), P("model")
         )
     if isinstance(x, DividedRows):
         return _dense_gradient_of_divided(x, dy, num_rows, implementation)
@@ -501,11 +487,7 @@ def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation
         return lax.psum(total, "data")
 
     return call_on_each_device(
-        part,
-        x,
-        dy,
-        in_specs=(P("data", "model"), P(("data", "model"))),
-        out_specs=x.kernel_spec,
+        part, (x, dy), (P("data", "model"), P(("data", "model"))), x.kernel_spec
     )
 
 

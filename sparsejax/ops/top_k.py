@@ -28,7 +28,7 @@ from sparsejax.ops.implementations import (
     xla_is_for_gpu,
 )
 from sparsejax.ops.item_chunks import Shard
-from sparsejax.ops.precision import Precision, check_precision
+from sparsejax.ops.precision import Precision, Word, check_precision
 
 
 class Tuning(NamedTuple):
@@ -183,19 +183,9 @@ def top_k_tuned(
 
     `implementation` None is "xla" here, as is "xla_gpu": only `tuning` differs.
     """
-    return _compiled(
-        h,
-        kernel,
-        bias,
-        scale,
-        exclude,
-        k=k,
-        num_items=num_items,
-        kernel_spec=kernel_spec,
-        precision=check_precision(precision),
-        tuning=tuning,
-        with_mosaic=implementation == "mosaic_gpu",
-    )
+    with_mosaic, word = implementation == "mosaic_gpu", check_precision(precision)
+    how = _How(k, num_items, kernel_spec, word, tuning, with_mosaic)
+    return _compiled(h, kernel, bias, scale, exclude, how=how)
 
 
 def _num_items(
@@ -222,17 +212,18 @@ def _num_items(
     return num_items
 
 
-@functools.partial(
-    jax.jit,
-    static_argnames=(
-        "k",
-        "num_items",
-        "kernel_spec",
-        "precision",
-        "tuning",
-        "with_mosaic",
-    ),
-)
+class _How(NamedTuple):
+    """The arguments of `top_k_tuned` that are no arrays."""
+
+    k: int
+    num_items: int
+    kernel_spec: P | None
+    precision: Word
+    tuning: Tuning
+    with_mosaic: bool
+
+
+@functools.partial(jax.jit, static_argnames="how")
 def _compiled(
     h: jax.Array,
     kernel: jax.Array,
@@ -240,23 +231,10 @@ def _compiled(
     scale: jax.Array | None,
     exclude: SparseRows | None,
     *,
-    k: int,
-    num_items: int,
-    kernel_spec: P | None,
-    precision: Precision,
-    tuning: Tuning,
-    with_mosaic: bool,
+    how: _How,
 ) -> tuple[jax.Array, jax.Array]:
-    shard = item_chunks.shard_of(kernel_spec, exclude, len(h), len(kernel))
-    best = functools.partial(
-        _best,
-        k=k,
-        num_items=num_items,
-        shard=shard or Shard(),
-        precision=precision,
-        tuning=tuning,
-        with_mosaic=with_mosaic,
-    )
+    shard = item_chunks.shard_of(how.kernel_spec, exclude, len(h), len(kernel))
+    best = functools.partial(_best, how, shard or Shard())
     if shard is None:
         return best(h, kernel, bias, scale, exclude)
     if exclude is not None:
@@ -264,31 +242,15 @@ def _compiled(
     batch, items = shard.rows_spec, shard.items_spec
     return call_on_each_device(
         best,
-        h,
-        kernel,
-        bias,
-        scale,
-        exclude,
-        in_specs=(batch, items, items, items, item_chunks.entries_spec(exclude, shard)),
-        out_specs=(batch, batch),
+        (h, kernel, bias, scale, exclude),
+        (batch, items, items, items, item_chunks.entries_spec(exclude, shard)),
+        (batch, batch),
     )
 
 
-def _best(
-    h,
-    kernel,
-    bias,
-    scale,
-    exclude,
-    *,
-    k,
-    num_items,
-    shard,
-    precision,
-    tuning,
-    with_mosaic,
-):
+def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
     """The best of all items for a device's part of the batch."""
+    k, num_items, _, precision, tuning, with_mosaic = how
     broken = jnp.zeros(len(h), bool)
     h = shard.all_rows(h)
     batch, rows = len(h), len(kernel)

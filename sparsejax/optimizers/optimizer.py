@@ -43,7 +43,7 @@ from sparsejax.ops import row_update
 from sparsejax.ops.gather_sum import mosaic_is_fastest
 from sparsejax.ops.implementations import Implementation
 from sparsejax.ops.item_chunks import accumulator
-from sparsejax.ops.row_update import State, TrainedKernel
+from sparsejax.ops.row_update import Passed, State, TrainedKernel
 from sparsejax.optimizers import gradients, growth, inplace, rules
 from sparsejax.optimizers.gradients import Path, RowParam
 from sparsejax.optimizers.row_gradient import RowGradient, RowTerms
@@ -428,8 +428,7 @@ class Optimizer(nnx.Pytree):
         trained = _settled(
             rule,
             TrainedKernel(kernel[...], arrays, last),
-            self.step[...],
-            noise=None if seed is None else Noise(seed[...]),
+            Passed(self.step[...], None if seed is None else Noise(seed[...])),
             divided=gradients.is_divided(kernel),
             young=row_update.are_young(rule, last, self.step[...]),
         )
@@ -686,12 +685,10 @@ class Optimizer(nnx.Pytree):
             trained = _settle[deterministic](
                 rule,
                 before,
-                self.step[...],
-                noise=self.noise_of(path),
+                Passed(self.step[...], self.noise_of(path), table),
                 divided=gradients.is_divided(kernel),
                 beyond=beyond,
                 young=young or row_update.are_young(rule, before.last, self.step[...]),
-                table=table,
             )
             arrays = {**trained.state, "last_step": trained.last}
             return [trained.w, *(arrays[name] for name in state)], None
@@ -741,8 +738,7 @@ class Optimizer(nnx.Pytree):
             after = _settle[deterministic](
                 rule,
                 TrainedKernel(w, state, last),
-                step,
-                noise=None,
+                Passed(step),
                 divided=False,
                 beyond=0,
                 young=row_update.are_young(rule, last, step),
@@ -756,15 +752,11 @@ class Optimizer(nnx.Pytree):
 
         def settled(w: jax.Array) -> jax.Array:
             trained, step = self._trained(path, w), self.step[...]
-            current = functools.partial(
-                row_update.settle,
-                self.rule_of(kernel),
-                noise=self.noise_of(path),
-                divided=gradients.is_divided(kernel),
-            )
+            passed, rule = Passed(step, self.noise_of(path)), self.rule_of(kernel)
+            divided = gradients.is_divided(kernel)
             return jax.lax.cond(
                 jnp.any(trained.stale_rows(step)),
-                lambda: current(trained, step).w,
+                lambda: row_update.settle(rule, trained, passed, divided=divided).w,
                 lambda: w,
             )
 
@@ -820,14 +812,10 @@ class Optimizer(nnx.Pytree):
                 return gather.gather_matmul(x, w, implementation=implementation)
 
             def current():
+                table = None if skip else self._table_ahead(rule, trained)
+                passed = Passed(step, self.noise_of(path), table)
                 return row_update.gather_current(
-                    rule,
-                    trained,
-                    x,
-                    step,
-                    noise=self.noise_of(path),
-                    table=None if skip else self._table_ahead(rule, trained),
-                    implementation=implementation,
+                    rule, trained, x, passed, implementation=implementation
                 )
 
             if x.nse == 0:
@@ -857,22 +845,13 @@ class Optimizer(nnx.Pytree):
                     f"'{_dotted(path)}' was taken at rows that may be out of date; "
                     "use optimizer.value_and_grad, not sparsejax.value_and_grad"
                 )
+            passed = Passed(step, noise, self._table_ahead(rule, trained))
             if isinstance(g, RowTerms):
-                table = self._table_ahead(rule, trained)
-                return row_update.step_terms(
-                    rule, trained, g.terms, step, noise=noise, table=table
-                )
+                return row_update.step_terms(rule, trained, g.terms, passed)
             if g.ids.shape[0] == 0:
                 return trained
             return row_update.step_rows(
-                rule,
-                trained,
-                g.ids,
-                g.values,
-                step,
-                noise=noise,
-                divided=g.divided,
-                table=self._table_ahead(rule, trained),
+                rule, trained, g.ids, g.values, passed, divided=g.divided
             )
         if rule.drifts:
             g = _refuse_stale(path, trained, g, step)
@@ -1018,7 +997,7 @@ def _after(trained: TrainedKernel, flat: Mapping[Path, Any]) -> dict[Path, Any]:
         return jax.tree.map(lambda g: jnp.where(moved, g, 0), whole)
 
     specs = P(), P("model")
-    found = call_on_each_device(part, whole, trained.w, in_specs=specs, out_specs=P())
+    found = call_on_each_device(part, (whole, trained.w), specs, P())
     return {**flat, **found}
 
 

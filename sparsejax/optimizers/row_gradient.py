@@ -340,7 +340,6 @@ def merge(gradients: Sequence[RowGradient]) -> RowSums:
         if g.divided != first.divided:
             raise ValueError("one of the gradients lies on a mesh, another does not")
     ids, values = [g.ids for g in gradients], [g.values for g in gradients]
-    add = functools.partial(_sum_of, num_rows=first.num_rows)
     if first.divided:
         rows, num_rows = P("model"), rows_per_device(first.num_rows)
 
@@ -350,11 +349,10 @@ def merge(gradients: Sequence[RowGradient]) -> RowSums:
             found = jnp.where(found < num_rows, found + start, first.num_rows)
             return found, values
 
-        add = functools.partial(
-            call_on_each_device, part, in_specs=(rows, rows), out_specs=rows
-        )
+        ids, values = call_on_each_device(part, (ids, values), (rows, rows), rows)
+    else:
+        ids, values = _sum_of(ids, values, first.num_rows)
     current = all(g.current for g in gradients)
-    ids, values = add(ids, values)
     return RowSums(ids, values, first.num_rows, current, first.divided)
 
 

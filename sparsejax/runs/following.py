@@ -14,7 +14,7 @@ from sparsejax.data.files.opening import DataError, is_address
 from sparsejax.data.files.parquet import files_below
 from sparsejax.data.files.stores import Place
 from sparsejax.embeddings.changes import export_changes
-from sparsejax.embeddings.dynamic.changes import Export
+from sparsejax.embeddings.exports import Export
 from sparsejax.engine.train import loop
 from sparsejax.engine.train.checkpoint import Checkpoints
 from sparsejax.engine.train.following import Feed, How, follow

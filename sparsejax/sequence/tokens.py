@@ -139,11 +139,7 @@ class Tokens(NamedTuple):
             return of_part(*arguments)
         # Checked, so that gradients of q, k and v are not summed over devices.
         return call_on_each_device(
-            of_part,
-            *arguments,
-            in_specs=(*[_DIVIDED] * 5, P(), P()),
-            out_specs=_DIVIDED,
-            checked=True,
+            of_part, arguments, (*[_DIVIDED] * 5, P(), P()), _DIVIDED, checked=True
         )
 
 
@@ -222,9 +218,7 @@ def _by_part(function, histories, times, *, deal: bool = False):
 
     return call_on_each_device(
         of_dealt if deal and parts > 1 else function,
-        rows,
-        histories,
-        times,
-        in_specs=_DIVIDED,
-        out_specs=_DIVIDED,
+        (rows, histories, times),
+        _DIVIDED,
+        _DIVIDED,
     )

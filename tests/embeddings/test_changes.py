@@ -19,8 +19,7 @@ from flax import nnx
 
 import sparsejax as sj
 from sparsejax import change_folders
-from sparsejax.embeddings import DynamicTableConfig, TableConfig
-from sparsejax.embeddings.dynamic import changes
+from sparsejax.embeddings import DynamicTableConfig, TableConfig, exports
 
 TABLES = {
     "user": DynamicTableConfig(512, 4, evict="lru"),
@@ -274,8 +273,8 @@ def test_a_training_goes_on_from_an_older_checkpoint(tmp_path):
 
 
 def test_many_changes_make_a_new_base(tmp_path, monkeypatch):
-    monkeypatch.setattr(changes, "_MOST_CHANGES", 0.2)
-    monkeypatch.setattr(changes, "_HELD", 0)
+    monkeypatch.setattr(exports, "_MOST_CHANGES", 0.2)
+    monkeypatch.setattr(exports, "_HELD", 0)
     training, follower = Training(), Clicks(seed=1)
     taken, told = None, []
     for number in range(8):

@@ -23,13 +23,14 @@ from sparsejax.embeddings import (
     FeatureConfig,
     TableConfig,
     WideIds,
+    exports,
     host_rows,
     host_slots,
     lookup,
 )
-from sparsejax.embeddings.dynamic import changes
 from sparsejax.embeddings.host_slots import NoRoomError, Slots
 from sparsejax.mesh.layout import padded_rows
+from sparsejax.mesh.per_device import on_each
 
 BATCH, ROWS = 16, 3000
 FEATURES = {
@@ -485,9 +486,7 @@ def take(table, asked, looked):
 
     lies = jax.P("model")
     program = jax.jit(
-        lambda *arguments: host_slots.per_device(
-            part, *arguments, in_specs=(lies, lies), out_specs=lies
-        )
+        lambda *arguments: on_each(part, (*arguments,), (lies, lies), lies)
     )
     table.index = program(table.index, looked.missing)
 
@@ -640,9 +639,9 @@ def test_changes_of_dynamic_tables(rule, tmp_path, monkeypatch):
     folder, told = tmp_path / "changes", []
     for number in range(4):
         if number == 2:  # from here on as after a restart
-            monkeypatch.setattr(changes, "_memories", weakref.WeakKeyDictionary())
+            monkeypatch.setattr(exports, "_memories", weakref.WeakKeyDictionary())
         if number == 3:  # rows are not copied, but written before the call returns
-            monkeypatch.setattr(changes, "_HELD", 1000)
+            monkeypatch.setattr(exports, "_HELD", 1000)
         trained_keyed(model, optimizer, 5 * number + 5, first=5 * number)
         running = sj.export_changes(model, folder, optimizer)
         if number == 3:

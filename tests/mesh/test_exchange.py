@@ -66,7 +66,7 @@ def used(x, dy, w, *, room=None, wire=None, distinct=None, on_mesh=False):
     terms = scatter_gradient.row_terms(xs, [dy, 2 * dy], len(w))
     rule = sj.optimizers.adagrad(0.1)
     trained = TrainedKernel(w, rule.init(w.shape), None)
-    after = row_update.step_terms(rule, trained, terms, jnp.int32(0))
+    after = row_update.step_terms(rule, trained, terms, row_update.Passed(jnp.int32(0)))
     flag = xs[0].crowded() if on_mesh else None
     return (y, slopes, after.w), flag
 
@@ -224,7 +224,9 @@ def test_terms_of_either_way():
     def used(g, w):
         trained = TrainedKernel(w, rule.init(w.shape), None)
         none = g.where(jnp.bool(False)).terms
-        same = row_update.step_terms(rule, trained, none, jnp.int32(0))
+        same = row_update.step_terms(
+            rule, trained, none, row_update.Passed(jnp.int32(0))
+        )
         return g.summed().todense(), same.w
 
     with mesh_of((1, 2)):

@@ -1,7 +1,5 @@
 """The index of keys against a Python dictionary."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -167,7 +165,7 @@ def test_mesh_equals_one_device(shape):
     spec, many = P("model"), hash_index.empty(TWO)
     with jax.set_mesh(sj.make_mesh(data=data, model=model)):
         specs = {"in_specs": (spec, P(), P()), "out_specs": (spec, P())}
-        divided = jax.jit(functools.partial(call_on_each_device, part, **specs))
+        divided = jax.jit(lambda *given: call_on_each_device(part, given, **specs))
         many = jax.tree.map(put_by_parts, many)
         rows_of_many = []
         for keys, wanted in batches:

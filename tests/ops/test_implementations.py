@@ -38,7 +38,9 @@ def step_on_rows(x, h, kernel):
     trained = row_update.TrainedKernel(kernel, {"sum_of_squares": kernel}, None)
     terms = scatter_gradient.row_terms([x], [h], COLUMNS)
     rule = optimizers.adagrad(0.1)
-    return row_update.step_terms(rule, trained, terms, jnp.int32(0)).w
+    return row_update.step_terms(
+        rule, trained, terms, row_update.Passed(jnp.int32(0))
+    ).w
 
 
 def gradient(x, h, kernel, implementation=None):

@@ -14,7 +14,7 @@ from matrices import csrs
 from pallas_kernels.rounding import Noise
 from sparsejax import optimizers
 from sparsejax.ops import row_update
-from sparsejax.ops.row_update import TrainedKernel
+from sparsejax.ops.row_update import Passed, TrainedKernel
 from sparsejax.sparse import CSR
 
 touched_rows = jax.jit(row_update.touched_rows, static_argnums=1)
@@ -66,7 +66,9 @@ def test_rows_that_were_behind_are_brought_up_to_date(num_rows):
     lag = np.where(last >= 0, 50 - last, 0)[:, None]
     caught_up = jax.jit(rule.catch_up)
     w, state = caught_up(trained.w, trained.state, jnp.asarray(lag), count)
-    settled = jax.jit(functools.partial(row_update.settle, rule))(trained, count)
+    settled = jax.jit(functools.partial(row_update.settle, rule))(
+        trained, Passed(count)
+    )
     np.testing.assert_allclose(settled.w, w, **close)
     np.testing.assert_allclose(settled.state["mu"], state["mu"], **close)
     np.testing.assert_array_equal(settled.last, np.where(last >= 0, 50, -1))
@@ -77,8 +79,9 @@ def test_rows_that_were_behind_are_brought_up_to_date(num_rows):
 
     @jax.jit
     def run(trained, ids, gradient):
-        current = row_update.current_rows(rule, trained, ids, count)
-        return current, row_update.step_rows(rule, trained, ids, gradient, count)
+        current = row_update.current_rows(rule, trained, ids, Passed(count))
+        step = row_update.step_rows(rule, trained, ids, gradient, Passed(count))
+        return current, step
 
     rows, after = run(trained, ids, gradient)
     rows, w, state = jax.tree.map(np.asarray, (rows, w, state))
@@ -114,9 +117,11 @@ def test_on_a_mesh(name):
     gradient = jnp.asarray(rng.random((8, 3), np.float32))
 
     def run(trained):
-        rows = row_update.current_rows(rule, trained, ids, jnp.int32(30))
-        after = row_update.step_rows(rule, trained, ids, gradient, jnp.int32(30))
-        return rows[:6], after, row_update.settle(rule, after, jnp.int32(31))
+        passed = Passed(jnp.int32(30))
+        rows = row_update.current_rows(rule, trained, ids, passed)
+        after = row_update.step_rows(rule, trained, ids, gradient, passed)
+        settled = row_update.settle(rule, after, Passed(jnp.int32(31)))
+        return rows[:6], after, settled
 
     expected = jax.jit(run)(trained)
     mesh = jax.make_mesh((8,), ("model",), axis_types=(AxisType.Auto,))
@@ -139,10 +144,11 @@ def test_missed_steps_are_rounded_once():
 
     @jax.jit
     def run(trained, noise):
-        settle = row_update.settle(rule, trained, count, noise=noise)
-        read = row_update.current_rows(rule, trained, ids, count, noise=noise)
+        passed = Passed(count, noise)
+        settle = row_update.settle(rule, trained, passed)
+        read = row_update.current_rows(rule, trained, ids, passed)
         slopes = jnp.ones((len(ids), 8))
-        step = row_update.step_rows(rule, trained, ids, slopes, count, noise=noise)
+        step = row_update.step_rows(rule, trained, ids, slopes, passed)
         return settle, read, step
 
     last = last.astype(jnp.int32)
@@ -174,7 +180,8 @@ def test_rows_that_a_table_is_for(beyond):
     assert row_update.are_young(rule, last, jnp.int32(count)) == (not beyond)
     settle = jax.jit(row_update.settle, static_argnums=0, static_argnames="young")
     want, got = (
-        settle(rule, trained, jnp.int32(count), young=young) for young in (False, True)
+        settle(rule, trained, Passed(jnp.int32(count)), young=young)
+        for young in (False, True)
     )
     np.testing.assert_array_equal(got.last, want.last)
     same = np.all(np.isclose(got.w, want.w, rtol=1e-6, atol=0), axis=1)
@@ -182,7 +189,7 @@ def test_rows_that_a_table_is_for(beyond):
     # A table that is given is used, and one of other steps has other numbers.
     for steps in (0, 100):
         table = rule.lag_table(jnp.int32(count + steps), jnp.float32)
-        got = settle(rule, trained, jnp.int32(count), table=table)
+        got = settle(rule, trained, Passed(jnp.int32(count), table=table))
         assert np.allclose(got.w[:7], want.w[:7], rtol=1e-6, atol=0) == (not steps)
     # Within a program nobody can tell.
     jax.eval_shape(

@@ -10,7 +10,7 @@ import pytest
 from sparsejax import optimizers
 from sparsejax.ops import row_update
 from sparsejax.ops.gather_matmul import gather_matmul
-from sparsejax.ops.row_update import TrainedKernel
+from sparsejax.ops.row_update import Passed, TrainedKernel
 from sparsejax.ops.scatter_gradient import row_terms
 from sparsejax.sparse import CSR
 
@@ -45,10 +45,10 @@ def problem(rule, hidden, oldest):
 def run(rule, trained, x, implementation, *, young=False):
     count = jnp.int32(COUNT)
     table = rule.lag_table(count, jnp.float32) if young else None
-    how = {"table": table, "implementation": implementation}
-    y = row_update.gather_current(rule, trained, x, count, **how)
+    passed, how = Passed(count, table=table), {"implementation": implementation}
+    y = row_update.gather_current(rule, trained, x, passed, **how)
     terms = row_terms([x], [jnp.cos(y)], trained.num_rows)
-    return y, row_update.step_terms(rule, trained, terms, count, **how)
+    return y, row_update.step_terms(rule, trained, terms, passed, **how)
 
 
 def check(running, rule, hidden, *, oldest, young):
@@ -63,7 +63,7 @@ def check(running, rule, hidden, *, oldest, young):
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
     stale = row_update.gather_current(
-        rule, trained._replace(last=jnp.full(ROWS, COUNT)), x, jnp.int32(COUNT)
+        rule, trained._replace(last=jnp.full(ROWS, COUNT)), x, Passed(jnp.int32(COUNT))
     )
     assert np.abs(expected[0] - stale).max() > 0.05
 
@@ -104,14 +104,14 @@ def test_lowers_for_cuda(hidden):
 def test_gradient_of_the_entries():
     """As of a product with the rows as they are now."""
     trained, x = problem(RULES[0], 8, 1900)
-    count = jnp.int32(COUNT)
+    passed = Passed(jnp.int32(COUNT))
 
     def total(data):
-        y = row_update.gather_current(RULES[0], trained, x.with_data(data), count)
+        y = row_update.gather_current(RULES[0], trained, x.with_data(data), passed)
         return jnp.sum(jnp.sin(jnp.arange(y.size).reshape(y.shape)) * y)
 
     actual = jax.jit(jax.grad(total))(x.data)
-    w = row_update.settle(RULES[0], trained, count).w
+    w = row_update.settle(RULES[0], trained, passed).w
     expected = jax.grad(
         lambda data: jnp.sum(
             jnp.sin(jnp.arange(6.0 * 8).reshape(6, 8))

@@ -84,8 +84,7 @@ def steps(rule, trained, xs, implementation, noise=None, *, whole=False):
             rule,
             trained,
             terms,
-            jnp.int32(count),
-            noise=noise,
+            row_update.Passed(jnp.int32(count), noise),
             implementation=implementation,
         )
     return trained
@@ -251,7 +250,7 @@ def test_stack_of_2_33_elements(monkeypatch, hidden, implementation):
             optimizers.sgd(1.0),
             TrainedKernel(w, {}, None),
             terms,
-            jnp.int32(0),
+            row_update.Passed(jnp.int32(0)),
             implementation=implementation,
         )
         return y, trained.w

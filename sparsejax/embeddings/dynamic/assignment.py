@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +35,15 @@ from sparsejax.embeddings.feature_batch import WITHOUT_ROW, WRONG
 from sparsejax.embeddings.placement import Stack
 from sparsejax.embeddings.row_numbers import RowNumber
 from sparsejax.mesh.exchange import SentKeys
-from sparsejax.mesh.layout import call_on_each_device, mesh_is_set
-from sparsejax.mesh.per_device import gather_over_data, own_block
+from sparsejax.mesh.layout import call_on_each_device
+from sparsejax.mesh.per_device import (
+    found_anywhere,
+    gather_over_data,
+    on_any,
+    on_each,
+    own_block,
+    own_place,
+)
 from sparsejax.ops import hash_index
 from sparsejax.ops.hash_index import Index, TableKeys
 from sparsejax.ops.implementations import Implementation
@@ -63,6 +70,10 @@ class Trained(NamedTuple):
     arrays: dict[str, jax.Array]
 
 
+# The rows that assigning begins: `Trained`. See `Number` for rows that begin later.
+_Carry = Any
+
+
 class Moment(NamedTuple):
     """Numbers of a step, equal on each device.
 
@@ -85,6 +96,24 @@ class _New(NamedTuple):
     count: Int[Array, ""]
 
 
+class _Got(NamedTuple):
+    """Distinct ids that asked for a row.
+
+    Attributes:
+      rows: row of each of them.
+      got: which of them got it now.
+      of: these ids in their order.
+      missing: which ids of the batch asked.
+      at: place of each id of the batch among those that asked.
+    """
+
+    rows: Int[Array, "some"]
+    got: Bool[Array, "some"]
+    of: hash_index.Distinct
+    missing: Bool[Array, "ids"]
+    at: Int[Array, "ids"]
+
+
 @dataclasses.dataclass(frozen=True)
 class Assign:
     """Gives the ids of a batch their rows.
@@ -101,32 +130,53 @@ class Assign:
     keeps_seen: bool
 
     def __call__(
-        self, state: State, trained: Trained, x: CSR, keys: TableKeys, moment: Moment
-    ) -> tuple[State, Trained, Int[Array, "ids"]]:
-        """The state and rows after it, and the column of each id."""
+        self, state: State, trained: _Carry, x: CSR, keys: TableKeys, moment: Moment
+    ) -> tuple[State, _Carry, Int[Array, "ids"]]:
+        """The state and rows after it, and the column of each id; see `_given`."""
         times = _wanted(x).astype(jnp.int32)
         if x.nse == 0:
-            return state, trained, jnp.asarray(x.indices)
-        if not mesh_is_set():
-            state, trained, rows = self._given(state, trained, keys, times, moment, 0)
-            return state, trained, _columns(x, rows)
+            return state, self._none_new(trained, times), jnp.asarray(x.indices)
+
+        def part(state, trained, keys, times, moment):
+            first = _first_part(state.index)
+            state, trained, rows = self._given(
+                state, trained, keys, times, moment, first
+            )
+            rows = found_anywhere(rows, first * layout_of(self.stack).rows)
+            return state, self._of_all(trained), rows
+
         by_parts = P("model")
-        state, trained, rows = call_on_each_device(
-            self._part_of_device,
-            state,
-            trained,
-            keys,
-            times,
-            moment,
-            in_specs=(by_parts, by_parts, P(), P(), P()),
-            out_specs=(by_parts, by_parts, P()),
+        state, trained, rows = on_each(
+            part,
+            (state, trained, keys, times, moment),
+            (by_parts, by_parts, P(), P(), P()),
+            (by_parts, self.new_spec, P()),
         )
         return state, trained, _columns(x, rows)
 
-    def _part_of_device(self, state, trained, keys, times, moment):
-        first = _first_part(state.index)
-        state, trained, rows = self._given(state, trained, keys, times, moment, first)
-        return state, trained, _over_devices(self.stack, rows, first)
+    # `Number` overrides these for rows of host memory, which begin after they have come.
+
+    new_spec: ClassVar[P] = P("model")
+
+    def _none_new(self, trained: _Carry, times: Int[Array, "ids"]) -> _Carry:
+        """No id got a row now."""
+        del times
+        return trained
+
+    def _of_all(self, trained: _Carry) -> _Carry:
+        """Within: the rows on all devices."""
+        return trained
+
+    def _new(self, trained: _Carry, new: _Got, moment: Moment) -> _Carry:
+        """The rows, of which new ones have begun."""
+        size = len(new.rows)
+        at = jnp.where(new.got, sums_so_far(new.got) - 1, size)
+        begun = _New(
+            _put(size, at, new.rows),
+            TableKeys(*(_put(size, at, word) for word in new.of.keys)),
+            jnp.sum(new.got, dtype=jnp.int32),
+        )
+        return self._begun(trained, begun, moment)
 
     def at_owners(
         self, state: State, trained: Trained, sent: SentKeys, moment: Moment
@@ -148,49 +198,11 @@ class Assign:
         by_parts, by_device = P("model"), P("data", "model")
         state, trained, columns = call_on_each_device(
             part,
-            state,
-            trained,
-            sent.keys,
-            sent.times,
-            moment,
-            in_specs=(by_parts, by_parts, by_device, by_device, P()),
-            out_specs=(by_parts, by_parts, by_device),
+            (state, trained, sent.keys, sent.times, moment),
+            (by_parts, by_parts, by_device, by_device, P()),
+            (by_parts, by_parts, by_device),
         )
         return state, trained, sent.at(columns)
-
-    def numbers(
-        self, state: State, x: CSR, keys: TableKeys, moment: Moment
-    ) -> tuple[State, Int[Array, "ids"], Bool[Array, "ids"]]:
-        """Gives ids rows that are in host memory, and have to come before they `begin`.
-
-        Returns:
-          The state, the column of each id, and which ids got their row now, each once.
-        """
-        wanted = _wanted(x)
-        if x.nse == 0:
-            return state, jnp.asarray(x.indices), wanted
-        times = wanted.astype(jnp.int32)
-        if not mesh_is_set():
-            state, new, rows = self._given(state, None, keys, times, moment, 0)
-            return state, _columns(x, rows), new
-
-        def part(state, keys, times, moment):
-            first = _first_part(state.index)
-            state, new, rows = self._given(state, None, keys, times, moment, first)
-            new = lax.pmax(new.astype(jnp.int32), "model") > 0
-            return state, _over_devices(self.stack, rows, first), new
-
-        by_parts = P("model")
-        state, rows, new = call_on_each_device(
-            part,
-            state,
-            keys,
-            times,
-            moment,
-            in_specs=(by_parts, P(), P(), P()),
-            out_specs=(by_parts, P(), P()),
-        )
-        return state, _columns(x, rows), new
 
     def begin(
         self,
@@ -210,50 +222,39 @@ class Assign:
           moment: numbers of the step.
         """
 
-        def part(device, trained, slots, keys, new, moment):
+        def part(trained, slots, keys, new, moment):
             size, ids = len(trained.w), len(slots)
-            slots = slots - device * size
+            slots = slots - own_place() * size
             mine = new & (slots >= 0) & (slots < size)
             at = jnp.where(mine, sums_so_far(mine) - 1, ids)
             count = jnp.sum(mine, dtype=jnp.int32)
             rows, *words = (_put(ids, at, each) for each in (slots, *keys))
             return self._begun(trained, _New(rows, TableKeys(*words), count), moment)
 
-        if not mesh_is_set():
-            return part(0, trained, slots, keys, new, moment)
-
-        def part_of_device(*arguments: Any) -> Trained:
-            return part(lax.axis_index("model"), *arguments)
-
-        return call_on_each_device(
-            part_of_device,
-            trained,
-            slots,
-            keys,
-            new,
-            moment,
-            in_specs=(P("model"), P(), P(), P(), P()),
-            out_specs=P("model"),
+        return on_each(
+            part,
+            (trained, slots, keys, new, moment),
+            (P("model"), P(), P(), P(), P()),
+            P("model"),
         )
 
     def _given(
         self,
         state: State,
-        trained: Trained | None,
+        trained: _Carry,
         keys: TableKeys,
         times: Int[Array, "ids"],
         moment: Moment,
         first_part: int | jax.Array,
-    ) -> tuple[State, Any, Int[Array, "ids"]]:
+    ) -> tuple[State, _Carry, Int[Array, "ids"]]:
         """The row of each id of some parts, which are numbered from their first one on.
 
         `times` says how often the batch has each id, which may be there several times; not
         above 0 stands for no id.
 
         Returns:
-          The state; the trained rows, of which new ones have begun; and the row of each id. If
-          rows are in host memory, `trained` is None, and `[ids]` bool in its place: which ids
-          got their row now, one for each row.
+          The state; the trained rows, of which new ones have begun, or the result of `_new`; and
+          the row of each id.
         """
         layout, parts = layout_of(self.stack), len(state.index.used)
         wanted = times > 0
@@ -270,16 +271,12 @@ class Assign:
             state = _seen(kept, state, known, times, moment.now)
         size, count = len(found), jnp.sum(missing, dtype=jnp.int32)
 
-        def insert(few, *operands):
-            state, trained, *more = operands
+        def insert(few, state, trained, *more):
             state, rows, new = self._insert(few, first_part, state, *more)
-            if trained is not None:
-                new = self._begun(trained, new, moment)
-            return state, new, rows
+            return state, self._new(trained, new, moment), rows
 
         def nothing_new(state, trained, _, missing, found, times, moment):
-            new = jnp.zeros_like(missing) if trained is None else trained
-            return state, new, found
+            return state, self._none_new(trained, missing), found
 
         operands = state, trained, keys, missing, found, times, moment
         if size < _LEAST_FOR_TIERS:
@@ -306,12 +303,11 @@ class Assign:
         found: Int[Array, "ids"],
         times: Int[Array, "ids"],
         moment: Moment,
-    ) -> tuple[State, Int[Array, "ids"], Any]:
+    ) -> tuple[State, Int[Array, "ids"], _Got]:
         """Rows for up to `size` ids that have none.
 
         Returns:
-          The state; the row of each id; and the new rows, `_New`. If rows are in host memory,
-          `[ids]` bool instead: which ids got them, one for each row.
+          The state; the row of each id; and the new rows.
         """
         stack, layout = self.stack, layout_of(self.stack)
         configs, ids = configs_of(stack), len(found)
@@ -367,16 +363,7 @@ class Assign:
         )
         at = jnp.clip(place, 0, size - 1)
         back = jnp.where(missing, of_few[at], found)
-        if self.stack.device_rows is not None:
-            firsts = jnp.zeros(size, bool).at[of.place].set(got, unique_indices=True)
-            return state, back, missing & firsts[at]
-        at = jnp.where(got, sums_so_far(got) - 1, size)
-        made = _New(
-            _put(size, at, rows),
-            TableKeys(*(_put(size, at, word) for word in of.keys)),
-            jnp.sum(got, dtype=jnp.int32),
-        )
-        return state, back, made
+        return state, back, _Got(rows, got, of, missing, at)
 
     def _begun(self, trained: Trained, new: _New, moment: Moment) -> Trained:
         """New rows with their first vector, and the state of an optimizer that begins."""
@@ -409,9 +396,30 @@ class Assign:
         )[1]
 
 
+class Number(Assign):
+    """Gives ids rows of host memory, which have to come before they `begin`.
+
+    Its call takes None in place of the trained rows, and returns which ids got their row now:
+    `[ids]` bool, true once for each row.
+    """
+
+    new_spec = P()
+
+    def _none_new(self, trained: _Carry, times: Array) -> Bool[Array, "ids"]:
+        return jnp.zeros_like(times, bool)
+
+    def _of_all(self, trained: Bool[Array, "ids"]) -> Bool[Array, "ids"]:
+        return on_any(trained)
+
+    def _new(self, trained: _Carry, new: _Got, moment: Moment) -> Bool[Array, "ids"]:
+        firsts = jnp.zeros(len(new.rows), bool)
+        firsts = firsts.at[new.of.place].set(new.got, unique_indices=True)
+        return new.missing & firsts[new.at]
+
+
 assign = jax.jit(Assign.__call__, static_argnums=0)
 assign_at_owners = jax.jit(Assign.at_owners, static_argnums=0)
-numbers = jax.jit(Assign.numbers, static_argnums=0, donate_argnums=1)
+numbers = jax.jit(Number.__call__, static_argnums=0, donate_argnums=1)
 begin = jax.jit(Assign.begin, static_argnums=0, donate_argnums=1)
 
 
@@ -437,27 +445,18 @@ def find(
     implementation: Implementation = None,
 ) -> Int[Array, "ids"]:
     """The column of each id; nothing changes."""
-    wanted, layout = _wanted(x), layout_of(stack)
-    look = functools.partial(hash_index.find, layout, implementation=implementation)
+    layout = layout_of(stack)
     if x.nse == 0:
         return jnp.asarray(x.indices)
-    if not mesh_is_set():
-        rows = look(index, keys, wanted)
-        return _columns(x, rows)
 
     def part(index, keys, wanted):
         first = _first_part(index)
-        rows = look(index, keys, wanted, first)
-        return _over_devices(stack, rows, first)
+        rows = hash_index.find(
+            layout, index, keys, wanted, first, implementation=implementation
+        )
+        return found_anywhere(rows, first * layout.rows)
 
-    rows = call_on_each_device(
-        part,
-        index,
-        keys,
-        wanted,
-        in_specs=(P("model"), P(), P()),
-        out_specs=P(),
-    )
+    rows = on_each(part, (index, keys, _wanted(x)), (P("model"), P(), P()), P())
     return _columns(x, rows)
 
 
@@ -485,11 +484,9 @@ def find_at_owners(
     by_device = P("data", "model")
     columns = call_on_each_device(
         part,
-        index,
-        sent.keys,
-        sent.times,
-        in_specs=(P("model"), by_device, by_device),
-        out_specs=by_device,
+        (index, sent.keys, sent.times),
+        (P("model"), by_device, by_device),
+        by_device,
     )
     return sent.at(columns)
 
@@ -500,9 +497,9 @@ def _wanted(x: CSR) -> Bool[Array, "ids"]:
     return (place < jnp.asarray(x.indptr)[-1]) & (jnp.asarray(x.indices) >= 0)
 
 
-def _first_part(index: Index) -> jax.Array:
+def _first_part(index: Index) -> int | jax.Array:
     """Within: the number of the first part of this device."""
-    return lax.axis_index("model") * len(index.used)
+    return own_place() * len(index.used)
 
 
 def _columns_of_owner(
@@ -516,14 +513,6 @@ def _columns(x: CSR, rows: Int[Array, "ids"]) -> Int[Array, "ids"]:
     """The columns of a matrix whose keys have these rows."""
     rows = jnp.where(rows >= 0, rows, WITHOUT_ROW)
     return jnp.where(jnp.asarray(x.indices) == WRONG, WRONG, rows)
-
-
-def _over_devices(
-    stack: Stack, rows: Int[Array, "ids"], first_part: jax.Array
-) -> Int[Array, "ids"]:
-    """The rows that any device has found, among those of all."""
-    first = first_part * layout_of(stack).rows
-    return lax.pmax(jnp.where(rows >= 0, rows + first, -1), "model")
 
 
 def _seen(

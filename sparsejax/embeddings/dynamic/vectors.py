@@ -188,7 +188,7 @@ def _added(
 
     by_device = P(("data", "model"))
     return call_on_each_device(
-        part, y, guests, seed, in_specs=(by_device, P(), P()), out_specs=by_device
+        part, (y, guests, seed), (by_device, P(), P()), by_device
     )
 
 

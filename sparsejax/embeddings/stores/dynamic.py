@@ -54,6 +54,8 @@ class DynamicStore(Store):
     """Tables of `DynamicTableConfig`, whose rows are on the devices."""
 
     grows: ClassVar[bool] = True
+    # How ids get rows.
+    assign: ClassVar[type[Assign]] = Assign
 
     @classmethod
     def prepare(cls, owner: Owner, key: jax.Array) -> None:
@@ -160,7 +162,7 @@ class DynamicStore(Store):
         if ahead:
             step = step + jnp.int32(ahead)
         now = step if clock is None else states.clock_of(clock)
-        how = Assign(self.stack, optimizer.rule_of(self.kernel), clock is None)
+        how = self.assign(self.stack, optimizer.rule_of(self.kernel), clock is None)
         return how, Moment(self.owner.seed[...], now, step)
 
     def trained(self, optimizer: Optimizer) -> Trained:
@@ -185,6 +187,11 @@ class DynamicStore(Store):
     @property
     def numbers(self) -> list[str]:
         return [number.name for number in states.numbers_of(self.stack)]
+
+    def exported_columns(
+        self, optimizer: Optimizer | None, *, state: bool
+    ) -> dict[str, Any]:
+        return self.columns(optimizer if state else None)
 
     def stats(self) -> dict[str, TableStats]:
         totals, num_free = (to_host(self.known[n][...]) for n in ("totals", "num_free"))

@@ -14,8 +14,14 @@ from flax import nnx
 from sparsejax import row_files
 from sparsejax.embeddings import table_files
 from sparsejax.embeddings.dynamic import files, vectors
-from sparsejax.embeddings.dynamic.assignment import Trained, begin, find, numbers
-from sparsejax.embeddings.dynamic.changes import Part
+from sparsejax.embeddings.dynamic.assignment import (
+    Assign,
+    Number,
+    Trained,
+    begin,
+    find,
+    numbers,
+)
 from sparsejax.embeddings.dynamic.files import STATE
 from sparsejax.embeddings.feature_batch import WRONG, FeatureBatch
 from sparsejax.embeddings.host_rows import ROW, HostRows
@@ -23,7 +29,14 @@ from sparsejax.embeddings.lookup import Call, look_up
 from sparsejax.embeddings.placement import Stack
 from sparsejax.embeddings.stores.dynamic import DynamicStore
 from sparsejax.embeddings.stores.static import Pieces, StaticStore
-from sparsejax.embeddings.stores.store import Found, Owner, Store, with_columns
+from sparsejax.embeddings.stores.store import (
+    Found,
+    Hosted,
+    Owner,
+    Rows,
+    Store,
+    with_columns,
+)
 from sparsejax.mesh.layout import to_host
 from sparsejax.ops.hash_index import TableKeys
 from sparsejax.optimizers import inplace
@@ -119,8 +132,20 @@ class HostedStore(Store):
     ) -> None:
         """Begins the new rows of a batch that did not come to the devices."""
 
-    def part(self, prefix: str) -> Part:
-        return super().part(prefix)._replace(host=self.host)
+    def exported(self, optimizer: Optimizer | None, *, state: bool) -> Rows:
+        settled = None
+        if optimizer is not None:
+            settled = optimizer.host_settler_within(self.path, self.kernel)
+        host = self.attached(optimizer, reading=True)
+        like = self.exported_columns(optimizer, state=state)
+        here = {n: like.pop(n)[...] for n in self.numbers}
+
+        def read(rows: np.ndarray) -> dict[str, np.ndarray]:
+            found = host.current(rows, settled)
+            return {name: found[name.removeprefix(STATE)] for name in like}
+
+        hosted = Hosted(like, read, host.drifts, host.watch)
+        return Rows(here, **self._keys(), hosted=hosted)
 
     # --- whole tables ---
 
@@ -240,6 +265,8 @@ class HostStore(HostedStore, StaticStore):
 class DynamicHostStore(HostedStore, DynamicStore):
     """Tables of `DynamicTableConfig(..., host_rows=...)`."""
 
+    assign: ClassVar[type[Assign]] = Number
+
     def matrix(self, batch: FeatureBatch) -> CSR:
         return self._current(batch)
 
@@ -279,11 +306,11 @@ class DynamicHostStore(HostedStore, DynamicStore):
         how, moment = self.assigning(optimizer, ahead=ahead)
 
         def program():
-            state, *found = numbers(how, self.state, x, keys, moment)
+            state, *found = numbers(how, self.state, None, x, keys, moment)
             arrays = state.arrays()
             return [arrays[name] for name in known], found
 
-        columns, new = inplace.overwrite(list(known.values()), program)
+        new, columns = inplace.overwrite(list(known.values()), program)
         batch = dataclasses.replace(batch, new={**batch.new, name: new})
         return with_columns(batch, name, columns)
 

@@ -24,11 +24,10 @@ from flax import nnx
 from sparsejax.embeddings import sok_folders
 from sparsejax.embeddings.config import Unknown
 from sparsejax.embeddings.dynamic import files
-from sparsejax.embeddings.dynamic.changes import Part
 from sparsejax.embeddings.dynamic.files import STATE
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.feature_batch import FeatureBatch
-from sparsejax.embeddings.host_rows import ROW
+from sparsejax.embeddings.host_rows import ROW, Touched
 from sparsejax.embeddings.lookup import Call
 from sparsejax.embeddings.placement import Stack, StackedTable, spec_of
 from sparsejax.mesh.layout import jit_sharded, out_sharding, to_host_in_pieces
@@ -48,6 +47,45 @@ class Found(NamedTuple):
 
     rows: jax.Array
     crowded: jax.Array | None
+
+
+class Hosted(NamedTuple):
+    """Columns that are in host memory.
+
+    Attributes:
+      like: arrays of all rows by the names of columns; they may not be up to date.
+      read: function that copies some rows, up to date.
+      drifts: whether rows change that no step has touched.
+      watch: function that notes from now on which rows change.
+    """
+
+    like: dict[str, np.ndarray]
+    read: Callable[[np.ndarray], dict[str, np.ndarray]]
+    drifts: bool
+    watch: Callable[[], Touched]
+
+
+class Rows(NamedTuple):
+    """The rows of a stack as exports of changes take them.
+
+    Attributes:
+      columns: arrays on the devices by the names of columns.
+      keys: the key of each row of dynamic tables; None for static tables.
+      used: whether each row of dynamic tables has a key; None for static tables.
+      hosted: further columns, in host memory.
+    """
+
+    columns: dict[str, jax.Array]
+    keys: jax.Array | None = None
+    used: jax.Array | None = None
+    hosted: Hosted | None = None
+
+    def arrays(self) -> dict[str, Any]:
+        """All columns, in the order that files have them."""
+        if self.hosted is None:
+            return self.columns
+        like = dict(self.hosted.like)
+        return {ROW: like.pop(ROW), **self.columns, **like}
 
 
 class Owner(nnx.Module):
@@ -157,11 +195,26 @@ class Store(abc.ABC):
         """Halves the counts of ids that have no row."""
         return
 
-    def part(self, prefix: str) -> Part:
-        """The stack as exports of changes take it."""
-        return Part(
-            prefix, self.stack, self.kernel, self.known, self.numbers, self.path
-        )
+    def exported_columns(
+        self, optimizer: Optimizer | None, *, state: bool
+    ) -> dict[str, Any]:
+        """The columns that exports of changes have. The state of fixed ids is not among them."""
+        del optimizer, state
+        return self.columns(None)
+
+    def exported(self, optimizer: Optimizer | None, *, state: bool) -> Rows:
+        """The rows for exports of changes, as they are after `Optimizer.flush`."""
+        columns = self.exported_columns(optimizer, state=state)
+        arrays = {name: variable[...] for name, variable in columns.items()}
+        if optimizer is not None:
+            w, settled = optimizer.settled_within(self.path, self.kernel)
+            new = {ROW: w} | {STATE + name: array for name, array in settled.items()}
+            arrays |= {name: new[name] for name in new.keys() & arrays.keys()}
+        return Rows(arrays, **self._keys())
+
+    def _keys(self) -> dict[str, Any]:
+        """The key of each row, and whether it has one, if ids have keys."""
+        return {n: self.known[n][...] for n in ("keys", "used") if n in self.known}
 
     @property
     def divided(self) -> bool:

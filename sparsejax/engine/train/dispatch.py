@@ -43,8 +43,7 @@ from sparsejax.mesh import interrupts
 from sparsejax.mesh.layout import (
     VIRTUAL_SHARDS,
     axes_are_explicit,
-    axis_sizes,
-    mesh_is_set,
+    parts_of_axes,
     put_on_mesh,
     with_shardings,
 )
@@ -154,7 +153,7 @@ class Epochs:
         Looping(batch_size=batch_size, num_epochs=num_epochs, seed=seed)  # checks them
         self.num_epochs, self.num_rows = num_epochs, examples.num_rows
         self._examples, self._seed, self._shuffle = examples, seed, shuffle
-        self._parts = axis_sizes()[0] if mesh_is_set() else 1
+        self._parts = parts_of_axes()[0]
         if not shuffle and self._parts > 1 and isinstance(examples, Stream):
             raise ValueError(
                 f"shuffle=False with scanned data needs a mesh with data=1, got data="
@@ -753,7 +752,7 @@ def check_modules(model: Any, optimizer: Any) -> None:
 
 def _check_divided(model: Any) -> None:
     """Raises ValueError if a kernel is whole on every device of a mesh."""
-    if not mesh_is_set() or axis_sizes()[1] == 1:
+    if parts_of_axes()[1] == 1:
         return
     for path, kernel in row_params(model).items():
         # A kernel made for a mesh says how it lies there: it may be whole on every device.

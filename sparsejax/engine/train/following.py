@@ -32,7 +32,7 @@ from sparsejax.engine.train.loop import finite
 from sparsejax.engine.train.progress import Progress, Saver
 from sparsejax.engine.train.resident import Examples, Resident, Sizes, Trainable
 from sparsejax.mesh import interrupts
-from sparsejax.mesh.layout import axis_sizes, mesh_is_set, put_on_mesh
+from sparsejax.mesh.layout import parts_of_axes, put_on_mesh
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.options.training import Exact, Saved
 from sparsejax.sparse import CSR, host_rows, with_room
@@ -190,7 +190,7 @@ class _Following:
     ):
         self.program, self.progress, self.saver = program, progress, saver
         self.feed, self.log = feed, log
-        self._parts = axis_sizes()[0] if mesh_is_set() else 1
+        self._parts = parts_of_axes()[0]
         self._asked = batch_size
         # Rows of a step, steps of a dispatch, and which rows each has: there is one program.
         self._sizes: tuple[int, int, np.ndarray] | None = None

@@ -544,9 +544,7 @@ def _dense_rows(parts: jax.Array, rows: jax.Array) -> jax.Array:
     if not mesh_is_set():
         return block(parts, rows)
     specs = P("data"), P(None, "data")
-    return call_on_each_device(
-        block, parts, rows, in_specs=specs, out_specs=P(None, "data")
-    )
+    return call_on_each_device(block, (parts, rows), specs, P(None, "data"))
 
 
 def _largest(matrix: CSR, rows: jax.Array) -> jax.Array:

@@ -28,7 +28,7 @@ from sparsejax.embeddings.models import gives_ids_as_they_are
 from sparsejax.embeddings.placement import Distinct
 from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.resident import Resident, Sizes
-from sparsejax.mesh.layout import axis_sizes, mesh_is_set, replicated
+from sparsejax.mesh.layout import axis_sizes, mesh_is_set, parts_of_axes, replicated
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.sparse import CSR, host_rows
 
@@ -138,7 +138,7 @@ class IdsAhead:
 
         They do where a model of one's own may change ids.
         """
-        if not mesh_is_set() or axis_sizes()[1] == 1:
+        if parts_of_axes()[1] == 1:
             return None
         senders = [sender_of(found) for found in collections_of(model).values()]
         names = [stack.name for sender in senders for stack in sender.stacks]

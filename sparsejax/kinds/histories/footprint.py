@@ -42,10 +42,9 @@ from sparsejax.kinds.histories.next_items import has_times
 from sparsejax.kinds.kind import Maker
 from sparsejax.mesh.exchange import slots_for_each
 from sparsejax.mesh.layout import (
-    axis_sizes,
     device_memory,
-    mesh_is_set,
     padded_rows,
+    parts_of_axes,
 )
 from sparsejax.nn.content_vectors import CHUNK_ITEMS, SORTED_TAGS
 from sparsejax.ops import chunked_loss, two_passes
@@ -459,7 +458,7 @@ def suit_to_memory(model: Any, optimizer: Optimizer, data: Any, batch: int) -> N
     if type(model) is not model_of(model.config):  # it may read vectors from the kernel
         return
     width = model.config.width
-    divided, by = axis_sizes() if mesh_is_set() else (1, 1)
+    divided, by = parts_of_axes()
     vectors = 4 * padded_rows(model.num_items) // (divided * by) * width
     if vectors * _FEW_VECTORS < memory:
         return

@@ -21,7 +21,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import nnx
 from jax import lax
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Bool, UInt32
@@ -29,9 +28,10 @@ from jaxtyping import Array, Bool, UInt32
 from sparsejax import change_folders, row_files
 from sparsejax.change_folders import Changes, Column, Link, Table
 from sparsejax.embeddings.dynamic import files
-from sparsejax.embeddings.dynamic.state import layout_of, rows_of
-from sparsejax.embeddings.host_rows import ROW, HostRows, Touched
+from sparsejax.embeddings.dynamic.state import layout_of
+from sparsejax.embeddings.host_rows import ROW, Touched
 from sparsejax.embeddings.placement import Stack, StackedTable
+from sparsejax.embeddings.stores.store import Hosted, Rows, Store
 from sparsejax.mesh.layout import (
     call_with_auto_axes,
     jit_sharded,
@@ -39,7 +39,6 @@ from sparsejax.mesh.layout import (
     to_host,
 )
 from sparsejax.ops import index_edits
-from sparsejax.optimizers.gradients import RowParam
 from sparsejax.optimizers.optimizer import Optimizer
 from sparsejax.whole_files import check_path
 from sparsejax.wide_ids import WideIds, joined
@@ -58,63 +57,16 @@ class Part(NamedTuple):
 
     Attributes:
       prefix: path of its collection, with which the names of its tables begin.
-      stack: the layout of its tables.
-      kernel: its rows.
-      known: the arrays of the `State` of dynamic tables; empty for static tables.
-      numbers: the names of the numbers that are kept for each row.
-      within: the path of the kernel.
-      host: its rows, if they are in host memory.
+      store: its rows.
     """
 
     prefix: str
-    stack: Stack
-    kernel: RowParam
-    known: Mapping[str, nnx.Variable]
-    numbers: Sequence[str]
-    within: tuple[Any, ...]
-    host: HostRows | None = None
+    store: Store
 
     @property
-    def rows_on_devices(self) -> int:
-        """For how many rows a column is on the devices; 0 for a static table on the host."""
-        return self.stack.num_rows if self.known or self.host is None else 0
-
-
-class Hosted(NamedTuple):
-    """Columns that are in host memory.
-
-    Attributes:
-      like: arrays of all rows by the names of columns; they may not be up to date.
-      read: function that copies some rows, up to date.
-      drifts: whether rows change that no step has touched.
-    """
-
-    like: dict[str, np.ndarray]
-    read: Callable[[np.ndarray], dict[str, np.ndarray]]
-    drifts: bool
-
-
-class Rows(NamedTuple):
-    """The rows of a stack as they are now.
-
-    Attributes:
-      columns: arrays on the devices by the names of columns.
-      keys: the key of each row of dynamic tables; None for static tables.
-      used: whether each row of dynamic tables has a key; None for static tables.
-      hosted: further columns, in host memory.
-    """
-
-    columns: dict[str, jax.Array]
-    keys: jax.Array | None
-    used: jax.Array | None
-    hosted: Hosted | None = None
-
-    def arrays(self) -> dict[str, Any]:
-        """All columns, in the order that files have them."""
-        if self.hosted is None:
-            return self.columns
-        like = dict(self.hosted.like)
-        return {ROW: like.pop(ROW), **self.columns, **like}
+    def stack(self) -> Stack:
+        """The layout of its tables."""
+        return self.store.stack
 
 
 class _OnHost(NamedTuple):
@@ -290,10 +242,10 @@ def export(
     check_path(folder)
     folder = folder.resolve()
     folder.mkdir(exist_ok=True)  # an error of it comes now, not from the thread
-    now = [rows_now(part, optimizer, state=state) for part in parts]
+    now = [part.store.exported(optimizer, state=state) for part in parts]
     tables = tables_of(parts, now)
     memories = _memories.setdefault(owner, {})
-    memory, last = _recalled(folder, memories.pop(folder, None), parts, tables)
+    memory, last = _recalled(folder, memories.pop(folder, None), parts, now, tables)
     told, on_host, differences = _differing(parts, now, memory)
     # Rows that differ are copied on the device. Then the training may go on.
     held, removed, blocks = _Held(), [], []
@@ -380,46 +332,6 @@ def _spec(stack: Stack) -> P:
     return P("model") if stack.divided else P()
 
 
-def rows_now(part: Part, optimizer: Optimizer | None, *, state: bool) -> Rows:
-    """The rows of a stack, up to date; of dynamic tables also their state, if it is asked for."""
-    if part.host is not None:
-        return _hosted_now(part, part.host, optimizer, state=state)
-    w, arrays = part.kernel[...], {}
-    if optimizer is not None:
-        w, arrays = optimizer.settled_within(part.within, part.kernel)
-    if not part.stack.dynamic:
-        return Rows({ROW: w}, None, None)
-    columns = {ROW: w} | {name: part.known[name][...] for name in part.numbers}
-    if state:
-        columns |= {files.STATE + name: array for name, array in arrays.items()}
-    return Rows(columns, part.known["keys"][...], part.known["used"][...])
-
-
-def _hosted_now(
-    part: Part, host: HostRows, optimizer: Optimizer | None, *, state: bool
-) -> Rows:
-    settled = None
-    if optimizer is not None:
-        settled = optimizer.host_settler_within(part.within, part.kernel)
-    host.attach_within(part.within, part.kernel, optimizer, reading=True)
-    like = {
-        name if name == ROW else files.STATE + name: array
-        for name, array in host.arrays().items()
-        if name == ROW or (state and part.known)
-    }
-
-    def read(rows: np.ndarray) -> dict[str, np.ndarray]:
-        found = host.current(rows, settled)
-        return {name: found[name.removeprefix(files.STATE)] for name in like}
-
-    hosted = Hosted(like, read, host.drifts)
-    if not part.known:
-        return Rows({}, None, None, hosted)
-    columns = {name: part.known[name][...] for name in part.numbers}
-    keys, used = (part.known[name][...] for name in ("keys", "used"))
-    return Rows(columns, keys, used, hosted)
-
-
 def tables_of(parts: Sequence[Part], now: Sequence[Rows]) -> dict[Table, list[Piece]]:
     """All tables, in their order, with where they are."""
     pieces: dict[str, list[Piece]] = {}
@@ -453,7 +365,7 @@ def _differing(
     """The rows of each stack as the folder shall have them, and which of them differ."""
     told, on_host, differences = [], [], []
     for number, (part, rows) in enumerate(zip(parts, now, strict=True)):
-        before = _nothing(part) if memory is None else memory.told[number]
+        before = _nothing(part.stack, rows) if memory is None else memory.told[number]
         after, gone = before, np.zeros(part.stack.num_rows, bool)
         changed = gone
         if rows.columns:
@@ -465,7 +377,7 @@ def _differing(
         there = None
         if rows.hosted is not None:
             there = None if memory is None else memory.on_host[number]
-            there = there or _nothing_on_host(part)
+            there = there or _nothing_on_host(part.stack, rows.hosted)
             changed = changed | _compared_on_host(rows, there)
         on_host.append(there)
         differences.append(_Difference(changed, gone, before.keys))
@@ -507,11 +419,9 @@ def _compared_on_host(rows: Rows, told: _OnHost) -> np.ndarray:
     return differs
 
 
-def _nothing_on_host(part: Part) -> _OnHost:
+def _nothing_on_host(stack: Stack, hosted: Hosted) -> _OnHost:
     """A folder has no row of a stack in host memory."""
-    assert part.host is not None
-    hashes = np.zeros((part.stack.num_rows, 2), np.uint32)
-    return _OnHost(hashes, part.host.watch())
+    return _OnHost(np.zeros((stack.num_rows, 2), np.uint32), hosted.watch())
 
 
 def _flat(rows: Rows) -> list[jax.Array]:
@@ -674,6 +584,7 @@ def _recalled(
     folder: pathlib.Path,
     memory: _Memory | None,
     parts: Sequence[Part],
+    now: Sequence[Rows],
     tables: Mapping[Table, Sequence[Piece]],
 ) -> tuple[_Memory | None, Link | None]:
     """The tables as a folder has them, and its last changes; None if a base is due."""
@@ -683,37 +594,44 @@ def _recalled(
     last = change_folders.read(folder, numbers[-1])
     if last.manifest.tables != tuple(tables):
         return None, last
-    if memory is None or not _fits(memory, last, parts):
-        memory = _read(folder, parts, tables)
+    if memory is None or not _fits(memory, last, parts, now):
+        memory = _read(folder, parts, now, tables)
     rows = sum(pieces[0].table.config.num_rows for pieces in tables.values())
     return (None if memory.written > _MOST_CHANGES * rows else memory), last
 
 
-def _fits(memory: _Memory, last: Link, parts: Sequence[Part]) -> bool:
+def _fits(
+    memory: _Memory, last: Link, parts: Sequence[Part], now: Sequence[Rows]
+) -> bool:
     """Whether nobody else has written into the folder, and the rows lie as they did."""
-    pairs = zip(memory.told, parts, strict=False)
+    triples = zip(memory.told, parts, now, strict=False)
     return memory.last.checksum == last.checksum and all(
-        len(told.hashes) == part.rows_on_devices
+        len(told.hashes) == _rows_on_devices(part.stack, rows)
         and told.hashes.sharding.is_equivalent_to(sharding_of(_spec(part.stack)), 2)
-        for told, part in pairs
+        for told, part, rows in triples
     )
 
 
 def _read(
     folder: pathlib.Path,
     parts: Sequence[Part],
+    now: Sequence[Rows],
     tables: Mapping[Table, Sequence[Piece]],
 ) -> _Memory:
     """Reads a folder: as after a restart."""
     links = change_folders.chain(folder)
-    told: list[Any] = [_Told(*map(_writable, _nothing(p))) for p in parts]
-    on_host = [None if p.host is None else _nothing_on_host(p) for p in parts]
+    pairs = [(part.stack, rows) for part, rows in zip(parts, now, strict=True)]
+    told: list[Any] = [_Told(*map(_writable, _nothing(*pair))) for pair in pairs]
+    on_host = [
+        None if rows.hosted is None else _nothing_on_host(stack, rows.hosted)
+        for stack, rows in pairs
+    ]
     lost = []
     for number, (table, pieces) in enumerate(tables.items()):
         content = change_folders.merged(link.content(number) for link in links)
         gone = _NONE
         for at, piece in pieces:
-            stack, known = parts[at].stack, parts[at].known
+            store, stack = parts[at].store, parts[at].stack
             columns = [content.columns[column.name] for column in table.columns]
             here = np.ones(len(content.ids), bool)
             if table.num_rows:
@@ -722,7 +640,7 @@ def _read(
                 first = piece.first_column
                 columns = [columns[0][:, first : first + stack.dim]]
             else:
-                rows = rows_of(stack, piece, known, content.ids)
+                rows = store.rows_of(piece, content.ids)
                 here = rows >= 0
                 gone = content.ids[~here]
                 words = WideIds.of(content.ids[here])
@@ -748,10 +666,15 @@ def _read(
     return _Memory(links[-1], put, on_host, lost, written)
 
 
-def _nothing(part: Part) -> _Told:
+def _rows_on_devices(stack: Stack, rows: Rows) -> int:
+    """For how many rows a column is on the devices."""
+    return stack.num_rows if rows.columns else 0
+
+
+def _nothing(stack: Stack, rows: Rows) -> _Told:
     """A folder has no row of the stack."""
-    make = jit_sharded(_no_rows, _spec(part.stack), static=(0, 1))
-    return make(part.rows_on_devices, bool(part.known))
+    make = jit_sharded(_no_rows, _spec(stack), static=(0, 1))
+    return make(_rows_on_devices(stack, rows), rows.keys is not None)
 
 
 def _no_rows(count: int, has_keys: bool) -> _Told:

@@ -143,6 +143,15 @@ class Buffers:
     def __init__(self) -> None:
         self._kept: dict[tuple, tuple[Buffer, Buffer]] = {}
 
+    def everywhere(self, name: str, array: np.ndarray) -> jax.Array:
+        """The array, whole, on each device."""
+        if mesh_is_set():
+            lies = NamedSharding(jax.sharding.get_mesh(), P())
+            return jax.device_put(array, lies)
+        buffer = self.one(name, 1, array.shape, array.dtype)
+        buffer.parts[0][...] = array
+        return buffer.sent()
+
     def one(
         self, name: str, devices: int, shape: Sequence[int], dtype: DTypeLike
     ) -> Buffer:
