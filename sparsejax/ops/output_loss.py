@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -146,25 +146,11 @@ def output_loss_in_chunks(
     loss: losses.LossRule,
     scale: Float[Array, "items"] | None = None,
     weights: Float[Array, "batch"] | None = None,
-    kernel_spec: P | None = None,
-    implementation: Implementation = None,
     precision: Precision = None,
-    chunk_scores: int | None = None,
-    form: Literal["chunks", "gram", "kept", "twice"] | None = None,
+    **options: Any,
 ) -> Float[Array, ""]:
-    """Computes `output_loss` from checked arguments.
-
-    A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
-    for `form`, see `Method`.
-    """
-    how = Method(
-        rule=loss,
-        kernel_spec=kernel_spec,
-        implementation=implementation,
-        chunk_scores=chunk_scores,
-        precision=check_precision(precision),
-        form=form,
-    )
+    """Computes `output_loss` from checked arguments; `options` are others of `Method`."""
+    how = Method(rule=loss, precision=check_precision(precision), **options)
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
         return _weighted(how, h, *layer, weights, labels)
@@ -217,25 +203,11 @@ def output_loss_per_example_in_chunks(
     *,
     loss: losses.LossRule,
     scale: Float[Array, "items"] | None = None,
-    kernel_spec: P | None = None,
-    implementation: Implementation = None,
     precision: Precision = None,
-    chunk_scores: int | None = None,
-    form: Literal["chunks", "gram", "kept", "twice"] | None = None,
+    **options: Any,
 ) -> Float[Array, "batch"]:
-    """Computes `output_loss_per_example` from checked arguments.
-
-    A chunk of items has about `chunk_scores` scores. None picks what is fastest here, as
-    for `form`, see `Method`.
-    """
-    how = Method(
-        rule=loss,
-        kernel_spec=kernel_spec,
-        implementation=implementation,
-        chunk_scores=chunk_scores,
-        precision=check_precision(precision),
-        form=form,
-    )
+    """Computes `output_loss_per_example` from checked arguments; see `output_loss_in_chunks`."""
+    how = Method(rule=loss, precision=check_precision(precision), **options)
     h, layer = _typed(how, labels, h, (kernel, bias, scale))
     with _forward_mode_refused():
         return _per_example(how, h, *layer, labels)
