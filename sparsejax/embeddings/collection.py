@@ -25,16 +25,11 @@ from sparsejax.embeddings.config import (
     feature_configs,
 )
 from sparsejax.embeddings.feature_batch import FeatureBatch, Ids
-from sparsejax.embeddings.lookup import Call, Sender, sent
-from sparsejax.embeddings.placement import (
-    Distinct,
-    Stack,
-    StackedFeature,
-)
+from sparsejax.embeddings.lookup import Call, sent
+from sparsejax.embeddings.placement import Distinct, Stack, StackedFeature
 from sparsejax.embeddings.plan import EmbeddingPlan, TableSettings
 from sparsejax.embeddings.staged import Staged
-from sparsejax.embeddings.stores.store import Store
-from sparsejax.embeddings.tables import STORES, Tables, make_stores
+from sparsejax.embeddings.tables import STORES, Tables, make_stores, sender_of
 from sparsejax.ops.implementations import Implementation, check_implementation
 from sparsejax.optimizers.gradients import Path
 from sparsejax.optimizers.optimizer import Optimizer
@@ -466,19 +461,6 @@ def _of_candidates(requests: jax.Array, candidates: jax.Array) -> jax.Array:
     """The bags of candidates, with those of their requests. A bag is zero in one of the two."""
     of_request = candidates.reshape(len(requests), -1, *requests.shape[1:])
     return (requests[:, None] + of_request).reshape(candidates.shape)
-
-
-def sender_of(
-    collection: EmbeddingCollection, stores: Sequence[Store] | None = None
-) -> Sender:
-    """How the ids of some stores are sent ahead, by default of all."""
-    stores = collection.stores() if stores is None else stores
-    features = {f.name for store in stores for f in store.stack.features}
-    names = tuple(name for name in collection.names if name in features)
-    divided = tuple(store.divided for store in stores)
-    return Sender(
-        names, tuple(store.stack for store in stores), divided, collection.settings
-    )
 
 
 def collections_of(model: Any) -> dict[Path, EmbeddingCollection]:

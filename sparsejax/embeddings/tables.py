@@ -15,6 +15,7 @@ from jaxtyping import Float
 from sparsejax.embeddings import exports
 from sparsejax.embeddings.dynamic.state import TableStats
 from sparsejax.embeddings.exports import Export, Part
+from sparsejax.embeddings.lookup import Sender
 from sparsejax.embeddings.placement import Stack, StackedTable
 from sparsejax.embeddings.stores.dynamic import DynamicStore
 from sparsejax.embeddings.stores.host import DynamicHostStore, HostStore
@@ -42,6 +43,16 @@ def make_stores(owner: Owner, stacks: Sequence[Stack], key: jax.Array) -> None:
         if known := store.new_known(stack):
             indexes[stack.name] = known
     owner.kernels, owner.indexes = nnx.data(kernels), nnx.data(indexes)
+
+
+def sender_of(tables: Tables, stores: Sequence[Store] | None = None) -> Sender:
+    """How the ids of some stores are sent ahead, by default of all."""
+    stores = tables.stores() if stores is None else stores
+    stacks = tuple(store.stack for store in stores)
+    features = {feature.name for stack in stacks for feature in stack.features}
+    names = tuple(name for name in tables.names if name in features)
+    divided = tuple(store.divided for store in stores)
+    return Sender(names, stacks, divided, tables.settings)
 
 
 class Tables(Owner):

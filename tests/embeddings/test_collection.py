@@ -17,9 +17,9 @@ from jax.sharding import AxisType
 from tolerances import assert_close
 
 import sparsejax as sj
-from sparsejax.embeddings.collection import sender_of
 from sparsejax.embeddings.lookup import sent
 from sparsejax.embeddings.placement import Distinct
+from sparsejax.embeddings.tables import sender_of
 
 BATCH = 8
 TABLES = {

@@ -30,6 +30,7 @@ from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.host_rows import ROW, Touched
 from sparsejax.embeddings.lookup import Call
 from sparsejax.embeddings.placement import Stack, StackedTable, spec_of
+from sparsejax.embeddings.plan import TableSettings
 from sparsejax.mesh.layout import jit_sharded, out_sharding, to_host_in_pieces
 from sparsejax.ops.implementations import Implementation
 from sparsejax.optimizers import gradients, inplace
@@ -94,6 +95,7 @@ class Owner(nnx.Module):
     Attributes:
       stacks: groups of tables.
       names: names of the features.
+      settings: settings that compiled programs depend on.
       kernels: rows of each stack.
       indexes: index and counters of each stack with dynamic tables.
       unknown: vectors that ids without a row read: "init" for their initial ones, or "zeros".
@@ -105,6 +107,7 @@ class Owner(nnx.Module):
 
     stacks: tuple[Stack, ...]
     names: tuple[str, ...]
+    settings: TableSettings
     kernels: dict[str, RowParam]
     indexes: dict[str, dict[str, nnx.Variable]]
     unknown: Unknown

@@ -20,12 +20,12 @@ from sparsejax.data.sets.clicks import ClickDataset
 from sparsejax.embeddings.collection import (
     EmbeddingCollection,
     collections_of,
-    sender_of,
 )
 from sparsejax.embeddings.feature_batch import FeatureBatch
 from sparsejax.embeddings.lookup import Sender
 from sparsejax.embeddings.models import gives_ids_as_they_are
 from sparsejax.embeddings.placement import Distinct
+from sparsejax.embeddings.tables import sender_of
 from sparsejax.engine.train import dispatch as dispatching
 from sparsejax.engine.train.resident import Resident, Sizes
 from sparsejax.mesh.layout import axis_sizes, mesh_is_set, parts_of_axes, replicated
