@@ -5,11 +5,10 @@
     python benchmarks/dynamic_tables.py evict
     python benchmarks/dynamic_tables.py ten
 
-`keys` looks for a million ids in a full table, also for eight such batches in one call; `lookup`
-reads batches of 65,536 examples of 26 ids from dynamic tables, all ids found, and from static
+`keys` looks for a million ids in a full table; `lookup` reads batches of 65,536 examples of 26 ids from dynamic tables, all ids found, and from static
 ones; `evict` frees a 32nd of all parts of a table. `ten` has the sizes of dynamicemb's own
 benchmark: ten tables, 1.05 million ids a step by a power law of 1.05, 350,000 of them distinct,
-128 wide; read, and trained by rules of two kinds, static tables beside. `dlrm_mesh.py` times a
+128 wide; read, and trained by rules of two kinds, static tables beside. `fit_mesh.py` times a
 DLRM with such tables.
 """
 
@@ -90,41 +89,6 @@ def filled(tables, features, names, chunk):
     return embeddings, optimizer
 
 
-def in_one_call(embeddings, optimizer, batches):
-    """Calls for several batches, one after the other; results lie where those before did."""
-
-    def call(of_batch):
-        @sj.jit
-        def program(modules, batches):
-            graphdef, state = nnx.split(modules)
-
-            def body(i, carry):
-                modules = nnx.merge(graphdef, carry[0], copy=True)
-                batch = jax.tree.map(lambda leaf: leaf[i], batches)
-                found = of_batch(*modules, batch)
-                return nnx.state(modules), found
-
-            first = jax.tree.map(lambda leaf: leaf[0], batches)
-            shape = jax.eval_shape(
-                lambda state: of_batch(*nnx.merge(graphdef, state, copy=True), first),
-                state,
-            )
-            found = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shape)
-            count = len(jax.tree.leaves(batches)[0])
-            state, found = jax.lax.fori_loop(0, count, body, (state, found))
-            nnx.update(modules, state)
-            return found
-
-        return lambda: program((embeddings, optimizer), batches)
-
-    return {
-        "find": call(lambda embeddings, _, batch: rows_of(embeddings, batch)),
-        "find and read": call(lambda embeddings, _, batch: read(embeddings, batch)),
-        "find or insert": call(assign),
-        "find or insert, and read": call(assign_and_read),
-    }
-
-
 def keys(rows, count=2**20):
     rng = np.random.default_rng(0)
     names = rng.integers(0, 2**63, int(rows * 0.97)).astype(np.uint64)
@@ -147,14 +111,6 @@ def keys(rows, count=2**20):
         name: {"seconds": t, "kernel_seconds": k, "keys_per_second": count / t}
         for name, (t, k) in times.items()
     }
-    many = [
-        jax.tree.map(jnp.asarray, embeddings.pack({"id": ids_of(rng, names, count)}))
-        for _ in range(8)
-    ]
-    many = jax.tree.map(lambda *leaves: jnp.stack(leaves), *many)
-    for name, result in in_one_call(embeddings, optimizer, many).items():
-        taken = seconds(result) / 8
-        each[name]["keys_per_second_of_eight"] = count / taken
     return {"rows": stats.rows, "capacity": stats.capacity, "ids": count, **each}
 
 

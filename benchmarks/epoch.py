@@ -43,21 +43,25 @@ def _measure(part: str) -> Iterator[dict]:
         yield result | {"flags": _GRAPH if graph else None}
 
 
-def make_rows(rng: np.random.Generator) -> scipy.sparse.csr_array:
+def make_rows(
+    rng: np.random.Generator,
+    users: int = _USERS,
+    items: int = _ITEMS,
+    entries: int = _ENTRIES,
+) -> scipy.sparse.csr_array:
     """About 20 million entries; a row has an item once."""
-    weights = np.arange(1, _ITEMS + 1) ** -_SKEW
+    weights = np.arange(1, items + 1) ** -_SKEW
     weights = rng.permutation(weights / weights.sum())
-    wish = rng.lognormal(0, 1, _USERS)
-    lengths = np.clip(wish / wish.sum() * _ENTRIES * 1.06, 1, _ITEMS / 8).astype(int)
+    wish = rng.lognormal(0, 1, users)
+    lengths = np.clip(wish / wish.sum() * entries * 1.06, 1, items / 8).astype(int)
     # Drawn with replacement; what comes twice is dropped.
-    items = np.searchsorted(np.cumsum(weights), rng.random(lengths.sum()))
-    items = np.minimum(items, _ITEMS - 1)
-    pairs = np.unique(np.repeat(np.arange(_USERS), lengths) * _ITEMS + items)
-    ends = np.searchsorted(pairs, np.arange(_USERS + 1) * _ITEMS)
-    shape = _USERS, _ITEMS
-    columns = (pairs % _ITEMS).astype(np.int32)
+    drawn = np.searchsorted(np.cumsum(weights), rng.random(lengths.sum()))
+    drawn = np.minimum(drawn, items - 1)
+    pairs = np.unique(np.repeat(np.arange(users), lengths) * items + drawn)
+    ends = np.searchsorted(pairs, np.arange(users + 1) * items).astype(np.int32)
+    columns = (pairs % items).astype(np.int32)
     return scipy.sparse.csr_array(
-        (np.ones(len(pairs), bool), columns, ends.astype(np.int32)), shape=shape
+        (np.ones(len(pairs), bool), columns, ends), shape=(users, items)
     )
 
 
@@ -74,14 +78,14 @@ def _result(name: str, seconds: float, loss: float, **others) -> dict:
 # sparsejax
 
 
-def new_modules():
+def new_modules(items: int = _ITEMS, hidden: tuple[int, ...] = (_HIDDEN,) * 3):
     """Our model of the network, and its optimizer."""
     from flax import nnx
 
     import sparsejax as sj
 
-    config = autoencoder((_HIDDEN,) * 3, _DROPOUT)
-    model = sj.FeedForward(config, inputs=_ITEMS, outputs=_ITEMS, rngs=nnx.Rngs(0))
+    config = autoencoder(hidden, _DROPOUT)
+    model = sj.FeedForward(config, inputs=items, outputs=items, rngs=nnx.Rngs(0))
     rule = sj.optimizers.rmsprop(_RATE, _DECAY, _EPS)
     return model, sj.Optimizer(model, rule)
 

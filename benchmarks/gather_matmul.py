@@ -3,7 +3,7 @@
     python benchmarks/gather_matmul.py run [--commit NAME]    on a GPU
     python benchmarks/gather_matmul.py table                  anywhere
 
-JAX and torch (with CuPy) each run in a process of their own, since they do not share a GPU's
+JAX and torch each run in a process of their own, since they do not share a GPU's
 memory well. Every result is checked against float64 before it is timed.
 """
 
@@ -65,8 +65,7 @@ def _checked(workload: Workload, dtype: str, rows: tuple) -> Callable:
     """Function that returns the error of a product, or raises."""
 
     def check(found) -> float:
-        actual = found if isinstance(found, np.ndarray) else np.asarray(found)
-        error = _error(actual, rows, workload.hidden)
+        error = _error(np.asarray(found), rows, workload.hidden)
         if not error < (1e-5 if dtype == "float32" else 1e-2):
             raise ValueError(f"relative error {error}")
         return error
@@ -107,8 +106,6 @@ def _measure_jax(workload: Workload) -> Iterator[dict]:
 
 
 def _measure_torch(workload: Workload) -> Iterator[dict]:
-    import cupy  # pyrefly: ignore[missing-import]
-    import cupyx.scipy.sparse  # pyrefly: ignore[missing-import]
     import torch  # pyrefly: ignore[missing-import]
 
     def bag(indices, indptr, csr, w):
@@ -142,24 +139,6 @@ def _measure_torch(workload: Workload) -> Iterator[dict]:
                     function, inputs, lambda y, c=check: c(y.float().cpu().numpy())
                 )
                 yield _named(workload, dtype, name) | found
-        if dtype == "float32":
-            shared = cupy.asarray(w)
-            pairs = []
-            for indices, indptr in batches:
-                parts = [cupy.asarray(a) for a in (indices, indptr)]
-                ones = cupy.ones(len(indices), cupy.float32)
-                matrix = cupyx.scipy.sparse.csr_matrix((ones, *parts), shape=shape)
-                pairs.append((matrix, shared))
-
-            def multiply(matrix, w):
-                return matrix @ w
-
-            with reported(workload.name, dtype, "CuPy"):
-                check = _checked(workload, dtype, batches[0])
-                found = measure_torch(
-                    multiply, pairs, lambda y, c=check: c(cupy.asnumpy(y))
-                )
-                yield _named(workload, dtype, "CuPy") | found
         del inputs, w
 
 

@@ -141,6 +141,10 @@ def _measured(model: Any, parts: tuple) -> dict[str, float]:
 
 
 def _step(arguments: argparse.Namespace) -> Iterator[tuple[dict, dict]]:
+    if arguments.content is None:
+        raise SystemExit(
+            "step needs --content none, --content vectors or --content tags"
+        )
     items, rng = arguments.items, np.random.default_rng(0)
     tags = vectors = None
     if arguments.content == "vectors":

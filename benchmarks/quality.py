@@ -1,4 +1,4 @@
-"""Quality with the defaults of `sparsejax train`, on six data sets, for several seeds.
+"""Quality with the defaults of `sparsejax train`, on five data sets, for several seeds.
 
     python benchmarks/quality.py run --data FOLDER [--sets NAME ...] [--seeds N] [--add]
     python benchmarks/quality.py table
@@ -6,7 +6,7 @@
 FOLDER holds what there is of `train.txt.xz` and `test.txt.xz` (Gowalla in the split of the
 LightGCN paper), `user_movie.csv.xz` (MovieLens-1M), `Beauty.txt.xz` (Amazon Beauty, a
 history on each line) and `movielens_input_1024.txt.xz` (users 1 to 1024 of MovieLens-20M in
-DSSTNE's form). The bundled data set and a generated one need no file. But for Gowalla, a
+DSSTNE's form). The bundled data set needs no file. But for Gowalla, a
 fifth of the entries of each row is held out for the test, with the seed of the training.
 
 With each seed a model is trained on all of the rest. It is measured with its linear part,
@@ -25,7 +25,6 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import scipy.sparse
 from report import print_means, training_command
 
 _FILES = {
@@ -34,7 +33,6 @@ _FILES = {
     "msweb": None,
     "beauty": "Beauty.txt.xz",
     "ml-20m-1024": "movielens_input_1024.txt.xz",
-    "generated": None,
 }
 # Epochs and hidden units; None is the default.
 _DEFAULT = (None, 256)
@@ -149,40 +147,12 @@ def load(folder: pathlib.Path, name: str, seed: int):
         train = sj.read(folder / "train.txt.xz")
         return train, sj.read(folder / "test.txt.xz", features=train)
     file = _FILES[name]
-    if file is not None:
-        data = sj.read(folder / file).without_values()  # times, in one file
-    elif name == "msweb":
+    if file is None:
         data = sj.datasets.msweb().train
     else:
-        data = sj.SparseDataset.from_scipy(_generated())
+        data = sj.read(folder / file).without_values()  # times, in one file
     parts = data.split(0.8, seed=seed)
     return parts.train, parts.heldout
-
-
-def _generated() -> scipy.sparse.csr_array:
-    """Users who like two of 24 groups; in a group items are popular by Zipf's law."""
-    rng = np.random.default_rng(0)
-    users, items, groups = 20_000, 8_000, 24
-    popularity, group = (
-        1 / np.arange(1, items + 1) ** 0.9,
-        rng.integers(0, groups, items),
-    )
-    lengths = np.minimum(rng.lognormal(2.7, 0.8, users).astype(int) + 5, 400)
-    chances = [
-        np.cumsum(np.where(group == g, 1, 0.02) * popularity) for g in range(groups)
-    ]
-    rows, columns = [], []
-    for user in range(users):
-        for g in rng.choice(groups, 2):
-            size = lengths[user] // 2 + 1
-            found = np.searchsorted(chances[g], rng.random(size) * chances[g][-1])
-            columns.append(np.minimum(found, items - 1))
-            rows.append(np.full(size, user))
-    place = np.concatenate(rows), np.concatenate(columns)
-    matrix = scipy.sparse.csr_array(
-        (np.ones(len(place[0])), place), shape=(users, items)
-    )
-    return matrix.astype(bool)
 
 
 if __name__ == "__main__":

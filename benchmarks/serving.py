@@ -19,10 +19,6 @@ average: of a whole one, of waiting for a batch, of packing and on the device. T
 part of what it measures. "most" sends as fast as answers come, over 64 connections; on a GPU
 four processes send. "grpc" sends requests of 256 rows, with names as bytes, over 16 calls. "cold" is
 a start without compiled programs on disk; the service finds those of "engine" there.
-
-"stages-50" and "stages-200" are two stages with histories of 50 and 200 items, on a CPU: 500 of 100,000 items are
-ranked by DIN. The first line is of single rows in this process, the second of requests to a service.
-"processor" has the milliseconds of processors for one of them, which other work on the machine changes less.
 """
 
 from __future__ import annotations
@@ -83,17 +79,14 @@ CPU = Case(40_981, "float32", (1, 8, 16, 64), (50, 100, 200), 20.0, 1)
 _GPU = Case(1_000_000, "bfloat16", (1, 8, 64, 256, 1024), (200, 1000), 8.0, 4)
 _LARGE = Case(10_000_000, "bfloat16", (1, 64, 1024), (), 0.0, 0)
 _HUGE = Case(100_000_000, "bfloat16", (64,), (), 0.0, 0)
-# Two stages: the case, and the length of histories.
-_BOTH, _CANDIDATES = Case(100_000, "float32", (1,), (50,), 20.0, 1), 500
-_STAGES = {"stages-50": (_BOTH, 50), "stages-200": (_BOTH, 200)}
 
 
 def main() -> None:
     if sys.argv[1:2] == ["client"]:
         _run(_client(**json.loads(sys.argv[2])))
         return
-    parts = "usual", "large", "huge", *_STAGES
-    command(__doc__, __file__, {part: {} for part in parts}, _measure)
+    parts = {part: {} for part in ("usual", "large", "huge")}
+    command(__doc__, __file__, parts, _measure)
 
 
 def _run(asking: Coroutine[Any, Any, Any]) -> Any:
@@ -109,10 +102,6 @@ def _measure(part: str) -> Iterator[dict]:
     import jax
 
     usual = CPU if jax.default_backend() == "cpu" else _GPU
-    if part in _STAGES:
-        for result in _of_stages(*_STAGES[part]):
-            yield {"part": part} | result
-        return
     case = {"usual": usual, "large": _LARGE, "huge": _HUGE}[part]
     if usual is CPU and case is not CPU:
         return
@@ -163,81 +152,6 @@ def export(path: pathlib.Path, case: Case) -> None:
     model = _model(case, 0.1)
     names = [f"item {i}" for i in range(case.items)] if case.rates else None
     sj.export_predictor(model, path, k=_MOST, names=names, batch_size=max(case.rows))
-
-
-def _export_stages(path: pathlib.Path, case: Case, length: int) -> None:
-    """An untrained GRU of width 16 finds candidates, and an untrained DIN ranks them."""
-    from flax import nnx
-
-    import sparsejax as sj
-    from sparsejax.data.files.names import as_names
-    from sparsejax.kinds.histories.next_items import NextItems
-    from sparsejax.kinds.stages import Stages
-    from sparsejax.predictors import signature
-    from sparsejax.predictors.stages import IDS, Requests
-
-    items, names = case.items, as_names(f"item {i}" for i in range(case.items))
-    config = sj.GRUConfig(max_length=length, width=16)
-    first = sj.sequence.build_sequence_model(config, items=items, rngs=nnx.Rngs(0))
-    sizes = {"user": 100_000, "item": items + 2, "had": "item"}
-    config = sj.DINConfig(dim=16, length=length, attention=(80, 40), hidden=(64, 32))
-    second = sj.embeddings.build_click_model(
-        config, num_dense=0, features=sizes, rngs=nnx.Rngs(1)
-    )
-    ids = {"user": sj.data.HashedColumn(100_000), "had": sj.data.VocabularyColumn()}
-    requests = Requests(
-        feature_names=names,
-        stages=signature.Stages(history="had", lengths={"user": 1, "had": length}),
-        schema=sj.ClickSchema("click", ids=ids),
-        vocabularies={"had": names},
-    )
-    both = Stages(
-        NextItems(first, times=False),
-        second,
-        candidates=_CANDIDATES,
-        items={f"{IDS}item": 2 + np.arange(items, dtype=np.int32)[:, None]},
-        requests=requests.inputs,
-    )
-    sj.export_predictor(both, path, k=K, names=requests, batch_size=1)
-
-
-def _of_stages(case: Case, length: int) -> Iterator[dict]:
-    """Batches of one row on the device, and requests to a service, with its processor seconds."""
-    import sparsejax as sj
-    from sparsejax.serving.engine import Engine
-
-    shown = [[f"item {i}" for i in row[:length]] for row in numbers(200, case)]
-    shown = [(row * length)[:length] for row in shown]
-    with tempfile.TemporaryDirectory() as folder:
-        path = pathlib.Path(folder) / "model.predictor"
-        _export_stages(path, case, length)
-        predictor = sj.load_predictor(path)
-        engine, times = Engine(predictor), []
-        began = time.process_time()
-        for row in shown:
-            start = time.perf_counter()
-            columns = {"user": ["u7"]}
-            given, _ = predictor.model.rows_of_names([row], columns=columns)
-            shape = engine.shape_for(engine.size_of(given))
-            assert shape is not None
-            engine.run(shape, engine.packed(shape, [given]))
-            times.append(time.perf_counter() - start)
-        spent = (time.process_time() - began) / len(shown) * 1e3
-        yield {"processor": spent} | milliseconds(times)
-        bodies = [_body(row, user="u7") for row in shown]
-        with _service(path) as (ports, _):
-            before, began = _sums(ports["port"]), _processor_seconds(ports["pid"])
-            asking = at_rate(ports["port"], bodies, case.rates[0], case.seconds)
-            times, failed = _run(asking)
-            spent = (_processor_seconds(ports["pid"]) - began) / len(times) * 1e3
-            found = {"rate": case.rates[0], "failed": failed, "processor": spent}
-            yield found | milliseconds(times) | _spent(before, _sums(ports["port"]))
-
-
-def _processor_seconds(pid: int) -> float:
-    """The seconds of processors that a process has taken."""
-    fields = pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    return sum(map(int, fields[11:13])) / os.sysconf("SC_CLK_TCK")
 
 
 def _on_device(case: Case) -> Any:
@@ -370,37 +284,6 @@ def _engine(
                 _queued(lambda s=shape, p=packed: engine.started(s, p)) * 1e3
             )
         yield found | seconds | milliseconds(times)
-    if part == "huge":
-        yield {"part": "arrivals", **_arrivals(engine, case)} | seconds
-
-
-def _arrivals(engine: Any, case: Case) -> dict:
-    """Latencies of rows that arrive by chance at a batcher, without HTTP and names."""
-    import sparsejax as sj
-    from sparsejax.serving.batcher import Batcher
-
-    rate, seconds = 200, 8.0
-    rows = []
-    for row in numbers(200, case, seed=1):
-        ids = np.array(sorted(row), np.int32)
-        rows.append(sj.CSR(None, ids, np.array([0, len(ids)]), num_cols=case.items))
-    batcher = Batcher(engine)
-    rng, times, futures = np.random.default_rng(2), [], []
-    arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
-    began = time.perf_counter()
-    for arrival, row in zip(arrivals, itertools.cycle(rows), strict=False):
-        due = began + arrival
-        time.sleep(max(0.0, due - time.perf_counter()))
-        future = batcher.submit([row, row])
-        future.add_done_callback(
-            lambda _, due=due: times.append(time.perf_counter() - due)
-        )
-        futures.append(future)
-    for future in futures:
-        future.result()
-    batcher.close()
-    int8 = {"int8": True} if engine.predictor.signature.layer.int8 else {}
-    return {"rate": rate} | int8 | milliseconds(times)
 
 
 def _queued(call: Callable[[], object]) -> float:
@@ -468,7 +351,7 @@ def _service(
             if service.poll() is not None:
                 raise RuntimeError(said.read_text())
             time.sleep(0.02)
-        ports = {name: int(port) for name, port in found} | {"pid": service.pid}
+        ports = {name: int(port) for name, port in found}
         while not _is_ready(ports["port"]):
             time.sleep(0.02)
         yield ports, time.perf_counter() - began
@@ -522,21 +405,18 @@ def _is_ready(port: int) -> bool:
         return False
 
 
-def _body(history: list[str], **columns: str) -> bytes:
-    lists = {"items": history} | {name: [cell] for name, cell in columns.items()}
-    inputs = [
-        {"name": name, "datatype": "BYTES", "shape": [len(data)], "data": data}
-        for name, data in lists.items()
-    ]
-    document = {"inputs": inputs, "parameters": {"k": K}}
+def _body(history: list[str]) -> bytes:
+    shape = [len(history)]
+    items = {"name": "items", "datatype": "BYTES", "shape": shape, "data": history}
+    document = {"inputs": [items], "parameters": {"k": K}}
     return json.dumps(document).encode()
 
 
 class _Connection:
-    """One connection that stays open, for requests to one path."""
+    """One connection that stays open."""
 
-    def __init__(self, port: int, path: str):
-        self._port, self._path = port, path
+    def __init__(self, port: int):
+        self._port = port
         self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def ask(self, body: bytes) -> bool:
@@ -545,7 +425,7 @@ class _Connection:
             self._streams = await asyncio.open_connection("127.0.0.1", self._port)
         reader, writer = self._streams
         head = (
-            f"POST {self._path} HTTP/1.1\r\nhost: localhost\r\n"
+            f"POST {_PATH} HTTP/1.1\r\nhost: localhost\r\n"
             f"content-type: application/json\r\ncontent-length: {len(body)}\r\n\r\n"
         )
         writer.write(head.encode() + body)
@@ -562,13 +442,13 @@ class _Connection:
 
 
 async def at_rate(
-    port: int, bodies: list[bytes], rate: float, seconds: float, path: str = _PATH
+    port: int, bodies: list[bytes], rate: float, seconds: float
 ) -> tuple[list[float], int]:
     """Latencies of requests that arrive by chance, and how many were no success."""
     rng = np.random.default_rng(2)
     arrivals = np.cumsum(rng.exponential(1 / rate, int(rate * seconds)))
     free: asyncio.Queue[_Connection] = asyncio.Queue()
-    connections = [_Connection(port, path) for _ in range(_CONNECTIONS)]
+    connections = [_Connection(port) for _ in range(_CONNECTIONS)]
     for connection in connections:
         free.put_nowait(connection)
     times: list[float] = []
@@ -687,7 +567,6 @@ async def at_once(
     bodies: list[bytes],
     seconds: float,
     connections: int = _CONNECTIONS,
-    path: str = _PATH,
 ) -> tuple[list[float], int]:
     """Latencies where each connection asks again as soon as it has an answer."""
     times: list[float] = []
@@ -695,7 +574,7 @@ async def at_once(
 
     async def ask_on() -> None:
         nonlocal failed
-        connection = _Connection(port, path)
+        connection = _Connection(port)
         while (began := time.perf_counter()) < end:
             failed += not await connection.ask(next(next_body))
             times.append(time.perf_counter() - began)

@@ -4,11 +4,14 @@
     python benchmarks/steps.py table
 
 `clicks` is a DLRM of a shop: 26 tables with 1.2 M ids in all, 16 wide, 13 dense numbers,
-zipf 1.2. `sasrec` and `hstu` have two blocks, 50 places and 512 sampled negatives. `items` is
+zipf 1.2. `sasrec` and `hstu` have two blocks, 50 places and 512 sampled negatives among 200,000 items;
+in `--cases lengths` 50 to 16,384 places, 65,536 in a batch, and 1,024 negatives; in `--cases events`
+columns of events, of users and a context beside ids, some 65,000 tokens of up to 200 in a history. `items` is
 an autoencoder over 40,981 items with a softmax over all. `din` is a DIN with a million users and
 items, vectors of 16, and layers of 80 and 40 that weigh a history, of whose places a uniform share
-is filled; its width is the number of places. All have Adam. *Own* is a loop of
-one's own under `sj.jit`; *kernels* is its time by CUPTI, *host* the time until a call returns.
+is filled. All have Adam. *Own* is a loop of one's own under `sj.jit`, *plain* one that does not say
+how many targets there are, *recommend* ranks for one full history. *Kernels* is a time by CUPTI,
+*host* the time until a call returns.
 
 Each side is a process that waits while the other works, so both have the whole machine. Of
 each form there are several rounds, in turns. A busy machine makes all of them slower: compare
@@ -27,7 +30,7 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Self
 
 import numpy as np
@@ -38,47 +41,73 @@ _ROWS = (400_000, 300_000, 200_000, 100_000, 100_000, 50_000, 20_000, 10_000)
 _ROWS += (5_000, 4_000, 3_000, 2_000, 1_000, 1_000, 500, 500, 200, 100, 100, 50, 24)
 _ROWS += (20, 10, 7, 4, 3)
 _DENSE, _DIM, _LAYERS, _SKEW = 13, 16, (512, 256), 1.2
-_LENGTH, _NEGATIVES, _DROPOUT = 50, 512, 0.4
+_LENGTH, _DROPOUT = 50, 0.4
 _ITEMS, _ENTRIES, _HIDDEN = 40_981, 27, 256
 _IDS, _FACTS = 1_000_000, 4  # of DIN
 _RATE = 1e-3
 
-# Kind, batch, width of a sequence model, dtype.
-_CASE = "kind", "batch", "width", "dtype"
-_CASES = {
+# Kind, batch, width of a sequence model, dtype, places of a history, sampled negatives.
+_CASE = "kind", "batch", "width", "dtype", "places", "negatives"
+_Case = tuple[str, int, int, str, int, int]
+
+
+def _case(
+    kind: str,
+    batch: int,
+    width: int = 256,
+    dtype: str = "bfloat16",
+    places: int = _LENGTH,
+    negatives: int = 512,
+) -> _Case:
+    return kind, batch, width, dtype, places, negatives
+
+
+# Places of a history, and histories of a batch.
+_LENGTHS = {50: 1024, 200: 256, 512: 128, 1024: 64, 4096: 16, 16384: 1}
+_CASES: dict[str, tuple[_Case, ...]] = {
     "gpu": (
-        ("clicks", 4_096, 0, "bfloat16"),
-        ("clicks", 65_536, 0, "bfloat16"),
-        ("sasrec", 512, 256, "bfloat16"),
-        ("hstu", 512, 256, "bfloat16"),
-        ("items", 512, 0, "bfloat16"),
+        _case("clicks", 4_096),
+        _case("clicks", 65_536),
+        _case("sasrec", 512),
+        _case("hstu", 512),
+        _case("items", 512),
     ),
     "fits": (
-        ("clicks", 512, 0, "bfloat16"),
-        ("hstu", 4_096, 256, "bfloat16"),
-        ("hstu", 65_536, 256, "bfloat16"),
-        ("items", 4_096, 0, "bfloat16"),
-        ("items", 65_536, 0, "bfloat16"),
+        _case("clicks", 512),
+        _case("hstu", 4_096),
+        _case("hstu", 65_536),
+        _case("items", 4_096),
+        _case("items", 65_536),
     ),
-    "din": (
-        ("din", 4_096, 50, "bfloat16"),
-        ("din", 4_096, 200, "bfloat16"),
-        ("din", 65_536, 50, "bfloat16"),
-        ("din", 65_536, 200, "bfloat16"),
+    "din": tuple(
+        _case("din", batch, places=places)
+        for batch in (4_096, 65_536)
+        for places in (50, 200)
+    ),
+    "lengths": tuple(
+        _case(kind, batch, dtype=dtype, places=places, negatives=1024)
+        for kind in ("hstu", "sasrec")
+        for places, batch in _LENGTHS.items()
+        for dtype in ("bfloat16", "float32")
+    ),
+    "events": (
+        _case("hstu-events", 1024, places=200, negatives=1024),
+        _case("sasrec-events", 1024, places=200, negatives=1024),
     ),
     "cpu": (
-        ("din", 512, 50, "float32"),
-        ("clicks", 4_096, 0, "float32"),
-        ("sasrec", 128, 64, "float32"),
-        ("hstu", 128, 64, "float32"),
-        ("items", 512, 0, "float32"),
+        _case("din", 512, 64, "float32"),
+        _case("clicks", 4_096, 64, "float32"),
+        _case("sasrec", 128, 64, "float32"),
+        _case("hstu", 128, 64, "float32"),
+        _case("items", 512, 64, "float32"),
     ),
     "tiny": (
-        ("din", 16, 8, "float32"),
-        ("clicks", 64, 0, "float32"),
-        ("sasrec", 8, 16, "float32"),
-        ("hstu", 8, 16, "float32"),
-        ("items", 64, 0, "float32"),
+        _case("din", 16, 16, "float32", 8),
+        _case("clicks", 64, 16, "float32"),
+        _case("sasrec", 8, 16, "float32", 8),
+        _case("hstu", 8, 16, "float32", 8),
+        _case("hstu-events", 8, 16, "float32", 8),
+        _case("items", 64, 16, "float32"),
     ),
 }
 
@@ -271,21 +300,24 @@ def _rows(batch: int) -> tuple[np.ndarray, np.ndarray]:
     return indptr.astype(np.int32), np.concatenate(rows).astype(np.int32)
 
 
-def _items(batch: int) -> int:
-    return 200_000 if batch >= 512 else 10_000
+def _items(batch: int, negatives: int) -> int:
+    return 200_000 if batch >= 512 or negatives > 512 else 10_000
 
 
 class _Ours:
     """A model of ours, its forms of a step, and what `fit` makes of it."""
 
-    def __init__(self, kind: str, batch: int, width: int, dtype: Any):
+    def __init__(
+        self, kind: str, batch: int, width: int, dtype: Any, places: int, negatives: int
+    ):
         import jax.numpy as jnp
         import optax
         from flax import nnx
 
         import sparsejax as sj
 
-        self.kind, self.batch = kind, batch
+        self.kind, self.batch, self.places = kind, batch, places
+        self.items, self.forms = _items(batch, negatives), {}
         rngs: Any = nnx.Rngs
 
         def loss_of(model, dense, ids, labels):
@@ -294,13 +326,17 @@ class _Ours:
 
         if kind == "din":
             weighed = sj.DINConfig(
-                dim=_DIM, length=width, attention=(80, 40), hidden=(64, 32), dtype=dtype
+                dim=_DIM,
+                length=places,
+                attention=(80, 40),
+                hidden=(64, 32),
+                dtype=dtype,
             )
             read: Any = {"user": _IDS, "item": _IDS, "had": "item"}
             self.make = lambda: sj.embeddings.build_click_model(
                 weighed, num_dense=_FACTS, features=read, rngs=rngs(0)
             )
-            dense, *ids, labels = map(jnp.asarray, _examples(batch, width))
+            dense, *ids, labels = map(jnp.asarray, _examples(batch, places))
             given: tuple = dense, dict(zip(read, ids, strict=True)), labels
         elif kind == "clicks":
             names = [f"C{i}" for i in range(len(_ROWS))]
@@ -327,24 +363,75 @@ class _Ours:
                 return model.loss(x, x) / x.num_rows
 
         else:
-            made = {"sasrec": sj.SASRecConfig, "hstu": sj.HSTUConfig}[kind]
-            ordered = made(
-                max_length=_LENGTH,
-                width=width,
-                dropout=_DROPOUT,
-                negatives=_NEGATIVES,
-                dtype=dtype,
-            )
-            self.make = lambda: sj.sequence.build_sequence_model(
-                ordered, items=_items(batch), rngs=rngs(0)
-            )
-            rows, times = histories(_LENGTH, batch, _items(batch))
-            given = jnp.asarray(rows), jnp.asarray(times)
-            targets = int((rows[:, 1:] >= 0).sum())
+            self._make_histories(width, dtype, negatives)
+            return
+        self._add_forms("", self.make, loss_of, given)
 
-            def loss_of(model, histories, times):
-                times = times if kind == "hstu" else None
-                return model.loss(histories, times, max_targets=targets)
+    def _make_histories(self, width: int, dtype: Any, negatives: int) -> None:
+        """Models of histories; those with events have a form for each kind of columns."""
+        import jax.numpy as jnp
+        from flax import nnx
+
+        import sparsejax as sj
+
+        name, batch, places = self.kind.split("-")[0], self.batch, self.places
+        config = {"sasrec": sj.SASRecConfig, "hstu": sj.HSTUConfig}[name](
+            max_length=places,
+            width=width,
+            heads=negatives // 256,
+            dropout=_DROPOUT,
+            temperature=0.1,
+            negatives=negatives,
+            dtype=dtype,
+        )
+
+        def made(events=None):
+            sizes = {"items": self.items, "events": events}
+            return sj.sequence.build_sequence_model(config, **sizes, rngs=nnx.Rngs(0))
+
+        def loss_of(model, histories, times, columns, **more):
+            times = times if name == "hstu" else None
+            events = {} if columns is None else {"events": columns}
+            return model.loss(histories, times, **events, **more)
+
+        rows, times = histories(places, batch, self.items)
+        given, self.make = (jnp.asarray(rows), jnp.asarray(times)), made
+        targets = int((rows[:, 1:] >= 0).sum())
+        exact = functools.partial(loss_of, max_targets=targets)
+        if self.kind.endswith("events"):
+            users = (
+                targets + batch
+            )  # the first item is a target behind its user's place
+            more = functools.partial(loss_of, max_targets=users)
+            self._add_forms(", ids", made, exact, (*given, None))
+            for form, sizes, own in _columns(rows.shape):
+                columns = {key: jnp.asarray(value) for key, value in own.items()}
+                loss = more if "users/plan" in own else exact
+                make = functools.partial(made, sizes)
+                self._add_forms(f", {form}", make, loss, (*given, columns))
+            return
+        self._add_forms("", made, exact, (*given, None))
+        self._add_forms(", plain", made, loss_of, (*given, None), only=True)
+        self.forms["recommend"] = self._recommend
+
+    def _recommend(self) -> tuple[Any, Callable]:
+        """Ranks items for one full history."""
+        import sparsejax as sj
+
+        rng, items = np.random.default_rng(1), self.items
+        if not hasattr(self, "_asked"):
+            rows = rng.integers(0, items, self.places)
+            times = np.cumsum(rng.exponential(3e4, self.places))
+            self._asked = self.make(), _dataset(rows[None], times[None], items)
+        return sj.recommend(*self._asked, k=10, exclude=None), lambda: None
+
+    def _add_forms(
+        self, name: str, make: Callable, loss_of: Callable, given: tuple, only=False
+    ) -> None:
+        """Adds a step that `sj.jit` compiles, and one of `nnx.jit`."""
+        from flax import nnx
+
+        import sparsejax as sj
 
         def written(model, optimizer, *given):
             loss, grads = optimizer.value_and_grad(lambda m: loss_of(m, *given))(model)
@@ -356,7 +443,7 @@ class _Ours:
 
             def call():
                 if not state:
-                    model = self.make()
+                    model = make()
                     model.train()
                     optimizer = sj.Optimizer(model, sj.optimizers.adam(_RATE))
                     state[:] = model, optimizer, jit(written)
@@ -365,10 +452,10 @@ class _Ours:
 
             return call
 
-        self.forms = {
-            "own, sj.jit": form(sj.jit),
-            "own, nnx.jit": form(lambda f: nnx.jit(f, donate_argnums=(0, 1))),
-        }
+        self.forms[f"own, sj.jit{name}"] = form(sj.jit)
+        if not (only or name):
+            nnx_jit = lambda f: nnx.jit(f, donate_argnums=(0, 1))
+            self.forms["own, nnx.jit"] = form(nnx_jit)
 
     def profile(self, step: Callable) -> dict:
         """Milliseconds of the kernels of a step, and microseconds of the largest."""
@@ -388,7 +475,7 @@ class _Ours:
 
         import sparsejax as sj
 
-        if self.kind == "din":
+        if self.kind == "din" or self.kind.endswith("events"):
             return []
         data, found, on_gpu = self._data(), [], jax.default_backend() == "gpu"
         for rule in (sj.optimizers.adagrad(_RATE), sj.optimizers.adam(_RATE)):
@@ -435,15 +522,40 @@ class _Ours:
             indptr, indices = _rows(min(rows, 131_072))
             matrix = sj.CSR(None, indices, indptr, num_cols=_ITEMS).to_scipy()
             return sj.SparseDataset.from_scipy(matrix)
-        items, times = histories(_LENGTH, rows, _items(self.batch))
-        kept = items >= 0
-        return sj.SequenceDataset(
-            np.concatenate([[0], np.cumsum(kept.sum(1))]),
-            items[kept],
-            np.arange(rows).astype(str),
-            np.arange(_items(self.batch)).astype(str),
-            times[kept].astype(np.float64),
-        )
+        items, times = histories(self.places, rows, self.items)
+        return _dataset(items, times, self.items)
+
+
+def _dataset(rows: np.ndarray, times: np.ndarray, items: int) -> Any:
+    """Histories whose padding is below 0."""
+    import sparsejax as sj
+
+    kept = rows >= 0
+    return sj.SequenceDataset(
+        np.concatenate([[0], np.cumsum(kept.sum(1))]),
+        rows[kept],
+        np.arange(len(rows)).astype(str),
+        np.arange(items).astype(str),
+        times[kept].astype(np.float64),
+    )
+
+
+def _columns(shape: tuple[int, ...]) -> Iterator[tuple[str, Any, dict]]:
+    """What is read beside ids: a name, its sizes, and the columns."""
+    from sparsejax.sequence.events import Categories, EventSizes
+
+    ids = tuple(Categories(f"c{n}", f"c{n}", n, None) for n in (1000, 100, 24))
+    users = EventSizes((), (Categories("plan", "plan", 100, None),))
+    rng = np.random.default_rng(0)
+    every = {each.name: rng.integers(0, each.size, shape) for each in ids}
+    every["users/plan"] = rng.integers(0, 100, shape[0])
+    for form, sizes in {
+        "columns": EventSizes((), ids),
+        "users": EventSizes((), ids, users=users),
+        "context": EventSizes((), ids, (ids[-1].name,), users),
+    }.items():
+        names = [*sizes.shapes, *sizes.user_shapes]
+        yield form, sizes, {name: every[name] for name in names}
 
 
 class _Torch:
@@ -451,7 +563,9 @@ class _Torch:
 
     fits = list
 
-    def __init__(self, kind: str, batch: int, width: int, dtype: str):
+    def __init__(
+        self, kind: str, batch: int, width: int, dtype: str, places: int, negatives: int
+    ):
         import torch  # pyrefly: ignore[missing-import]
         from peers import DIN, Autoencoder, Clicks, Sequences
 
@@ -465,7 +579,7 @@ class _Torch:
         self._torch, self._on_gpu, drawn = torch, device == "cuda", tuple
         if kind == "din":
             make: Callable = lambda: DIN(_FACTS, _IDS, _DIM, (80, 40), (64, 32))
-            dense, *ids, labels = _examples(batch, width)
+            dense, *ids, labels = _examples(batch, places)
             given: tuple = place(dense), *map(long, ids), place(labels)
         elif kind == "clicks":
             make = lambda: Clicks(_DENSE, _ROWS, _DIM, _LAYERS)
@@ -478,14 +592,21 @@ class _Torch:
             rows = np.repeat(np.arange(batch), lengths)
             given = long(indices), long(indptr[:-1]), long(rows), place(lengths)
         else:
-            items, sizes = _items(batch), {"width": width, "heads": 2}
-            make = lambda: Sequences(kind, items, _LENGTH, dropout=_DROPOUT, **sizes)
-            events, times = histories(_LENGTH, batch, items)
+            if kind.endswith("events") or places > 1024:
+                # Padded scores of 4,096 places squared are too many.
+                self.forms = {}
+                return
+            items, sizes = (
+                _items(batch, negatives),
+                {"width": width, "heads": negatives // 256},
+            )
+            make = lambda: Sequences(kind, items, places, dropout=_DROPOUT, **sizes)
+            events, times = histories(places, batch, items)
             targets = events[:, 1:].reshape(-1)
             where = np.flatnonzero(targets >= 0)
             shown = long(events[:, :-1].clip(min=0)), place(times[:, :-1].copy())
             given = *shown, long(where), long(targets[where])
-            drawn = lambda: (torch.randint(items, (_NEGATIVES,), device=device),)
+            drawn = lambda: (torch.randint(items, (negatives,), device=device),)
 
         def form(compiled):
             state: list[Any] = []

@@ -183,23 +183,40 @@ def zipf_ids(
     return (places * 3_000_017 % features).astype(np.int32)
 
 
-def clicks_to_fit(rng: np.random.Generator, *, tiny: bool = False):
-    """Configuration, data and rule of a DLRM in bfloat16: `DLRM_IDS`, 128 columns each."""
+def clicks_to_fit(
+    rng: np.random.Generator,
+    tables: tuple[int, ...] = DLRM_IDS,
+    *,
+    dim: int = 128,
+    examples: int = 2**20,
+    dtype: str = "bfloat16",
+    dynamic=None,
+):
+    """Configuration, data and rule of a DLRM whose layers have a dtype."""
     import sparsejax as sj
 
-    examples = 256 if tiny else 2**20
-    sizes = {f"t{i}": min(n, 500) if tiny else n for i, n in enumerate(DLRM_IDS)}
     dense = rng.standard_normal((examples, 13), np.float32)
     label = (rng.random(examples) < 0.2).astype(np.float32)
-    ids = {
-        name: ((rng.zipf(1.2, examples) - 1) * 7919 % rows).astype(np.int32)
-        for name, rows in sizes.items()
-    }
-    hashed = {name: sj.data.HashedColumn(rows) for name, rows in sizes.items()}
-    columns = {f"d{i}": sj.data.DenseColumn() for i in range(13)}
-    data = sj.ClickDataset(label, dense, ids, sj.ClickSchema("y", columns, hashed), {})
-    config = sj.DLRMConfig(dim=128, **DLRM_LAYERS, dtype="bfloat16")
+    ids, columns = {}, {}
+    for i, rows in enumerate(tables):
+        drawn = ((rng.zipf(1.2, examples) - 1) * 7919 % rows).astype(np.int32)
+        ids[f"t{i}"] = drawn if dynamic is None else keys_of(drawn)
+        kind = sj.data.HashedColumn(rows) if dynamic is None else sj.data.KeyColumn()
+        columns[f"t{i}"] = kind
+    numbers = {f"d{i}": sj.data.DenseColumn() for i in range(13)}
+    data = sj.ClickDataset(label, dense, ids, sj.ClickSchema("y", numbers, columns), {})
+    config = sj.DLRMConfig(dim=dim, **DLRM_LAYERS, dtype=dtype, dynamic=dynamic)
     return config, data, sj.optimizers.rowwise_adagrad(0.02)
+
+
+def rows_of_items(rng: np.random.Generator, rows: int, length: int, items: int):
+    """Rows of popular and rare items; a row has an item once, so some are shorter."""
+    import sparsejax as sj
+
+    ids = np.sort(zipf_ids(rng, (rows, length), items, 0.8), axis=1)
+    kept = np.concatenate([np.ones((rows, 1), bool), ids[:, 1:] != ids[:, :-1]], axis=1)
+    indptr = np.concatenate([[0], np.cumsum(kept.sum(axis=1))]).astype(np.int32)
+    return sj.CSR(None, ids[kept], indptr, num_cols=items)
 
 
 def histories(length: int, batch: int, items: int) -> tuple[np.ndarray, np.ndarray]:
@@ -280,21 +297,20 @@ def _columns(workload, lengths: np.ndarray, rng: np.random.Generator) -> np.ndar
     return np.concatenate(chosen)
 
 
-def click_update(model, optimizer, dense, ids, click):
-    """A training step of a click model: its loss."""
+def click_step():
+    """A training step of a click model as one program, which returns its loss."""
     import optax
 
-    def loss_fn(model):
-        logits = model(dense, ids)
-        return optax.sigmoid_binary_cross_entropy(logits, click).mean()
-
-    loss, grads = optimizer.value_and_grad(loss_fn)(model)
-    optimizer.update(model, grads)
-    return loss
-
-
-def click_step():
-    """`click_update` as one program."""
     import sparsejax as sj
 
-    return sj.jit(click_update)
+    @sj.jit
+    def step(model, optimizer, dense, ids, click):
+        def loss_fn(model):
+            logits = model(dense, ids)
+            return optax.sigmoid_binary_cross_entropy(logits, click).mean()
+
+        loss, grads = optimizer.value_and_grad(loss_fn)(model)
+        optimizer.update(model, grads)
+        return loss
+
+    return step

@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import math
 import pathlib
-import runpy
 
 import jax
 import jax.numpy as jnp
@@ -429,15 +428,6 @@ def test_a_clock_fits_into_int32(clock, error, message, wrong_types):
 )
 def test_each_policy_equals_a_dictionary_for_long(options):
     compare_with_a_dictionary(1000, **options)
-
-
-def test_a_long_stream_keeps_the_ids_of_a_dictionary():
-    script = pathlib.Path(__file__).parents[2] / "benchmarks" / "dynamic_stream.py"
-    found = runpy.run_path(str(script))["measured"](300, rows=512, checks=3)
-    assert found["checks with the same ids"] == 3
-    assert found["evicted"] == found["evicted by the dictionary"] > 1000
-    assert found["hit rate"] == found["hit rate of the dictionary"]
-    assert found["compiled after the first check"] == 0
 
 
 def one_table(rule=None, rows=1024, **options):
