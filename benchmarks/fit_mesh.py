@@ -6,14 +6,14 @@
 A part is a case, a way, a number of devices and a batch; it is one process, which sees that many
 GPUs (the way *beside*: all, without a mesh). It prints its prediction, trains, and prints the time
 of a step and the gain over one device. A run replaces the results of the parts that ran. On a CPU
-all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices.
+all sizes are tiny, and `JAX_NUM_CPU_DEVICES=8` makes the devices. Predictions are for H200s.
 
 Items: 8 or 40 million in and out, 256 units, RMSProp, fused, 64 entries a row, zipf .8. *Epoch* is
 that of `epoch.py`. *Dlrm* has the 26 tables of `workloads.clicks_to_fit`; *dynamic* has dynamic
 ones. HSTU and SASRec have width 256, 4 heads, 2 blocks and 1,024 sampled negatives among 1,000,000
 items, or the exact softmax over 200,000; lengths are lognormal, 70 entries in the mean. *Big* is a
 table of 400 M rows of 256 numbers, or of as many as half of the devices and the disk have room for:
-its training is killed after its second epoch and goes on with half of the devices. Ways name the
+its training is killed behind its first checkpoint and goes on with half of the devices. Ways name the
 mesh axis; *narrow* sends bfloat16, *same* is `fit(deterministic=True)`, trained twice.
 """
 
@@ -35,7 +35,7 @@ from typing import Any
 
 import epoch
 import numpy as np
-from report import RESULTS, command, largest, table, wait_for_turn, write_section
+from report import RESULTS, command, largest, table, write_section
 from timing import time_kernels
 from workloads import (
     DLRM_IDS,
@@ -50,7 +50,8 @@ _DEVICES, _EPOCHS = (1, 2, 4, 8), 4
 _HERE = pathlib.Path(__file__).resolve().parent
 _BIG, _BIG_DIM = 400_000_000, 256
 _USERS, _WIDTH, _NEGATIVES = 65_536, 256, 1024
-_FEW = 50_000  # rows on a CPU, enough to be divided
+_CARD = "NVIDIA H200"  # of predictions and tables
+_FEW = 150_000  # rows on a CPU: smaller tables are not divided
 # Axis of the devices, and further arguments of `fit`.
 _WAYS: dict[str, tuple[str, dict[str, Any]]] = {
     "one": ("model", {}),
@@ -256,14 +257,10 @@ def committed() -> list[dict]:
 
 
 def measured(
-    results, name: str, way: str, devices: int, batch: int, like: dict | None = None
+    results: list[dict], part: str, *, run: str | None = None, device: str = _CARD
 ) -> dict:
-    """The result of a part on the card of the tables, of the run of another one if it can be.
-
-    An empty dictionary stands for a part that was not measured.
-    """
-    own, run = f"{name} {way} {devices} {batch}", (like or {}).get("run")
-    found = [r for r in results if r["part"] == own and r["device"] == "NVIDIA H200"]
+    """The result of a part on a card, of some run if that has it; else an empty dictionary."""
+    found = [r for r in results if r["of_part"] == part and r["device"] == device]
     return next((r for r in found if r.get("run") == run), (found or [{}])[0])
 
 
@@ -279,7 +276,8 @@ def predicted(results, name: str, way: str, devices: int, batch: int) -> float:
         way, devices = "one", 1
 
     def known(way, n, size):
-        return measured(results, name, way, n, size).get("milliseconds")
+        found = measured(results, f"{name} {way} {n} {size}")
+        return found.get("milliseconds")
 
     # Of the fewest devices that were measured.
     whole, other, n = next(
@@ -315,12 +313,13 @@ def measure(part: str) -> Iterator[dict]:
     results = committed()
     expected = predicted(results, name, way, devices, batch)
     own = load(name, way, devices, batch)
-    one = measured(results, name, "one", 1, CASES[name].batch).get("milliseconds")
-    gain = None if one is None else batch / CASES[name].batch * one
+    card, base = jax.devices()[0].device_kind, CASES[name].batch
 
-    def said(kind: str, milliseconds: float) -> None:
-        times = "" if gain is None else f", {gain / milliseconds:.2f}x of one device"
-        print(f"{part}: {kind} {milliseconds:.3f} ms{times}", file=sys.stderr)
+    def said(kind: str, milliseconds: float, device: str) -> None:
+        one = measured(results, f"{name} one 1 {base}", device=device)
+        one = one.get("milliseconds", 0.0) * batch / base
+        gain = f", {one / milliseconds:.2f}x of one" * bool(one)
+        print(f"{part}: {kind} {milliseconds:.3f} ms{gain}", file=sys.stderr)
 
     sent = own.copied + own.summed
     print(
@@ -328,14 +327,14 @@ def measure(part: str) -> Iterator[dict]:
         f"{own.work:.3f} ms of work and {own.wire:.3f} of wire",
         file=sys.stderr,
     )
-    said("predicted", expected)
+    said("predicted", expected, _CARD)
     run = _big if CASES[name].kind == "big" else _fitted
     found = run(name, way, devices, batch)
-    said("took", found["milliseconds"])
+    said("took", found["milliseconds"], card)
     yield {
-        "part": part,
+        "of_part": part,
         "batch": batch,
-        "device": jax.devices()[0].device_kind,
+        "device": card,
         "visible": jax.device_count(),
         "predicted_milliseconds": round(expected, 3),
         "memory_bytes": round(own.memory),
@@ -417,7 +416,6 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
     batch = batch if on_gpu else 64
     made, data, options = _made(name, batch)
     options |= {"batch_size": batch, "seed": 0, **_WAYS[way][1]}
-    options["log"] = lambda *_: wait_for_turn()
 
     def trained(pair, epochs=_EPOCHS):
         # The first epoch compiles.
@@ -540,12 +538,15 @@ def _show(report: dict) -> None:
             for devices in _DEVICES:
                 batch = case.batch * (devices if grows else 1)
                 own = name, "one" if devices == 1 else way, devices, batch
-                row = measured(results, *own)
-                one = measured(results, *base, row).get("milliseconds")
-                found, bold = row.get("milliseconds"), "**"
+                row = measured(results, " ".join(map(str, own)))
+                one = measured(results, " ".join(map(str, base)), run=row.get("run"))
+                one, found = one.get("milliseconds"), row.get("milliseconds")
+                bold = "" if found is None else "**"
                 if found is None:
-                    found, bold = predicted(results, *own), ""
-                    one = one or predicted(results, *base)
+                    found, one = (
+                        predicted(results, *own),
+                        one or predicted(results, *base),
+                    )
                 times = f", {one * batch / case.batch / found:.2f}x" if one else ""
                 cells.append(f"{bold}{found:.3g}{times}{bold}")
             size = f"{case.batch:,}" + " x devices" * grows
@@ -555,4 +556,4 @@ def _show(report: dict) -> None:
 
 
 if __name__ == "__main__":
-    command(__doc__, __file__, parts(), measure, _show, together=True)
+    command(__doc__, __file__, parts(), measure, _show)

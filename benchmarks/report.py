@@ -192,11 +192,16 @@ def run_parts(
 
     Args:
       parts: the environment variables of each.
-      output: written anew after each part, so that an interrupted run leaves something.
+      output: written anew after each part, so that an interrupted run leaves something. Results
+        in it that name another part than these ("of_part") are kept.
       together: as many parts as there are processors compile at the same time. Each calls
         `wait_for_turn` before it measures.
     """
     results, versions = [], {}
+    if output.exists():
+        old = json.loads(output.read_text()).get("results", [])
+        results = [r for r in old if r.get("of_part", "") not in ("", *parts)]
+    today = {"date": datetime.date.today().isoformat(), "commit": commit}
     names, size = list(parts), len(os.sched_getaffinity(0)) if together else 1
     for first in range(0, len(names), size):
         group = {part: parts[part] for part in names[first : first + size]}
@@ -205,12 +210,11 @@ def run_parts(
                 if line.startswith("RESULT "):
                     result = json.loads(line.removeprefix("RESULT "))
                     versions |= result.pop("versions")
-                    results.append(result)
+                    results.append(result | (today if "of_part" in result else {}))
             if code:
                 print(f"part {part} ended with code {code}", file=sys.stderr)
             report = {
-                "date": datetime.date.today().isoformat(),
-                "commit": commit,
+                **today,
                 "command": f"python benchmarks/{pathlib.Path(script).name} run",
                 "versions": versions,
                 "ceiling_bytes_per_second": COPY_BYTES_PER_SECOND,

@@ -19,7 +19,7 @@ def fit_mesh(monkeypatch):
 
 def test_each_part_has_a_prediction(fit_mesh):
     results = fit_mesh.committed()
-    known = {row["part"] for row in results}
+    known = {row["of_part"] for row in results}
     assert known <= fit_mesh.parts().keys()
     small = [part for part in fit_mesh.parts() if "items" not in part]
     for name, way, *numbers in map(str.split, small[::20]):
@@ -36,7 +36,7 @@ def test_a_prediction_shares_out_the_work_and_adds_what_crosses(fit_mesh):
     assert one.memory > 8e6 * 256 * 4 * 4 + 8e6 * batch * 4
     # Two sums [batch, 256] by a ring of four.
     assert four.summed == 2 * 1.5 * batch * 256 * 4
-    measured = [{"part": f"{name} one 1 1024", "milliseconds": 40.0}]
+    measured = [{"of_part": f"{name} one 1 1024", "milliseconds": 40.0}]
     measured[0]["device"] = "NVIDIA H200"
     found = fit_mesh.predicted(measured, name, "model", 4, batch)
     np.testing.assert_allclose(found, 10 + four.wire)
@@ -56,7 +56,7 @@ def test_a_prediction_shares_out_the_work_and_adds_what_crosses(fit_mesh):
 def test_a_part_trains_on_its_mesh(fit_mesh, part, capfd):
     assert part in fit_mesh.parts()
     (found,) = fit_mesh.measure(part)
-    assert found["part"] == part and found["visible"] == 8
+    assert found["of_part"] == part and found["visible"] == 8
     assert found["milliseconds"] > 0 and found["predicted_milliseconds"] > 0
     losses = found["losses"]
     assert len(losses) == 4 and np.isfinite(losses).all() and losses[-1] < losses[0]
