@@ -114,17 +114,6 @@ def keys(rows, count=2**20):
     return {"rows": stats.rows, "capacity": stats.capacity, "ids": count, **each}
 
 
-@functools.cache
-def weights_of(count, exponent):
-    return np.cumsum(np.arange(1, count + 1.0) ** -exponent)
-
-
-def zipf(rng, names, exponent):
-    weights = weights_of(len(names), exponent)
-    at = np.searchsorted(weights, rng.random(BATCH) * weights[-1])
-    return np.minimum(at, len(names) - 1)
-
-
 def lookup(rows, dim):
     rng = np.random.default_rng(0)
     names = rng.integers(0, 2**63, int(rows * 0.9)).astype(np.uint64)
@@ -134,7 +123,7 @@ def lookup(rows, dim):
     found = {}
     # Only one collection fits at a time.
     batches = {
-        kind: {name: zipf(rng, names, exponent) for name in features}
+        kind: {name: zipf_ids(rng, BATCH, len(names), exponent) for name in features}
         for kind, exponent in (("zipf .8", 0.8), ("uniform", 0.0))
     }
     for kind, places in batches.items():
@@ -148,7 +137,7 @@ def lookup(rows, dim):
     tables = {name: TableConfig(rows, dim, placement="rows") for name in features}
     static = sj.embeddings.EmbeddingCollection(tables, features, rngs=nnx.Rngs(0))
     for kind, places in batches.items():
-        ids = {name: jnp.asarray(at.astype(np.int32)) for name, at in places.items()}
+        ids = {name: jnp.asarray(at) for name, at in places.items()}
         batch = static.pack(ids)
         taken, kernels = both(functools.partial(read, static, batch))
         found[kind] |= {"static": taken, "static_kernels": kernels}
