@@ -30,7 +30,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import epoch
@@ -343,7 +343,7 @@ def measure(part: str) -> Iterator[dict]:
     }
 
 
-def _made(name: str, batch: int):
+def _made(name: str, batch: int) -> tuple[Callable, Any, dict[str, Any]]:
     """Function that makes model and optimizer, the data, and arguments of `fit`."""
     import jax
     from flax import nnx
@@ -355,7 +355,7 @@ def _made(name: str, batch: int):
     rule: Any = sj.optimizers.adam(1e-3)
     if case.kind == "epoch":
         data = epoch.make_rows(rng, *(() if on_gpu else (256, 512, 4000)))
-        sizes = () if on_gpu else (512, (16,) * 3)
+        sizes: Any = () if on_gpu else (512, (16,) * 3)
         return lambda: epoch.new_modules(*sizes), data, {"fused": True}
     if case.kind in ("items", "gowalla"):
         size, length, rows = case.given
@@ -403,7 +403,9 @@ def _mesh(way: str, devices: int):
 
     if devices == 1 or way == "beside":
         return contextlib.nullcontext()
-    return jax.set_mesh(sj.make_mesh(**{_WAYS[way][0]: devices}))
+    along = _WAYS[way][0] == "model"
+    data, model = (1, devices) if along else (devices, 1)
+    return jax.set_mesh(sj.make_mesh(data=data, model=model))
 
 
 def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
@@ -417,9 +419,10 @@ def _fitted(name: str, way: str, devices: int, batch: int) -> dict:
     made, data, options = _made(name, batch)
     options |= {"batch_size": batch, "seed": 0, **_WAYS[way][1]}
 
-    def trained(pair, epochs=_EPOCHS):
+    def trained(pair: tuple[Any, Any], epochs: int = _EPOCHS) -> list[dict]:
         # The first epoch compiles.
-        return sj.fit(*pair, data, num_epochs=epochs, **options)
+        model, optimizer = pair
+        return sj.fit(model, optimizer, data, num_epochs=epochs, **options)
 
     with _mesh(way, devices):
         found = trained(pair := made())
@@ -469,14 +472,15 @@ def train_big(
     rng, found = np.random.default_rng(0), []
     config, data, rule = clicks_to_fit(rng, (rows,), dim=dim, examples=size)
 
-    def log(step: int, entry: dict) -> None:
+    def log(step: int, entry: Mapping[str, float]) -> None:
         found.append({"step": step, **entry})
         print(json.dumps(found[-1]), flush=True)
 
     with _mesh("model", devices):
         modules = sj.build(config, data, rule)
-        how = {"checkpoint_dir": folder, "resume": resume, "checkpoint_seconds": 1.0}
-        sj.fit(*modules, data, batch_size=batch, num_epochs=epochs, log=log, **how)
+        how: dict[str, Any] = {"checkpoint_dir": folder, "resume": resume}
+        how |= {"checkpoint_seconds": 1.0, "batch_size": batch, "log": log}
+        sj.fit(*modules, data, num_epochs=epochs, **how)
     return found
 
 

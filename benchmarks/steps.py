@@ -422,7 +422,8 @@ class _Ours:
         if not hasattr(self, "_asked"):
             rows = rng.integers(0, items, self.places)
             times = np.cumsum(rng.exponential(3e4, self.places))
-            self._asked = self.make(), _dataset(rows[None], times[None], items)
+            model: Any = self.make()
+            self._asked = model, _dataset(rows[None], times[None], items)
         return sj.recommend(*self._asked, k=10, exclude=None), lambda: None
 
     def _add_forms(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import numpy as np
 
@@ -189,7 +190,7 @@ def clicks_to_fit(
     *,
     dim: int = 128,
     examples: int = 2**20,
-    dtype: str = "bfloat16",
+    dtype: Literal["bfloat16", "float32"] = "bfloat16",
     dynamic=None,
 ):
     """Configuration, data and rule of a DLRM whose layers have a dtype."""
