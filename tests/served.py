@@ -1,6 +1,7 @@
 """A service on a port, and who asks it."""
 
 import asyncio
+import concurrent.futures
 import contextlib
 import ctypes
 import gc
@@ -16,6 +17,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any
 
 import grpc
+import pytest
 import uvicorn
 import uvloop
 
@@ -90,6 +92,39 @@ def over_grpc(service: Service) -> Iterator[grpc.Channel]:
         grpc.insecure_channel(f"127.0.0.1:{port}") as channel,
     ):
         yield channel
+
+
+@contextlib.contextmanager
+def working(service: Service, ask: Callable[[], object]) -> Iterator[threading.Event]:
+    """Keeps the device at work on a request until the event is set: further ones wait."""
+    engine = service.version("films", None).batcher.engine
+    fetched, begun, may_end = engine.fetched, threading.Event(), threading.Event()
+
+    def waiting(*given):
+        begun.set()
+        assert may_end.wait(300)
+        return fetched(*given)
+
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        concurrent.futures.ThreadPoolExecutor(1) as pool,
+    ):
+        patch.setattr(engine, "fetched", waiting)
+        first = pool.submit(ask)
+        try:
+            assert begun.wait(300)
+            yield may_end
+        finally:
+            may_end.set()
+        first.result(300)
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Waits for a condition, also on a busy machine."""
+    end = time.monotonic() + 300
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.002)
 
 
 def resident() -> int:

@@ -1,7 +1,11 @@
 """The processes of a cluster of Spark on this machine."""
 
 import contextlib
+import os
 import pathlib
+import signal
+import threading
+from collections.abc import Callable, Iterator
 
 # What the command line of a process has.
 _WORDS = {
@@ -41,6 +45,29 @@ def processes_below(ancestor: int, kind: str | None = None) -> list[int]:
     if kind == "worker":  # their parent has the same command
         found = [p for p in found if _WORDS[kind] in commands.get(parents[p], "")]
     return sorted(found)
+
+
+@contextlib.contextmanager
+def killing(kind: str, when: Callable[[], bool]) -> Iterator[None]:
+    """Kills a process of Spark as soon as a condition is true, while this context is open."""
+    over, killed = threading.Event(), []
+
+    def kill() -> None:
+        while not over.wait(0.02):
+            if when() and (found := processes_below(os.getpid(), kind)):
+                with contextlib.suppress(ProcessLookupError):  # it has just ended
+                    os.kill(found[-1], signal.SIGKILL)
+                    killed.append(found[-1])
+                    return
+
+    thread = threading.Thread(target=kill)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+    assert killed
 
 
 def is_running(process: int) -> bool:

@@ -354,7 +354,7 @@ def test_a_browser_shows_it(tmp_path):
             + [f"--screenshot={shot}", (tmp_path / "report.html").as_uri()],
             check=True,
             capture_output=True,
-            timeout=120,
+            timeout=600,
         )
         picture = shot.read_bytes()
         assert struct.unpack(">II", picture[16:24]) == (600, 900)

@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Iterator
 
 import grpc
@@ -18,7 +17,7 @@ import pytest
 from flax import nnx
 from open_inference.grpc import protocol as messages
 from open_inference.grpc import service as stubs
-from served import Client, tensor
+from served import Client, tensor, until
 
 import sparsejax as sj
 from sparsejax.cli import commands, flags
@@ -38,7 +37,7 @@ def file(tmp_path_factory) -> pathlib.Path:
 
 def test_a_signal_ends_it_and_loses_nothing(file):
     folder, ports = file.parents[1], "--port 0 --grpc-port 0"
-    flags = f"{ports} --admin 0 --watch 0.1 --shapes 1x256 --grace 20"
+    flags = f"{ports} --admin 0 --watch 0.1 --shapes 1x256 --grace 120"
     words = ["serve", str(folder), *flags.split()]
     process = subprocess.Popen(
         [sys.executable, "-m", "sparsejax", *words], stderr=subprocess.PIPE, text=True
@@ -67,7 +66,7 @@ def test_a_signal_ends_it_and_loses_nothing(file):
         assert admin.ask("POST", "/v2/repository/index")[0] == 200
         shutil.copytree(file.parent, folder / "2")
         event("reload")
-        _until_ready(client, "/v2/models/films/versions/2/ready")
+        until(lambda: client.get("/v2/models/films/versions/2/ready")[0] == 200)
         answers: list[int] = []
         threads = [threading.Thread(target=_ask, args=(client, answers)) for _ in "ab"]
         threads.append(threading.Thread(target=_ask_over_grpc, args=(stub, answers)))
@@ -142,13 +141,6 @@ def test_ten_thousand_idle_connections_and_a_kill(file):
             assert client.infer(asked)[1] == answer
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-
-
-def _until_ready(client: Client, path: str) -> None:
-    end = time.monotonic() + 60
-    while client.get(path)[0] != 200:
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 def _ask(client: Client, answers: list[int]) -> None:

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+import threading
 import time
 
 import jax
@@ -16,23 +17,36 @@ from sparsejax.cli.compiling import told_if_long
 _IN_C = "hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 
 
-def ended(program: str, folder: os.PathLike[str]) -> tuple[int, list[str]]:
-    """The status of a process, and the lines that it wrote to standard error."""
+def ended(
+    program: str, folder: os.PathLike[str], answered: str = ""
+) -> tuple[int, list[str]]:
+    """The status of a process, and the lines that it wrote to standard error.
+
+    Once it has written the line `answered`, it reads a line from standard input.
+    """
     begin = (
         "import hashlib, os, signal, sys, time; "
         "signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "tell = lambda name: os.kill(os.getpid(), getattr(signal, name))\n"
     )
     end = "\nfrom sparsejax.cli.entry import run\nrun()\n"
-    done = subprocess.run(
+    process = subprocess.Popen(
         [sys.executable, "-c", begin + program + end, "convert", "in.csv", "out.csv"],
-        capture_output=True,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
         cwd=folder,
-        timeout=100,
-        check=False,
     )
-    return done.returncode, done.stderr.splitlines()
+    assert process.stdin is not None and process.stderr is not None
+    limit, lines = threading.Timer(300, process.kill), []
+    limit.start()
+    with process:
+        for line in process.stderr:
+            lines.append(line.rstrip("\n"))
+            if lines[-1] == answered:
+                print(file=process.stdin, flush=True)
+    limit.cancel()
+    return process.returncode, lines
 
 
 @pytest.mark.parametrize(
@@ -80,7 +94,7 @@ def convert(command):
     with interrupts.deferred(lambda: True):
         with interrupts.uninterrupted():  # it is not the second signal at its end
             tell("SIGTERM")
-        time.sleep(2.5)
+        sys.stdin.readline()
         print("saved", file=sys.stderr)
         MORE
 
@@ -88,9 +102,9 @@ commands.convert = convert
 """
     waits = "sparsejax: told to end: saves first; a second signal ends it at once"
     said = [waits, "saved", "sparsejax: interrupted"]
-    assert ended(program.replace("MORE", ""), tmp_path) == (143, said)
+    assert ended(program.replace("MORE", ""), tmp_path, waits) == (143, said)
     twice = program.replace("MORE", f"tell('SIGINT'); {_IN_C}")
-    assert ended(twice, tmp_path) == (130, said)
+    assert ended(twice, tmp_path, waits) == (130, said)
 
 
 def test_a_long_compilation_is_told():

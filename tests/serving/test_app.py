@@ -6,14 +6,13 @@ import json
 import pathlib
 import re
 import socket
-import time
 from importlib.metadata import metadata
 
 import numpy as np
 import pytest
 import uvicorn
 import yaml
-from served import Client, binary, listening, prefixed, tensor
+from served import Client, binary, listening, prefixed, tensor, until, working
 
 import sparsejax as sj
 from sparsejax.cli import flags
@@ -452,7 +451,7 @@ def test_request_ids_and_traces_are_logged_but_no_items(client, capfd):
             (it := json.loads(line))["request_id"]: it for line in text.splitlines()
         }
 
-    _until(lambda: {"abc-1", headers["x-request-id"]} <= lines().keys())
+    until(lambda: {"abc-1", headers["x-request-id"]} <= lines().keys())
     found, refused = (lines()[name] for name in ("abc-1", headers["x-request-id"]))
     assert found["traceparent"] == trace
     assert (found["code"], refused["code"]) == (200, 422)
@@ -580,62 +579,68 @@ def test_broken_http(client, port):
 
 @pytest.fixture
 def held(service, monkeypatch):
-    """A service whose batches wait for company, and take long."""
-    held = Service("films", Settings(max_rows=2, at_once=3, limits=Limits(body=2**16)))
+    """A service that takes three rows and three requests at once."""
+    held = Service("films", Settings(max_rows=3, at_once=3, limits=Limits(body=2**16)))
     version = service.version("films", None)
     monkeypatch.setattr(held, "_version", version)
-    monkeypatch.setattr(version.batcher, "_max_wait", 0.4)
-    monkeypatch.setattr(version.batcher, "_max_rows", 2)
+    monkeypatch.setattr(version.batcher, "_max_rows", 3)
     return held
 
 
-def test_who_leaves_costs_no_device_time(held, service):
+def test_who_leaves_costs_no_device_time(held, service, client):
     body = json.dumps({"inputs": [ITEMS]}).encode()
-    with listening(held) as port:
+    batcher = service.version("films", None).batcher
+    ask = lambda: client.infer(ITEMS)
+    with listening(held) as port, working(service, ask):
         with socket.create_connection(("127.0.0.1", port)) as connection:
             connection.sendall(head(len(body)) + body)
-            _until(lambda: held.in_hand == 1)
+            until(lambda: batcher.waiting == 1)
             before = _rows(service)  # batches of tests before are counted by now
-        _until(lambda: held.in_hand == 0)
-        time.sleep(0.5)
-    assert _rows(service) == before
+        until(lambda: held.in_hand == 0)
+    ask()  # after all that waited
+    until(lambda: _rows(service) >= before + 2)
+    assert _rows(service) == before + 2
 
 
-def test_busy_late_and_draining(held):
+def test_busy_late_and_draining(held, service, client):
     body = json.dumps({"inputs": [ITEMS]}).encode()
     asked = head(len(body)) + body
     alone = asked.replace(b"host: x", b"connection: close")
-    with listening(held) as port, contextlib.ExitStack() as stack:
+    batcher = service.version("films", None).batcher
+    with (
+        listening(held) as port,
+        working(service, lambda: client.infer(ITEMS)) as may_end,
+        contextlib.ExitStack() as stack,
+    ):
         address = "127.0.0.1", port
+        body = json.dumps({"inputs": [ITEMS], "parameters": {"timeout": 1000}}).encode()
+        late = head(len(body)).replace(b"host: x", b"connection: close") + body
+        assert raw(port, late).startswith(b"HTTP/1.1 504")
         waiting = [
             stack.enter_context(socket.create_connection(address)) for _ in range(2)
         ]
         for connection in waiting:
             connection.sendall(asked)
-        _until(lambda: held.in_hand == 2)
+        until(lambda: batcher.waiting == 3)
         answer = raw(port, alone)
         assert answer.startswith(b"HTTP/1.1 429") and b"retry-after: 1" in answer
-        assert b"2 rows wait already, of 2 that may" in answer
+        assert b"3 rows wait already, of 3 that may" in answer
         held.draining = True
         assert raw(port, b"GET /v2/health/ready HTTP/1.0\r\n\r\n").count(b" 503 ")
+        may_end.set()
         for connection in waiting:  # finished, and told to close
             assert b"200 OK" in (answer := connection.recv(2**16))
             assert b"connection: close" in answer
-        body = json.dumps({"inputs": [ITEMS], "parameters": {"timeout": 1000}}).encode()
-        late = head(len(body)).replace(b"host: x", b"connection: close") + body
-        assert raw(port, late).startswith(b"HTTP/1.1 504")
 
 
 @pytest.mark.parametrize(("own", "header"), [(30, b"50"), (0.05, b"30000")])
-def test_the_smaller_limit_of_time_counts(service, monkeypatch, own, header):
+def test_the_smaller_limit_of_time_counts(service, client, monkeypatch, own, header):
     """The service has one, and the header that Envoy sets another."""
     held = Service("films", Settings(timeout=own))
-    version = service.version("films", None)
-    monkeypatch.setattr(held, "_version", version)
-    monkeypatch.setattr(version.batcher, "_max_wait", 1.0)
+    monkeypatch.setattr(held, "_version", service.version("films", None))
     body = json.dumps({"inputs": [ITEMS]}).encode()
     said = b"connection: close\r\nx-envoy-expected-rq-timeout-ms: " + header
-    with listening(held) as port:
+    with listening(held) as port, working(service, lambda: client.infer(ITEMS)):
         answer = raw(port, head(len(body)).replace(b"host: x", said) + body)
     assert answer.startswith(b"HTTP/1.1 504")
     held.metrics.close()
@@ -654,7 +659,7 @@ def test_large_requests_are_read_in_another_thread(client, service, monkeypatch,
     assert status == 504 and "within its time" in error
     monkeypatch.setattr(service.version("films", None).form, "question", None)
     assert client.infer(ITEMS)[0] == 500  # a bug
-    _until(lambda: service.in_hand == 0)
+    until(lambda: service.in_hand == 0)
 
 
 def test_a_device_that_is_lost_ends_the_life_of_a_service(client, service, monkeypatch):
@@ -669,11 +674,11 @@ def test_a_device_that_is_lost_ends_the_life_of_a_service(client, service, monke
             assert client.get("/v2/health/live")[0] == 200
             status, error = client.infer(ITEMS)
             assert status == 503 and "device lost" in error
-            _until(lambda n=n: version.batcher.failures == n + 1)
+            until(lambda n=n: version.batcher.failures == n + 1)
         assert client.get("/v2/health/live") == (503, {"live": False})
         assert client.get("/v2/health/ready")[0] == 503
     assert client.infer(ITEMS)[0] == 200
-    _until(lambda: client.get("/v2/health/live")[0] == 200)
+    until(lambda: client.get("/v2/health/live")[0] == 200)
 
 
 def test_a_bug_is_told_in_the_log_alone(client, service, monkeypatch, capfd):
@@ -703,13 +708,6 @@ def _rows(service: Service) -> float:
     )
     assert found
     return float(found[1])
-
-
-def _until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_clicks_with_missing_values(kinds):

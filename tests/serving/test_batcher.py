@@ -7,7 +7,7 @@ from concurrent.futures import Future
 
 import numpy as np
 import pytest
-from served import NAMES
+from served import NAMES, until
 
 from sparsejax.predictors.signature import Array
 from sparsejax.serving import batcher
@@ -68,13 +68,6 @@ def engine():
 
 def begun(engine: Doubling) -> None:
     assert engine.begun.acquire(timeout=60)
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.001)
 
 
 def test_the_next_batch_fills_while_the_device_works(engine):

@@ -3,12 +3,11 @@
 import contextlib
 import json
 import shutil
-import time
 
 import numpy as np
 import pytest
 from flax import nnx
-from served import Client, listening, tensor
+from served import Client, listening, tensor, until
 
 import sparsejax as sj
 from sparsejax.data import ClickSchema, KeyColumn
@@ -44,10 +43,7 @@ def test_a_service_takes_changes_without_a_restart(tmp_path, capsys):
         return {name: float(value) for name, value in (x for x in lines if len(x) == 2)}
 
     def wait(client, name, least):
-        end = time.monotonic() + 120
-        while number(client).get(name, 0) < least:
-            assert time.monotonic() < end, name
-            time.sleep(0.01)
+        until(lambda: number(client).get(name, 0) >= least)
 
     changing = service.changing
     assert changing is not None

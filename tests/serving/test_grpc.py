@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from open_inference.grpc import protocol as messages
 from open_inference.grpc import service as stubs
-from served import over_grpc, prefixed, tensor
+from served import over_grpc, prefixed, tensor, until, working
 
 from sparsejax.serving import logs
 from sparsejax.serving.batcher import ClosedError
@@ -172,13 +172,14 @@ def test_wrong_requests(stub, request_, code, message):
     assert message in str(caught.value.details())
 
 
-def test_large_messages_and_deadlines(stub, service, monkeypatch):
+def test_large_messages_and_deadlines(stub, service):
     with pytest.raises(grpc.RpcError) as caught:
         stub.ModelInfer(asked(ITEMS, id="x" * 2**23))
     assert caught.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
-    batcher = service.version("films", None).batcher
-    monkeypatch.setattr(batcher, "_max_wait", 0.3)
-    with pytest.raises(grpc.RpcError) as caught:
+    with (
+        working(service, lambda: stub.ModelInfer(asked(ITEMS))),
+        pytest.raises(grpc.RpcError) as caught,
+    ):
         stub.ModelInfer(asked(ITEMS), timeout=0.05)
     assert caught.value.code() is grpc.StatusCode.DEADLINE_EXCEEDED
 
@@ -194,8 +195,7 @@ def test_further_calls_of_a_connection_wait_with_the_client(stub, service, monke
     monkeypatch.setattr(engine, "fetched", waiting)
     try:
         calls = [stub.ModelInfer.future(asked(ITEMS)) for _ in range(120)]
-        while service.in_hand < 100:
-            time.sleep(0.01)
+        until(lambda: service.in_hand >= 100)
         time.sleep(0.2)
         assert service.in_hand == 100
     finally:
@@ -222,10 +222,17 @@ def test_one_bad_row_fails_its_own_request(stub, service, monkeypatch):
         batches.append(shape)
         return outputs
 
-    monkeypatch.setattr(batcher.engine, "fetched", with_nan)
-    monkeypatch.setattr(batcher, "_max_wait", 0.3)  # both are in one batch
-    calls = [stub.ModelInfer.future(asked(ITEMS)) for _ in range(2)]
-    good, bad = sorted(calls, key=lambda call: call.code() is not grpc.StatusCode.OK)
+    with (
+        working(service, lambda: stub.ModelInfer(asked(ITEMS))) as may_end,
+        monkeypatch.context() as patch,
+    ):
+        patch.setattr(batcher.engine, "fetched", with_nan)
+        calls = [stub.ModelInfer.future(asked(ITEMS)) for _ in range(2)]
+        until(lambda: batcher.waiting == 2)
+        may_end.set()
+        good, bad = sorted(
+            calls, key=lambda call: call.code() is not grpc.StatusCode.OK
+        )
     assert good.result() == expected and len(batches) == 1
     assert bad.code() is grpc.StatusCode.INVALID_ARGUMENT
     assert "NaN" in str(bad.details())

@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 import uvicorn
 from flax import nnx
-from served import Client, listening, resident, tensor
+from served import Client, listening, resident, tensor, until
 
 import sparsejax as sj
 from sparsejax.serving import app, logs
@@ -67,13 +67,6 @@ def count(service: Service, result: str) -> float:
         rf'^sparsejax_reloads_total{{result="{result}"}} (.*)', text, re.MULTILINE
     )
     return float(found[1]) if found else 0
-
-
-def until(condition) -> None:
-    end = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.002)
 
 
 @pytest.mark.parametrize("swaps", [6, 100])

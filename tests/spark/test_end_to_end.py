@@ -1,11 +1,7 @@
 """From a raw log in a store to metrics on Spark, also when parts of the cluster die."""
 
-import contextlib
 import os
 import pathlib
-import signal
-import threading
-from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
@@ -14,7 +10,7 @@ import pyarrow.parquet as pq
 import pytest
 import scipy.sparse
 from run_folders import parameters
-from spark_processes import processes_below
+from spark_processes import killing, processes_below
 
 import sparsejax as sj
 from sparsejax.cli.main import main
@@ -72,30 +68,6 @@ def predictor(trained, bucket, store, symbolic_sizes, tmp_path_factory) -> str:
     with store.open_output_stream("shop/model.predictor") as stream:
         stream.write(file.read_bytes())
     return "/model.predictor".join(bucket)
-
-
-@contextlib.contextmanager
-def killing(kind: str, when: Callable[[], bool]) -> Iterator[None]:
-    """Within it, one process of Spark is killed as soon as something is true."""
-    over = threading.Event()
-    killed = []
-
-    def kill() -> None:
-        while not over.wait(0.05):
-            if when() and (found := processes_below(os.getpid(), kind)):
-                with contextlib.suppress(ProcessLookupError):  # it has just ended
-                    os.kill(found[-1], signal.SIGKILL)
-                    killed.append(found[-1])
-                    return
-
-    thread = threading.Thread(target=kill)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-    assert killed
 
 
 def names_in(store: pa.fs.FileSystem, folder: str) -> list[str]:

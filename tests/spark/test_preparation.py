@@ -1,16 +1,10 @@
 """Data sets that Spark prepares as folders: the same as `read` and DuckDB give."""
 
 import concurrent.futures
-import contextlib
 import datetime
 import decimal
-import os
 import pathlib
-import signal
 import tempfile
-import threading
-import time
-from collections.abc import Iterator
 
 import hypothesis
 import hypothesis.strategies as st
@@ -21,7 +15,7 @@ import pytest
 from contents import contents
 from event_tables import entries, expected, frequent, many_events, repeats, tables
 from hypothesis import given
-from spark_processes import processes_below
+from spark_processes import killing
 
 import sparsejax as sj
 from sparsejax.data.files.stores import Place
@@ -88,30 +82,6 @@ def test_the_same_as_read_and_duckdb(session, kind, table, least, indicator):
             np.testing.assert_array_equal(data.left_out, unknown)
 
 
-@contextlib.contextmanager
-def an_executor_dies(out) -> Iterator[None]:
-    """Within it, an executor is killed as soon as some parts are written."""
-    killed = []
-
-    def kill_one() -> None:
-        parts = Place.of(out).below("train")
-        for _ in range(3000):
-            if len(parts.names()) > 2:
-                killed.extend(processes_below(os.getpid(), "executor")[:1])
-                for process in killed:
-                    os.kill(process, signal.SIGKILL)
-                return
-            time.sleep(0.02)
-
-    killer = threading.Thread(target=kill_one)
-    killer.start()
-    try:
-        yield
-    finally:
-        killer.join()
-    assert killed
-
-
 def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
     """Into a store, with a vocabulary that is sorted in several ranges."""
     address, query = bucket
@@ -121,7 +91,7 @@ def test_an_executor_dies_while_parts_are_written(session, bucket, monkeypatch):
     session.conf.set("spark.sql.shuffle.partitions", "4")
     events = many_events()
     try:
-        with an_executor_dies(out):
+        with killing("executor", lambda: len(Place.of(out).below("train").names()) > 2):
             frame = session.createDataFrame(events)
             manifest = sj.spark.prepare(frame, out, split_fraction=0.5, time="when")
     finally:
