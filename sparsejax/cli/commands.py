@@ -31,12 +31,14 @@ from sparsejax.data.files.names import as_names
 from sparsejax.data.files.opening import shown
 from sparsejax.data.prepared import preparation
 from sparsejax.data.sets import writers
+from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.engine.rank import recommendation_files
 from sparsejax.kinds.kind import kind_called
 from sparsejax.kinds.reading import (
     is_saved,
     read_file,
     read_histories,
+    schema_in,
     with_times,
 )
 from sparsejax.kinds.source import item_names
@@ -276,6 +278,8 @@ def prepare(command: flags.Prepare) -> None:
     )
     time = None if command.split_time is None else _number(str(command.split_time))
     values = command.values_of(Prepare) | {"features": features, "split_time": time}
+    if command.schema is not None:
+        values["schema"] = schema_in(command.schema, EventSchema)
     given = {name: value for name, value in values.items() if name in command.given}
     manifest = preparation.prepare(**given)
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)

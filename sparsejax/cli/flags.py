@@ -414,6 +414,8 @@ class Prepare(reading.Prepare, InShell, Command):
       split_last: Number of last interactions of each user to hold out.
       split_fraction: Hold out a random part; this is the share that stays in train.
       seed: Seed of the random choice.
+      histories: Keep the order and all repeats, for models of histories.
+      schema: With --histories: JSON file of an EventSchema, the columns of the events.
       memory: Memory for the engine, for example 4GB.
     """
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import enum
 import os
+import pathlib
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from sparsejax.options.option import RANKING, SWITCH, Flag, Options, option
 
 if TYPE_CHECKING:
     from sparsejax.data.sets.assemble import Features
+    from sparsejax.data.sets.event_schema import EventSchema
     from sparsejax.data.sets.split import Time
 
 Column = int | str | None
@@ -155,12 +157,21 @@ class Prepare(Preparing, Reading, kw_only=False):
       events: Files, or a table in memory; see `read`. Tables may have a list of items on
         each row.
       out: The folder to make, or an address in a store.
+      histories: Keep the order and all repeats, for models of histories: `scan_sequences` and
+        `read_sequences` take the folder. Users without an event are left out.
+      schema: Columns of the events of histories, an `EventSchema`.
       memory: Memory that the engine may use, like "4GB"; by default 80 % of all.
     """
+
+    only_with: ClassVar = {**Preparing.only_with, "schema": ("histories",)}
 
     events: Any
     out: str | os.PathLike[str]
     _: dataclasses.KW_ONLY
+    histories: bool = option(False, Flag(gives=True))
+    schema: EventSchema | None = option(
+        None, Flag(type=pathlib.Path | None, value="FILE", default="")
+    )
     memory: str | None = option(None, Flag(value="SIZE", default="80 % of all"))
 
 

@@ -105,7 +105,7 @@ class Parts:
         """
         if count < 1:
             raise ValueError(f"parts must be 1 or more, got {count}")
-        folder = DataFolder.find(data)
+        folder = DataFolder.find(data, histories=False)
         if folder is None:
             raise DataError.at(
                 data,

@@ -253,7 +253,9 @@ OWN = {
         "--split-fraction": "2",
         "--seed": "1",
         "--memory": "nosuch",
+        "--histories": "",
     },
+    "prepare events.csv out --histories": {"--schema": "nosuch"},
     "prepare events.csv out --split-last 1": {"--time-format": "%H:%M"},
     "split events.csv --by last --out out --time timestamp": {
         "--time": "nosuch",

@@ -260,6 +260,7 @@ def two_files(folder, group: int) -> pandas.DataFrame:
     table = frame(90).sort_values("user", kind="stable").reset_index(drop=True)
     rng = np.random.default_rng(1)
     tags = [[f"t{t}" for t in rng.integers(6, size=n)] for n in rng.integers(0, 4, 90)]
+    tags = [t[: 1 if u == "ann" else 3] for t, u in zip(tags, table.user, strict=True)]
     some: Any = {
         "tags": [None if place % 9 == 4 else each for place, each in enumerate(tags)],
         "like": [f"t{place % 6}" if place % 5 else None for place in range(90)],

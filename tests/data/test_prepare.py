@@ -2,17 +2,20 @@
 
 import pathlib
 import tempfile
+from typing import Any
 
 import hypothesis
 import hypothesis.strategies as st
 import numpy as np
+import pandas as pd
 import pyarrow as pa
 import pytest
 from event_tables import entries, expected, frequent, repeats, tables
 from hypothesis import given
 
 import sparsejax as sj
-from sparsejax.data.prepared import preparation
+from sparsejax.data import DenseColumn, HashedColumn, VocabularyColumn
+from sparsejax.data.prepared import folder_files, preparation
 from sparsejax.data.prepared.folder import Part
 
 pytest.importorskip("duckdb")
@@ -130,3 +133,127 @@ def test_more_events_than_the_engine_can_group_at_once(
         assert entries(whole) == entries(grouped)
         assert whole.row_names.tolist() == grouped.row_names.tolist()
     assert not list(tmp_path.glob(".sparsejax*"))
+
+
+EVENTS = sj.EventSchema(
+    kind="action",
+    dense={"price": DenseColumn(missing=-1.0)},
+    ids={"tags": VocabularyColumn(), "shop": HashedColumn(5)},
+)
+
+
+def of_events(rows: int = 400, seed: int = 0) -> pd.DataFrame:
+    """Events in no order, with equal times, repeats, missing cells and lists."""
+    rng = np.random.default_rng(seed)
+    tags: Any = [
+        [f"t{t}" for t in rng.integers(5, size=n)] for n in rng.integers(0, 4, rows)
+    ]
+    tags[3] = None
+    columns: Any = {
+        "user": rng.integers(0, 30, rows),
+        "item": [f"i{i}" for i in rng.integers(0, 12, rows) ** 2 // 11],
+        "time": np.datetime64("2024-01-01", "us") + rng.integers(0, 60, rows),
+        "action": rng.choice(np.array(["view", "buy", None], object), rows),
+        "price": np.where(rng.random(rows) < 0.2, np.nan, rng.random(rows)),
+        "tags": tags,
+        "shop": rng.integers(0, 9, rows),
+    }
+    return pd.DataFrame(columns)
+
+
+def check_histories(found: Any, wanted: Any) -> None:
+    """Both have the same rows, in any order, to the bit."""
+    wanted = wanted.align_rows(found.row_names)
+    for name in ("indptr", "indices", "times"):
+        np.testing.assert_array_equal(getattr(found, name), getattr(wanted, name))
+    assert found.feature_names.tolist() == wanted.feature_names.tolist()
+    found.events.check_like(wanted.events, "the data")
+    for name, column in wanted.events.columns.items():
+        np.testing.assert_array_equal(found.events[name], column)
+
+
+def test_histories_are_those_in_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(folder_files, "GROUP_ENTRIES", 50)
+    table = of_events()
+    table.to_parquet(tmp_path / "t.parquet", row_group_size=70)
+    wanted: Any = sj.read_sequences(table, events=EVENTS)
+    for n, source in enumerate((table, tmp_path / "t.parquet")):
+        out = tmp_path / f"out{n}"
+        manifest = sj.prepare(source, out, histories=True, schema=EVENTS)
+        assert manifest.num_entries() == 400 and manifest.num_rows() == 30
+        found: Any = sj.read_sequences(out)
+        check_histories(found, wanted)
+        scanned: Any = sj.data.scan_sequences(out, chunk_rows=3)
+        assert len(scanned.groups) > 5
+        part = scanned.read(3, 17)
+        entries = slice(*found.indptr[[3, 17]])
+        np.testing.assert_array_equal(part.indices, found.indices[entries])
+        np.testing.assert_array_equal(
+            part.events["tags"], found.events["tags"][entries]
+        )
+        assert scanned.events.lists == wanted.events.lists
+        again = sj.prepare(source, out, histories=True, schema=EVENTS)
+        assert again.id == manifest.id and again.events == manifest.events
+    # Later data by the categories and the items of these.
+    sj.prepare(
+        of_events(90, seed=5).assign(action="new"),
+        tmp_path / "later",
+        histories=True,
+        schema=EVENTS,
+        features=wanted,
+    )
+    later: Any = sj.read_sequences(tmp_path / "later", events=wanted.events)
+    assert set(later.events["action"].tolist()) == {1}
+    assert later.feature_names.tolist() == wanted.feature_names.tolist()
+
+
+def test_histories_are_split_as_in_memory(tmp_path):
+    wanted: Any = sj.read_sequences(of_events(), events=EVENTS)
+    for how, parts in (
+        ({"split_last": 2}, wanted.split_last(2)),
+        (
+            {"split_time": "2024-01-01T00:00:00.000040"},
+            wanted.split_at("2024-01-01T00:00:00.000040"),
+        ),
+        (
+            {"split_time": "2024-01-01T00:00:00.000040", "repeats": "all"},
+            wanted.split_at("2024-01-01T00:00:00.000040", repeats="all"),
+        ),
+    ):
+        out = tmp_path / "-".join(how)
+        options: Any = how
+        sj.prepare(
+            of_events(), out, histories=True, schema=EVENTS, features=wanted, **options
+        )
+        for name, part in zip(("train", "test"), parts, strict=True):
+            found: Any = sj.read_sequences(out / name)
+            assert found.num_entries == part.num_entries
+            check_histories(found, part)
+
+
+def test_histories_that_cannot_be_prepared(tmp_path):
+    table = of_events(40)
+    with pytest.raises(ValueError, match="schema"):
+        sj.prepare(table, tmp_path / "out", schema=EVENTS)
+    with pytest.raises(sj.DataError, match="there is no column 'shop'"):
+        sj.prepare(
+            table.drop(columns="shop"), tmp_path / "out", histories=True, schema=EVENTS
+        )
+    for option in ({"split_fraction": 0.5}, {"duplicates": "last"}, {"value": "price"}):
+        given: Any = option
+        with pytest.raises(ValueError, match=f"{next(iter(option))}.*histories"):
+            sj.prepare(table, tmp_path / "out", histories=True, **given)
+    sj.prepare(table, tmp_path / "items")
+    sj.prepare(table, tmp_path / "out", histories=True)
+    for read in (sj.read, sj.data.scan_parquet):
+        with pytest.raises(
+            sj.DataError, match="holds prepared histories: read it with"
+        ):
+            read(tmp_path / "out")
+    for read in (sj.read_sequences, sj.data.scan_sequences):
+        with pytest.raises(
+            sj.DataError, match="prepare the events with histories=True"
+        ):
+            read(tmp_path / "items")
+    with pytest.raises(FileExistsError, match="prepared with other settings"):
+        sj.prepare(table, tmp_path / "out", histories=True, schema=EVENTS)

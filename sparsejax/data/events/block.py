@@ -364,11 +364,16 @@ class Check:
         if (column := columns["time"]) is not None:
             times, is_time = self._some_times(column)
             leave_out(~is_time, NO_TIME, column)
+        faults = _Faults(entries)
+        beside = entries.beside(faults)
+        if faults.row is not None:
+            raise cells.error(faults.row, faults.problem)
         if not keep.all():
             chosen = pa.array(keep)
             users, items = users.filter(chosen), items.filter(chosen)
             values = None if values is None else values[keep]
             times = None if times is None else times[keep]
+            beside = None if beside is None else _kept(beside, keep)
         names = []
         for role, each in (("user", users), ("item", items)):
             each, wrong, problem = as_integers_or_text(each)
@@ -379,7 +384,7 @@ class Check:
                 names.append(each.cast(pa.large_string()))
             except pa.ArrowInvalid as error:
                 raise _not_text(cells.path, error) from error
-        return Block(names[0], None, names[1], values, times)
+        return Block(names[0], None, names[1], values, times, beside)
 
     def _are_valued(
         self, column: pa.Array, keep: np.ndarray, entries: _Entries
@@ -428,6 +433,13 @@ class Check:
         middle = len(column) // 2
         # Halves, so that few wrong times among many are found quickly.
         return self._parsed(column[:middle]) + self._parsed(column[middle:])
+
+
+def _kept(cells: Cells, keep: np.ndarray) -> Cells:
+    """The rows of which `keep: [rows]` is true."""
+    rows, chosen = np.flatnonzero(keep), pa.array(keep)
+    columns = {name: column.filter(chosen) for name, column in cells.columns.items()}
+    return Cells(columns, lambda at, text: cells.error(int(rows[at]), text), cells.path)
 
 
 _EMPTY = {"user": "the user (row) is empty", "item": "the item (feature) is empty"}

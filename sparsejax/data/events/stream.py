@@ -5,12 +5,12 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import numpy as np
 import pyarrow as pa
 
-from sparsejax.data.events.block import Block, Wrong
+from sparsejax.data.events.block import Block, Cells, Wrong
 from sparsejax.data.events.pieces import find_pieces
 from sparsejax.data.events.source import (
     LINES,
@@ -38,9 +38,12 @@ class Events:
       has_no_times: whether there are events, but the first have no times.
       wrong: faults of the events that were read so far.
       vocabulary: items are spelled like these names, if they are given.
+      take: function that is called with the columns beside the roles, if some are read.
+      beside: the columns beside the roles, by their keys in the batches of `reader`.
     """
 
     vocabulary: Names | None = None
+    take: Callable[[Cells], object] | None = None
 
     def __init__(
         self,
@@ -57,11 +60,17 @@ class Events:
         self.valued = first is not None and first.values is not None
         self.times = None if first is None else first.times
         self.has_no_times = first is not None and self.times is None
+        cells = None if first is None else first.beside
+        found = {} if cells is None else cells.columns
+        self.beside = {f"beside{i}": name for i, name in enumerate(found)}
+        self._types = {name: _plain(column.type) for name, column in found.items()}
+        self._place = 0
 
     def reader(self, most: int | None = None) -> pa.RecordBatchReader:
         """The next batches, with the columns `name` (of the user), `item`, `value`, `time`.
 
-        The last two may be missing. Dates are in microseconds.
+        The last two may be missing. Dates are in microseconds. Where `take` is given, there are
+        also `place`, the number of the event, and the columns of `beside`.
 
         Args:
           most: how many events to read, up to a whole batch; by default all that are left.
@@ -72,6 +81,9 @@ class Events:
         if self.times is not None:
             is_float = self.times.dtype == np.float64
             fields["time"] = pa.float64() if is_float else pa.int64()
+        if self.take is not None:
+            fields["place"] = pa.int64()
+            fields |= {key: self._types[name] for key, name in self.beside.items()}
         schema = pa.schema(list(fields.items()))
         return pa.RecordBatchReader.from_batches(schema, self._read(schema, most))
 
@@ -99,10 +111,24 @@ class Events:
                     columns.append(arrow.from_numbers(block.values))
                 if block.times is not None:
                     columns.append(arrow.from_numbers(self._as_numbers(block.times)))
+                columns += self._beside(block)
                 yield pa.record_batch(columns, schema=schema)
         except BaseException as error:
             self._error = error  # the engine would only pass on its text
             raise
+
+    def _beside(self, block: Block) -> list[pa.Array]:
+        """The places of some events, and their columns beside the roles."""
+        if self.take is None:
+            return []
+        places = np.arange(self._place, self._place + len(block.rows))
+        self._place += len(places)
+        found = [arrow.from_numbers(places)]
+        if block.beside is not None:
+            self.take(block.beside)
+            columns = block.beside.columns
+            found += [columns[n].cast(self._types[n]) for n in self.beside.values()]
+        return found
 
     def _spelled(self, items: pa.Array) -> pa.Array:
         return spelling.without_point_zero(items) if self._has_only_digits else items
@@ -123,6 +149,13 @@ class Events:
             f"the first times are {self.times.dtype}, later ones {times.dtype}; give "
             "all times in one form",
         )
+
+
+def _plain(type_: pa.DataType) -> pa.DataType:
+    """The type as which an engine gets a column."""
+    if pa.types.is_dictionary(type_):
+        return type_.value_type
+    return pa.large_string() if pa.types.is_null(type_) else type_
 
 
 def events_of(options: Prepare, chosen: Chosen, *, with_time: bool) -> Events:
@@ -146,11 +179,12 @@ def events_of(options: Prepare, chosen: Chosen, *, with_time: bool) -> Events:
         chosen,
         options.format,
         options.delimiter,
-        indicator=options.indicator,
-        with_time=with_time,
+        indicator=options.indicator or options.histories,
+        with_time=with_time or options.histories,
         needs_time=with_time,
         wrong=wrong,
         skips=options.skip_bad_lines,
+        further=() if options.schema is None else options.schema.used,
         separator=options.separator,
         time_format=options.time_format,
     )
@@ -171,5 +205,8 @@ def events_of(options: Prepare, chosen: Chosen, *, with_time: bool) -> Events:
     found = open_source(source, asked)
     events = Events(found.path, found.blocks(), wrong, found.columns)
     if found.columns is not None and events.has_no_times:
-        check_times(found.path, found.columns.without_empty_times(), with_time)
+        columns = found.columns.without_empty_times()
+        check_times(found.path, columns, with_time)
+        if options.histories:
+            columns.check_order(found.path)
     return events

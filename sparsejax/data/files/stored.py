@@ -247,8 +247,8 @@ def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
     for name in [*_ENTRIES, "weights", *further]:
         if name in entries.columns:
             leaf = entries.columns[name]
-            columns[name] = pa.ListArray.from_arrays(ends, _to_arrow(leaf))
-    columns |= {name: _to_arrow(leaf) for name, leaf in entries.of_rows.items()}
+            columns[name] = pa.ListArray.from_arrays(ends, to_lists(leaf))
+    columns |= {name: to_lists(leaf) for name, leaf in entries.of_rows.items()}
     columns["feature"] = to_arrow(rows.feature_names)
     for name, names in rows.categories.items():
         columns[f"{_CATEGORIES}{name}"] = to_arrow(names)
@@ -259,7 +259,7 @@ def write_rows(path: Path, form: Form, rows: StoredRows) -> None:
     write(path, form, columns, facts, metadata, group_rows=_GROUP_ROWS)
 
 
-def _to_arrow(leaf: np.ndarray) -> pa.Array:
+def to_lists(leaf: np.ndarray) -> pa.Array:
     """Numbers, or the rows of a matrix as lists."""
     flat = arrow.from_numbers(leaf.reshape(-1))
     if leaf.ndim < 2:

@@ -46,6 +46,11 @@ from sparsejax.sparse import MAX_ENTRIES
 VERSION = 1
 _VOCABULARIES = re.compile(r"vocabulary(-\w+)?\.parquet")
 
+_HISTORIES = "holds prepared histories: read it with read_sequences, or scan it with scan_sequences"
+_ITEMS = (
+    "holds prepared rows of items, without the order of events: prepare the events with "
+    "histories=True (--histories)"
+)
 Part = Literal["train", "test"]
 _PIECE = 2**22  # bytes that are read at a time
 PARTS: tuple[Part, ...] = ("train", "test")
@@ -103,6 +108,9 @@ class Manifest:
       vocabulary_file: the file of the items; see `vocabulary_file`.
       repeats: number of entries after `split_time` that are not held out, because their
         rows have the items before it; see `repeats` of `prepare`.
+      histories: whether rows have the order of their events and all repeats.
+      events: the columns of the events of histories as `Events.to_json` has them, with their
+        categories; None if there are none.
     """
 
     id: str
@@ -116,6 +124,8 @@ class Manifest:
     settings: Mapping[str, Any]
     vocabulary_file: str
     repeats: int = 0
+    histories: bool = False
+    events: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
         if not _VOCABULARIES.fullmatch(self.vocabulary_file):
@@ -156,7 +166,10 @@ class Manifest:
 
     def to_json(self) -> str:
         """The text of `manifest.json`."""
-        return codec.text({"version": VERSION, **codec.document(self)}, indent=1)
+        document = {"version": VERSION, **codec.document(self)}
+        if not self.histories:  # as releases before wrote it
+            del document["histories"], document["events"]
+        return codec.text(document, indent=1)
 
     @classmethod
     def from_json(cls, path: Path, text: bytes) -> Manifest:
@@ -198,14 +211,18 @@ class DataFolder:
     manifest: Manifest
 
     @classmethod
-    def find(cls, path: Path) -> DataFolder | None:
+    def find(cls, path: Path, *, histories: bool | None = None) -> DataFolder | None:
         """The prepared folder at a path, or None if there is none.
 
         The path of the folder stands for its train part. The paths of `train` and `test`
         in it stand for the parts.
 
+        Args:
+          path: the path.
+          histories: whether it must have histories; None if either will do.
+
         Raises:
-          DataError: the manifest is wrong, or cannot be read.
+          DataError: the manifest is wrong, or cannot be read; or the folder has other data.
         """
         place = Place.of(path)
         folder, name = place.parent
@@ -221,6 +238,8 @@ class DataFolder:
                     if not any(map(_VOCABULARIES.fullmatch, where.names())):
                         continue
                     raise
+                if histories not in (None, found.histories):
+                    raise DataError.at(path, _HISTORIES if found.histories else _ITEMS)
                 return cls(where, part, found)
         return None
 
@@ -245,6 +264,19 @@ class DataFolder:
         if vocabulary_hash(names) != self.manifest.vocabulary:
             raise DataError.at(place.path, "is not the vocabulary of the manifest")
         return names
+
+    def rows(self) -> tuple[Names, np.ndarray]:
+        """The names of the rows, and how many entries were left out of each."""
+        names, left_out = [pa.array([], pa.large_string())], [np.empty(0, np.int32)]
+        for group in self.groups():
+            with group.file.open(one_group=True) as file:
+                table = file.read_row_group(group.number)
+            names.append(arrow.one(table.column("row")).cast(pa.large_string()))
+            counts = np.zeros(len(table), np.int32)
+            if "left_out" in table.column_names:
+                counts = arrow.numbers(arrow.one(table.column("left_out")))
+            left_out.append(counts)
+        return as_names(pa.concat_arrays(names)), np.concatenate(left_out)
 
     def groups(self) -> list[Group]:
         """The row groups that have rows, in order."""

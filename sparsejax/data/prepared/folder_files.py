@@ -21,6 +21,7 @@ from sparsejax.data.files.entries import Entries, Leaves, joined, taken
 from sparsejax.data.files.names import Names, to_arrow
 from sparsejax.data.files.opening import shown
 from sparsejax.data.files.parquet import MANIFEST, PART_KEY
+from sparsejax.data.files.stored import EVENTS, to_lists
 from sparsejax.data.files.stores import Place, crc32, path_of
 from sparsejax.data.prepared.folder import DataFile, Manifest, Part
 from sparsejax.sparse import as_int32
@@ -35,12 +36,16 @@ _COLUMNS = {
     "code": "indices",
     "value": "values",
     "later_value": "later_values",
-    "time": "times",
+    "time": "latest",
     "key": "keys",
     "repeated": "repeated",
     "earlier": "earlier",
     "later": "later",
 }
+
+
+# Columns of entries that files have, beside those of events.
+_STORED = ("indices", "values", "times")
 
 
 def leaves_of(batch: pa.RecordBatch) -> Leaves:
@@ -95,9 +100,8 @@ def rows_of(
       names: `[users]` the names of the users of these entries, in order.
       with_left_out: count entries that the vocabulary lacks. Otherwise there are none.
     """
-    stored = {
-        n: entries.columns[n] for n in ("indices", "values") if n in entries.columns
-    }
+    columns = entries.columns.items()
+    stored = {n: x for n, x in columns if n in _STORED or n.startswith(EVENTS)}
     rows = Entries(entries.indptr, stored, {"names": names}).keep(chosen)
     rows = rows.without_empty_rows()
     if with_left_out:
@@ -114,7 +118,7 @@ def _table(rows: Entries) -> pa.Table:
     ends = arrow.from_numbers(as_int32("indptr", rows.indptr))
     columns = {"row": rows.of_rows["names"]}
     for name, leaf in rows.columns.items():
-        columns[name] = pa.ListArray.from_arrays(ends, arrow.from_numbers(leaf))
+        columns[name] = pa.ListArray.from_arrays(ends, to_lists(leaf))
     if "left_out" in rows.of_rows:
         columns["left_out"] = arrow.from_numbers(rows.of_rows["left_out"])
     return pa.table(columns)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import hashlib
 import json
@@ -18,10 +19,12 @@ import pyarrow as pa
 
 from sparsejax import codec, processors
 from sparsejax.callers import needing
-from sparsejax.data.events.stream import Events, events_of
+from sparsejax.data.events.block import Cells, row_error
+from sparsejax.data.events.stream import Events as Stream
+from sparsejax.data.events.stream import events_of
 from sparsejax.data.files import arrow
 from sparsejax.data.files.columns import BY_NAME, Chosen
-from sparsejax.data.files.entries import Entries
+from sparsejax.data.files.entries import Entries, Leaves
 from sparsejax.data.files.names import (
     Names,
     as_names,
@@ -49,6 +52,7 @@ from sparsejax.data.prepared.folder_files import (
     write_rows,
 )
 from sparsejax.data.sets import split
+from sparsejax.data.sets.events import EventCounter, Events, named
 from sparsejax.data.sets.vocabulary import popularity_ranks
 from sparsejax.options.option import verb
 from sparsejax.options.reading import Prepare, Preparing
@@ -59,6 +63,13 @@ _BATCH = 2**18  # sorted entries that come from the engine at a time
 # bytes of notes, which it cannot spill (github.com/duckdb/duckdb/issues/22578).
 BYTES_PER_EVENT = 32
 _BUCKET_BITS = 4
+# Options that are not for histories, with their defaults.
+_OF_ITEMS = {
+    "value": None,
+    "indicator": False,
+    "duplicates": "add",
+    "split_fraction": None,
+}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -143,7 +154,9 @@ class Cut:
             return np.zeros(len(entries.indices), bool)
         indptr = entries.indptr
         if self.last is not None:
-            return split.heldout_last(indptr, entries.columns["times"], keys, self.last)
+            return split.heldout_last(
+                indptr, entries.columns["latest"], keys, self.last
+            )
         assert self.fraction is not None
         users = split.hashes(as_names(names), self.seed)
         at = np.arange(len(keys))
@@ -171,7 +184,7 @@ class Asked:
         self.chosen = Chosen(*columns, time)
         is_cut = cut.time is not None or cut.last is not None
         self.with_time = is_cut or asked.duplicates == "last"
-        self.settings = {
+        self.settings: dict[str, Any] = {
             "columns": [*columns, asked.time],
             "duplicates": asked.duplicates,
             "min_user": asked.min_user,
@@ -185,6 +198,17 @@ class Asked:
             "seed": cut.seed,
             "skip_bad_lines": asked.skip_bad_lines,
         }
+        self.events = None
+        if isinstance(asked, Prepare) and asked.histories:
+            for name, default in _OF_ITEMS.items():
+                if getattr(asked, name) != default:
+                    raise ValueError(
+                        f"{name}=... is of no use with histories=True: leave it out"
+                    )
+            self.settings["histories"] = True
+            if asked.schema is not None:
+                self.events = EventCounter(asked.schema)
+                self.settings["schema"] = asked.schema.to_json()
 
 
 @verb(Prepare)
@@ -225,7 +249,10 @@ def prepare(asked: Prepare) -> Manifest:
     with _writing(asked.out, before) as folder, _engine(folder, asked.memory) as engine:
         found = events_of(asked, settings.chosen, with_time=settings.with_time)
         found.vocabulary = settings.known
-        preparation = _Preparation(engine, found, settings.cut, settings.settings)
+        steps = settings.cut, settings.settings
+        preparation = _Preparation(engine, found, *steps)
+        if asked.histories:
+            preparation = _Histories(engine, found, *steps, settings.events)
         return preparation.run(folder, settings.known, before)
 
 
@@ -324,7 +351,7 @@ class _Preparation:
     """The steps from events to files."""
 
     engine: Any
-    events: Events
+    events: Stream
     cut: Cut
     settings: dict[str, Any]
 
@@ -332,61 +359,82 @@ class _Preparation:
         self, folder: Place, known: Names | None, done: DataFolder | None
     ) -> Manifest:
         """Writes the folder, or compares the events with those of a finished folder."""
-        events = self.events
-        before = self.cut.before(events.times)
+        before = self.cut.before(self.events.times)
         pairs = self._frequent(self._pairs(before))
-        which = {
-            "valued": events.valued,
-            "timed": before is not None or self.cut.last is not None,
-            "sides": before is not None,
-        }
-        content = self._run(queries.content(queries.DUCKDB, pairs, **which))
-        identity = self._identity(content)
+        identity = self._identity(self._run(self._content(pairs, before)))
         if done is not None:
             return check_same(done, identity)
-        names, counts, size = self._vocabulary(pairs, known, before is not None)
-        codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
-        given = pa.table({"item": to_arrow(names), "code": codes})
-        self.engine.register("given", given)  # only for this connection
-        self._make("codes", "SELECT item, code FROM given")
-        self._make("people", queries.people(queries.DUCKDB, pairs))
-        query = queries.entries(pairs, **which)
-        keys_of_items = self.cut.keys(names)
+        items = self._table(self._items(pairs, before))
+        names, counts, size = self._vocabulary(items, known)
+        self._number(pairs, names)
+        keys = self.cut.keys(names)
 
         def users() -> Iterator[tuple[Entries, pa.Array, dict[Part, np.ndarray]]]:
             people = _Names(self._stream(queries.names()))
-            for entries in whole_users(map(leaves_of, self._stream(query))):
+            for entries in whole_users(self._entries(pairs, before)):
                 users = people.take(entries.of_rows["users"])
                 self._check_values(entries, users, names)
-                codes = entries.indices
-                keys = None if keys_of_items is None else keys_of_items[codes]
-                parts = self.cut.parts(entries, users, keys)
+                of_items = None if keys is None else keys[entries.indices]
+                parts = self._parts(entries, users, of_items, before)
                 # Items that the vocabulary lacks have the codes behind it.
-                columns = np.where(codes < size, codes, -1)
+                columns = np.where(entries.indices < size, entries.indices, -1)
                 yield entries.replaced(indices=columns), users, parts
 
         counted = with_left_out(self.cut, known, len(names) > size)
         writers = write_rows(users(), folder, identity, counted)
         manifest = Manifest(
             id=identity,
-            indicator=not events.valued,
+            indicator=not self.events.valued,
             num_items=size,
             vocabulary=vocabulary_hash(names[:size]),
             train=tuple(writers["train"].files),
             test=tuple(writers["test"].files) if self.cut else (),
             left_out={part: w.left_out for part, w in writers.items() if w.left_out},
-            skipped=dict(events.wrong.counts),
+            skipped=dict(self.events.wrong.counts),
             settings=self.settings,
             vocabulary_file=vocabulary_file(identity if folder.is_remote else None),
             repeats=repeats_left_out(
                 self.cut, writers["test"].repeated if self.cut else 0
             ),
+            **self._stated(),
         )
         check_prepared(self.events.path, manifest, self.cut)
         finish(folder, manifest, names[:size], counts)
         if self.cut.last is not None:
             warn_of_merged(manifest, writers["test"].repeated)
         return manifest
+
+    def _which(self, before: Any) -> dict[str, bool]:
+        return {
+            "valued": self.events.valued,
+            "timed": before is not None or self.cut.last is not None,
+            "sides": before is not None,
+        }
+
+    def _content(self, pairs: str, before: Any) -> str:
+        """The query of the number of entries and of a hash of them."""
+        return queries.content(queries.DUCKDB, pairs, **self._which(before))
+
+    def _items(self, pairs: str, before: Any) -> str:
+        """The query of the items."""
+        return queries.items(pairs, sides=before is not None)
+
+    def _entries(self, pairs: str, before: Any) -> Iterator[Leaves]:
+        """The sorted entries."""
+        return map(
+            leaves_of, self._stream(queries.entries(pairs, **self._which(before)))
+        )
+
+    def _parts(
+        self, entries: Entries, users: pa.Array, keys: np.ndarray | None, before: Any
+    ) -> dict[Part, np.ndarray]:
+        """For each part `[entries]` bool: the entries of whole users that it has."""
+        del before
+        return self.cut.parts(entries, users, keys)
+
+    def _stated(self) -> dict[str, Any]:
+        """Further fields of the manifest."""
+        return {}
 
     def _pairs(self, before: Any) -> str:
         events = self.events
@@ -398,6 +446,12 @@ class _Preparation:
         self._consume(f"CREATE TABLE pairs AS {grouped.format(single)}", most)
         if events.are_left():
             self._group_in_buckets(grouped, single, most)
+        self._check_events()
+        return "pairs"
+
+    def _check_events(self) -> None:
+        """Raises DataError if events are wrong, or if there are none."""
+        events = self.events
         if events.wrong.counts and not self.settings["skip_bad_lines"]:
             raise DataError.at(
                 events.path,
@@ -407,7 +461,14 @@ class _Preparation:
             raise DataError.at(
                 events.path, f"holds no data: there are no events{self._skipped()}"
             )
-        return "pairs"
+
+    def _number(self, pairs: str, names: Names) -> None:
+        """Makes the tables of items and users with their numbers."""
+        codes = arrow.from_numbers(np.arange(len(names), dtype=np.int32))
+        given = pa.table({"item": to_arrow(names), "code": codes})
+        self.engine.register("given", given)  # only for this connection
+        self._make("codes", "SELECT item, code FROM given")
+        self._make("people", queries.people(queries.DUCKDB, pairs))
 
     def _most(self) -> int:
         """How many events the engine can group at once."""
@@ -439,7 +500,7 @@ class _Preparation:
             self._run(f"INSERT INTO pairs {grouped.format(source)}")
             shutil.rmtree(os.path.join(folder, bucket))
 
-    def _consume(self, query: str, most: int) -> None:
+    def _consume(self, query: str, most: int | None) -> None:
         """Runs a query of the next `events`."""
         self.engine.register("events", self.events.reader(most))
         try:
@@ -467,10 +528,9 @@ class _Preparation:
         return frequent(self.events.path, self.settings, table, count, chosen)
 
     def _vocabulary(
-        self, pairs: str, known: Names | None, sides: bool
+        self, found: pa.Table, known: Names | None
     ) -> tuple[Names, np.ndarray, int]:
         """All items, the vocabulary's first; the vocabulary's counts, and its size."""
-        found = self._table(queries.items(pairs, sides=sides))
         names, counts = (
             as_names(found["item"]),
             arrow.numbers(found["n"].combine_chunks()).astype(np.int64),
@@ -526,6 +586,80 @@ class _Preparation:
     def _stream(self, query: str) -> Iterator[pa.RecordBatch]:
         """The rows of a result, while other queries run."""
         yield from self.engine.cursor().sql(query).to_arrow_reader(_BATCH)
+
+
+@dataclasses.dataclass
+class _Histories(_Preparation):
+    """The steps from events to files of histories.
+
+    Attributes:
+      counter: counter of the categories of the columns of events, if there are some.
+    """
+
+    counter: EventCounter | None
+
+    def _pairs(self, before: Any) -> str:
+        del before
+        self.events.take = self.counter.take if self.counter else lambda _: None
+        self._consume("CREATE TABLE pairs AS FROM events", None)
+        self._check_events()
+        return "pairs"
+
+    @functools.cached_property
+    def _columns(self) -> list[str]:
+        return ["time"] * (self.events.times is not None) + list(self.events.beside)
+
+    @functools.cached_property
+    def _of_events(self) -> Events | None:
+        """The columns of events, without events, after all were read."""
+        return None if self.counter is None else self.counter.finish()
+
+    def _content(self, pairs: str, before: Any) -> str:
+        columns = ", ".join(["name", "item", *self._columns, "place"])
+        hashed = queries.DUCKDB.hash.format(columns)
+        return f"SELECT count(*), bit_xor({hashed}) FROM {pairs}"
+
+    def _items(self, pairs: str, before: Any) -> str:
+        return queries.items(pairs, sides=False, repeats=True)
+
+    def _entries(self, pairs: str, before: Any) -> Iterator[Leaves]:
+        return map(self._leaves, self._stream(queries.histories(pairs, self._columns)))
+
+    def _stated(self) -> dict[str, Any]:
+        events = self._of_events
+        return {
+            "histories": True,
+            "events": None if events is None else events.to_json(),
+        }
+
+    def _leaves(self, batch: pa.RecordBatch) -> Leaves:
+        """The columns of some sorted events."""
+        found, like = dict(leaves_of(batch)), self.events.times
+        times = found.pop("latest", None)
+        if times is not None and like is not None:
+            found["times"] = times.view(like.dtype) if like.dtype.kind == "M" else times
+        if (events := self._of_events) is None:
+            return found
+        columns = {name: batch.column(key) for key, name in self.events.beside.items()}
+        cells = Cells(columns, row_error(self.events.path, 0), self.events.path)
+        return found | named(events.with_room(events.read(cells, columns)))
+
+    def _parts(
+        self, entries: Entries, users: pa.Array, keys: np.ndarray | None, before: Any
+    ) -> dict[Part, np.ndarray]:
+        places = np.arange(len(entries.indices))
+        is_held = np.zeros(len(places), bool)
+        if self.cut.last is not None:
+            is_held = split.heldout_last(entries.indptr, places, places, self.cut.last)
+        if before is None:
+            return {"train": ~is_held, "test": is_held}
+        times = entries.columns["times"]
+        later = (times.view(np.int64) if times.dtype.kind == "M" else times) >= before
+        if self.cut.repeats == "new" and later.any():
+            items = entries.indices
+            known = split.are_known(entries.row_of, items, later, int(items.max()) + 1)
+            return {"train": ~later, "test": later & ~known}
+        return {"train": ~later, "test": later}
 
 
 class _Names:

@@ -18,6 +18,7 @@ a time splits the events, `value` and `time` belong to the events before it, and
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,9 +137,12 @@ def frequent(table: str, column: str, least: int) -> str:
     )
 
 
-def items(table: str, *, sides: bool) -> str:
-    """All items. `n` counts the pairs, or those with events before the time of the split."""
-    which = "time" if sides else "*"
+def items(table: str, *, sides: bool, repeats: bool = False) -> str:
+    """All items. `n` counts the pairs, or those with events before the time of the split.
+
+    With `repeats`, users have items several times, and `n` counts the users.
+    """
+    which = "time" if sides else "DISTINCT name" if repeats else "*"
     return (
         f"SELECT item, count({which}) AS n FROM {table} GROUP BY item "
         "ORDER BY n DESC, item"
@@ -180,6 +184,15 @@ def people(dialect: Dialect, table: str) -> str:
 def names() -> str:
     """The names of the users by their numbers."""
     return "SELECT name FROM people ORDER BY number"
+
+
+def histories(table: str, columns: Sequence[str]) -> str:
+    """The events as numbers with further columns, sorted by user and time."""
+    order = ["number", *["time"] * ("time" in columns), "place"]
+    return (
+        f"SELECT number, code, {', '.join([*columns, 'place'])} FROM {table} "
+        f"JOIN people USING (name) JOIN codes USING (item) ORDER BY {', '.join(order)}"
+    )
 
 
 def entries(table: str, *, valued: bool, timed: bool, sides: bool) -> str:

@@ -22,6 +22,8 @@ from sparsejax.data.files.columns import (
 from sparsejax.data.files.entries import offsets
 from sparsejax.data.files.names import FeatureNames
 from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.prepared.folder import DataFolder
+from sparsejax.data.scans.scan_sequences import scan_folder
 from sparsejax.data.sets.assemble import align_to, encode
 from sparsejax.data.sets.dataset import SparseDataset
 from sparsejax.data.sets.event_schema import EventSchema
@@ -139,31 +141,30 @@ def _saved(
     path: Path, chosen: Chosen, events: EventSchema | Events | None
 ) -> SequenceDataset | None:
     """A saved data set; None if the path is of something else."""
+    if (folder := DataFolder.find(path, histories=True)) is not None:
+        scanned = scan_folder(path, folder)
+        names, left_out = folder.rows()
+        found = scanned.read(0, scanned.num_rows)
+        data = SequenceDataset(
+            found.indptr,
+            found.indices,
+            names,
+            scanned.feature_names,
+            found.times,
+            left_out,
+            events=found.events,
+        )
+        return _own(path, data, chosen, events)
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)
-    time_is_read = chosen.time is not None
     form = stored.form_of(schema)
     if form is not None and form.has_rows and len(files) == 1:
-        if chosen:
-            raise ValueError(
-                f"{shown(path)}: is a saved data set, so it has no columns to name"
-            )
-        if isinstance(events, EventSchema):
-            raise ValueError(
-                f"{shown(path)}: is a saved data set, whose columns of events are those "
-                "that it was saved with; leave out events"
-            )
         if form.ordered:
-            data = SequenceDataset.load(path)
-            if events is not None:
-                if data.events is None:
-                    raise DataError.at(path, "has no columns of events")
-                own = data.events.like(events, shown(path))
-                data = dataclasses.replace(data, events=own)
-            return data if time_is_read else dataclasses.replace(data, times=None)
+            return _own(path, SequenceDataset.load(path), chosen, events)
+        _check_own(path, chosen, events)
         if events is not None:
             raise DataError.at(path, "has no columns of events")
-        if not time_is_read:
+        if chosen.time is None:
             raise ValueError(
                 f"{shown(path)}: is a saved SparseDataset, which has no order but that of "
                 "its times; leave out time=None"
@@ -175,6 +176,34 @@ def _saved(
         except ValueError as error:
             raise DataError.at(path, str(error)) from error
     return None
+
+
+def _check_own(path: Path, chosen: Chosen, events: EventSchema | Events | None) -> None:
+    if chosen:
+        raise ValueError(
+            f"{shown(path)}: is a saved data set, so it has no columns to name"
+        )
+    if isinstance(events, EventSchema):
+        raise ValueError(
+            f"{shown(path)}: is a saved data set, whose columns of events are those "
+            "that it was saved with; leave out events"
+        )
+
+
+def _own(
+    path: Path,
+    data: SequenceDataset,
+    chosen: Chosen,
+    events: EventSchema | Events | None,
+) -> SequenceDataset:
+    """Saved histories, with the ids of given columns of events."""
+    _check_own(path, chosen, events)
+    if isinstance(events, Events):
+        if data.events is None:
+            raise DataError.at(path, "has no columns of events")
+        own = data.events.like(events, shown(path))
+        data = dataclasses.replace(data, events=own)
+    return data if chosen.time is not None else dataclasses.replace(data, times=None)
 
 
 def _read(source: Any, asked: Asked, reader: EventReader | None) -> SequenceDataset:

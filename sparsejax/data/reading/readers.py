@@ -286,7 +286,7 @@ def read_parquet(
 
 
 def _parquet(path: Path, asked: Asked, features: Features) -> SparseDataset:
-    if (folder := DataFolder.find(path)) is not None:
+    if (folder := DataFolder.find(path, histories=False)) is not None:
         return _saved(path, folder.read, asked, features)
     files = parquet.parquet_files(path)
     _, schema = parquet.first_schema(files)

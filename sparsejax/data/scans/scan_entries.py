@@ -107,7 +107,7 @@ class ScannedEntries[Rows](Scan[Rows, Entries]):
             column = table.column(name).drop_null().slice(low, high - low)
             if not pa.types.is_list(column.type):
                 raise group.file.changed()
-            lists[name] = column.cast(types[name]).combine_chunks()
+            lists[name] = arrow.one(column.cast(types[name]))
         lengths = [arrow.numbers(column.value_lengths()) for column in lists.values()]
         if len(lengths[0]) != high - low or any(
             not np.array_equal(lengths[0], other) for other in lengths[1:]
@@ -167,38 +167,37 @@ class SavedFiles(NamedTuple):
           DataError: a file is something else, or differs from the first one.
         """
         groups: list[Group] = []
-        first: tuple[pa.Array, Any] | None = None
         columns: list[Events | None] = []
+        first: tuple[pa.Array, Any] | None = None
         for file in files:
             with file.open() as opened:
                 schema = opened.schema_arrow
                 columns.append(_events_in(file.path, opened, form))
-                features, type_ = _features(opened), typed(schema)
+                names = opened.read(columns=["feature"]).column("feature")
+                features = arrow.one(names.cast(pa.large_string()).drop_null())
                 found = [_group(file, opened, n) for n in range(opened.num_row_groups)]
-            first = first or (features, type_)
-            if not features.equals(first[0]):
-                raise DataError.at(
-                    file.path,
-                    "has another vocabulary than the first file; read all with one "
-                    "(features=, or sparsejax convert --features), and save them again",
-                )
-            if type_ != first[1]:
-                raise DataError.at(
-                    file.path,
-                    f"has {what} of another kind than the first file, or only one of the "
-                    f"two has {what}; save all with the same",
-                )
-            if not _are_alike(columns[0], columns[-1]):
-                raise DataError.at(
-                    file.path,
-                    "has other columns of events than the first file, or other categories; "
-                    "read all with events=train.events, and save them again",
-                )
+            first = first or (features, typed(schema))
+            problems = {
+                "has another vocabulary than the first file; read all with one (features=, "
+                "or sparsejax convert --features), and save them again": features.equals(
+                    first[0]
+                ),
+                f"has {what} of another kind than the first file, or only one of the two "
+                f"has {what}; save all with the same": typed(schema) == first[1],
+                "has other columns of events than the first file, or other categories; "
+                "read all with events=train.events, and save them again": _are_alike(
+                    columns[0], columns[-1]
+                ),
+            }
+            for problem, is_right in problems.items():
+                if not is_right:
+                    raise DataError.at(file.path, problem)
             groups += [group for group in found if group.rows]
         assert first is not None  # there is a file
         events = columns[0]
         for other in columns[1:]:
-            events = events and other and events.joined(other)
+            if events is not None and other is not None:
+                events = events.joined(other)  # for the longest lists
         return cls(as_names(first[0]), first[1], tuple(groups), events)
 
 
@@ -222,11 +221,6 @@ def _are_alike(events: Events | None, others: Events | None) -> bool:
     if events is None or others is None:
         return events is others
     return events.has_ids_of(others)
-
-
-def _features(file: pq.ParquetFile) -> pa.Array:
-    names = file.read(columns=["feature"]).column("feature")
-    return names.cast(pa.large_string()).drop_null().combine_chunks()
 
 
 def _group(file: ParquetPath, opened: pq.ParquetFile, number: int) -> Group:

@@ -16,7 +16,6 @@ from sparsejax.data.files.columns import Chosen, Column
 from sparsejax.data.files.entries import Entries
 from sparsejax.data.files.names import Names, quoted
 from sparsejax.data.files.opening import DataError, Path, shown
-from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.scan import Group
 from sparsejax.data.scans import scan_tables
@@ -169,7 +168,7 @@ def scan_parquet(
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
     chosen = Chosen(user, item, value)
-    if (folder := DataFolder.find(path)) is not None:
+    if (folder := DataFolder.find(path, histories=False)) is not None:
         _check_own(path, chosen, features)
         return ScannedDataset(
             path,
@@ -184,7 +183,10 @@ def scan_parquet(
     form = stored.form_of(schema)
     if form is not None and form.has_rows:
         _check_own(path, chosen, features)
-        return _saved(path, files, indicator, chunk_rows)
+        valued = lambda schema: "values" in schema.names
+        found = SavedFiles.of(files, "values", valued, form=stored.ITEMS)
+        names, are_ones = found.features, indicator or not found.kind
+        return ScannedDataset(path, names, are_ones, chunk_rows, found.groups)
     layout = tables.find_table_layout(
         first,
         schema,
@@ -216,15 +218,3 @@ def _check_own(path: Path, chosen: Chosen, features: Features) -> None:
             f"{shown(path)}: is a saved data set, so it has no columns to name and "
             "has its own vocabulary; leave out user, item, value and features"
         )
-
-
-def _saved(
-    path: Path, files: list[ParquetPath], indicator: bool, chunk_rows: int | None
-) -> ScannedDataset:
-    """Scans files of `SparseDataset.save`."""
-    found = SavedFiles.of(
-        files, "values", lambda schema: "values" in schema.names, form=stored.ITEMS
-    )
-    return ScannedDataset(
-        path, found.features, indicator or not found.kind, chunk_rows, found.groups
-    )

@@ -7,7 +7,6 @@ from collections.abc import Iterable
 from typing import ClassVar
 
 import numpy as np
-import pyarrow as pa
 
 from sparsejax.data.events import tables
 from sparsejax.data.events.tables import TableLayout
@@ -18,6 +17,7 @@ from sparsejax.data.files.names import FeatureNames, Names
 from sparsejax.data.files.opening import DataError, Path, shown
 from sparsejax.data.files.parquet import ParquetPath
 from sparsejax.data.files.stored import EVENTS
+from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.scan import Group
 from sparsejax.data.scans import scan_tables
 from sparsejax.data.scans.scan_entries import SavedFiles, ScannedEntries
@@ -140,6 +140,7 @@ def scan_sequences(
 
     The files hold one of these:
 
+    * a folder that `sparsejax.prepare` wrote with `histories=True`;
     * files of `SequenceDataset.save`: the quickest to read;
     * a table with a list of items on each row, perhaps with a list of times. Each row is
       a history, and a user column is not needed;
@@ -170,24 +171,38 @@ def scan_sequences(
     """
     if chunk_rows is not None and chunk_rows < 1:
         raise ValueError(f"chunk_rows must be positive, got {chunk_rows}")
-    files = parquet.parquet_files(path)
-    first, schema = parquet.first_schema(files)
     chosen = Chosen(user, item, None, time)
-    form = stored.form_of(schema)
+    given = features if events is None else events
+    if (folder := DataFolder.find(path, histories=True)) is not None:
+        _check_own(path, chosen, given)
+        return scan_folder(path, folder, chunk_rows)
+    files = parquet.parquet_files(path)
+    form = stored.form_of(parquet.first_schema(files)[1])
     if form is not None and form.ordered:
-        given = features if events is None else events
-        if chosen or chosen.time is None or given is not None:
-            raise ValueError(
-                f"{shown(path)}: holds saved sequences, so it has no columns to name and "
-                "has its own vocabulary; leave out user, item, time, features and events"
-            )
-        return _saved(path, files, chunk_rows)
+        _check_own(path, chosen, given)
+        timed = lambda s: s.field("times").type if "times" in s.names else None
+        saved = SavedFiles.of(files, "times", timed, form=stored.HISTORIES)
+        features, _, groups, columns = saved
+        return ScannedSequences(path, features, groups, None, chunk_rows, columns)
     if form is not None and form.has_rows:
         raise DataError.at(
             path,
             "is a saved SparseDataset, whose rows are not in the order of time; read it "
             "with read_sequences, and save the result",
         )
+    layout = _layout(path, files, chosen, events)
+    groups, names, found = scan_tables.find_rows(path, files, layout, features, events)
+    return ScannedSequences(path, names, groups, layout, chunk_rows, found)
+
+
+def _layout(
+    path: Path,
+    files: list[ParquetPath],
+    chosen: Chosen,
+    events: EventSchema | Events | None,
+) -> TableLayout:
+    """The columns of a table."""
+    first, schema = parquet.first_schema(files)
     layout = tables.find_table_layout(
         first,
         schema,
@@ -200,19 +215,29 @@ def scan_sequences(
     layout, _ = tables.settle_time(layout, chosen, rows)
     assert layout.source is not None
     layout.source.check_order(path)
-    groups, names, found = scan_tables.find_rows(path, files, layout, features, events)
-    return ScannedSequences(path, names, groups, layout, chunk_rows, found)
+    return layout
 
 
-def _times_in(schema: pa.Schema) -> pa.DataType | None:
-    """The type of the times of saved sequences; None if they have no times."""
-    return schema.field("times").type if "times" in schema.names else None
-
-
-def _saved(
-    path: Path, files: list[ParquetPath], chunk_rows: int | None
+def scan_folder(
+    path: Path, folder: DataFolder, chunk_rows: int | None = None
 ) -> ScannedSequences:
-    """Scans files of `SequenceDataset.save`."""
-    found = SavedFiles.of(files, "times", _times_in, form=stored.HISTORIES)
-    groups, events = found.groups, found.events
-    return ScannedSequences(path, found.features, groups, None, chunk_rows, events)
+    """Scans a prepared folder of histories.
+
+    Raises:
+      DataError: a file of the folder is damaged.
+    """
+    document, groups = folder.manifest.events, tuple(folder.groups())
+    try:
+        events = None if document is None else Events.from_json(document)
+    except ValueError as error:
+        raise DataError.at(path, f"is damaged: {error}") from error
+    return ScannedSequences(path, folder.vocabulary(), groups, None, chunk_rows, events)
+
+
+def _check_own(path: Path, chosen: Chosen, given: object) -> None:
+    """Raises ValueError if the caller chooses columns or a vocabulary of saved sequences."""
+    if chosen or chosen.time is None or given is not None:
+        raise ValueError(
+            f"{shown(path)}: holds saved sequences, so it has no columns to name and "
+            "has its own vocabulary; leave out user, item, time, features and events"
+        )

@@ -39,7 +39,7 @@ BLOCK_BYTES = 32 * 2**20
 
 Paths = Path | Sequence[Path] | Any
 
-# What to do where a file lacks a column.
+# The remedy where a file lacks a column.
 _REMEDY = "the schema needs it; for a text file without a header, give ClickSchema(columns=...)"
 
 
