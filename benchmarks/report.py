@@ -54,7 +54,8 @@ def command(
     """
     results = RESULTS / f"{pathlib.Path(script).stem}.json"
     parser = argparse.ArgumentParser(description=doc)
-    parser.add_argument("action", choices=["run", "table", *parts])
+    actions = ["run", "table", *parts]
+    parser.add_argument("action", choices=actions, metavar="{run,table,PART}")
     parser.add_argument(
         "--only", nargs="+", default=["*"], help="parts, with wildcards"
     )
