@@ -46,7 +46,7 @@ class Found(NamedTuple):
 
 
 def probabilities_of(logits: np.ndarray) -> np.ndarray:
-    import scipy.special  # only models of clicks need it
+    import scipy.special  # only labels need it
 
     return scipy.special.expit(logits)
 

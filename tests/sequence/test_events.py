@@ -373,10 +373,10 @@ def test_columns_must_be_those_of_the_model():
 
 @pytest.mark.parametrize("name", CONFIGS)
 def test_eight_devices_do_what_one_does(name):
-    histories, weights, columns = batch(16)
+    histories, weights, columns = with_labels(16)
 
     def gradients():
-        model = made(name)
+        model = made(name, labelled())
 
         @nnx.jit
         def both(model):
