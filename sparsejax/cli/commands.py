@@ -18,7 +18,7 @@ import numpy as np
 from sparsejax import whole_files
 from sparsejax.cli import flags
 from sparsejax.cli.printing import print_metrics
-from sparsejax.cli.reading import read_features
+from sparsejax.cli.reading import read_features, users_of
 from sparsejax.cli.shell import names_of
 from sparsejax.data import (
     ClickDataset,
@@ -77,16 +77,26 @@ def compare(command: flags.Compare) -> None:
     runs = [Folder.of(run) for run in (command.run, command.other)]
     # Its errors name flags.
     asked = command.as_type(flags.Evaluate, run=command.run).replaced(keep_rows=True)
+    both = zip(runs, _of_same_targets(runs, asked, command), strict=True)
     found = comparison.compare(
         *(
-            _measured(run, each, command)
-            for run, each in zip(
-                runs, _of_same_targets(runs, asked, command), strict=True
-            )
+            _measured(run, _for_run(run, runs, each), _for_run(run, runs, command))
+            for run, each in both
         )
     )
     print(found)
     print(found.to_json())
+
+
+def _for_run[T: Options](run: Folder, runs: Sequence[Folder], options: T) -> T:
+    """The options without a table of users that only the other run reads."""
+    reads = {
+        id(each) for each in runs if getattr(each.known, "users", None) is not None
+    }
+    if id(run) in reads or not reads:
+        return options
+    given = options.given - {"user_features"}
+    return options.replaced(user_features=None).noting(given=given)
 
 
 def _of_same_targets(
@@ -354,6 +364,7 @@ def _data_to_split(command: flags.Split) -> tuple[Any, np.ndarray]:
     if command.histories and not clicks:
         command.check_kind("histories")
         schema = kind_called("histories").schema(command)
+        command = command.replaced(user_features=users_of(command))
         histories = read_histories(command.data, command, events=schema)
         if command.targets is not None:
             histories = histories.with_targets(command.targets)
@@ -413,6 +424,8 @@ def _clicks_to_split(command: flags.Split) -> ClickDataset:
 def _check_split(command: flags.Split) -> None:
     """Raises ValueError for flags that do not go together."""
     command.check_effect()
+    if command.user_features is not None and not command.histories:
+        raise ValueError("--user-features is for histories: give --histories, too")
     wanted = {
         "last": ("n", "repeats") if command.histories else ("n",),
         "time": ("at", "fraction", "repeats"),

@@ -35,6 +35,7 @@ from sparsejax.options.reading import (
     Column,
     Columns,
     Format,
+    OfUsers,
     Reading,
     TimeColumn,
 )
@@ -522,7 +523,9 @@ class Similar(Compilation, Command):
     k: int = 10
 
 
-class Plan(planning.Sized, Configured, Clicks, training.Stepping, Compilation, Command):
+class Plan(
+    planning.Sized, Configured, Clicks, training.Stepping, OfUsers, Compilation, Command
+):
     """Says how much of each GPU's memory training takes, and whether it fits.
 
     The exit status is 1 if it does not fit. No arrays of that size are made. Items need

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
-from sparsejax.cli.flags import Modelled
-from sparsejax.data import ItemFeatures, read, read_item_features
+from sparsejax.cli.flags import Modelled, Plan, Split, Train
+from sparsejax.data import (
+    EventSchema,
+    ItemFeatures,
+    UserFeatures,
+    read,
+    read_item_features,
+)
 from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.sets.assemble import Features
+from sparsejax.kinds.reading import schema_in, users_in
+from sparsejax.options.reading import Reading
 
 
 def content_of(command: Modelled) -> ItemFeatures | str | None:
@@ -28,6 +36,15 @@ def content_of(command: Modelled) -> ItemFeatures | str | None:
             f"--{next(iter(given))} says how --item-features is read; name the file"
         )
     return read_item_features(command.item_features, **given)
+
+
+def users_of(command: Train | Plan | Split) -> UserFeatures | str | None:
+    """The columns of users that a command names: their file, or what is read by its schema."""
+    if command.user_schema is None or command.user_features is None:
+        return command.user_features
+    schema = schema_in(command.user_schema, EventSchema)
+    reading = command if isinstance(command, Reading) else Reading()
+    return users_in(command.user_features, schema, reading)
 
 
 def read_features(path: str) -> Features:

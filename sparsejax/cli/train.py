@@ -13,7 +13,7 @@ import jax
 from sparsejax import codec, optimizers
 from sparsejax.callers import needing
 from sparsejax.cli import flags, printing
-from sparsejax.cli.reading import content_of
+from sparsejax.cli.reading import content_of, users_of
 from sparsejax.data import ItemFeatures, read_item_features
 from sparsejax.kinds.content import sizes_among
 from sparsejax.kinds.kind import DataSizes, Kind, kind_for, kind_of
@@ -63,6 +63,7 @@ def training_of(command: flags.Train) -> flags.Train:
         suited=suited,
         schema=schema,
         item_features=content_of(command),
+        user_features=users_of(command),
         keep_linear=command.compilation_cache,
     )
 
@@ -90,7 +91,7 @@ def plan(command: flags.Plan) -> bool:
     columns = kind.schema(command), command.examples
     tables = kind.tables(config, how["rule"], *columns)
     if tables is None:
-        how |= kind.columns_to_plan(*columns)
+        how |= kind.columns_to_plan(*columns, users_of(command))
         planned = _planned(kind, config, suited, command, how)
         text, fits = planned.table(), planned.fits
     else:

@@ -11,6 +11,7 @@ from sparsejax.data.events.sniff import guess_format as guess_format
 from sparsejax.data.files.opening import DataError as DataError
 from sparsejax.data.prepared.folder import Manifest as Manifest
 from sparsejax.data.prepared.preparation import prepare as prepare
+from sparsejax.data.reading.by_name import read_user_features as read_user_features
 from sparsejax.data.reading.item_features import (
     read_item_features as read_item_features,
 )
@@ -44,7 +45,6 @@ from sparsejax.data.sets.dense import DenseDataset as DenseDataset
 from sparsejax.data.sets.event_schema import EventSchema as EventSchema
 from sparsejax.data.sets.events import Events as Events
 from sparsejax.data.sets.events import UserFeatures as UserFeatures
-from sparsejax.data.sets.events import read_user_features as read_user_features
 from sparsejax.data.sets.item_features import ItemFeatures as ItemFeatures
 from sparsejax.data.sets.named_rows import (
     UnknownFeaturesWarning as UnknownFeaturesWarning,

@@ -181,7 +181,7 @@ class Interactions[
         unwanted = self.matrix(
             self.read(
                 asked.exclude,
-                reading,
+                reading.replaced(user_features=None),
                 features=item_names(run.known),
                 indicator=True,
             )

@@ -371,12 +371,15 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
         """
         return None
 
-    def columns_to_plan(self, schema: Any, examples: str | None) -> dict[str, Any]:
+    def columns_to_plan(
+        self, schema: Any, examples: str | None, users: Any
+    ) -> dict[str, Any]:
         """Arguments of `plan` for the columns of data that has no tables to place.
 
         Args:
           schema: the columns of the data.
           examples: a file whose categories are counted.
+          users: a table of users, or None.
         """
         return {}
 

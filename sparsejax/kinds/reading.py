@@ -17,6 +17,7 @@ from sparsejax.data import (
     SequenceDataset,
     SparseDataset,
     read,
+    read_user_features,
 )
 from sparsejax.data.events.sniff import is_parquet
 from sparsejax.data.files import stored
@@ -28,9 +29,9 @@ from sparsejax.data.reading.read_sequences import read_sequences
 from sparsejax.data.sets.assemble import Features
 from sparsejax.data.sets.click_schema import ClickSchema, vocabularies_of
 from sparsejax.data.sets.event_schema import EventSchema
-from sparsejax.data.sets.events import Events
+from sparsejax.data.sets.events import Events, UserFeatures
 from sparsejax.engine.train.checkpoint import fingerprint
-from sparsejax.options.reading import Reading
+from sparsejax.options.reading import Formatted, Reading
 from sparsejax.options.training import Training
 
 
@@ -66,7 +67,8 @@ def read_file(
         data = source if features is None else source.align_features(features)
         return data.without_values() if indicator else data
     if _has_histories(source):
-        silent = reading.replaced(value=None).noting(told=lambda _: None)
+        silent = reading.replaced(value=None, user_features=None)
+        silent = silent.noting(told=lambda _: None)
         histories = read_histories(source, silent)
         data = histories.to_sparse()
         reading.say(
@@ -110,15 +112,72 @@ def read_histories(
     *,
     features: Names | SequenceDataset | None = None,
     events: EventSchema | Events | None = None,
+    users: Events | None = None,
 ) -> SequenceDataset:
     """Histories from a file or a table, or a data set of them.
 
     Args:
       source: the file, the table or the data set.
-      reading: settings of reading: the format and the columns.
-      features: the items, as names; or data that has them, and perhaps columns of events.
+      reading: settings of reading: the format, the columns, and the table of users.
+      features: the items, as names; or data that has them, and perhaps columns of events and
+        of users.
       events: the columns of events, unless `features` has them.
+      users: the columns of users whose categories keep their ids, unless `features` has them.
     """
+    users = getattr(features, "users", users)
+    found = _read_histories(source, reading, features, events)
+    return _with_users(found, reading, users, of_run=features is not None)
+
+
+def _with_users(
+    data: SequenceDataset, reading: Reading, known: Events | None, *, of_run: bool
+) -> SequenceDataset:
+    """Histories with the columns of their users.
+
+    Args:
+      data: the histories, perhaps with columns of users of their own.
+      reading: settings of reading, with the table of users.
+      known: the columns of users that a model reads; None if it reads none.
+      of_run: whether the histories are for a model that exists.
+
+    Raises:
+      ValueError: there are columns of users, and the model reads others, or none.
+    """
+    if (given := reading.user_features) is None:
+        if data.users is None or not of_run:
+            return data
+        own = None if known is None else data.users.like(known, "the data")
+        return dataclasses.replace(data, users=own)
+    if known is None and of_run:
+        raise ValueError(
+            "user_features=...: the model reads no columns of users; leave it out"
+        )
+    return data.with_users(users_in(given, known, reading))
+
+
+def users_in(
+    given: Any, known: EventSchema | Events | None, reading: Reading
+) -> UserFeatures:
+    """The columns of users of a file or a table, with the ids of known categories."""
+    if isinstance(given, UserFeatures):
+        if not isinstance(known, Events):
+            return given
+        return dataclasses.replace(
+            given, columns=given.columns.like(known, "the table")
+        )
+    user = reading.user if isinstance(reading.user, str) else "user"
+    found = read_user_features(given, known, user=user)
+    columns = ", ".join(found.columns.schema.used)
+    reading.say(f"{name_of(given)}: {len(found.user_names):,} users, with {columns}")
+    return found
+
+
+def _read_histories(
+    source: Any,
+    reading: Reading,
+    features: Names | SequenceDataset | None,
+    events: EventSchema | Events | None,
+) -> SequenceDataset:
     if events is None:
         events = getattr(features, "events", None)
     if isinstance(source, SequenceDataset):
@@ -193,7 +252,7 @@ def check_columns_of_run(command: Any, columns: Collection[str]) -> None:
     if command.given & columns:
         raise ValueError(
             "--from takes the columns of its run: leave out --schema, --label, --kind, --dense, "
-            "--categories, --weight, --dynamic and --delimiter, or --from"
+            "--categories, --user-schema, --weight, --dynamic and --delimiter, or --from"
         )
 
 
@@ -209,7 +268,7 @@ def check_counted(schema: ClickSchema | EventSchema) -> None:
 def _options(source: Any, reading: Reading) -> dict[str, Any]:
     """The arguments of `read` that say how a source is read."""
     skips = skips_bad_lines(source, reading)
-    return reading.values_of(Reading) | {"skip_bad_lines": skips}
+    return reading.values_of(Formatted) | {"skip_bad_lines": skips}
 
 
 def skips_bad_lines(source: Any, reading: Reading) -> bool:

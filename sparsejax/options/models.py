@@ -110,7 +110,11 @@ class Clicks(Options):
         are first seen, and lose it when the table is full: columns of the kind "key" in
         --schema; without one, those of --categories. --config says more, such as
         {"dynamic": {"num_rows": 50000000, "evict": "lfu", "admit": {"count": 2}}}.
+      user_schema: JSON file of an EventSchema, which says what the columns of --user-features
+        are. Without one their types decide.
     """
+
+    only_with: ClassVar = {"user_schema": ("user_features",)}
 
     describes: ClassVar[KindName] = "clicks"
     heading = "clicks_and_events"
@@ -122,6 +126,7 @@ class Clicks(Options):
     categories: tuple[str, ...] = option((), COLUMN, kinds=_WITH_COLUMNS)
     weight: str | None = option(None, COLUMN, kinds=("clicks",))
     dynamic: int | None = option(None, kinds=("clicks",))
+    user_schema: pathlib.Path | None = option(None, FILE, kinds=("histories",))
 
 
 class Described(Network, Histories):

@@ -56,6 +56,7 @@ class Plan(Sized, kw_only=False):
       fused: Plan for training with `fused=True`.
       content: Sizes of the content of the items, a `sparsejax.nn.ContentSizes`.
       events: The columns of events of histories, `train.events`; their entries do not count.
+      users: The columns of their users, `train.users`; the rows do not count.
       data: Devices over which batches are divided.
       model: Devices over which the first kernel is divided. The last kernel is divided
         over all devices.
@@ -78,6 +79,7 @@ class Plan(Sized, kw_only=False):
     batch_size: int = option(512, least=1)
     content: ContentSizes | None = None
     events: Events | None = option(None, kinds=("histories",))
+    users: Events | None = option(None, kinds=("histories",))
     data: int = 1
     model: int = 1
     memory: int | None = None

@@ -209,6 +209,8 @@ class Serving(Options):
         the newer one is loaded requests are answered with status 503.
       similar: Serve a second model, called similar: items like given items.
       histories: A saved data set of the users' former items: a request may then name users.
+      user_features: A file with the columns of users that the model reads: a request may then name
+        users. It is read again for each version.
       exclude_file: Items that are not recommended, such as those sold out: a file with a name
         on each line. It is read again when it changes.
       changes: Folder of changes that train --follow writes: the tables of a click model become
@@ -221,6 +223,7 @@ class Serving(Options):
     swap: Literal["beside", "drain"] = "beside"
     similar: bool = False
     histories: str | None = option(None, FILE)
+    user_features: str | None = option(None, FILE)
     exclude_file: str | None = option(None, FILE)
     changes: str | None = option(None, FOLDER)
     page: bool = True

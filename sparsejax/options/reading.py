@@ -8,7 +8,7 @@ import os
 import pathlib
 from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
-from sparsejax.options.option import RANKING, SWITCH, Flag, Options, option
+from sparsejax.options.option import ANY_FILE, RANKING, SWITCH, Flag, Options, option
 
 if TYPE_CHECKING:
     from sparsejax.data.sets.assemble import Features
@@ -94,7 +94,7 @@ class Columns(Named):
     )
 
 
-class Reading(Columns):
+class Formatted(Columns):
     """The format of files, and what their columns hold.
 
     Attributes:
@@ -102,6 +102,24 @@ class Reading(Columns):
     """
 
     format: Format | None = option(None, FORMATS, kinds=RANKING)
+
+
+class OfUsers(Options):
+    """Columns of the users, beside what they did.
+
+    Attributes:
+      user_features: Columns of the users of histories: a CSV, Parquet or JSON Lines file with a
+        column of users, and columns of numbers or categories; or a table, or `UserFeatures`.
+        Users that it lacks have missing values. The run keeps the categories, not the table.
+    """
+
+    heading = "columns"
+
+    user_features: Any = option(None, ANY_FILE, kinds=("histories",))
+
+
+class Reading(Formatted, OfUsers):
+    """How files are read, and the columns of their users."""
 
 
 class Preparing(Named):
@@ -150,7 +168,7 @@ class Preparing(Named):
     seed: int = option(0, least=0, below=2**32)
 
 
-class Prepare(Preparing, Reading, kw_only=False):
+class Prepare(Preparing, Formatted, kw_only=False):
     """A call of `prepare`.
 
     Attributes:

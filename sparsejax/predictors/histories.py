@@ -30,7 +30,7 @@ from sparsejax.data.reading.sources import (
 )
 from sparsejax.data.sets.click_records import cells_of, record_columns
 from sparsejax.data.sets.click_schema import RARE, VocabularyColumn
-from sparsejax.data.sets.event_schema import CONTEXT
+from sparsejax.data.sets.event_schema import CONTEXT, USERS, EventSchema
 from sparsejax.data.sets.events import Events, no_events
 from sparsejax.data.sets.sequences import Histories, SequenceDataset
 from sparsejax.predictors.ranking import (
@@ -59,9 +59,11 @@ class Ordered(Items):
 
     Attributes:
       events: the columns of events that the model reads, without events; None if it reads none.
+      users: the columns of users that it reads, without users; None if it reads none.
     """
 
     events: Events | None = None
+    users: Events | None = None
 
     @classmethod
     def of(
@@ -71,10 +73,13 @@ class Ordered(Items):
         if not reads_histories(features):
             raise ValueError(f"{LABEL} has no input {HISTORIES!r}, which is a list")
         assert isinstance(features, Mapping)
-        events = _events_of(signature, features, vocabularies)
-        own = {n: t for n, t in vocabularies.items() if not n.startswith(EVENTS)}
+        shapes = _shapes_in(features)
+        events = _columns_in(signature.events, EVENTS, shapes, vocabularies)
+        users = _columns_in(signature.users, USERS, shapes, vocabularies)
+        columns = EVENTS, USERS
+        own = {n: t for n, t in vocabularies.items() if not n.startswith(columns)}
         made: Any = super().of(signature, own)
-        return functools.partial(made, events=events)
+        return functools.partial(made, events=events, users=users)
 
     @property
     def _length(self) -> int:
@@ -85,7 +90,7 @@ class Ordered(Items):
     @functools.cached_property
     def _shapes(self) -> EventShapes | None:
         """The columns of events that are read, and the shapes of an event's part of each."""
-        if self.events is None:
+        if self.events is None and self.users is None:
             return None
         assert isinstance(self.num_features, Mapping)
         return _shapes_in(self.num_features)
@@ -117,23 +122,28 @@ class Ordered(Items):
                 f"read_sequences makes it, not a {type(inputs).__name__}"
             )
         check_columns("inputs", inputs.num_features, self.num_items, "items")
-        if (inputs.events is None) != (self.events is None):
-            has, wanted = (
-                "none" if each is None else f"{each.schema.used}"
-                for each in (inputs.events, self.events)
-            )
-            raise ValueError(
-                f"inputs has the columns of events {has}, but the predictor reads {wanted}; "
-                "leave them out, inputs.without_events(), or read the data with "
-                "events=predictor.events"
-            )
-        if self.events is not None and inputs.events is not None:
-            self.events.check_like(inputs.events, "inputs")
-            if self.events.schema.context and inputs.context is None:
-                raise ValueError(
-                    "the predictor reads what is known of the event to come: "
-                    f"{[*self.events.schema.context]}; give inputs.with_context(...)"
+        for what, given, own, without in (
+            ("events", inputs.events, self.events, "without_events()"),
+            ("users", inputs.users, self.users, "with_users(None)"),
+        ):
+            if given is not None and own is not None:
+                own.check_like(given, "inputs")
+            elif given is not None or own is not None:
+                has, wanted = (
+                    "none" if each is None else f"{each.schema.used}"
+                    for each in (given, own)
                 )
+                raise ValueError(
+                    f"inputs has the columns of {what} {has}, but the predictor reads "
+                    f"{wanted}; leave them out, inputs.{without}, or read the data with those "
+                    f"of predictor.{what}"
+                )
+        context = () if self.events is None else self.events.schema.context
+        if context and inputs.context is None:
+            raise ValueError(
+                "the predictor reads what is known of the event to come: "
+                f"{[*context]}; give inputs.with_context(...)"
+            )
         if self.items is not None:
             names = inputs.feature_names, self.items
             both = zip(("inputs", "the predictor"), names, strict=True)
@@ -143,62 +153,74 @@ class Ordered(Items):
 
     def recommend_names(self, histories: Any, **options: Any) -> Any:
         """The names of the best items for histories of names, or of events."""
+        columns = _of_records(CONTEXT, options.pop("context", None))
+        columns |= _of_records(USERS, options.pop("users", None))
         events = isinstance(histories, list | tuple) and _has_events(histories)
-        if not events and self.events is None:
-            return super().recommend_names(histories, **options)
-        if self.events is None:
-            raise ValueError(
-                "the predictor reads no columns of events: give the names of the items alone"
-            )
-        one = all(isinstance(part, Mapping) for part in histories)
-        lists = [histories] if one else histories
-        names, times, columns = _parts_of(lists, self.events.schema.used)
-        if self.reads_times:
-            if options.get("times") is not None:
-                raise ValueError("events have their times; leave out times=...")
-            options["times"] = times[0] if one else times
-        columns |= _of_context(options.pop("context", None))
-        found = names[0] if one else names
-        return super().recommend_names(found, columns=columns, **options)
+        if events or self.events is not None:
+            one = all(isinstance(part, Mapping) for part in histories)
+            lists = [histories] if one else histories
+            used = () if self.events is None else self.events.schema.used
+            names, times, of_events = _parts_of(lists, used)
+            if self.reads_times:
+                if options.get("times") is not None:
+                    raise ValueError("events have their times; leave out times=...")
+                options["times"] = times[0] if one else times
+            columns, histories = of_events | columns, names[0] if one else names
+        if columns:
+            options["columns"] = columns
+        return super().recommend_names(histories, **options)
 
     def _columns_of(
         self, lists: NameLists, columns: Mapping[str, Any] | None
     ) -> Beside | None:
-        if self.events is None:
+        if self.events is None and self.users is None:
             return super()._columns_of(lists, columns)
-        schema, given = self.events.schema, columns or {}
-        wanted = [*schema.used, *(f"{CONTEXT}{name}" for name in schema.context)]
-        count, rows = len(lists.names), len(lists.indptr) - 1
+        given, rows = columns or {}, len(lists.indptr) - 1
+        wanted = columns_read(self.events, self.users)
         if unknown := [name for name in given if name not in wanted]:
             raise ValueError(
                 f"the predictor reads no column {unknown[0]!r}; it reads {wanted}"
             )
-        lacks = [name for name in schema.used if name not in given]
-        if lacks and count:
+        found: dict[str, np.ndarray] = {}
+        new = np.zeros(rows, np.int64)
+        if self.events is not None:
+            found, new = self._columns_of_events(self.events, lists, given)
+            if names := self.events.schema.context:
+                own = {name: given.get(f"{CONTEXT}{name}") for name in names}
+                context = self.events.context_of(own, rows)
+                new = new + _unknown_in(self.events, context)
+                found |= {
+                    f"{CONTEXT}{name}": column for name, column in context.items()
+                }
+        if self.users is not None:
+            names = [n for n in self.users.schema.used if f"{USERS}{n}" in given]
+            own = {name: given[f"{USERS}{name}"] for name in names}
+            of_users = self.users.users_of(own, rows, given.get(USERS))
+            new = new + _unknown_in(self.users, of_users)
+            found |= {f"{USERS}{name}": column for name, column in of_users.items()}
+        return Beside(found, new)
+
+    def _columns_of_events(
+        self, events: Events, lists: NameLists, given: Mapping[str, Any]
+    ) -> tuple[dict[str, np.ndarray], np.ndarray]:
+        """The columns of known items' events, and how many categories of a row are unknown."""
+        used, rows = events.schema.used, len(lists.indptr) - 1
+        if not len(lists.names):
+            return dict(events.columns), np.zeros(rows, np.int64)
+        if lacks := [name for name in used if name not in given]:
             raise ValueError(
                 f"the events lack the columns {lacks}, which the predictor reads: give each "
                 'event as an object, such as {"item": "tea", '
                 + f'"{lacks[0]}": ...'
                 + "}"
             )
-        found = dict(self.events.columns)
-        if count:
-            cells = {name: given[name] for name in schema.used}
-            found = self.events.read(cells_of(cells, schema.used), schema.used)
-        new = np.zeros(rows, np.int64)
-        if count:
-            where = np.repeat(np.arange(rows), np.diff(lists.indptr))
-            new = np.bincount(where, _unknown_in(self.events, found), rows).astype(int)
-            numbers = lists.numbers
-            if numbers is None:
-                numbers = self._columns.find(lists.names)
-            found = {name: column[numbers >= 0] for name, column in found.items()}
-        if schema.context:
-            own = {name: given.get(f"{CONTEXT}{name}") for name in schema.context}
-            context = self.events.context_of(own, rows)
-            new = new + _unknown_in(self.events, context).astype(int)
-            found |= {f"{CONTEXT}{name}": column for name, column in context.items()}
-        return Beside(found, new)
+        found = events.read(cells_of({name: given[name] for name in used}, used), used)
+        where = np.repeat(np.arange(rows), np.diff(lists.indptr))
+        new = np.bincount(where, _unknown_in(events, found), rows).astype(np.int64)
+        numbers = lists.numbers
+        if numbers is None:
+            numbers = self._columns.find(lists.names)
+        return {name: column[numbers >= 0] for name, column in found.items()}, new
 
     def _shown(
         self,
@@ -226,7 +248,7 @@ class Ordered(Items):
         order = np.argsort(unread, axis=1, kind="stable")
         nothing = {HISTORIES: -1, TIMES: 0}
         for name, shape in (self._shapes or {}).items():
-            if not name.startswith(CONTEXT):
+            if not name.startswith((CONTEXT, USERS)):
                 nothing[input_name(name)] = -1 if shape else 0
         for name in nothing.keys() & places.keys():
             given = found[places[name]]
@@ -262,36 +284,49 @@ def _shapes_in(
         shape = like.shape if isinstance(like, jax.ShapeDtypeStruct) else ()
         if name.startswith(EVENTS):
             found[name.removeprefix(EVENTS)] = shape[1:]
-        elif name.startswith(CONTEXT):
+        elif name.startswith((CONTEXT, USERS)):
             found[name] = shape
     return found
 
 
-def _events_of(
-    signature: Signature,
-    features: Mapping[str, Any],
+def _columns_in(
+    schema: EventSchema | None,
+    begin: str,
+    shapes: Mapping[str, tuple[int, ...]],
     vocabularies: Mapping[str, NameTable],
 ) -> Events | None:
-    """The columns of events of a file, without events; None if it has none.
+    """The columns of events or of users of a file, without rows; None if it has none.
 
     Raises:
       ValueError: schema, inputs and categories do not fit each other.
     """
-    schema, shapes = signature.events, _shapes_in(features)
+    own = {n: s for n, s in shapes.items() if n.startswith(USERS) == (begin == USERS)}
     named = {
-        name.removeprefix(EVENTS): table.names
+        name.removeprefix(begin): table.names
         for name, table in vocabularies.items()
-        if name.startswith(EVENTS)
+        if name.startswith(begin)
     }
-    if schema is None and not shapes and not named:
+    if schema is None and not own and not named:
         return None
+    mark = USERS if begin == USERS else ""
     wanted: list[str] = []
     if schema is not None:
-        wanted = [*schema.used, *(f"{CONTEXT}{name}" for name in schema.context)]
-    if schema is None or sorted(wanted) != sorted(shapes):
-        raise ValueError(f"{LABEL} has other columns of events than its schema")
-    lists = {name: s[0] for name, s in shapes.items() if s and name in schema.ids}
-    return no_events(schema, named, lists)
+        wanted = [f"{mark}{name}" for name in schema.used]
+        wanted += [f"{CONTEXT}{name}" for name in schema.context]
+    if schema is None or sorted(wanted) != sorted(own):
+        raise ValueError(f"{LABEL} has other columns than its schemas")
+    lists = {name.removeprefix(mark): s[0] for name, s in own.items() if s}
+    return no_events(schema, named, {n: s for n, s in lists.items() if n in schema.ids})
+
+
+def columns_read(events: Events | None, users: Events | None) -> list[str]:
+    """The names of the columns of a request, as `rows_of_names` takes them."""
+    found: list[str] = []
+    if events is not None:
+        found = [*events.schema.used, *(f"{CONTEXT}{n}" for n in events.schema.context)]
+    if users is not None:
+        found += [USERS, *(f"{USERS}{name}" for name in users.schema.used)]
+    return found
 
 
 def _has_events(histories: Sequence[Any]) -> bool:
@@ -329,13 +364,13 @@ def _parts_of(
     return names, times, {name: columns.get(name, missing) for name in used}
 
 
-def _of_context(context: Any) -> dict[str, Any]:
-    """The columns `context/NAME` of a dict, or of a list with a dict for each history."""
-    if context is None:
+def _of_records(begin: str, records: Any) -> dict[str, Any]:
+    """The columns of a dict, or of a list with a dict for each history, by `begin` and name."""
+    if records is None:
         return {}
-    if isinstance(context, list | tuple):
-        context = record_columns(context)
-    return {f"{CONTEXT}{name}": each for name, each in context.items()}
+    if isinstance(records, list | tuple):
+        records = record_columns(records)
+    return {f"{begin}{name}": each for name, each in records.items()}
 
 
 def _unknown_in(events: Events, columns: Mapping[str, np.ndarray]) -> np.ndarray:

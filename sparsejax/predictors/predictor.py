@@ -29,7 +29,7 @@ from sparsejax.wide_ids import WideIds
 
 # Attributes that predictors of some kinds have.
 _FACTS = {
-    *("k", "num_features", "num_items", "items", "events"),
+    *("k", "num_features", "num_items", "items", "events", "users"),
     *("num_dense", "schema", "vocabularies", "requests"),
 }
 
@@ -83,6 +83,8 @@ class Predictor:
       events: the columns of events and their categories, to read other data with:
         `read_sequences(path, features=predictor.items, events=predictor.events)` (histories; None
         if the model reads none).
+      users: the columns of users and their categories, as `read_user_features` takes them; None if
+        the model reads none (histories).
       num_dense: number of dense columns (clicks).
       schema: types of the columns of records; None if the file has none (clicks).
       vocabularies: for each `VocabularyColumn` its categories (clicks).
@@ -166,6 +168,7 @@ class Predictor:
         *,
         times: Sequence[float] | None = None,
         context: Any = None,
+        users: Any = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -180,6 +183,7 @@ class Predictor:
         *,
         times: Sequence[Sequence[float]] | None = None,
         context: Any = None,
+        users: Any = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -193,6 +197,7 @@ class Predictor:
         *,
         times: Sequence[float] | Sequence[Sequence[float]] | None = None,
         context: Any = None,
+        users: Any = None,
         k: int | None = None,
         exclude_seen: bool = True,
         unknown: Literal["skip", "error"] = "skip",
@@ -228,6 +233,8 @@ class Predictor:
             history, and only their differences count. Events have theirs themselves.
           context: columns that are known of the event to come, if the model reads any: a dict of
             values, one for all histories or a list of one for each; or a list of dicts.
+          users: columns of the users, if the model reads any, in the same forms. Columns that are
+            left out are missing.
           k: number of items for each history; by default as many as the predictor was
             exported with.
           exclude_seen: whether items of the history are not recommended.
@@ -250,12 +257,17 @@ class Predictor:
         options = {"k": k, "exclude_seen": exclude_seen, "times": times}
         options |= {"exclude_items": exclude_items, "only_items": only_items}
         method = self._method("recommend_names")
-        if context is not None:
-            if getattr(self.model, "events", None) is None:
+        for name, what, given in (
+            ("context", "events", context),
+            ("users", "users", users),
+        ):
+            if given is None:
+                continue
+            if getattr(self.model, what, None) is None:
                 raise ValueError(
-                    "the predictor reads no columns of events: leave out context"
+                    f"the predictor reads no columns of {what}: leave out {name}"
                 )
-            options["context"] = context
+            options[name] = given
         return method(histories, unknown=unknown, **options)
 
     def recommend_records(

@@ -318,6 +318,8 @@ class Items:
             are then inputs of `Programs.only`.
           columns: for a predictor that reads columns of events, the cells of each column for
             all names, one after the other; and of each column `context/NAME` for the histories.
+            Likewise columns `users/NAME`; "users/" are `Events` of known users, in which these
+            columns replace others.
 
         Raises:
           TypeError: a name is not a string, or a history is a string.

@@ -312,6 +312,7 @@ class Signature:
       schema: for clicks and stages, types of the columns of records; None if the file has
         none.
       events: for histories, types of the columns of events; None if the model reads none.
+      users: for histories, types of the columns of users; None if the model reads none.
       stages: for stages, how columns become inputs; else None.
       layer: the output layer; None if it is part of the programs.
       added: items behind those that the programs know: only the output layer has them. Its
@@ -330,6 +331,7 @@ class Signature:
     stacks: tuple[ClickStack, ...] = ()
     schema: ClickSchema | None = None
     events: EventSchema | None = None
+    users: EventSchema | None = None
     stages: Stages | None = None
     layer: OutputLayer | None = None
     added: int = 0
@@ -399,9 +401,9 @@ class Signature:
 
     def to_json(self) -> dict[str, Any]:
         """The signature as a JSON object, for `from_json`."""
-        bare = dataclasses.replace(self, schema=None, events=None)
+        bare = dataclasses.replace(self, schema=None, events=None, users=None)
         document = dataclasses.asdict(bare)
-        for name in ("schema", "events"):
+        for name in ("schema", "events", "users"):
             if (schema := getattr(self, name)) is not None:
                 document[name] = schema.to_json()
         return {"version": VERSION} | document
@@ -416,8 +418,9 @@ class Signature:
         stated = codec.without_version(document, VERSION, LABEL)
         if stated.get("schema") is not None:
             stated["schema"] = ClickSchema.from_json(stated["schema"])
-        if stated.get("events") is not None:
-            stated["events"] = EventSchema.from_json(stated["events"])
+        for name in ("events", "users"):
+            if stated.get(name) is not None:
+                stated[name] = EventSchema.from_json(stated[name])
         return codec.read(cls, stated, LABEL)
 
 

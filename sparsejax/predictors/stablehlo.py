@@ -123,7 +123,13 @@ def load(signature: Signature, rows: int, code: bytes) -> export.Exported:
 
     # One reference serves all programs with these arguments. The rest may have no hash.
     bare = dataclasses.replace(
-        signature, stacks=(), schema=None, events=None, stages=None, new_items=None
+        signature,
+        stacks=(),
+        schema=None,
+        events=None,
+        users=None,
+        stages=None,
+        new_items=None,
     )
     like = _like(bare, rows, jax.config.jax_enable_x64)
     expected = _checked_type(like.mlir_module_serialized)

@@ -23,7 +23,7 @@ from sparsejax.data.sets.event_schema import EventSchema
 from sparsejax.engine.rank.recommendations import Recommendations
 from sparsejax.kinds.kind import Kind, kind_called, kind_of
 from sparsejax.kinds.models import DEFAULT_MODEL, MODELS
-from sparsejax.kinds.reading import is_file
+from sparsejax.kinds.reading import is_file, users_in
 from sparsejax.kinds.source import Source, item_names
 from sparsejax.mesh import processes
 from sparsejax.optimizers.optimizer import Optimizer
@@ -97,6 +97,8 @@ class Run:
         kind = kind_of(training.config)
         training.check_kind(kind.name)
         _check_columns(training)
+        before = None if training.origin is None else Folder.of(training.origin).known
+        training = _with_table(training, before)
         config = kind.with_negatives(
             training.config, training.negatives, training.origin is not None
         )
@@ -132,7 +134,8 @@ class Run:
         """
         folder = Folder.of(pathlib.Path(asked.directory))
         asked.check_kind(folder.settings.kind.name)
-        return cls(folder, asked.as_type(Reading))
+        reading = _with_table(asked.as_type(Reading), folder.known)
+        return cls(folder, reading)
 
     def save(self, directory: _Path) -> None:
         """Writes the run to a folder, whole or not at all.
@@ -336,10 +339,19 @@ def _check_columns(training: Training) -> None:
     of_files = {"format", "delimiter", "skip_bad_lines"}
     names = Reading.option_names()
     for name in sorted(
-        training.given & (of_files if is_table else names - {"indicator"})
+        training.given
+        & (of_files if is_table else names - {"indicator", "user_features"})
     ):
         what = "a table" if is_table else "a data set, which has been read"
         raise ValueError(f"{name} is of no use for {what}: leave it out")
+
+
+def _with_table[T: Reading](options: T, known: Any) -> T:
+    """The options with the table of users, which is read once, with the ids of known categories."""
+    if (given := options.user_features) is None:
+        return options
+    users = users_in(given, getattr(known, "users", None), options)
+    return options.replaced(user_features=users)
 
 
 def _check_temporary(training: Training) -> None:

@@ -5,13 +5,14 @@ const KINDS = { BYTES: "text", BOOL: "true or false" };
 const HIDDEN = name => name === "lengths" || name.endsWith("_lengths");
 const hints = {
   items: "what the user has had, or what is in the basket; of histories the oldest first",
-  users: "the name of a user, whose items the service knows",
+  users: "the name of a user, whom the service knows",
   exclude: "what is not recommended, too",
   candidates: "the only names that are ranked",
 };
 const hint = (name, datatype) => hints[name]
   || (name.startsWith("events/") ? "of each of the items, in their order; " : "")
   + (name.startsWith("context/") ? "known of the event to come; " : "")
+  + (name.startsWith("users/") ? "of the user; " : "")
   + (KINDS[datatype] || "numbers");
 const TITLES = new Map(Object.entries(JSON.parse(at("titles").textContent)));
 let inputs = [];

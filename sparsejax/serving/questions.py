@@ -11,6 +11,7 @@ Inputs and outputs by names, for each kind of predictor::
                         reads: FP32, or BYTES for categories, as items are; or BYTES [n, m]
                         for lists of categories of the n items, filled up with ""
                         context/NAME [rows], columns that are known of the event to come
+                        users/NAME [rows], columns of the users; a missing one is looked up by
                         users BYTES [rows], before whose items comes what they had
     stages              as items or histories without candidates, and a tensor for each column,
                         [rows], or [1] if all rows have the same
@@ -28,12 +29,13 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from sparsejax.data.files.name_index import EncodedNames
+from sparsejax.data.files.name_index import EncodedNames, NameTable, Places
 from sparsejax.data.files.names import find_names
 from sparsejax.data.files.opening import DataError
+from sparsejax.data.reading.by_name import read_user_features
 from sparsejax.data.reading.histories import EVENTS
 from sparsejax.data.sets.click_schema import ClickSchema
-from sparsejax.data.sets.event_schema import CONTEXT, EventSchema
+from sparsejax.data.sets.event_schema import CONTEXT, USERS
 from sparsejax.data.sets.events import Events
 from sparsejax.predictors.predictor import Predictor
 from sparsejax.predictors.ranking import NameLists
@@ -108,7 +110,10 @@ class Form(Protocol):
 
 
 def form_of(
-    predictor: Predictor, histories: Histories | None = None, room: int | None = None
+    predictor: Predictor,
+    histories: Histories | None = None,
+    room: int | None = None,
+    user_features: str | None = None,
 ) -> Form:
     """How a predictor is asked.
 
@@ -117,12 +122,18 @@ def form_of(
       histories: earlier items of users, or None.
       room: most entries of a row, to which the earlier items of a user are cut; None
         cuts nothing.
+      user_features: a file with the columns of users, or None.
 
     Raises:
-      ValueError: it cannot be asked by names, or has no use for these histories.
+      DataError: the columns of users cannot be read.
+      ValueError: it cannot be asked by names, or has no use for these histories or columns.
     """
+    if user_features is not None and getattr(predictor.model, "users", None) is None:
+        raise ValueError(
+            f"{user_features}: the model reads no columns of users; leave them out"
+        )
     if predictor.signature.ranks_items:
-        return Lists(predictor, histories, room)
+        return Lists(predictor, histories, room, user_features)
     if histories is not None:
         raise ValueError(
             f"{histories.path}: a model of clicks reads no histories; leave them out"
@@ -212,6 +223,7 @@ class Lists(_Ranked):
         predictor: Predictor,
         histories: Histories | None = None,
         room: int | None = None,
+        user_features: str | None = None,
     ):
         """Looks whether the predictor can be asked by names; see `form_of`.
 
@@ -230,6 +242,13 @@ class Lists(_Ranked):
             self._check_histories(histories)
             known = find_names(histories.features, predictor.items)
             self._known = known >= 0  # of the histories' items, by the model
+        self._users: Events | None = getattr(self._model, "users", None)
+        self._people: tuple[Events, Places] | None = None
+        if user_features is not None:
+            found = read_user_features(user_features, self._users)
+            table = NameTable.of(found.user_names)
+            self._people = found.columns, Places(table.index)
+        if histories is not None or self._people is not None:
             kinds["users"] = "BYTES"
             self.outputs.append(Tensor(_STRANGERS, "INT32", (-1,), None))
         if self._beside:
@@ -246,10 +265,10 @@ class Lists(_Ranked):
             numbers = set() if requests.schema is None else {*requests.schema.dense}
             kinds |= {n: "FP32" if n in numbers else "BYTES" for n in self._columns}
         self._events: Events | None = getattr(self._model, "events", None)
-        if self._events is not None:
-            kinds |= _event_inputs(self._events.schema)
+        self._beside_items = _column_inputs(self._events, self._users)
+        kinds |= self._beside_items
         self.inputs = [Tensor(name, kind, (-1,), None) for name, kind in kinds.items()]
-        self.takes_missing = bool(self._columns) or self._events is not None
+        self.takes_missing = bool(self._columns or self._beside_items)
 
     def question(self, asked: Asked, limits: Limits) -> Question:
         """The rows of a request."""
@@ -257,7 +276,7 @@ class Lists(_Ranked):
         _check_known(tensors, [each.name for each in self.inputs], "input")
         _check_known(asked.parameters, ["k", "exclude_seen", "timeout"], "parameter")
         if self.takes_missing:
-            own = (n for n in tensors if not n.startswith((EVENTS, CONTEXT)))
+            own = (n for n in tensors if n not in self._beside_items)
             _check_whole({n: tensors[n] for n in own if n not in self._columns})
         items, indptr, users = _items_and_users(tensors, limits)
         (histories, kept), rows = self._lists_of(items, indptr), len(indptr) - 1
@@ -266,8 +285,11 @@ class Lists(_Ranked):
             numbers = _of_items(tensors[self._beside], items)[kept]
             ends = itertools.pairwise(histories.indptr.tolist())
             options[self._beside] = [numbers[a:b] for a, b in ends]
-        if self._events is not None:
-            columns = _columns_of(self._events.schema, tensors, items, kept, rows)
+        if self._beside_items:
+            columns = _columns_of(self._beside_items, tensors, items, kept, rows)
+            if self._people is not None and users is not None:
+                known, places = self._people
+                columns[USERS] = known.rows(places.find([*users.data]))
             options["columns"] = columns
         elif self._columns:
             options["columns"] = self._further_columns(tensors, rows, limits)
@@ -277,7 +299,7 @@ class Lists(_Ranked):
             elif f"{name}_lengths" in tensors:
                 raise RefusedError(422, f"{name}_lengths needs the input {name!r}")
         only = options.pop("candidates", None)
-        if users is not None:
+        if users is not None and self._histories is not None:
             beside = options.pop(self._beside, None)
             further = options.get("exclude")
             histories, beside = self._joined(users.data, histories, beside, further)
@@ -292,12 +314,16 @@ class Lists(_Ranked):
         return Question(given, rows, unknown, k, padded, only is not None, strangers)
 
     def _strangers(self, users: Tensor | None, rows: int) -> np.ndarray | None:
-        """For each row 1 if the histories do not know its user; None without histories."""
-        if self._histories is None:
+        """For each row 1 if nothing knows its user; None without histories and users."""
+        if self._histories is None and self._people is None:
             return None
         found = np.zeros(rows, np.int32)
         if users is not None:
-            found[:] = [user not in self._histories for user in users.data]
+            names, found = [*users.data], found + 1
+            if self._people is not None:
+                found[self._people[1].find(names) >= 0] = 0
+            if self._histories is not None:
+                found[[name in self._histories for name in names]] = 0
         return found
 
     def _further_columns(
@@ -441,12 +467,16 @@ class Similar(_Ranked):
         return super().tensors(question, [ids, scores])
 
 
-def _event_inputs(schema: EventSchema) -> dict[str, str]:
-    """The inputs for columns of events, and their datatypes."""
-    names = [f"{EVENTS}{name}" for name in schema.used]
-    names += [f"{CONTEXT}{name}" for name in schema.context]
-    numbers = {f"{begin}{name}" for name in schema.dense for begin in (EVENTS, CONTEXT)}
-    return {name: "FP32" if name in numbers else "BYTES" for name in names}
+def _column_inputs(events: Events | None, users: Events | None) -> dict[str, str]:
+    """The inputs for columns of events and of users, and their datatypes."""
+    found = {}
+    for begin, columns in ((EVENTS, events), (CONTEXT, events), (USERS, users)):
+        if columns is not None:
+            schema = columns.schema
+            names = schema.context if begin == CONTEXT else schema.used
+            kinds = ("FP32" if name in schema.dense else "BYTES" for name in names)
+            found |= {f"{begin}{n}": kind for n, kind in zip(names, kinds, strict=True)}
+    return found
 
 
 def _check_whole(tensors: Mapping[str, Tensor]) -> None:
@@ -502,15 +532,15 @@ def _of_items(beside: Tensor, items: Tensor) -> np.ndarray:
 
 
 def _columns_of(
-    schema: EventSchema,
+    inputs: Mapping[str, str],
     tensors: Mapping[str, Tensor],
     items: Tensor,
     kept: Any,
     rows: int,
 ) -> dict[str, Any]:
-    """The cells of columns of events, of the items that do not fill up rows."""
+    """The cells of columns of users, and of events whose items do not fill up rows."""
     found: dict[str, Any] = {}
-    for name, datatype in _event_inputs(schema).items():
+    for name, datatype in inputs.items():
         if (tensor := tensors.get(name)) is None:
             continue
         is_number = datatype == "FP32"

@@ -222,7 +222,8 @@ class Service:
             self.changing.check(predictor)
         shapes = shapes_of(predictor, self.settings.shapes)
         room = max(shape.entries for shape in shapes)
-        form, failures = form_of(predictor, self._histories, room), Failures()
+        people, failures = self.settings.user_features, Failures()
+        form = form_of(predictor, self._histories, room, people)
         layer, own = predictor.signature.layer, predictor.model.programs
         if self.settings.similar and layer is None:
             raise ValueError(

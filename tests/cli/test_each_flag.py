@@ -90,6 +90,7 @@ READING = {
     "--separator": ("items", "lists.csv --separator |", "--separator x"),
     "--skip-bad-lines": ("items", "bad.csv", "--skip-bad-lines"),
     "--format": ("items", "events.csv", "--format parquet"),
+    "--user-features": ("histories", "events.csv", "--user-features nosuch"),
 }
 ABOUT_CLICKS = {
     "--label": ("--dense age --categories user", "--label nosuch"),
@@ -100,6 +101,7 @@ ABOUT_CLICKS = {
     "--schema": ("", "--schema nosuch"),
 }
 OF_EVENTS = {"--kind": "nosuch", "--targets": "nosuch", "--weights": "a=b"}
+OF_EVENTS |= {"--user-schema": "nosuch"}
 CLICKS = {
     "train": f"train clicks.csv --run out {OF_CLICKS}",
     "tune": "tune clicks.csv --run out --model wide_deep --trials 1 --validation 7",
@@ -168,6 +170,7 @@ OWN = {
         "--time-format": "%Y",
         "--skip-bad-lines": "",
         "--format": "parquet",
+        "--user-features": "nosuch",
     },
     f"tune events.csv {TUNE} --time-column timestamp": {"--no-time": ""},
     "tune nosuch --run out --trials 1 --model sasrec": HISTORIES,
@@ -176,6 +179,7 @@ OWN = {
     "split events.csv --by last --out out --histories": {
         "--kind": "nosuch",
         "--targets": "nosuch",
+        "--user-schema": "nosuch",
     },
     "evaluate items events.csv held.csv": {
         **DEVICES,
@@ -302,7 +306,13 @@ OWN = {
         "--fused": "",
         "--compile": "",
     },
-    f"{PLAN} --model sasrec": {**HISTORIES, "--negatives": "0", "--kind": "nosuch"},
+    f"{PLAN} --model sasrec": {
+        **HISTORIES,
+        "--negatives": "0",
+        "--kind": "nosuch",
+        "--user-features": "nosuch",
+        "--user-schema": "nosuch",
+    },
     f"{PLAN} --model hstu --width 8 --blocks 1": {"--times": ""},
     "plan --memory 1GB --model wide_deep --label click --categories user": {
         "--examples": "nosuch"
@@ -320,6 +330,7 @@ OWN = {
         "--keep": "1",
         "--swap": "drain",
         "--histories": "nosuch",
+        "--user-features": "nosuch",
         "--similar": "",
         "--exclude-file": "nosuch",
         "--changes": "nosuch",
@@ -361,6 +372,8 @@ def _cases() -> dict[tuple[str, str], tuple[str, str]]:
             if (command, flag) not in {
                 ("convert", "--format"),
                 ("prepare", "--no-time"),
+                ("convert", "--user-features"),
+                ("prepare", "--user-features"),
             }:
                 file, *given = data.split(maxsplit=1)
                 before = words.replace("RUN", run).replace("DATA", file)

@@ -1,6 +1,7 @@
 """Predictors and services of histories whose events have columns."""
 
 import contextlib
+import json
 from typing import Any
 
 import numpy as np
@@ -215,3 +216,114 @@ def test_a_predictor_and_its_service_rank_by_a_label(tmp_path):
     for name in ("scores", "values"):
         wanted = getattr(expected, name)[row, :2]
         np.testing.assert_allclose(answer[name]["data"], wanted, rtol=1e-4, atol=1e-5)
+
+
+PEOPLE = [
+    {"user": f"u{u}", "plan": "ab"[u % 2], "likes": ["x", "y"][: u % 3], "age": u}
+    for u in range(9)
+]
+
+
+@pytest.fixture(scope="module")
+def of_users(tmp_path_factory):
+    """A model that reads users and no columns of events, its data, and its predictor's file."""
+    ids = {"plan": VocabularyColumn(), "likes": VocabularyColumn()}
+    age = DenseColumn(log1p=True, missing=0.0)
+    users = sj.data.read_user_features(
+        PEOPLE, sj.EventSchema(dense={"age": age}, ids=ids)
+    )
+    data = sj.read_sequences(events(), users=users)
+    config = sj.GRUConfig(max_length=4, width=8, blocks=1)
+    made = sj.build(config, data, sj.optimizers.sgd(0.1))
+    model: Any = made[0]
+    for table in [*model.users.tables, model.users.numbers]:
+        table[...] *= 30
+    model.eval()
+    path = tmp_path_factory.mktemp("users") / "people.predictor"
+    sj.export_predictor(model, path, k=5, names=data, batch_size=1)
+    return model, data, path
+
+
+def test_a_request_has_the_columns_of_its_users(of_users):
+    model, data, path = of_users
+    predictor = sj.load_predictor(path)
+    expected = sj.recommend(model, data, 5, exclude=None, batch_size=1)
+    found = predictor.recommend(data)
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=1e-5)
+    names, lists = predictor.names(found), requested(events())
+    how: dict[str, Any] = {"exclude_seen": False}
+    # Events may be objects also where no columns are read, and other keys are not read.
+    for histories in (lists, [[e["item"] for e in each] for each in lists]):
+        again = predictor.recommend_names(histories, users=records(PEOPLE), **how)
+        assert again == names
+    other = [dict(each) for each in records(PEOPLE)]
+    other[3]["plan"] = "a"
+    changed = predictor.recommend_names(lists, users=other, **how)
+    assert [r for r in range(9) if changed[r] != names[r]] == [3]
+    # Of a user of whom nothing is known, all columns are missing.
+    nothing = predictor.recommend_names(lists, **how)
+    assert nothing == predictor.recommend_names(lists, users={"plan": None}, **how)
+    assert nothing != names
+    assert predictor.users is not None
+    read = sj.data.read_user_features(PEOPLE, predictor.users)
+    later = sj.read_sequences(events(), features=predictor.items, users=read)
+    assert predictor.names(predictor.recommend(later)) == names
+    with pytest.raises(ValueError, match="columns of users none, but the predictor"):
+        predictor.recommend(data.with_users(None))
+    with pytest.raises(ValueError, match="reads no column 'users/age2'"):
+        predictor.recommend_names(lists, users={"age2": 3})
+
+
+def records(people: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{n: v for n, v in each.items() if n != "user"} for each in people]
+
+
+def test_a_service_takes_columns_of_users_or_looks_them_up(of_users, tmp_path):
+    predictor, lists = sj.load_predictor(of_users[2]), requested(events())[3:6]
+    table = tmp_path / "people.jsonl"
+    table.write_text("".join(json.dumps(each) + "\n" for each in PEOPLE))
+    service = Service(
+        "shop", Settings(shapes=(Shape(1, 64),), user_features=str(table))
+    )
+    service.prepare()
+    service.load(of_users[2])
+    likes = [[*PEOPLE[u]["likes"], "", ""][:2] for u in (3, 4, 5)]
+    items = [
+        tensor("items", "BYTES", [each["item"] for one in lists for each in one]),
+        tensor("lengths", "INT32", [len(each) for each in lists]),
+    ]
+    columns = [
+        tensor("users/age", "FP32", [3.0, 4.0, 5.0]),
+        tensor("users/plan", "BYTES", ["b", "a", "b"]),
+        tensor("users/likes", "BYTES", likes, [3, 2]),
+    ]
+    named = tensor("users", "BYTES", ["u3", "u4", "nosuch"])
+    expected = predictor.recommend_names(
+        lists, users=records(PEOPLE[3:6]), exclude_seen=False
+    )
+    nothing = predictor.recommend_names(lists, exclude_seen=False)
+    other = [each | {"plan": "gold"} for each in records(PEOPLE[3:6])]
+    gold = predictor.recommend_names(lists, users=other, exclude_seen=False)
+    plans = tensor("users/plan", "BYTES", ["gold"] * 3)
+    with contextlib.closing(service), listening(service) as port:
+        client = Client(port)
+
+        def answers(*inputs) -> tuple[list[list[str]], Any]:
+            asked = {"parameters": {"exclude_seen": False}, "model": "shop"}
+            status, found = client.infer(*items, *inputs, **asked)
+            assert status == 200, found
+            return np.reshape(found["items"]["data"], (3, 5)).tolist(), found
+
+        assert answers(*columns)[0] == expected
+        by_name, found = answers(named)
+        assert by_name == [*expected[:2], nothing[2]]
+        assert found["unknown_users"]["data"] == [0, 0, 1]
+        replaced, found = answers(named, plans)  # the request counts
+        assert replaced[:2] == gold[:2] and found["unknown"]["data"] == [1, 1, 1]
+        assert answers()[0] == nothing
+    plain = Service("shop", Settings(user_features=str(table)))
+    with pytest.raises(ValueError, match="reads no columns of users; leave"):
+        data = of_users[1].with_users(None)
+        model, _ = sj.build(sj.GRUConfig(max_length=4, width=8), data)
+        sj.export_predictor(model, tmp_path / "plain", k=2, names=data)
+        plain.load(tmp_path / "plain")

@@ -8,10 +8,12 @@ from typing import Any
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.types as pt
 
-from sparsejax.data.events.block import lists
+from sparsejax.data.events.block import encoded_names, is_list, lists
 from sparsejax.data.files import arrow
 from sparsejax.data.files.names import (
+    NameEncoder,
     Names,
     as_names,
     check_unique,
@@ -19,10 +21,30 @@ from sparsejax.data.files.names import (
     quoted,
     to_arrow,
 )
-from sparsejax.data.files.opening import DataError, shown
-from sparsejax.data.reading.item_features import whole_table
+from sparsejax.data.files.opening import DataError, Path, shown
+from sparsejax.data.files.spelling import (
+    are_missing,
+    as_integers_or_text,
+    is_name,
+    is_number,
+    is_text,
+)
+from sparsejax.data.reading.item_features import (
+    FEW_TEXTS,
+    ONCE,
+    one_array,
+    whole_table,
+)
+from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_records import table_of
+from sparsejax.data.sets.click_schema import (
+    ClickSchema,
+    DenseColumn,
+    VocabularyColumn,
+)
 from sparsejax.data.sets.dataset import SparseDataset
+from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.events import EventReader, Events, UserFeatures
 from sparsejax.data.sets.sequences import SequenceDataset
 
 
@@ -112,3 +134,101 @@ def lists_of(data: SparseDataset | SequenceDataset, items: Names) -> pa.Array:
     indptr, indices = np.asarray(rows.indptr), np.asarray(rows.indices)
     names = to_arrow(items).take(arrow.from_numbers(indices[: indptr[-1]]))
     return lists(names, np.diff(indptr))
+
+
+def read_user_features(
+    source: Paths, schema: EventSchema | Events | None = None, *, user: str = "user"
+) -> UserFeatures:
+    """Reads a table of users, for `read_sequences(users=...)`.
+
+    >>> users = [{"user": "ann", "plan": "paid", "age": 31}, {"user": "bob", "plan": None}]
+    >>> age = DenseColumn(missing=40.0)
+    >>> schema = EventSchema(ids={"plan": VocabularyColumn()}, dense={"age": age})
+    >>> found = read_user_features(users, schema)
+    >>> found.columns["plan"].tolist(), found.columns["age"].tolist()
+    ([2, 0], [31.0, 40.0])
+
+    A user that the table lacks has missing values in all columns.
+
+    Without a schema the types of the columns decide. Text, true or false, and lists of texts or
+    integers are categories. Numbers have `log1p` if none is negative, and a missing one is
+    replaced by the mean. Dates, empty columns, and texts of which four of five occur once,
+    among 20 or more, are left out.
+
+    Args:
+      source: files or a table in memory, as for `read_clicks`.
+      schema: types of the columns, without kinds and context; or `train.users`, so that
+        categories have the ids of the training data, and others are unknown. None: see above.
+      user: the column with the names of the users.
+
+    Raises:
+      DataError: the table cannot be read, lacks a column, or names a user twice or not at all.
+      ValueError: the schema has kinds, context or labels.
+    """
+    if schema is None:
+        schema = _schema_of(*whole_table(source, user, ()), user)
+    reader, names = EventReader(schema), NameEncoder()
+    own = reader.schema
+    if own.kind is not None or own.context or own.several:
+        raise ValueError(
+            "users have no kind, no context and no labels: leave them out of the schema"
+        )
+    columns, path = ClickSchema(user, own.dense, own.ids), as_paths(source)[0]
+    for cells in click_blocks(source, columns, [user, *own.used], labelled=False):
+        found = cells.columns[user]
+        texts, wrong, problem = as_integers_or_text(found)
+        if (missing := are_missing(found)).any():
+            wrong, problem = missing, "is empty: each user has a name"
+        if wrong.any():
+            raise cells.error(int(np.argmax(wrong)), f"column {user!r} {problem}")
+        names.add(encoded_names(texts, cells.path))
+        reader.take(cells)
+    distinct, codes = names.finish()
+    if len(distinct) < len(codes):
+        twice = distinct[np.argmax(np.bincount(codes) > 1)]
+        raise DataError.at(path, f"column {user!r} has {twice!r} twice")
+    return UserFeatures(distinct, reader.events(path).taken(np.argsort(codes)))
+
+
+def _schema_of(path: Path, table: pa.Table, user: str) -> EventSchema:
+    """Types of the columns of users, as their types in a table suggest.
+
+    Raises:
+      DataError: there is no column of users, or no other one that can be read.
+    """
+    if user not in table.column_names:
+        raise DataError.at(
+            path,
+            f"has no column {user!r} with the names of users; it has {table.column_names}",
+        )
+    dense, ids = {}, {}
+    for name in table.column_names:
+        column = one_array(table.column(name))
+        inner = column.type.value_type if is_list(column.type) else column.type
+        if name == user or name.startswith("__index_level_") or pt.is_null(inner):
+            continue
+        if is_number(column.type):
+            if (found := _column_of(column)) is not None:
+                dense[name] = found
+        elif is_text(column.type) and _are_titles(column):
+            continue
+        elif pt.is_boolean(inner) or (is_name(inner) and not pt.is_floating(inner)):
+            ids[name] = VocabularyColumn()
+    if not dense and not ids:
+        raise DataError.at(path, f"has no column of numbers or categories but {user!r}")
+    return EventSchema(dense=dense, ids=ids)
+
+
+def _column_of(column: pa.Array) -> DenseColumn | None:
+    """The treatment of a column of numbers; None if it has none."""
+    numbers = arrow.numbers(column.cast(pa.float64()).drop_null())
+    if not len(numbers := numbers[np.isfinite(numbers)]):
+        return None
+    log1p = bool(numbers.min() >= 0)
+    return DenseColumn(log1p, float(np.mean(np.log1p(numbers) if log1p else numbers)))
+
+
+def _are_titles(column: pa.Array) -> bool:
+    """Whether texts say nothing of others, as most of them occur once."""
+    counts = arrow.numbers(column.drop_null().value_counts().field("counts"))
+    return counts.sum() >= FEW_TEXTS and (counts == 1).sum() > ONCE * counts.sum()

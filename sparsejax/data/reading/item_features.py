@@ -39,7 +39,7 @@ from sparsejax.data.sets.item_features import ItemFeatures
 _WORD = re.compile(r"\w+")
 # Texts are titles, and no categories, if a larger share of them occurs once. Fewer texts
 # than this do not tell: three new products may be of three kinds.
-_ONCE, _FEW_TEXTS = 0.8, 20
+ONCE, FEW_TEXTS = 0.8, 20
 # Exports write the largest number of a type where a number is missing.
 _LARGEST = [float(np.finfo(kind).max) for kind in (np.float32, np.float64)]
 # Squares of larger numbers, or of their inverses, are not finite in float64.
@@ -143,7 +143,7 @@ def read_item_features(
                     f"{what} has {quoted(unread)}, but only {quoted(others)} is read; name "
                     "it in columns, too"
                 )
-    names = _one(table.column(item))
+    names = one_array(table.column(item))
     if (missing := are_missing(names)).any():
         raise DataError.at(
             path,
@@ -161,7 +161,7 @@ def read_item_features(
     chosen = {*(columns or ()), *tags, *words}
     for name in others:
         try:
-            found = read.column(name, _one(table.column(name)), tags, words)
+            found = read.column(name, one_array(table.column(name)), tags, words)
         except DataError:
             raise
         except (ValueError, pa.ArrowException) as error:
@@ -313,9 +313,9 @@ class _Read(NamedTuple):
             rows, found = rows[full], as_names([text for text in texts if text])
         several = several or len(np.unique(rows)) < len(rows)
         made = self._of(name, "=", rows, found)
-        if text and not asked and len(rows) >= _FEW_TEXTS:
+        if text and not asked and len(rows) >= FEW_TEXTS:
             once = int((made.matrix.sum(axis=0) == 1).sum())
-            if once > _ONCE * len(rows):
+            if once > ONCE * len(rows):
                 raise _NoContentError(
                     f"titles: {once:,} of {len(rows):,} texts occur once; words={name} "
                     "makes tags of their words",
@@ -480,7 +480,8 @@ def _joined(parts: list[scipy.sparse.csr_array], items: int) -> scipy.sparse.csr
     return made
 
 
-def _one(column: pa.ChunkedArray) -> pa.Array:
+def one_array(column: pa.ChunkedArray) -> pa.Array:
+    """A column in one piece, without dictionaries and lists of a fixed size."""
     found = arrow.one(column)
     if pt.is_dictionary(found.type):
         found = found.cast(found.type.value_type)
@@ -543,7 +544,7 @@ def _table(
             RecursionError,
         ):  # an object of several lines, or a very long one
             return _json(path)
-        are_lines = any(name == "item" or role_of(name) == "item" for name in first)
+        are_lines = any(role_of(name) in ("item", "user") for name in first)
         return _json_lines(path) if are_lines else _json(path)
     if start.startswith(b"["):
         return _json(path)

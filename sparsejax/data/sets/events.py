@@ -4,24 +4,17 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from sparsejax import codec
-from sparsejax.data.events.block import Block, Cells, encoded_names
+from sparsejax.data.events.block import Block, Cells
 from sparsejax.data.files.entries import taken
-from sparsejax.data.files.names import (
-    NameEncoder,
-    Names,
-    as_names,
-    find_names,
-    spelled_like,
-)
-from sparsejax.data.files.opening import DataError, Path
-from sparsejax.data.files.spelling import are_missing, as_integers_or_text
+from sparsejax.data.files.names import Names, as_names, find_names, spelled_like
+from sparsejax.data.files.opening import Path
 from sparsejax.data.files.stored import EVENTS
 from sparsejax.data.sets.click_columns import (
     CategoryCounter,
@@ -30,13 +23,11 @@ from sparsejax.data.sets.click_columns import (
     dense_of,
     find_categories,
 )
-from sparsejax.data.sets.click_files import Paths, as_paths, click_blocks
 from sparsejax.data.sets.click_records import cells_of, record_columns
 from sparsejax.data.sets.click_schema import (
     FIRST_KNOWN,
     MISSING,
     RARE,
-    ClickSchema,
     num_ids,
     vocabularies_of,
     vocabulary_columns,
@@ -204,19 +195,48 @@ class Events:
                 "no column is known of the event to come; name some when the data are read: "
                 "EventSchema(context=...)"
             )
+        return self._of_rows("context", records, rows, names)
+
+    def users_of(
+        self, given: Mapping[str, Any], rows: int, known: Events | None
+    ) -> dict[str, np.ndarray]:
+        """The columns of the users of some histories.
+
+        Args:
+          given: cells of some of the columns, by name. If there are some, those of others are
+            missing.
+          rows: number of histories.
+          known: columns of these users, of which `given` replaces some; None if nothing is known.
+
+        Raises:
+          DataError: a column cannot have such a cell, or columns differ in their lengths.
+          ValueError: there is another number of rows; or nothing is known of a user, and a
+            column does not say which number a missing one is.
+        """
+        found = {} if known is None else dict(known.columns)
+        if known is None and not given:
+            return dict(self.rows(np.full(rows, -1)).columns)
+        names = [n for n in self.schema.used if n in given or known is None]
+        if names:
+            found |= self._of_rows("users", given, rows, names)
+        return {name: found[name] for name in self.schema.used}
+
+    def _of_rows(
+        self, what: str, records: Any, rows: int, names: Sequence[str]
+    ) -> dict[str, np.ndarray]:
         if isinstance(records, list | tuple):
             # An empty dict is a row, too.
             records = {names[0]: [None] * len(records)} | record_columns(records)
         if isinstance(records, Mapping):
             if unknown := [name for name in records if name not in names]:
-                raise ValueError(f"context has {unknown}, expected {[*names]}")
+                raise ValueError(f"{what} has {unknown}, expected {[*names]}")
             each = {name: records.get(name) for name in names}
             alone = {n for n, v in each.items() if v is None or np.isscalar(v)}
             records = {n: [v] * rows if n in alone else v for n, v in each.items()}
         cells = cells_of(records, names)
         if (count := len(cells.columns[names[0]])) != rows:
             raise ValueError(
-                f"context has {count:,} rows, but there are {rows:,} histories"
+                f"{what} has {count:,} rows, but there are {rows:,} histories"
             )
         return self.read(cells, names)
 
@@ -275,8 +295,7 @@ class Events:
             if not unknown.any():
                 continue
             if (number := self.schema.dense.get(name)) is None:
-                found[unknown] = _PADDING
-                found[(unknown, 0) if found.ndim == 2 else unknown] = MISSING
+                found[unknown] = MISSING if found.ndim == 1 else _PADDING
             elif number.missing is None:
                 raise ValueError(
                     f"nothing is known of {unknown.sum():,} users, and the column of users "
@@ -535,50 +554,3 @@ class UserFeatures:
         """
         own = spelled_like(self.user_names, names)
         return self.columns.rows(find_names(names, own))
-
-
-def read_user_features(
-    source: Paths, schema: EventSchema | Events, *, user: str = "user"
-) -> UserFeatures:
-    """Reads a table of users, for `read_sequences(users=...)`.
-
-    >>> users = [{"user": "ann", "plan": "paid", "age": 31}, {"user": "bob", "plan": None}]
-    >>> age = DenseColumn(missing=40.0)
-    >>> schema = EventSchema(ids={"plan": VocabularyColumn()}, dense={"age": age})
-    >>> found = read_user_features(users, schema)
-    >>> found.columns["plan"].tolist(), found.columns["age"].tolist()
-    ([2, 0], [31.0, 40.0])
-
-    A user that the table lacks has missing values in all columns.
-
-    Args:
-      source: files or a table in memory, as for `read_clicks`.
-      schema: types of the columns, without kinds and context; or `train.users`, so that
-        categories have the ids of the training data, and others are unknown.
-      user: the column with the names of the users.
-
-    Raises:
-      DataError: the table cannot be read, lacks a column, or names a user twice or not at all.
-      ValueError: the schema has kinds, context or labels.
-    """
-    reader, names = EventReader(schema), NameEncoder()
-    own = reader.schema
-    if own.kind is not None or own.context or own.several:
-        raise ValueError(
-            "users have no kind, no context and no labels: leave them out of the schema"
-        )
-    columns, path = ClickSchema(user, own.dense, own.ids), as_paths(source)[0]
-    for cells in click_blocks(source, columns, [user, *own.used], labelled=False):
-        found = cells.columns[user]
-        texts, wrong, problem = as_integers_or_text(found)
-        if (missing := are_missing(found)).any():
-            wrong, problem = missing, "is empty: each user has a name"
-        if wrong.any():
-            raise cells.error(int(np.argmax(wrong)), f"column {user!r} {problem}")
-        names.add(encoded_names(texts, cells.path))
-        reader.take(cells)
-    distinct, codes = names.finish()
-    if len(distinct) < len(codes):
-        twice = distinct[np.argmax(np.bincount(codes) > 1)]
-        raise DataError.at(path, f"column {user!r} has {twice!r} twice")
-    return UserFeatures(distinct, reader.events(path).taken(np.argsort(codes)))

@@ -388,10 +388,14 @@ class SequenceDataset(NamedRows):
         return {kind: count for kind, count in found.items() if count}
 
     def without_rows(self) -> SequenceDataset:
-        """The items and the columns of events, without rows."""
+        """The items and the columns of events and users, without rows."""
         none = np.zeros(0, np.int32)
-        events = None if self.events is None else self.events.taken(none)
-        return no_histories(self.feature_names, events)
+        events, users = (
+            None if each is None else each.taken(none)
+            for each in (self.events, self.users)
+        )
+        found = no_histories(self.feature_names, events)
+        return dataclasses.replace(found, users=users)
 
     def without_events(self) -> SequenceDataset:
         """The same histories without columns of events. Weights and columns of users stay."""

@@ -113,6 +113,16 @@ class HistoryWorkload(Workload):
         return {} if self.events is None else self.events.shapes
 
     @property
+    def _user_columns(self) -> dict[str, tuple[int, ...]]:
+        """The shape of a user's part of each column of users."""
+        return {} if self.events is None else self.events.user_shapes
+
+    @property
+    def _places(self) -> int:
+        """Places that the model reads: columns of users have one in front."""
+        return self.network.max_length + bool(self._user_columns)
+
+    @property
     def window(self) -> int:
         """Places of a row: the model's, and one that is only a target."""
         return self.network.max_length + 1
@@ -120,7 +130,7 @@ class HistoryWorkload(Workload):
     def _targets(self) -> np.ndarray:
         """Places of rows that have a next item."""
         lengths = assumed_lengths(self.rows, self.entries)
-        return np.minimum(lengths, self.window) - 1
+        return np.minimum(lengths, self.window) - self.window + self._places
 
     def entries_of(self, data: int, model: int) -> list[int]:
         return [math.ceil(self.rows * self._targets().mean())]
@@ -133,13 +143,18 @@ class HistoryWorkload(Workload):
         if not self._of_tokens:
             # Batches are not alike: the fullest is 3 standard deviations above the mean.
             fullest += 3 * math.sqrt(rows) * targets.std()
-        most = min(math.ceil(fullest), rows * self.network.max_length)
+        most = min(math.ceil(fullest), rows * self._places)
         of_events = [windows * math.prod(shape) for shape in self._columns.values()]
+        of_events += [
+            room(self.batch // data * math.prod(shape))
+            for shape in self._user_columns.values()
+        ]
         return [windows] * (1 + self.times) + of_events + [room(most)]
 
     @property
     def roles(self) -> TrainingTask:
-        return SequenceTask(True, self._of_tokens, tuple(self._columns))
+        columns = *self._columns, *self._user_columns
+        return SequenceTask(True, self._of_tokens, columns)
 
     @property
     def _of_tokens(self) -> bool:
@@ -156,7 +171,7 @@ class HistoryWorkload(Workload):
         """Number of tokens that each part of a batch is computed on."""
         if self._of_tokens:
             return -(-self.capacities(data, model)[-1] // self._parts(data, model))
-        return self.batch // data * self.network.max_length
+        return self.batch // data * self._places
 
     def _asked(self, data: int, model: int) -> Asked | None:
         """The items that a device asks for; None if devices do not ask for their own."""
@@ -183,14 +198,15 @@ class HistoryWorkload(Workload):
         size = data, self.rows_of(data, model) + 1, self.window
         dtypes = [jnp.int32] + [jnp.float32] * self.times
         windows = [shape(size, dtype, P("data")) for dtype in dtypes]
-        windows += [
-            shape((*size, *each), self._dtype(name), P("data"))
-            for name, each in self._columns.items()
-        ]
+        for columns, each_of in ((self._columns, size), (self._user_columns, size[:2])):
+            windows += [
+                shape((*each_of, *each), self._dtype(name), P("data"))
+                for name, each in columns.items()
+            ]
         [entries] = self.entries_of(data, model)
         ends = shape((self.rows + 1,), jnp.int32, P())
         leaves = None, shape((entries,), jnp.int32, P()), ends, None
-        places = CSR.tree_unflatten(self.network.max_length, leaves)
+        places = CSR.tree_unflatten(self._places, leaves)
         return *windows, places
 
     def _dtype(self, name: str) -> Any:
@@ -340,7 +356,7 @@ class HistoryWorkload(Workload):
             return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(found))
 
         # Parameters that the backward pass reads are in both.
-        return -(-(kept(3) - kept(2)) // self.network.max_length)
+        return -(-(kept(3) - kept(2)) // self._places)
 
     def _sent(self, laid: Sequence[Laid], data: int, model: int, targets: int):
         """The bytes that a device sends. What XLA's partitioner chooses is estimated."""
@@ -439,7 +455,7 @@ def history_workload(asked: Plan, batch: int) -> HistoryWorkload:
         times=asked.times and model_of(network).uses_times,
         batch=batch,
         content=asked.content,
-        events=None if asked.events is None else EventSizes.of(asked.events),
+        events=EventSizes.of_data(asked),
     )
 
 

@@ -27,7 +27,7 @@ from sparsejax.data.sets.click_schema import (
     VocabularyColumn,
     labels_document,
 )
-from sparsejax.data.sets.event_schema import EventSchema
+from sparsejax.data.sets.event_schema import USERS, EventSchema
 from sparsejax.data.sets.events import no_events
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
 from sparsejax.engine.rank.recommender import Recommender
@@ -69,6 +69,7 @@ from sparsejax.kinds.reading import (
     read_histories,
     schema_in,
     stated_schema,
+    users_in,
 )
 from sparsejax.kinds.source import Opened, Source, item_names
 from sparsejax.kinds.threads import meanwhile
@@ -85,6 +86,7 @@ from sparsejax.sequence.config import (
     SequenceConfig,
     entries_cut_off,
 )
+from sparsejax.sequence.events import EventSizes
 
 # Widths that `tune` tries.
 _WIDTHS = (32, 64, 128, 256, 512)
@@ -118,9 +120,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
                 "the targets of histories are their own items; leave out targets"
             )
         items = num_columns("data", data)
-        sizes = {"items": items, "content": content}
-        from sparsejax.sequence.events import EventSizes
-
+        sizes: dict[str, Any] = {"items": items, "content": content}
         if (events := EventSizes.of_data(data)) is not None:
             sizes["events"] = events
         return Maker(functools.partial(build_sequence_model, config, **sizes))
@@ -199,17 +199,13 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
                 "give names=train, the data that it was trained on"
             )
         check_events(model, names, "names")
-        if known.users is not None:
-            raise NotImplementedError(
-                "the model reads columns of users, which predictors do not take yet; rank with "
-                "recommend(model, ...), or train on data.with_users(None)"
-            )
-        categories = known.events.vocabularies.items()
-        named = {f"{EVENTS}{name}": some.tolist() for name, some in categories}
-        return found._replace(
-            stated=found.stated | {"events": known.events.schema},
-            vocabularies={**found.vocabularies, **named},
-        )
+        stated, named = dict(found.stated), dict(found.vocabularies)
+        for what, begin in (("events", EVENTS), ("users", USERS)):
+            if (columns := getattr(known, what)) is not None:
+                stated[what] = columns.schema
+                categories = columns.vocabularies.items()
+                named |= {f"{begin}{name}": some.tolist() for name, some in categories}
+        return found._replace(stated=stated, vocabularies=named)
 
     def suit_to_memory(self, model, optimizer, data, batch_size) -> None:
         from sparsejax.kinds.histories.footprint import suit_to_memory
@@ -222,19 +218,22 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return history_workload(asked, batch)
 
     def columns_to_plan(
-        self, schema: EventSchema | None, examples: str | None
+        self, schema: EventSchema | None, examples: str | None, users: Any
     ) -> dict[str, Any]:
+        found: dict[str, Any] = {}
+        if users is not None:
+            found["users"] = users_in(users, None, Reading()).columns
         if examples is not None:
             if (events := read_sequences(examples, events=schema).events) is None:
                 raise ValueError(
                     "--examples is of no use without columns of events: name them by --kind, "
                     "--dense, --categories or --schema, or leave it out"
                 )
-            return {"events": events}
+            return found | {"events": events}
         if schema is None:
-            return {}
+            return found
         check_counted(schema)
-        return {"events": no_events(schema, {})}
+        return found | {"events": no_events(schema, {})}
 
     def read_config(self, document: codec.Json) -> SequenceConfig:
         return SequenceConfig.from_json(document)
@@ -280,11 +279,11 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return dataclasses.replace(config, negatives=negatives, sampler=sampler)
 
     def schema(self, columns: Columns) -> EventSchema | None:
-        names = {"schema", "kind", "dense", "categories"}
+        names = {"schema", "kind", "dense", "categories", "user_schema"}
         if getattr(columns, "origin", None) is not None:
             check_columns_of_run(columns, names)
             return None
-        others = columns.given & (names - {"schema"})
+        others = columns.given & (names - {"schema", "user_schema"})
         if columns.schema is not None:
             if others:
                 raise ValueError(
@@ -312,8 +311,14 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             raise ValueError(
                 "schema=...: the columns are those of the run that is trained on; leave it out"
             )
-        data = read_histories(training.data, training, events=events)
-        _check_no_users(data)
+        users = None if before is None else getattr(before.known, "users", None)
+        data = read_histories(training.data, training, events=events, users=users)
+        if before is not None and (data.users is None) != (users is None):
+            remedy = "give it again" if data.users is None else "leave it out"
+            has = "with" if data.users is None else "without"
+            raise ValueError(
+                f"{before.directory}: was trained {has} columns of users, user_features=...; {remedy}"
+            )
         if before is None or data.events is None:
             return data
         if events is None:
@@ -337,11 +342,15 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return {"by": "kinds"} if several else {}
 
     def facts_of(self, data: SequenceDataset) -> list[str]:
-        return [f"{count:,} {kind}" for kind, count in data.kinds.items()]
+        found = [f"{count:,} {kind}" for kind, count in data.kinds.items()]
+        if data.users is not None:
+            found.append(f"columns of users: {', '.join(data.users.schema.used)}")
+        return found
 
     def known_of(self, data: SequenceDataset) -> Any:
-        _check_no_users(data)
-        return super().known_of(data) if data.events is None else data.without_rows()
+        if EventSizes.of_data(data) is None:
+            return super().known_of(data)
+        return data.without_rows()
 
     def load_known(self, path: pathlib.Path) -> Any:
         if is_saved(path, stored.HISTORIES):
@@ -352,21 +361,27 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         names = item_names(known)
         if names is known:
             return super().fingerprint_of(known)
-        schema = np.frombuffer(codec.text(known.events.schema.to_json()).encode(), "u1")
-        return fingerprint(names, schema, *known.events.vocabularies.values())
+        arrays = [names]
+        for each in (known.events, known.users):
+            if each is not None:
+                schema = codec.text(each.schema.to_json()).encode()
+                arrays += [np.frombuffer(schema, "u1"), *each.vocabularies.values()]
+        return fingerprint(*arrays)
 
     def like(self, known: Any) -> Any:
         return known if isinstance(known, SequenceDataset) else super().like(known)
 
     def account(self, data: SequenceDataset) -> str:
-        events = data.events
-        more = "" if events is None else f", columns {', '.join(events.schema.used)}"
-        return super().account(data) + more
+        found = super().account(data)
+        for what, name in (("", "events"), (" of users", "users")):
+            if (columns := getattr(data, name, None)) is not None:
+                found += f", columns{what} {', '.join(columns.schema.used)}"
+        return found
 
     def scan(self, training: Training) -> tuple[ScannedSequences, Sequence[int]]:
         if training.value is not None:
             raise ValueError("value=...: histories have no values; leave it out")
-        for name in ("targets", "weights"):
+        for name in ("targets", "weights", "user_features"):
             if getattr(training, name) is not None:
                 raise ValueError(
                     f"{name}=... needs all of the data; leave out chunk_rows"
@@ -395,6 +410,8 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             more += [*data.events.columns.values()]
             if labels := labels_document(data.events.schema.several):
                 more.append(np.frombuffer(codec.text(labels).encode(), "u1"))
+        if data.users is not None:
+            more += [*data.users.columns.values()]
         return fingerprint(data.indptr, data.indices, *more)
 
     def suited(
@@ -444,14 +461,6 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
             return prepared_evaluation(rows, wanted, Setup(**how, kinds=kinds)), rows
 
         return Measurement(found, beside)
-
-
-def _check_no_users(data: Any) -> None:
-    if getattr(data, "users", None) is not None:
-        raise NotImplementedError(
-            "the histories have columns of users, which runs do not keep yet: train by build "
-            "and fit, or leave the columns out: data.with_users(None)"
-        )
 
 
 def _ranker(model: Any, inputs: Any) -> NextItems:

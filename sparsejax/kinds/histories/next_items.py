@@ -117,16 +117,18 @@ def check_events(model: Any, data: Any, what: str = "inputs") -> None:
             "read: make the model with build(config, data), or leave the columns out: "
             "data.without_events().with_users(None)"
         )
-    if given is None or not (given.shapes or not wanted.shapes):
+    given = EventSizes((), ()) if given is None else given
+    if wanted.shapes and not given.shapes:
         raise ValueError(
             f"the model reads the columns of events {wanted}, but {what} has "
             "none; read the data with events=train.events"
         )
     if (given.users is None) != (wanted.users is None):
-        has, reads = ("no columns", wanted) if given.users is None else (given, "none")
+        has, reads = (each.users or "none" for each in (given, wanted))
+        remedy = "give" if given.users is None else "leave out"
         raise ValueError(
-            f"{what} has {has} of users, but the model reads {reads}; give or leave out "
-            "users=..., see data.with_users"
+            f"{what} has the columns of users {has}, but the model reads {reads}; {remedy} "
+            "user_features=..., in Python see data.with_users"
         )
     # Lists may have other lengths.
     if given.without_lists != wanted.without_lists:
