@@ -118,7 +118,8 @@ def _of_same_targets(
     if first == second:
         return [asked, asked]
     [one] = [run for run, each in zip(runs, stated, strict=True) if each != nothing]
-    heldout = one.settings.kind.targets_alone(asked, reading, one)
+    [rival] = [run for run in runs if run is not one]
+    heldout = one.settings.kind.targets_alone(asked, reading, one, rival)
     other = asked.replaced(heldout=heldout)
     return [other if each == nothing else asked for each in stated]
 
@@ -340,7 +341,7 @@ def vectors(command: flags.Vectors) -> None:
         found = vector_files.item_vectors(opened.model())
         names = item_names(opened.known)
     else:
-        found, names = uses.vectors_of(command.data, command, opened)
+        found, names = uses.vectors_of(command.data, command, opened, command.context)
     vector_files.save_vectors(command.out, found, names)
 
 

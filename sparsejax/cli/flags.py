@@ -492,7 +492,7 @@ class Report(measuring.Paged, Reading, Devices, Compilation, Command):
     )
 
 
-class Vectors(Reading, Compilation, Command):
+class Vectors(predicting.InContext, Reading, Compilation, Command):
     """Writes the vector of each item, or of each row of a file, with its name.
 
     Attributes:
@@ -502,7 +502,7 @@ class Vectors(Reading, Compilation, Command):
       data: File of interactions: write the vectors of its rows instead of the items'.
     """
 
-    only_with: ClassVar = dict.fromkeys(Reading.option_names(), ("data",))
+    only_with: ClassVar = dict.fromkeys({*Reading.option_names(), "context"}, ("data",))
 
     run: pathlib.Path = option(dataclasses.MISSING, _RUN)
     out: pathlib.Path = option(dataclasses.MISSING, FILE)

@@ -459,8 +459,10 @@ class Kind[Config: codec.Config, Data, Known](abc.ABC):
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         """The metrics of a run."""
 
-    def targets_alone(self, asked: Evaluate, reading: Reading, run: Opened) -> Any:
-        """The held-out data of a model that is compared with a run, which may have targets."""
+    def targets_alone(
+        self, asked: Evaluate, reading: Reading, run: Opened, other: Opened
+    ) -> Any:
+        """The held-out data of another run that is compared with a run, which may have targets."""
         return asked.heldout
 
     def corrected(self, run: Opened, correcting: Correcting, reading: Reading) -> Any:

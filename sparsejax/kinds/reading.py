@@ -6,7 +6,7 @@ import dataclasses
 import os
 import re
 import warnings
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -86,12 +86,47 @@ def read_file(
 
 
 def _baskets(source: Any) -> list[dict[str, Any]] | None:
-    """Rows of lists of names; None if the source is something else."""
+    """Rows of lists of names, also of events as objects; None if the source is something else."""
     if not isinstance(source, list | tuple) or not source:
         return None
     if not all(isinstance(each, list | tuple) for each in source):
         return None
-    return [{"user": str(n), "item": list(names)} for n, names in enumerate(source)]
+    return [
+        {"user": str(n), "item": [item_of(event) for event in history]}
+        for n, history in enumerate(source)
+    ]
+
+
+def item_of(event: Any) -> Any:
+    """The name of an event's item: of an object, or the name itself.
+
+    Raises:
+      ValueError: an object has no item.
+    """
+    if not isinstance(event, Mapping):
+        return event
+    if "item" not in event:
+        raise ValueError(f"an event has no item: {dict(event)!r:.80}")
+    return event["item"]
+
+
+def _events_in(
+    source: Sequence[Sequence[Any]], events: EventSchema | Events | None
+) -> list[dict[str, Any]]:
+    """A row for each event of some histories of objects. A column that one lacks is missing."""
+    flat = [
+        (str(n), event if isinstance(event, Mapping) else {"item": event})
+        for n, history in enumerate(source)
+        for event in history
+    ]
+    schema = events.schema if isinstance(events, Events) else events
+    names = [] if schema is None else schema.used
+    if any("time" in event for _, event in flat):
+        names = [*names, "time"]
+    return [
+        {"user": user, "item": item_of(event)} | {n: event.get(n) for n in names}
+        for user, event in flat
+    ]
 
 
 def _has_histories(source: Any) -> bool:
@@ -184,6 +219,11 @@ def _read_histories(
         source = _with_events(source, events)
         return source if features is None else source.align_features(features)
     if (rows := _baskets(source)) is not None:
+        if any(isinstance(e, Mapping) for history in source for e in history):
+            names = [row["user"] for row in rows]
+            rows = _events_in(source, events)
+            data = read_sequences(rows, features=features, events=events)
+            return data.align_rows(names, missing="empty")
         return read_sequences(rows, features=features, events=events)
     if isinstance(source, SparseDataset):
         raise ValueError(

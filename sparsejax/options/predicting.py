@@ -32,7 +32,22 @@ if TYPE_CHECKING:
     from sparsejax.optimizers.optimizer import Optimizer
 
 
-class Recommend(Choosing, kw_only=False):
+class InContext(Options):
+    """Facts about the event to come that are known before it happens.
+
+    Attributes:
+      context: For histories, values of columns that are known of the event to come, for all rows;
+        in Python also a frame with a row for each, see `SequenceDataset.with_context`.
+    """
+
+    context: Any = option(
+        None,
+        Flag(type=str | None, value="COLUMN=VALUE[,COLUMN=VALUE...]", read="values"),
+        kinds=("histories",),
+    )
+
+
+class Recommend(Choosing, InContext, kw_only=False):
     """A question for recommendations.
 
     Attributes:
@@ -44,8 +59,6 @@ class Recommend(Choosing, kw_only=False):
       exclude_seen: Do not recommend items that a row has in the inputs.
       exclude: Also do not recommend a row's interactions here: a file, a table or data. Rows
         are matched by name; nothing is excluded for a row that is not in it.
-      context: For histories, values of columns that are known of the event to come, for all rows;
-        in Python also a frame with a row for each, see `SequenceDataset.with_context`.
       rank_by: For histories, a label of the next event: rank by the probability of the item times
         that of this category, or times this number, given the item.
     """
@@ -76,11 +89,6 @@ class Recommend(Choosing, kw_only=False):
         kinds=RANKING,
     )
     exclude: Any = option(None, ANY_FILE, kinds=RANKING)
-    context: Any = option(
-        None,
-        Flag(type=str | None, value="COLUMN=VALUE[,COLUMN=VALUE...]", read="values"),
-        kinds=("histories",),
-    )
     rank_by: str | None = option(None, RANK_BY, kinds=("histories",))
 
 

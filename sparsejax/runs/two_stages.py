@@ -214,7 +214,7 @@ class TwoStage:
             )
         if self._names is not self._first.known:
             raise NotImplementedError(
-                "the first stage reads columns of events, which predictors of two stages do not "
+                "the first stage reads columns of events or users, which predictors of two stages do not "
                 "take yet; rank with recommend"
             )
         size = self._rows_at_once if asked.batch_size is None else asked.batch_size

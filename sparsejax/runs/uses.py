@@ -83,9 +83,13 @@ def recommended(
     return how["inputs"].row_names, recommend(model, **how)
 
 
-def vectors_of(inputs: Any, reading: Reading, run: Opened) -> tuple[np.ndarray, Names]:
-    """The vectors of the rows of some data, and their names."""
+def vectors_of(
+    inputs: Any, reading: Reading, run: Opened, context: Any = None
+) -> tuple[np.ndarray, Names]:
+    """The vectors of the rows of some data, perhaps in a context, and their names."""
     data = run.settings.kind.read_shown(inputs, reading, run)
+    if context is not None:
+        data = data.with_context(context)
     return user_vectors(run.model(), data), data.row_names
 
 

@@ -287,6 +287,7 @@ OWN = {
     },
     "report clicks --test clicks.csv": {"--groups": "nosuch"},
     "vectors items --out out.npz": {"--out": "out.txt", "--data": "nosuch"},
+    "vectors histories --out out.npz --data events.csv": {"--context": "hour"},
     "similar items item1": {"--k": "0"},
     f"{PLAN} --hidden 4": {
         **{f: w for f, w in NETWORKS.items() if f not in NO_MEMORY},

@@ -305,6 +305,49 @@ def test_commands_from_a_file_to_a_report(tmp_path, capsys):
     assert f"paired over {count} rows" in capsys.readouterr().out
 
 
+def test_a_request_has_a_context_and_events_as_objects(tmp_path, capsys):
+    events = table().drop(columns="tags").fillna(0)
+    events.to_csv(tmp_path / "events.csv", index=False)
+    schema = sj.EventSchema(
+        kind="action", dense={"price": DenseColumn(missing=0.0)}, context=["price"]
+    )
+    how: dict[str, Any] = HOW | {"config": CONFIG, "schema": schema, "num_epochs": 1}
+    run = sj.Run.train(events, tmp_path / "run", **how)
+    shown = sj.read_sequences(events, features=run.known, events=run.known.events)
+    shown = shown.with_context({"price": 0.5})
+    out = str(tmp_path / "vectors.npz")
+    data = str(tmp_path / "events.csv")
+    argv = ["vectors", str(tmp_path / "run"), "--data", data, "--out", out]
+    assert main([*argv, "--context", "price=.5"]) == 0, capsys.readouterr().err
+    expected = sj.user_vectors(run.model, shown)
+    np.testing.assert_array_equal(np.load(out)["vectors"], expected)
+    # Histories in a call are lists of events, also where one lacks a column, or is empty.
+    names = shown.row_names[:3]
+    records = [
+        [
+            {n: v for n, v in row.items() if n not in ("user", "price")}
+            for row in events[events.user == name].to_dict("records")
+        ]
+        for name in names
+    ]
+    same = events[events.user.isin(names)].assign(price=None)
+    ask: dict[str, Any] = {"k": 3, "exclude_seen": False, "context": {"price": 0.5}}
+    found, wanted = (run.recommend(inputs=each, **ask) for each in (records, same))
+    np.testing.assert_array_equal(found.scores, wanted.scores)
+    assert len(run.recommend(inputs=[records[0], []], **ask).names()) == 2
+    with pytest.raises(ValueError, match="an event has no item"):
+        run.recommend(inputs=[[{"action": "buy"}]], **ask)
+    # Both are measured on the targets of one, in the context of the held-out events.
+    sj.Run.train(events, tmp_path / "buy", targets="buy", **how)
+    train, heldout = shown.split_last()
+    files = [str(tmp_path / f"{part}.parquet") for part in ("train", "heldout")]
+    train.save(files[0])
+    heldout.save(files[1])
+    runs = [str(tmp_path / name) for name in ("run", "buy")]
+    assert main(["compare", *runs, *files, "--k", "3", "--keep-seen"]) == 0
+    assert "paired over" in capsys.readouterr().out
+
+
 def test_two_stages_read_columns_of_events(run, tmp_path):
     rows = [{"click": n % 2, "item": f"i{n % 8}"} for n in range(16)]
     schema = sj.ClickSchema("click", ids={"item": sj.data.VocabularyColumn()})

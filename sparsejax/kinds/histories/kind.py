@@ -430,12 +430,15 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         return config, said
 
     def targets_alone(
-        self, asked: Evaluate, reading: Reading, run: Opened
+        self, asked: Evaluate, reading: Reading, run: Opened, other: Opened
     ) -> SequenceDataset:
         shown = self.read_shown(asked.inputs, reading, run)
         heldout = self.heldout(asked.heldout, reading, shown, asked.inputs)
         targets = self.with_targets(heldout, run.settings).only_targets()
-        return dataclasses.replace(targets, weights=None, events=None)
+        events, wanted = targets.events, getattr(other.known, "events", None)
+        if wanted is None or events is None or wanted.schema != events.schema:
+            events = None
+        return dataclasses.replace(targets, weights=None, events=events)
 
     def measured(self, asked: Evaluate, reading: Reading, run: Opened) -> Measurement:
         if asked.heldout is None:
