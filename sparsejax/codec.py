@@ -13,7 +13,7 @@ import os
 import pathlib
 import types
 import typing
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
 MODEL_VERSION = 1  # of the JSON of a `ModelConfig`
@@ -89,17 +89,17 @@ def parse(text: str | bytes, *, finite: bool = True) -> Any:
         raise ValueError(f"not JSON: {error}") from error
 
 
-def load(path: str | os.PathLike[str]) -> Any:
-    """The value that a file of JSON holds.
+def load[T](path: str | os.PathLike[str], read: Callable[[Any], T]) -> T:
+    """The object that a function makes of the value that a file of JSON holds.
 
     Raises:
       OSError: it cannot be read.
-      ValueError: it is not JSON; the message names the file.
+      ValueError: it is not JSON, or not of such an object; the message names the file.
     """
     content = pathlib.Path(path).read_bytes()
     try:
-        return parse(content)
-    except ValueError as error:
+        return read(parse(content))
+    except (ValueError, TypeError, NotImplementedError, OverflowError) as error:
         raise ValueError(f"{os.fspath(path)}: {error}") from error
 
 

@@ -16,8 +16,8 @@ import pytest
 
 import sparsejax as sj
 from sparsejax import codec, optimizers
-from sparsejax.cli import train
 from sparsejax.engine.train.checkpoint import fingerprint
+from sparsejax.kinds.kind import config_of
 from sparsejax.predictors import files as predictor_files
 from sparsejax.predictors import signature
 from sparsejax.runs import folders
@@ -101,7 +101,7 @@ def network(folder):
         config.to_json(),
         path.write_text,
         lambda: sj.NetworkConfig.load(path),
-        lambda: train._load_config(path),
+        lambda: codec.load(path, config_of),
         free=("loss",),
         named="network.json",
     )
@@ -113,7 +113,7 @@ def histories(folder):
     return Kind(
         config.to_json(),
         path.write_text,
-        lambda: train._load_config(path),
+        lambda: codec.load(path, config_of),
         named="sasrec.json",
     )
 
@@ -124,7 +124,7 @@ def click_model(folder):
     return Kind(
         config.to_json(),
         path.write_text,
-        lambda: sj.embeddings.ClickModelConfig.from_json(codec.load(path)),
+        lambda: codec.load(path, sj.embeddings.ClickModelConfig.from_json),
     )
 
 
@@ -232,7 +232,7 @@ def plan(folder):
     path = folder / "plan.json"
 
     def read():
-        found = sj.embeddings.EmbeddingPlan.from_json(codec.load(path))
+        found = codec.load(path, sj.embeddings.EmbeddingPlan.from_json)
         return str(found), found.placements(tables)
 
     return Kind(json.loads(json.dumps(made.to_json())), path.write_text, read)
@@ -335,7 +335,7 @@ def test_text_that_is_no_json(tmp_path, text, problem):
     path = tmp_path / "a.json"
     path.write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=f"a.json: .*{problem}"):
-        codec.load(path)
+        codec.load(path, dict)
     with pytest.raises(ValueError, match=f"a.json: .*{problem}"):
         sj.NetworkConfig.load(path)
 

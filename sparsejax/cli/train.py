@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import pathlib
 import sys
 from collections.abc import Callable, Collection, Generator, Mapping
 from typing import Any
@@ -147,7 +146,7 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
     model, origin = command.model, getattr(command, "origin", None)
     suited: Collection[str] = ()
     if command.config is not None:
-        config = _load_config(command.config)
+        config = codec.load(command.config, read_config)
         found = getattr(config, "model", flags.DEFAULT_MODEL)
         if model not in (None, found):
             raise ValueError(f"--model {model}: {command.config} describes {found}")
@@ -165,14 +164,6 @@ def config_of(command: flags.Train | flags.Plan) -> tuple[Any, Collection[str]]:
     kind, continued = kind_of(config), origin is not None
     config = kind.with_dynamic(config, command.dynamic)
     return kind.with_negatives(config, command.negatives, continued), suited
-
-
-def _load_config(path: pathlib.Path) -> Any:
-    """Reads a JSON file. Errors name the file."""
-    try:
-        return read_config(codec.parse(path.read_bytes()))
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 @contextlib.contextmanager

@@ -11,7 +11,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from sparsejax import codec
 from sparsejax.data import (
     DataError,
     SequenceDataset,
@@ -260,19 +259,6 @@ def _with_events(
     if events is None or data.events is None:
         return data
     return dataclasses.replace(data, events=data.events.like(events, "the data"))
-
-
-def schema_in(path: Any, type_: Any) -> Any:
-    """The schema in a file of JSON.
-
-    Raises:
-      ValueError: the file holds something else; the message names it.
-    """
-    document = codec.load(path)
-    try:
-        return type_.from_json(document)
-    except (ValueError, TypeError) as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def stated_schema[T](training: Training, type_: type[T]) -> T | None:

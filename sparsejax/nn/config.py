@@ -433,11 +433,7 @@ class NetworkConfig(codec.Config):
     @classmethod
     def load(cls, path: str | pathlib.Path) -> NetworkConfig:
         """Reads a JSON file. Errors name the file."""
-        document = codec.load(path)
-        try:
-            return cls.from_json(document)
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from error
+        return codec.load(path, cls.from_json)
 
 
 def _layer_to_dict(layer: LayerConfig) -> dict[str, Any]:

@@ -354,11 +354,7 @@ def load_settings(directory: pathlib.Path) -> Settings:
             f"{directory}: is not a run folder, it has no {_SETTINGS}; train a model "
             "first"
         )
-    wrong = (ValueError, TypeError, NotImplementedError, OverflowError)
-    try:
-        return Settings.from_json(codec.parse(path.read_bytes()))
-    except wrong as error:
-        raise ValueError(f"{path}: {error}") from error
+    return codec.load(path, Settings.from_json)
 
 
 def load_model(directory: str | pathlib.Path) -> tuple[Any, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from flax import nnx
 
+from sparsejax import codec
 from sparsejax.data.scans.scan_clicks import ScannedClicks, scan_clicks
 from sparsejax.data.sets.click_schema import (
     ClickSchema,
@@ -17,7 +18,6 @@ from sparsejax.kinds.kind import Maker
 from sparsejax.kinds.reading import (
     check_columns_of_run,
     check_counted,
-    schema_in,
 )
 from sparsejax.optimizers.rules import Rule
 from sparsejax.options.models import Clicks
@@ -36,7 +36,7 @@ def schema_of(command: Clicks) -> ClickSchema | None:
                 "--schema says what all columns are, and what separates them: leave out "
                 "--label, --dense, --categories, --weight and --delimiter, or --schema"
             )
-        return schema_in(command.schema, ClickSchema)
+        return codec.load(command.schema, ClickSchema.from_json)
     if not others and delimiter is None:
         return None
     if command.label is None:

@@ -67,7 +67,6 @@ from sparsejax.kinds.reading import (
     is_saved,
     read_file,
     read_histories,
-    schema_in,
     stated_schema,
     users_in,
 )
@@ -290,7 +289,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
                     "--schema says what all columns are: leave out --kind, --dense and "
                     "--categories, or --schema"
                 )
-            return schema_in(columns.schema, EventSchema)
+            return codec.load(columns.schema, EventSchema.from_json)
         if not others:
             return None
         dense = {name: DenseColumn() for name in columns.dense}
