@@ -62,7 +62,6 @@ class Defaults:
       learning_rate: learning rate at its highest. It was chosen on held-out training entries of
         six data sets: docs/choosing.md.
       most_epochs: largest number of passes. With more, little data would be learned by heart.
-      scored: number of rows that are scored at a time, to measure a model.
     """
 
     batch_size: int
@@ -72,7 +71,6 @@ class Defaults:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
     learning_rate: float = 2e-3
     most_epochs: int = 300
-    scored: int = 512
 
     def num_epochs(self, steps: int) -> int:
         """Epochs, if one has so many steps."""

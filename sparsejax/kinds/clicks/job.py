@@ -47,6 +47,7 @@ from sparsejax.kinds.clicks.scores import (
 )
 from sparsejax.losses import label_loss
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options import measuring
 from sparsejax.options.training import Fit
 from sparsejax.sparse import CSR, host_rows, with_room
 from sparsejax.wide_ids import WideIds
@@ -331,14 +332,11 @@ def _measure(
     corrects = schema.propensity or schema.fixed
 
     def measured(model, *, optimizer, deterministic) -> Mapping[str, float]:
-        options = {
-            "optimizer": optimizer,
-            "batch_size": max(batch_size, 8192),
-            "deterministic": deterministic,
-        }
+        how = {"optimizer": optimizer, "batch_size": max(batch_size, 8192)}
         if getattr(model, "share", None) is not None and not corrects:
-            _choose_share(model, validation, **options)
-        found = evaluate_clicks(model, validation, **options)
+            _choose_share(model, validation, deterministic=deterministic, **how)
+        asked = measuring.Measure(model, validation, **how)
+        found = evaluate_clicks(asked, deterministic=deterministic)
         if metric not in found:
             wanted = "examples that have this label, and for an AUC both labels"
             raise ValueError(f"the validation gives no {metric}: it needs {wanted}")

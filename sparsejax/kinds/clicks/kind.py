@@ -29,7 +29,6 @@ from sparsejax.engine.train.streaming import Stream
 from sparsejax.kinds.clicks.calibrate import calibrate, calibration_curve
 from sparsejax.kinds.clicks.defaults import ClickDefaults
 from sparsejax.kinds.clicks.job import scan_of_clicks
-from sparsejax.kinds.clicks.model import ClickModel
 from sparsejax.kinds.clicks.reading import (
     fingerprint_of,
     groups_of,
@@ -107,7 +106,6 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         options={"weight_decay": 0.0},
         learning_rate=5e-3,
         most_epochs=10,
-        scored=8192,
     )
     tuned: ClassVar[Tuned] = {"dim": (4, 8, 16, 32, 64)}
 
@@ -168,15 +166,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         )
 
     def evaluate(self, asked: Measure) -> dict[str, float]:
-        return evaluate_clicks(
-            cast(ClickModel, asked.model),
-            cast(ClickDataset, asked.inputs),
-            groups=asked.groups,
-            optimizer=asked.optimizer,
-            batch_size=asked.batch_size or self.defaults.scored,
-            keep_rows=asked.keep_rows,
-            weighted=asked.weighted,
-        )
+        return evaluate_clicks(asked)
 
     def portable(self, asked: Write):
         from sparsejax.kinds.clicks.portable import portable_clicks
@@ -423,13 +413,8 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
         model = self.corrected(run, asked, reading)
         clicks = read()
         groups = groups_of(asked, reading, run, clicks)
-        measured = evaluate_clicks(
-            model,
-            clicks,
-            groups=groups,
-            keep_rows=asked.keep_rows,
-            weighted=weighted,
-        )
+        how = {"keep_rows": asked.keep_rows, "weighted": weighted}
+        measured = evaluate_clicks(Measure(model, clicks, groups=groups, **how))
         if clicks.num_rows >= LEAST_ROWS and schema.is_plain:
             _warn_of_base_rate(measured)
         return Measurement(measured)
@@ -457,7 +442,7 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
     def validated(
         self, model: nnx.Module, source: Source, k: int
     ) -> Mapping[str, float]:
-        return evaluate_clicks(model, source.heldout, keep_rows=True)
+        return evaluate_clicks(Measure(model, source.heldout, keep_rows=True))
 
     def probabilities(self, examples: Any, reading: Reading, run: Opened) -> Any:
         read = meanwhile(
@@ -471,9 +456,10 @@ class Clicks(Kind[ClickModelConfig, ClickDataset | ScannedClicks, ClickDataset])
             return Findings(model=model)
         clicks = read_like(asked.heldout, run.known, reading)
         groups = groups_of(asked, reading, run, clicks)
+        how = Measure(model, clicks, groups=groups, keep_rows=True)
         return Findings(
             model=model,
-            measured=evaluate_clicks(model, clicks, groups=groups, keep_rows=True),
+            measured=evaluate_clicks(how),
             facts=[name_of(asked.heldout), *_facts(clicks)],
             calibration=_curves(clicks, predict(model, clicks)),
         )

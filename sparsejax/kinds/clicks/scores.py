@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.typing import ArrayLike
 
 from sparsejax import metrics
 from sparsejax.callers import warn_caller
@@ -54,6 +53,7 @@ from sparsejax.mesh.layout import (
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Measure
 from sparsejax.sparse import CSR
 from sparsejax.wide_ids import WideIds
 
@@ -113,33 +113,19 @@ def logits_of(
     return found.logits, found.labels
 
 
-def evaluate_clicks(
-    model: ClickModel,
-    clicks: Clicks,
-    *,
-    groups: str | ArrayLike | None = None,
-    optimizer: Optimizer | None = None,
-    batch_size: int = 8192,
-    deterministic: bool = False,
-    keep_rows: bool = False,
-    weighted: bool = False,
-) -> dict[str, float]:
+def evaluate_clicks(asked: Measure, *, deterministic: bool = False) -> dict[str, float]:
     """`sparsejax.evaluate` of clicks.
 
     Args:
-      model: a click model, or a module that is called as `model(dense, ids)`, see `ClickModel`.
-      clicks: examples with labels.
-      groups: the name of a feature with one id an example, or `[examples]` numbers or text.
-      optimizer: the model's optimizer, if rows of its tables may not be up to date, as in `log`
-        of `fit`.
-      batch_size: examples scored at a time.
+      asked: the call of `evaluate`.
       deterministic: give the same bits in every process on the same kind of GPU.
-      keep_rows: return a `Measured`, with the figures of each example.
-      weighted: weigh each example by its weight.
     """
+    clicks, groups = cast(Clicks, asked.inputs), asked.groups
+    weighted, keep_rows = asked.weighted, asked.keep_rows
     if weighted and keep_rows:
         raise ValueError("keep_rows has no use for weights: leave out weighted")
-    scores = _Scores(model, optimizer, batch_size, deterministic)
+    size = asked.batch_size or 8192
+    scores = _Scores(asked.model, asked.optimizer, size, deterministic)
     if isinstance(groups, str) and groups not in clicks.schema.ids:
         raise ValueError(
             f"groups names the feature {groups!r}, but there are "
