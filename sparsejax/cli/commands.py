@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from sparsejax import whole_files
+from sparsejax import codec, whole_files
 from sparsejax.cli import flags
 from sparsejax.cli.printing import print_metrics
 from sparsejax.cli.reading import read_features, users_of
@@ -38,7 +38,6 @@ from sparsejax.kinds.reading import (
     is_saved,
     read_file,
     read_histories,
-    schema_in,
     with_times,
 )
 from sparsejax.kinds.source import item_names
@@ -290,7 +289,7 @@ def prepare(command: flags.Prepare) -> None:
     time = None if command.split_time is None else _number(str(command.split_time))
     values = command.values_of(Prepare) | {"features": features, "split_time": time}
     if command.schema is not None:
-        values["schema"] = schema_in(command.schema, EventSchema)
+        values["schema"] = codec.load(str(command.schema), EventSchema.from_json)
     given = {name: value for name, value in values.items() if name in command.given}
     manifest = preparation.prepare(**given)
     print(f"{shown(command.out)}: {manifest}", file=sys.stderr)

@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from sparsejax.data.files.names import RowNames, find_names
-from sparsejax.data.reading.histories import Unordered, unordered
+from sparsejax.data.reading.histories import unordered
 from sparsejax.data.reading.sources import Source
 from sparsejax.data.sets.click_schema import FIRST_KNOWN, MISSING, vocabulary_of
 from sparsejax.data.sets.dataset import SparseDataset
@@ -34,27 +34,20 @@ from sparsejax.mesh.layout import replicated, using_auto_axes
 from sparsejax.mesh.promotion import promoting
 from sparsejax.mesh.xla_options import Programs
 from sparsejax.optimizers.optimizer import Optimizer
+from sparsejax.options.measuring import Measure
 from sparsejax.sequence.events import Label
 
 # Categories of a column that are measured, the most frequent ones.
 _CATEGORIES = 10
 
 
-def prepared_sequences(
-    model: Any,
-    inputs: SequenceDataset,
-    heldout: Source | SequenceDataset,
-    *,
-    exclude: Unordered = "inputs",
-    popularity: Unordered = "inputs",
-    candidates: Unordered = None,
-    by: Literal["entries", "kinds"] | None = None,
-    **setup: Any,
-) -> Evaluation:
-    """Prepares histories for `evaluate`, before it runs the model, a `NextItems`.
-
-    Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
-    """
+def prepared_sequences(asked: Measure) -> Evaluation:
+    """Prepares histories for `evaluate`, before it runs the model, a `NextItems`."""
+    model, inputs = asked.model, cast(SequenceDataset, asked.inputs)
+    heldout, candidates = (
+        cast(Source | SequenceDataset, asked.heldout),
+        asked.candidates,
+    )
     if candidates is not None and not hasattr(model, "item_scores"):
         raise TypeError(
             "candidates need a model with the method item_scores(histories, ids), but "
@@ -66,13 +59,12 @@ def prepared_sequences(
         )
     if isinstance(heldout, SequenceDataset):
         heldout = heldout.only_targets()
-    chosen = Setup(
-        by=by,
-        kinds=kinds_of(heldout) if by == "kinds" else {},
+    chosen = asked.as_type(
+        Setup,
+        kinds=kinds_of(heldout) if asked.by == "kinds" else {},
         candidates=unordered("candidates", candidates, inputs),
-        exclude=unordered("exclude", exclude, inputs),
-        popularity=unordered("popularity", popularity, inputs),
-        **setup,
+        exclude=unordered("exclude", asked.exclude, inputs),
+        popularity=unordered("popularity", asked.popularity, inputs),
     )
     wanted = unordered("heldout", heldout, inputs)
     assert wanted is not None

@@ -20,7 +20,8 @@ from sparsejax.data.scans.scan_sequences import ScannedSequences
 from sparsejax.data.sets.event_schema import CONTEXT
 from sparsejax.data.sets.sequences import SequenceDataset
 from sparsejax.engine.rank.evaluation import metric_names
-from sparsejax.engine.train.job import Job, Measure, metric_of
+from sparsejax.engine.train.job import Job, metric_of
+from sparsejax.engine.train.job import Measure as Measured
 from sparsejax.engine.train.resident import Examples, TrainingTask
 from sparsejax.engine.train.streaming import Matrix, Scanned, Stream
 from sparsejax.kinds.content import check_counted, content_of, count_entries, finished
@@ -33,6 +34,7 @@ from sparsejax.kinds.histories.next_items import (
     has_times,
 )
 from sparsejax.mesh.layout import num_devices
+from sparsejax.options.measuring import Measure
 from sparsejax.options.training import Fit
 from sparsejax.sequence.model import SequenceModel, TokenModel
 from sparsejax.sparse import CSR, host_rows
@@ -282,8 +284,8 @@ def sequence_job(asked: Fit) -> Job:
 
     times = has_times(model, sequences)
 
-    def measure(batch_size: int) -> Measure:
-        prepared = prepared_sequences(
+    def measure(batch_size: int) -> Measured:
+        asked = Measure(
             model,
             sequences,
             validation,
@@ -293,7 +295,7 @@ def sequence_job(asked: Fit) -> Job:
             # Ranking needs less memory than a step, and large batches take less time.
             batch_size=max(batch_size, 1024),
         )
-
-        return prepared.of_epoch(lambda m: NextItems(finished(m), times=times))
+        ranker = lambda model: NextItems(finished(model), times=times)
+        return prepared_sequences(asked).of_epoch(ranker)
 
     return Job(examples, metric, measure, settings=settings)

@@ -161,12 +161,7 @@ class Histories(interactions.Interactions[SequenceConfig, SequenceDataset]):
         if asked.heldout is None:
             raise ValueError("give heldout, as split_last makes it")
         model, inputs = asked.model, cast(SequenceDataset, asked.inputs)
-        prepared = prepared_sequences(
-            model,
-            inputs,
-            cast(SequenceDataset, asked.heldout),
-            **asked.shared_with(Setup),
-        )
+        prepared = prepared_sequences(asked)
         ranker = _ranker(model, inputs)
         how: dict[str, Any] = {"optimizer": asked.optimizer}
         by_labels = label_metrics(

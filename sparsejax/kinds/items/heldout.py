@@ -3,33 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import cast
 
 from sparsejax.callers import warn_caller
 from sparsejax.data import SparseDataset
 from sparsejax.data.reading.sources import Inputs, Source, Sources
 from sparsejax.engine.rank.evaluation import Evaluation, Setup, prepared_evaluation
+from sparsejax.options.measuring import Measure
 
 
-def prepared_for(
-    inputs: Sources,
-    heldout: Source | None = None,
-    *,
-    fold_in: float | None = None,
-    features: SparseDataset | Iterable[object] | None = None,
-    seed: int | None = None,
-    **setup: Any,
-) -> Evaluation:
-    """Prepares `evaluate` before it runs the model, so that several can be measured.
-
-    Arguments and errors are those of `evaluate`; `setup` are attributes of `Setup`.
-    """
-    chosen = Setup(**setup, trained_on_inputs=fold_in is None)
-    if fold_in is not None:
-        inputs, heldout = _folded_in(inputs, heldout, fold_in, seed or 0, features)
+def prepared_for(asked: Measure) -> Evaluation:
+    """Prepares `evaluate` before it runs the model, so that several can be measured."""
+    inputs, heldout = cast(Sources, asked.inputs), cast(Source | None, asked.heldout)
+    setup = asked.as_type(Setup, trained_on_inputs=asked.fold_in is None)
+    if asked.fold_in is not None:
+        chosen = asked.fold_in, asked.seed or 0, asked.features
+        inputs, heldout = _folded_in(inputs, heldout, *chosen)
     elif heldout is None:
         raise ValueError("give heldout, or fold_in=... to hold out a part of inputs")
-    return prepared_evaluation(inputs, heldout, chosen)
+    return prepared_evaluation(inputs, heldout, setup)
 
 
 def _folded_in(

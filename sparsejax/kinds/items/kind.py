@@ -11,10 +11,9 @@ import numpy as np
 
 from sparsejax.codec import Json
 from sparsejax.data import ScannedDataset, SparseDataset, scan_parquet
-from sparsejax.data.reading import sources
 from sparsejax.data.reading.sources import Inputs, num_columns
 from sparsejax.data.sets.splits import Split
-from sparsejax.engine.rank.evaluation import Evaluation, Setup
+from sparsejax.engine.rank.evaluation import Evaluation
 from sparsejax.engine.rank.recommender import Recommender
 from sparsejax.engine.train.checkpoint import fingerprint
 from sparsejax.engine.train.footprint import Workload
@@ -100,17 +99,8 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
                 f"num_items and top_k; got {type(model).__name__}. A click model takes a "
                 "ClickDataset, a model of histories a SequenceDataset"
             )
-        prepared = prepared_for(
-            cast(sources.Sources, asked.inputs),
-            cast(sources.Source, asked.heldout),
-            fold_in=asked.fold_in,
-            features=asked.features,
-            seed=asked.seed,
-            **asked.shared_with(Setup),
-        )
-        return prepared.run(
-            finished(model), optimizer=asked.optimizer, keep_rows=asked.keep_rows
-        )
+        how = {"optimizer": asked.optimizer, "keep_rows": asked.keep_rows}
+        return prepared_for(asked).run(finished(model), **how)
 
     def portable(self, asked: Write):
         from sparsejax.kinds.portable import portable_ranker
@@ -233,13 +223,10 @@ class Items(interactions.Interactions[NetworkConfig, SparseDataset]):
             )
 
         def prepare(given: dict[str, Any]) -> Evaluation:
-            return prepared_for(
-                **given,
-                fold_in=asked.fold_in,
-                features=None if asked.fold_in is None else run.known,
-                seed=asked.seed,
-                **asked.counted(),
-            )
+            features = None if asked.fold_in is None else run.known
+            how = {"fold_in": asked.fold_in, "seed": asked.seed, "features": features}
+            model = cast(Any, None)  # which is not read yet
+            return prepared_for(Measure(model, **given, **how, **asked.counted()))
 
         if kept_programs.may_compile_beside():
 
