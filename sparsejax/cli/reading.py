@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from sparsejax import codec
 from sparsejax.cli.flags import Modelled, Plan, Split, Train
 from sparsejax.data import (
     EventSchema,
@@ -14,7 +15,7 @@ from sparsejax.data import (
 )
 from sparsejax.data.prepared.folder import DataFolder
 from sparsejax.data.sets.assemble import Features
-from sparsejax.kinds.reading import schema_in, users_in
+from sparsejax.kinds.reading import users_in
 from sparsejax.options.reading import Reading
 
 
@@ -42,7 +43,7 @@ def users_of(command: Train | Plan | Split) -> UserFeatures | str | None:
     """The columns of users that a command names: their file, or what is read by its schema."""
     if command.user_schema is None or command.user_features is None:
         return command.user_features
-    schema = schema_in(command.user_schema, EventSchema)
+    schema = codec.load(command.user_schema, EventSchema.from_json)
     reading = command if isinstance(command, Reading) else Reading()
     return users_in(command.user_features, schema, reading)
 
