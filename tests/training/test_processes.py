@@ -44,9 +44,9 @@ from sparsejax.runs import folders
 restored = folders.restored_modules
 def exported(folder, *arguments):
     model, optimizer = restored(folder, *arguments)
-    sj.export_predictor(model, f"{{folder}}/predictor", k=3, batch_size=16)
+    sj.export_predictor(model, f"{{folder.directory}}/predictor", k=3, batch_size=16)
     try:
-        sj.export_predictor(model, f"{{folder}}/no/predictor")
+        sj.export_predictor(model, f"{{folder.directory}}/no/predictor")
     except (ValueError, RuntimeError) as error:
         print(error, file=sys.__stderr__)
     return model, optimizer
