@@ -17,6 +17,7 @@ from sparsejax.data import (
     Events,
     HashedColumn,
     KeyColumn,
+    LabelColumn,
     SequenceDataset,
     VocabularyColumn,
 )
@@ -463,6 +464,32 @@ def test_bad_lines_are_left_out(tmp_path):
     assert data.num_entries == 299
 
 
+def test_a_number_that_is_missing_is_no_label(tmp_path):
+    """The model's input gets what the column says; by their names alone labels have losses."""
+    price = DenseColumn(log1p=True, missing=5.0)
+    schema = sj.EventSchema("action", {"price": price}, labels=["action", "price"])
+    assert schema.several == {"action": LabelColumn(), "price": LabelColumn("squared")}
+    assert sj.EventSchema.from_json(schema.to_json()) == schema
+    rows = [ROWS[0] | {"price": x} for x in (None, 0.0, 3.0)]
+    data = sj.read_sequences(rows, events=schema)
+    assert data.events is not None
+    wanted = np.array([np.nan, 0, np.log(4)], np.float32)
+    np.testing.assert_array_equal(data.events["price"], wanted)
+    data.save(tmp_path / "data.parquet")
+    saved = sj.read_sequences(tmp_path / "data.parquet").events
+    assert saved is not None and saved.schema == schema
+    np.testing.assert_array_equal(saved["price"], wanted)
+    plain = dataclasses.replace(schema, labels=())
+    without = sj.read_sequences(rows, events=plain).events
+    assert without is not None and without["price"][0] == 5
+
+
+def labelled(price: LabelColumn | None = None, **options: Any) -> sj.EventSchema:
+    labels: Any = {"action": LabelColumn()} if price is None else {"price": price}
+    columns: Any = {"dense": {"price": DenseColumn()}, "labels": labels}
+    return sj.EventSchema(**({"kind": "action"} | columns | options))
+
+
 ROWS = [{"user": "ann", "item": "tea", "action": "view", "price": 1.0}] * 2
 
 
@@ -562,6 +589,41 @@ ROWS = [{"user": "ann", "item": "tea", "action": "view", "price": 1.0}] * 2
             "no event is a target with a positive weight",
         ),
         (lambda: of_kinds().with_targets(), ValueError, "give targets=..., weights="),
+        (lambda: labelled(labels="sold"), ValueError, "labels names the column 'sold'"),
+        (
+            lambda: labelled(context=["action"]),
+            ValueError,
+            r"not known before the event are \['price'\]",
+        ),
+        (
+            lambda: labelled(labels={"action": LabelColumn("squared")}),
+            ValueError,
+            'categories have the loss "binary"',
+        ),
+        (
+            lambda: labelled(LabelColumn(weight="price")),
+            ValueError,
+            "have no after=..., and a number as weight",
+        ),
+        (
+            lambda: labelled(LabelColumn(), dense={"price": DenseColumn(log1p=True)}),
+            ValueError,
+            "that log1p=True makes are no shares",
+        ),
+        (
+            lambda: sj.read_sequences(
+                [ROWS[0] | {"price": 3.5}], events=labelled(LabelColumn())
+            ),
+            ValueError,
+            "label 'price' with the loss 'binary' must be 0 or 1, got 3.5",
+        ),
+        (
+            lambda: sj.data.read_user_features(
+                ROWS[:1], labelled(LabelColumn("squared"), kind=None)
+            ),
+            ValueError,
+            "no context and no labels",
+        ),
     ],
 )
 def test_wrong_arguments(read, error, message, wrong_types):
