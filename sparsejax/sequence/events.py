@@ -154,6 +154,11 @@ class EventSizes:
     def of_data(cls, data: Any) -> Self | None:
         """The columns of some histories' events and users; None if there are none."""
         events, users = getattr(data, "events", None), getattr(data, "users", None)
+        return cls.of_both(events, users)
+
+    @classmethod
+    def of_both(cls, events: Events | None, users: Events | None) -> Self | None:
+        """The columns of events and of users; None if there are none."""
         if events is None and users is None:
             return None
         own = cls((), ()) if events is None else cls.of(events)

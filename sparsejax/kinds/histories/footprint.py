@@ -455,7 +455,7 @@ def history_workload(asked: Plan, batch: int) -> HistoryWorkload:
         times=asked.times and model_of(network).uses_times,
         batch=batch,
         content=asked.content,
-        events=EventSizes.of_data(asked),
+        events=EventSizes.of_both(asked.events, asked.users),
     )
 
 
