@@ -434,16 +434,24 @@ def _attention(layers: Layers, history: jax.Array, candidate: jax.Array) -> jax.
     """`[batch, length]`: `layers([e, c, e - c, e * c])` of each vector of a history.
 
     The first layer's product is linear in its four parts, so those of `e` and `e - c` are one
-    product, and those of `c` need one for each example.
+    product, and those of `c` need one for each example. That of `e * c` is one more half of the
+    product of `e`, or is in a kernel of each example.
     """
     first, *others = layers.layers
     of_each, of_candidate, of_gap, of_both = jnp.split(
         first.kernel[...].astype(history.dtype), 4
     )
-    kernel = jnp.concatenate([of_each + of_gap, of_both])
-    both = jnp.concatenate([history, history * candidate[:, None]], axis=-1)
-    once = candidate @ (of_candidate - of_gap)
-    x = both @ kernel + with_bias(first, once)[:, None]
+    once = with_bias(first, candidate @ (of_candidate - of_gap))
+
+    def of_examples(e, c):
+        return jnp.matmul(e, (of_each + of_gap)[None] + c[:, :, None] * of_both[None])
+
+    def of_all(e, c):
+        both = jnp.concatenate([e, e * c[:, None]], axis=-1)
+        return both @ jnp.concatenate([of_each + of_gap, of_both])
+
+    forms = {"cpu": of_examples, "default": of_all}  # on two cores 17 ms in place of 22
+    x = jax.lax.platform_dependent(history, candidate, **forms) + once[:, None]
     for layer in others[:-1]:
         x = layer(relu(x))
     for layer in others[-1:]:
