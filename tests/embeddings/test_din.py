@@ -1,5 +1,6 @@
 """DIN and TIN, whose histories are weighed by the candidate, beside float64."""
 
+import dataclasses
 import json
 from typing import Any
 
@@ -16,8 +17,11 @@ from sparsejax.sparse import CSR
 FEATURES = {"user": 30, "item": 50, "shop": 9, "had": "item", "shops": "shop"}
 CONFIG = sj.DINConfig(dim=4, length=5, attention=(6, 3), hidden=(7,))
 TIMED = sj.TINConfig(dim=4, length=5, beside=(("had", "days"),), hidden=(7,))
-FEATURES_OF = {CONFIG: FEATURES, TIMED: FEATURES | {"days": 12}}
+# A CPU computes those of many places in another way.
+LONG = dataclasses.replace(CONFIG, length=40)
+FEATURES_OF = {CONFIG: FEATURES, TIMED: FEATURES | {"days": 12}, LONG: FEATURES}
 both = pytest.mark.parametrize("config", [CONFIG, TIMED], ids=["din", "tin"])
+all_forms = pytest.mark.parametrize("config", FEATURES_OF, ids=["din", "tin", "long"])
 
 
 def lists(rng, batch, rows, longest):
@@ -122,7 +126,7 @@ def wide_table(model, name):
     return np.asarray(model.embeddings.table(name), np.float64)
 
 
-@both
+@all_forms
 def test_scores_are_those_of_the_formula(config):
     dense, ids, _ = inputs(config=config)
     model = built(config)
@@ -172,7 +176,7 @@ def test_a_predictor_cuts_histories_as_the_model_does(tmp_path):
     np.testing.assert_allclose(found, want, rtol=1e-5, atol=1e-6)
 
 
-@both
+@all_forms
 def test_gradients_are_those_of_the_formula(config):
     """By finite differences of the float64 oracle, for some numbers of each array."""
     dense, ids, clicks = inputs(6, config=config)
