@@ -13,18 +13,31 @@
 """
 
 import importlib
-from typing import Any
 
-import lazy_loader
-
-# `__init__.pyi` lists the names. Each is imported when it is first used: the command line
-# answers --help at once, and `load_predictor` needs no Flax.
-_named, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
+_found: tuple = ()
 
 
-def __getattr__(name: str) -> Any:
+def _names() -> tuple:
+    """Functions that give and list the names of `__init__.pyi`, and the list.
+
+    Each name is imported when it is first used: the command line answers --help at once, and
+    `load_predictor` needs no Flax.
+    """
+    global _found
+    if not _found:
+        # Not before: it takes 30 ms, in which a command would not handle signals.
+        lazy_loader = importlib.import_module("lazy_loader")
+        _found = lazy_loader.attach_stub(__name__, __file__)
+    return _found
+
+
+def __getattr__(name: str) -> object:
     if name == "__version__":
-        # It takes as long as all the rest here, and a command must handle signals soon.
         metadata = importlib.import_module("importlib.metadata")
         return metadata.version("sparsejax")
-    return _named(name)
+    named, _, public = _names()
+    return public if name == "__all__" else named(name)
+
+
+def __dir__() -> list[str]:
+    return _names()[1]()

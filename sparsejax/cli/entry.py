@@ -12,7 +12,7 @@ import sys
 import threading
 from typing import NoReturn
 
-from sparsejax import ending
+import sparsejax.ending as ending  # noqa: PLR0402 - `from` asks the package for a name
 
 
 class _Hidden:

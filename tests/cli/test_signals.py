@@ -122,3 +122,12 @@ def test_a_long_compilation_is_told():
         assert not told
         program(x)
     assert told
+
+
+def test_signals_are_handled_before_slow_modules_are_imported():
+    code = "import sys; had = {*sys.modules}; import sparsejax.cli.entry; "
+    code += "print(*{*sys.modules} - had)"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    slow = {"ast", "importlib.metadata", "jax", "lazy_loader", "numpy", "re"}
+    assert not slow & {*done.stdout.split()}
