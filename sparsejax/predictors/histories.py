@@ -376,7 +376,7 @@ def _of_records(begin: str, records: Any) -> dict[str, Any]:
 def _unknown_in(events: Events, columns: Mapping[str, np.ndarray]) -> np.ndarray:
     """How many categories of each event, or of each history, are rare or unknown."""
     found = [
-        (column == RARE).reshape(len(column), -1).sum(axis=1)
+        (column == RARE).sum(axis=tuple(range(1, column.ndim)))
         for name, column in columns.items()
         if name in events.schema.ids
         and isinstance(events.schema.ids[name], VocabularyColumn)

@@ -230,8 +230,9 @@ class Lists(_Ranked):
         Raises:
           ValueError: it cannot, or not about users of these histories.
         """
-        times = [[]] if predictor.model.reads_times else None
-        predictor.model.first.rows_of_names([[]], times=times)
+        # Without rows, as nothing need be known of a user or of an event to come.
+        times = [] if predictor.model.reads_times else None
+        predictor.model.first.rows_of_names([], times=times)
         super().__init__(predictor)
         self._beside: str = predictor.signature.beside_items
         if self._beside == "times" and not self._model.reads_times:

@@ -101,7 +101,7 @@ ABOUT_CLICKS = {
     "--schema": ("", "--schema nosuch"),
 }
 OF_EVENTS = {"--kind": "nosuch", "--targets": "nosuch", "--weights": "a=b"}
-OF_EVENTS |= {"--user-schema": "nosuch"}
+OF_EVENTS |= {"--user-schema": "nosuch", "--user-features": "nosuch"}
 CLICKS = {
     "train": f"train clicks.csv --run out {OF_CLICKS}",
     "tune": "tune clicks.csv --run out --model wide_deep --trials 1 --validation 7",
@@ -170,7 +170,6 @@ OWN = {
         "--time-format": "%Y",
         "--skip-bad-lines": "",
         "--format": "parquet",
-        "--user-features": "nosuch",
     },
     f"tune events.csv {TUNE} --time-column timestamp": {"--no-time": ""},
     "tune nosuch --run out --trials 1 --model sasrec": HISTORIES,
@@ -180,6 +179,7 @@ OWN = {
         "--kind": "nosuch",
         "--targets": "nosuch",
         "--user-schema": "nosuch",
+        "--user-features": "nosuch",
     },
     "evaluate items events.csv held.csv": {
         **DEVICES,

@@ -11,6 +11,7 @@ from served import Client, listening, tensor
 import sparsejax as sj
 from sparsejax.data import DataError, DenseColumn, HashedColumn, VocabularyColumn
 from sparsejax.serving.engine import Shape
+from sparsejax.serving.questions import form_of
 from sparsejax.serving.service import Service, Settings
 
 SCHEMA = sj.EventSchema(
@@ -321,6 +322,16 @@ def test_a_service_takes_columns_of_users_or_looks_them_up(of_users, tmp_path):
         replaced, found = answers(named, plans)  # the request counts
         assert replaced[:2] == gold[:2] and found["unknown"]["data"] == [1, 1, 1]
         assert answers()[0] == nothing
+    # A number without one for missing values has to come with each request.
+    strict = sj.EventSchema(dense={"age": DenseColumn()})
+    users = sj.data.read_user_features(PEOPLE, strict)
+    data = of_users[1].with_users(users)
+    model, _ = sj.build(sj.GRUConfig(max_length=4, width=8), data)
+    sj.export_predictor(model, tmp_path / "strict", k=2, names=data)
+    loaded = sj.load_predictor(tmp_path / "strict")
+    assert "users/age" in [each.name for each in form_of(loaded).inputs]
+    with pytest.raises(ValueError, match="nothing is known of 1 users"):
+        loaded.recommend_names(["i1"])
     plain = Service("shop", Settings(user_features=str(table)))
     with pytest.raises(ValueError, match="reads no columns of users; leave"):
         data = of_users[1].with_users(None)
