@@ -1,5 +1,6 @@
-"""The sparse operations, one file each: mathematics, XLA's form, derivative, choice.
+"""The sparse operations. Each file has the mathematics, XLA's forms, the derivative and the
+choice among implementations of one operation.
 
-Above `mesh`, below the optimizers. Other wings may import the public functions, and
-`item_chunks` for loops over items.
+This package imports `mesh`, and the optimizers import this package. Other packages may
+import the public functions, and `item_chunks` for loops over items.
 """

@@ -33,8 +33,8 @@ from sparsejax.ops.targets import Labels, TargetColumns, Targets
 # Scores in a chunk. A step reads and writes them several times, and 4 MB stay in the cache
 # of a CPU. 2^18 to 2^21 are within 10 % of each other (two cores; batch 64 to 4,096).
 CPU_CHUNK_SCORES = 2**20
-# Up to this many scores a CPU keeps all of a softmax between its two passes, .13 GB in float32:
-# to write and read them takes a fifth of the time of the product that makes them.
+# A CPU keeps the scores of a softmax between its two passes if there are at most this many
+# (.13 GB in float32). Writing and reading them takes a fifth of the time of their product.
 _KEPT_SCORES = 2**25
 # On a GPU a chunk has to be large enough for its products to be fast. A score takes about
 # ten bytes with XLA, and two with the Mosaic programs.
@@ -57,7 +57,7 @@ type UpdateKernel[Carry] = Callable[
 
 
 class Layer(NamedTuple):
-    """The operands of the scores, for all items or a chunk; or the gradients of these."""
+    """The operands of the scores, for all items or a chunk; or the gradients in these operands."""
 
     kernel: jax.Array
     bias: jax.Array | None
@@ -80,7 +80,7 @@ class LossBatch(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Method:
-    """How a loss is computed; all of it is static.
+    """The static settings that say how a loss is computed.
 
     Attributes:
       rule: the loss.
@@ -89,9 +89,10 @@ class Method:
       chunk_scores: about how many scores a chunk has (`batch` times its items). None
         picks what is fastest here.
       precision: precision of the products of float32 operands, as in `output_loss`.
-      form: whether scores are computed, a chunk of items at a time, or Gram matrices
-        replace them (see `gram_loss`), or all scores of some rows are kept (see
-        `kept_scores`), or none is ever written (see `two_passes`). None picks what is fastest here.
+      form: "chunks" computes the scores of a chunk of items at a time, "gram" replaces the
+        scores by Gram matrices (see `gram_loss`), "kept" keeps all scores of some rows (see
+        `kept_scores`), and "twice" writes no score (see `two_passes`). None picks the fastest
+        form here.
     """
 
     rule: losses.LossRule
@@ -134,7 +135,7 @@ def loss_and_updates[Carry](
     updates: Updates[Carry],
     shard: Shard | None = None,
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"] | None, Carry]:
-    """The losses, and an update from the gradient of each chunk of items.
+    """Computes the losses, and applies an update for the gradient of each chunk of items.
 
     ::
 
@@ -209,7 +210,7 @@ def loss_and_updates[Carry](
     dot = functools.partial(item_chunks.dot, precision=method.precision)
 
     def gradients(chunk: Layer, delta, product) -> tuple[Layer, jax.Array]:
-        # `update_kernel` makes the gradient itself: no rows for it here.
+        # `update_kernel` computes the kernel's gradient, so `layer_gradients` must not.
         slopes = delta if update_kernel is None else delta[:, :0]
         out = updates.gradient_dtype
         return layer_gradients(chunk, delta, slopes, product, h_live, dot, out)
@@ -290,7 +291,7 @@ def layer_gradients(
     dot: Callable[..., jax.Array],
     gradient_dtype: jnp.dtype | None = None,
 ) -> tuple[Layer, Float[Array, "batch hidden"]]:
-    """The gradients in a chunk of items and in `h`, from the gradients of the scores.
+    """The gradients in a chunk of items and in `h`, computed from the score gradients.
 
     Args:
       chunk: the operands of the scores.
@@ -299,7 +300,7 @@ def layer_gradients(
         gradient.
       product: the product of `delta` with the kernel, if it is computed already;
         otherwise None.
-      h: hidden vectors; 0 in rows that count for nothing.
+      h: hidden vectors; 0 in rows whose weight is 0.
       dot: a product, as `item_chunks.dot`.
       gradient_dtype: dtype of the kernel's gradient; by default that of the sums of
         products.
@@ -329,7 +330,7 @@ def over_items(
     arrays: Any,
     kernel_spec: P | None = None,
 ) -> tuple[Array, Array | None, Any]:
-    """Calls `f(shard, batch, arrays)` on each device, with its parts.
+    """Calls `f(shard, batch, arrays)` on each device with the device's parts of the arguments.
 
     Args:
       f: function that returns, as `loss_and_updates` does: an array with a row for each row of
@@ -362,11 +363,11 @@ def weighted_sum(per_example: jax.Array, weights: jax.Array | None) -> jax.Array
     return jnp.sum(jnp.where(weights == 0, 0, weights * per_example))
 
 
-# Functions for `Chunks.slopes`. It ignores their slopes where the weight is 0.
+# Functions for `Chunks.slopes`, which ignores the slopes of rows with weight 0.
 
 
 def _elementwise(rule, scores, labels, listed, weights):
-    """Values, and the weighted derivatives in the scores."""
+    """Values of an elementwise loss, and its weighted derivatives in the scores."""
     values, slopes = jax.jvp(
         lambda scores: rule(scores, labels, listed), (scores,), (jnp.ones_like(scores),)
     )
@@ -374,7 +375,7 @@ def _elementwise(rule, scores, labels, listed, weights):
 
 
 def _sigmoid(scores, labels, listed, weights):
-    """`_elementwise` of the sigmoid cross-entropy with labels of 1, for the GPU program."""
+    """`_elementwise` for the sigmoid cross-entropy whose labels are all 1, for the GPU program."""
     del labels
     scores = jnp.where(listed, -scores, scores)
     odds = jnp.exp(-jnp.abs(scores))
@@ -399,10 +400,10 @@ class Chunks(abc.ABC):
 
     @abc.abstractmethod
     def size(self, num_items: int, chunk_scores: int | None) -> int:
-        """Items in a chunk of about `chunk_scores` scores; None picks what is fastest."""
+        """The number of items in a chunk of about `chunk_scores` scores; None picks it."""
 
     def size_to_normalise(self, num_items: int, size: int, layer: Layer) -> int:
-        """Items in a chunk that `normalise` is called with, if others have `size`."""
+        """The number of items in a chunk for `normalise`, where other chunks have `size` items."""
         del num_items, layer
         return size
 
@@ -415,10 +416,10 @@ class Chunks(abc.ABC):
         function: Callable[..., Any],
         vectors: Sequence[Float[Array, "batch"]],
     ) -> tuple[jax.Array | None, jax.Array, jax.Array | None]:
-        """A function of the scores: its values summed over the items, and its slopes.
+        """Sums the values of a function of the scores over the items, and returns its slopes.
 
-        The function gets the scores, the labels, a mask that says where there is a label,
-        and the `vectors` as columns. The first vector is the weights: where a weight is
+        The function gets the scores, the labels, a mask that is true where an entry has a label,
+        and the `vectors` as columns. The first vector holds the weights: where a weight is
         0, the slopes are 0.
 
         Returns:
@@ -428,7 +429,7 @@ class Chunks(abc.ABC):
 
     @abc.abstractmethod
     def no_scores(self) -> list[Float[Array, "parts padded"]]:
-        """The start of `normalise`: the sums of softmax for each part of the items.
+        """The initial value of `normalise`: the sums of softmax for each part of the items.
 
         These are the arrays of a `softmax.Normaliser`. The label terms are optional
         when each row has one label.
@@ -442,7 +443,7 @@ class Chunks(abc.ABC):
         layer: Layer,
         known: list[Float[Array, "parts padded"]],
     ) -> list[Float[Array, "parts padded"]]:
-        """`known`, with the scores of this chunk added."""
+        """Adds the scores of this chunk to the sums `known`, and returns them."""
 
 
 @final
@@ -451,9 +452,9 @@ class XlaChunks(Chunks):
     """Chunks whose scores are written to memory.
 
     Attributes:
-      for_gpu: whether it is in the form for GPUs.
+      for_gpu: whether XLA's operations have the form that is fast on GPUs.
       precision: precision of the products of float32 operands.
-      kept: all scores, if `normalise` has kept them: it fills an array after the sums.
+      kept: all scores, if `normalise` keeps them. It returns this array after the sums.
     """
 
     for_gpu: bool = dataclasses.field(kw_only=True)
@@ -466,10 +467,10 @@ class XlaChunks(Chunks):
         return item_chunks.chunk_size(len(self.h), num_items, chunk_scores)
 
     def can_keep(self, num_items: int) -> bool:
-        """Whether all scores are few enough to be kept, and more than a chunk.
+        """Whether all scores are few enough to be kept, and make more than one chunk.
 
-        XLA makes a single chunk once for both passes. On a mesh each device would keep as
-        many.
+        XLA computes a single chunk once for both passes. On a mesh, each device would keep so
+        many scores, so none are kept there.
         """
         scores = len(self.h) * num_items
         several = self.size(num_items, None) < num_items
@@ -481,7 +482,7 @@ class XlaChunks(Chunks):
         return item_chunks.scores(self.h, *layer, start, size, precision=self.precision)
 
     def labels(self, start, scores):
-        """The labels of a chunk, and a mask of where there is one."""
+        """The labels of a chunk, and a mask that is true where there is a label."""
         listed = self.entries.dense(True, start, scores.shape)
         labels = jnp.ones_like(scores)
         if self.entries.data is not None:
@@ -513,7 +514,7 @@ class XlaChunks(Chunks):
         return values, slopes, None
 
     def _slopes_of_kept(self, start, size, function, columns):
-        """Slopes as if nothing had a label, then those of the entries over them."""
+        """Slopes computed without labels, then overwritten at the entries that have labels."""
         assert self.kept is not None
         scores = lax.dynamic_slice_in_dim(self.kept, start, size, 1)
         none = jnp.zeros((), scores.dtype), jnp.zeros((), bool)
@@ -525,7 +526,7 @@ class XlaChunks(Chunks):
         return slopes.at[row, place].set(of_entries, mode="drop", unique_indices=True)
 
     def _kept_entries(self):
-        """The entries, which of them are of the device's items, scores, and labels."""
+        """The entries, a mask of those in the device's items, their scores, and their labels."""
         assert self.kept is not None
         entries, dtype = self.entries, self.kept.dtype
         if isinstance(entries, TargetColumns):
@@ -599,7 +600,7 @@ class MosaicChunks(Chunks):
         return -(-size // tiles.TILE_ITEMS) * tiles.TILE_ITEMS
 
     def size_to_normalise(self, num_items, size, layer):
-        # No label is looked for, so nothing has the size of a chunk.
+        # With one label a row, the GPU program searches for no label: no mask of a chunk's size.
         one_label = isinstance(self.entries, TargetColumns)
         return num_items if one_label and layer.kernel.dtype == self.h.dtype else size
 
@@ -678,7 +679,7 @@ def with_mosaic(method: Method, h, layer: Layer, labels: Labels) -> bool:
     """Whether the GPU programs compute the scores.
 
     Raises:
-      NotImplementedError: they were asked for and cannot.
+      NotImplementedError: "mosaic_gpu" was chosen, and cannot take these operands.
     """
     why = _unsupported(h, layer, labels, method.precision)
     if method.implementation == "mosaic_gpu" and why:
@@ -693,7 +694,7 @@ def with_mosaic(method: Method, h, layer: Layer, labels: Labels) -> bool:
 
 
 def _unsupported(h, layer: Layer, labels: Labels, precision: Word) -> str | None:
-    """Why the GPU programs cannot be used; None if they can."""
+    """The reason why the GPU programs cannot be used; None if they can be used."""
     if labels.data is not None:
         return "takes labels without values"
     dtype = h.dtype

@@ -1,12 +1,12 @@
-"""The best items of an output layer by way of its items in int8, of which fewer bytes are read.
+"""The best items of an output layer, found with an int8 copy of it, which has fewer bytes.
 
 ::
 
     score_bi  <=  (q_b . q_i + margin_b) unit_b scale_i + bias_i        q in int8
 
 A first pass finds the groups of items whose bounds are the largest. The scores of these items
-are then computed from the items themselves, and the best of them are the best of all if the
-lowest of them is above all other bounds. Else the batch is answered by `top_k`.
+are then computed from the items themselves. The k best of them are the best of all items if
+the lowest of the k is above the bounds of all other groups. Otherwise `top_k` is called.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from sparsejax.ops.precision import Precision
 from sparsejax.ops.top_k import CPU, GPU, join, largest_of, one_of_each, top_k_tuned
 from sparsejax.sparse import CSR
 
-# Groups of items that are ranked by their scores, for each of the k. With random vectors 2 to 4
-# are enough for a proof.
+# Number of groups that are ranked by exact scores, for each of the k. With random vectors
+# 2 to 4 are enough to prove that the result is exact.
 _GROUPS = 4
 _LARGEST = 127  # of int8
-_LEAST = 1e-30  # numbers of an item that are all smaller are rounded to 0
-_ROWS = 2**16  # that are rounded at a time
-_SAFE = 1 + 1e-5  # norms in float32 may be this much too small
+_LEAST = 1e-30  # an item whose numbers are all smaller is rounded to 0
+_ROWS = 2**16  # number of rows that are rounded at a time
+_SAFE = 1 + 1e-5  # factor that makes up for the rounding error of norms in float32
 
 
 class CoarseItems(NamedTuple):
@@ -65,7 +65,7 @@ class CoarseItems(NamedTuple):
     def of(
         cls, kernel: Float[Array, "items hidden"], scale: Float[Array, "items"] | None
     ) -> CoarseItems:
-        """The items of a layer, see `top_k`."""
+        """Rounds the items of a layer to int8. The arguments are as in `top_k`."""
         return _rounded(kernel, scale)
 
 
@@ -101,21 +101,21 @@ def _rounded(kernel: jax.Array, scale: jax.Array | None) -> CoarseItems:
 
 
 def _in_int8(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """For each row a unit, and the row divided by it and rounded: `[rows, 1]`, `[rows, _]`."""
+    """Rounds rows to int8: returns a unit for each row `[rows, 1]`, and the integers."""
     largest = jnp.max(jnp.abs(x), axis=1, keepdims=True)
     unit = jnp.where(largest < _LEAST, 1, largest / _LARGEST)
     return unit, jnp.clip(jnp.round(x / unit), -_LARGEST, _LARGEST)
 
 
 class _Bounds(NamedTuple):
-    """The rows of a batch for the bounds of their scores."""
+    """A batch's rows in int8, with the numbers that bound the errors of their scores."""
 
     values: jax.Array
     margins: tuple[jax.Array, jax.Array]
 
     @classmethod
     def of(cls, h: jax.Array, coarse: CoarseItems) -> _Bounds:
-        """The rows in int8, and the margin and the unit of each.
+        """Rounds the rows to int8, and computes the margin and the unit of each row.
 
         With h = unit (q + r) and an item x = scale (p + s), where q and p are in int8::
 
@@ -133,13 +133,13 @@ class _Bounds(NamedTuple):
         margin = exact * lost + rounding * largest
         margin += lost_bits * exact * (lost + largest)
         margin = margin * _SAFE + lost_bits * _LARGEST**2
-        # A row of zeros has its scores exactly.
+        # The scores of a row of zeros have no error.
         margin = jnp.where(jnp.any(h != 0, axis=1), margin, 0)
         return cls(values.astype(jnp.int8), (margin, unit[:, 0]))
 
 
 def is_of_use(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
-    """Whether programs run here that read a layer's items in int8 faster than the items.
+    """Whether a program can run here that finds the best items faster with their int8 copy.
 
     Args:
       shape: shape of the kernel.
@@ -149,7 +149,7 @@ def is_of_use(shape: tuple[int, ...], dtype: jnp.dtype) -> bool:
 
 
 def unsupported(shape: tuple[int, ...], dtype: jnp.dtype) -> str | None:
-    """The fault of a layer, as the end of a sentence; None if there is none. See `is_of_use`."""
+    """Why the int8 program cannot take a layer, as the end of a sentence; None if it can."""
     items, hidden = shape
     in_int8 = tiles.unsupported(hidden, items, jnp.int8, jnp.int8)
     return in_int8 or tiles.unsupported(hidden, items, dtype)
@@ -168,9 +168,9 @@ def coarse_top_k(
     implementation: Implementation = None,
     precision: Precision = None,
 ) -> tuple[Int[Array, "batch k"], Float[Array, "batch k"], Bool[Array, ""]]:
-    """Finds the items that `top_k` finds, and says whether `top_k` had to be called.
+    """Finds the items that `top_k` finds, and returns whether `top_k` had to be called.
 
-    It is for one device. The arguments are those of `top_k`; `coarse` are the kernel's rows.
+    It works on one device. The arguments are those of `top_k`, and `coarse`, the items in int8.
     """
     check_implementation(implementation)
     why = unsupported(kernel.shape, h.dtype)
@@ -207,7 +207,7 @@ def coarse_top_k(
     ids, scores, rest = find(h, kernel, bias, scale, coarse, bounds, k)
     lowest = scores[:, -1]
     slack = 2.0**-22 * (jnp.abs(lowest) + jnp.abs(rest))
-    # Without a margin the groups hold the best, as `select` of `top_k` proves.
+    # If no bound has a margin, the groups hold the best items, as shown in `top_k.select`.
     margin, _ = bounds.margins
     proved = (lowest > rest + slack) | (rest == -jnp.inf) | (margin == 0)
     proved &= jnp.isfinite(margin)
@@ -219,7 +219,7 @@ def coarse_top_k(
 
 
 def _chunk(batch: int, num_items: int, rows: int, scores: int) -> tuple[int, int]:
-    """How many items are examined, and how many a chunk has, for about so many scores."""
+    """The number of items with padding, and the number in a chunk of about `scores` scores."""
     here = item_chunks.rounded_items(num_items, rows)
     size = item_chunks.chunk_size(batch, here, scores)
     return here, min(here, tiles.rounded_items(size))
@@ -231,7 +231,7 @@ def _nothing(batch: int, k: int) -> tuple[jax.Array, jax.Array, jax.Array]:
 
 
 def _of_others(largest: jax.Array, groups: jax.Array) -> jax.Array:
-    """The largest bound of each row that groups without a place among these may have."""
+    """For each row, a bound on the scores of all groups that are not among `groups`."""
     if groups.shape[1] == largest.shape[1]:
         return jnp.full(len(largest), -jnp.inf)
     return jnp.min(pick(largest, groups), axis=1)
@@ -240,7 +240,7 @@ def _of_others(largest: jax.Array, groups: jax.Array) -> jax.Array:
 def _best_with_mosaic(
     h, kernel, bias, scale, coarse, bounds, k, *, num_items, excluded
 ):
-    """Ids and scores of the best of the items with the largest bounds; the others' bound."""
+    """Ids and scores of the k best items in the chosen groups; a bound on all other scores."""
     batch = len(h)
     more = GPU.chunk_scores * kernels.GROUP // 2
     here, size = _chunk(batch, num_items, len(kernel), more)
@@ -282,7 +282,7 @@ def _best_with_mosaic(
 
 
 def _best(h, kernel, bias, scale, coarse, bounds, k, *, num_items, excluded):
-    """The same in XLA's operations."""
+    """`_best_with_mosaic` in XLA's operations."""
     batch = len(h)
     here, size = _chunk(batch, num_items, len(kernel), CPU.chunk_scores)
     margin, unit = (x[:, None] for x in bounds.margins)
@@ -309,7 +309,7 @@ def _best(h, kernel, bias, scale, coarse, bounds, k, *, num_items, excluded):
         largest = jnp.where(denied, -jnp.inf, jnp.pad(largest, missing))
         largest = largest_of(largest.reshape(batch, -1, kernels.GROUP))
         _, groups = lax.top_k(largest, min(_GROUPS * k, largest.shape[1]))
-        groups = jnp.sort(groups, axis=1)  # of equal scores the first item is taken
+        groups = jnp.sort(groups, axis=1)  # ties go to the lower item
         places = members(groups, kernels.GROUP)
 
         def of_row(row):

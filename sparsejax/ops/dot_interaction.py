@@ -1,4 +1,4 @@
-"""The products of all pairs of an example's vectors, as DLRM has them."""
+"""The products of all pairs of an example's vectors, as in DLRM."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ def blank_vectors(
     vectors: int,
     implementation: Implementation = None,
 ) -> int:
-    """How many blank vectors make the products of so many vectors fast.
+    """The number of blank vectors to add so that the products are computed fast.
 
-    The GPU program takes multiples of 16. XLA would copy vectors of 16 bits to make their
-    number a multiple of 8. cuBLAS rounds float32 to TF32, which is faster, if theirs is one of 4.
+    The GPU program takes multiples of 16 vectors. XLA would copy 16-bit vectors to make their
+    number a multiple of 8. cuBLAS rounds float32 to TF32, which is faster with a multiple of 4.
     """
     blank = -vectors % mosaic.MULTIPLE
     if _takes_program(first, vectors + blank, implementation):
@@ -56,12 +56,12 @@ def dot_interaction(
 ) -> Float[Array, "batch columns"]:
     """`first`, and the products of vectors i and j for all i < j.
 
-    There may be more columns behind them, all 0: a product of matrices is faster with a round
-    number of columns, and to append them later would copy all.
+    Further columns of 0 may follow: a matrix product is faster with a round number of
+    columns, and appending them later would copy the array.
 
     Args:
-      rows: the vectors. If there is a `first`, it is also the first of them.
-      first: vectors that are written before the products. Their gradient is apart from
+      rows: the vectors. If `first` is given, it is also the first of these vectors.
+      first: vectors that are written before the products. Their gradient is separate from
         that of `rows`.
       blank: number of vectors after the first one that have no pairs, as
         `blank_vectors` counts.
@@ -73,11 +73,11 @@ def dot_interaction(
 
 
 class _Pairs(NamedTuple):
-    """The pairs, and which form makes their products.
+    """The pairs of vectors, and whether the GPU program computes their products.
 
     Attributes:
-      vectors: number of vectors of an example, with the blank ones.
-      blank: how many of them, after the first, have no pairs.
+      vectors: number of vectors of an example, including the blank ones.
+      blank: number of vectors, after the first one, that have no pairs.
       program: whether the GPU program is used.
     """
 
@@ -95,7 +95,7 @@ class _Pairs(NamedTuple):
         """`[vectors, vectors]`: the column of a pair's product, in both orders, or -1.
 
         Args:
-          before: columns before the products.
+          before: number of columns before the products.
         """
         columns = np.full(self.vectors**2, -1)
         places = self.places()
@@ -115,7 +115,7 @@ def _joined(rows: jax.Array, first: jax.Array | None, pairs: _Pairs) -> jax.Arra
     before = 0 if first is None else first.shape[1]
     count = mosaic.columns_for(before + len(places), pairs.vectors)
     after = count - before - len(places)
-    numbers = -2 - np.arange(before)  # of the first vector
+    numbers = -2 - np.arange(before)  # columns of the first vector
     places = np.concatenate([numbers, places, np.full(after, -1)])
     places = places.astype(np.int32)
     return _on_devices(lambda rows: mosaic.products(rows, jnp.asarray(places)), rows)
@@ -128,8 +128,8 @@ def _forward(rows, first, pairs: _Pairs):
 def _backward(pairs: _Pairs, saved, slopes: jax.Array):
     """The gradient of vector i: the sum over its pairs of the pair's gradient times vector j.
 
-    This is one product, where autodiff has two. No product is in two pairs, so the
-    gradients of the pairs are gathered. To scatter them takes ten times as long.
+    This is one matrix product, where autodiff has two. A product belongs to one pair, so the
+    gradients of the pairs can be gathered. A scatter would take ten times as long.
     """
     rows, first = saved
     before = 0 if first is None else first.shape[1]
@@ -155,7 +155,7 @@ _joined.defvjp(_forward, _backward)
 def _takes_program(
     like: jax.Array, vectors: int, implementation: Implementation
 ) -> bool:
-    """Whether the GPU program makes the products of so many vectors, `[batch, ..., dim]`."""
+    """Whether the GPU program multiplies `[batch, ..., dim]` arrays of this many vectors."""
     batch, dim, parts = like.shape[0], like.shape[-1], _parts()
     fault = mosaic.unsupported(batch // parts, vectors, dim, like.dtype)
     if batch % parts:
@@ -164,14 +164,14 @@ def _takes_program(
         if fault:
             raise NotImplementedError(f"the GPU program {fault}")
         return True
-    # The program's results have no type that says over which axes they vary.
+    # The results of the GPU program have no type with the mesh axes over which they vary.
     if implementation is not None or fault or varying_axes(like):
         return False
     return custom_call_can_run(HOPPER, divided=parts > 1)
 
 
 def _parts() -> int:
-    """Over how many devices the examples are divided."""
+    """The number of devices over which the examples are divided."""
     if not mesh_is_set() or axes_are_explicit():
         return 1
     data, model = axis_sizes()
@@ -179,7 +179,7 @@ def _parts() -> int:
 
 
 def _on_devices(f: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """`f` of the examples that each device has."""
+    """Calls `f` on each device with the device's examples."""
     if _parts() == 1:
         return f(*arrays)
     spec = P(("data", "model"))

@@ -1,4 +1,4 @@
-"""Sparse rows times a dense matrix, by gathering the rows that are needed."""
+"""Sparse rows times a dense matrix: the needed rows of the matrix are gathered."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def gather_matmul(
       w: matrix with at least `x.num_cols` rows; further rows are never read.
       combiner: how the rows of a bag are combined.
       kernel_spec: how `w` is divided over the mesh that is set: `P("model", None)` divides
-        its rows. Then each device sums the rows it has for its part of the batch, and the
+        its rows. Then each device sums its own rows for its part of the batch, and the
         sums are added. The rows of the result are divided over "data" (see also
         `ShardedCSR.of_rows`). A `ShardedCSR` implies it.
       dtype: floating dtype of the result; that of `w` by default.
@@ -163,9 +163,9 @@ def _inverse(total: jax.Array, combiner: Combiner) -> Float[Array, "batch"]:
 def _over_rows(
     x: SparseRows, values: jax.Array, what: Literal["sum", "largest"]
 ) -> Float[Array, "batch"]:
-    """The sum, or the largest, of each row's values; `values` has one for each entry.
+    """The sum or the maximum of each row's values; `values` has one number for each entry.
 
-    For "largest" values must not be negative; it has no derivative.
+    With "largest", values must not be negative, and there is no derivative.
     """
 
     def reduce(x, values):
@@ -225,7 +225,7 @@ def _backward(implementation, dtype, residuals, dy):
     if x.data is not None:
         data = _data_gradient(x, w, dy, implementation).astype(x.data.dtype)
     blocks = x.blocks if isinstance(x, ShardedCSR) else x
-    # None means "no derivative" for the integer leaves only. For the whole CSR it would
+    # None means "no derivative" only for integer leaves. For the whole CSR it would
     # silently mean a zero gradient of data too.
     dx = CSR.tree_unflatten(blocks.num_cols, (data, None, None, None))
     if isinstance(x, ShardedCSR):
@@ -250,7 +250,7 @@ def _data_gradient(
             (entries, P("model"), P("data")),
             entries,
         )
-    if x.nse == 0 or x.num_rows == 0:  # no entry to read, or no row
+    if x.nse == 0 or x.num_rows == 0:  # nothing can be gathered
         return jnp.zeros(x.nse, accumulator(w.dtype))
     if implementation in ("xla_gpu", "cusparse"):
         return data_gradient_by_gather(x, w, dy)
@@ -262,7 +262,7 @@ def _data_gradient(
 def _data_gradients(
     x: DividedRows, w: jax.Array, dy: jax.Array, implementation: Implementation
 ) -> DividedRows:
-    """The gradients of `x.data`: of the examples' own entries, and of those exchanged."""
+    """The gradients of `x.data`: for the device's own entries, and for exchanged entries."""
     if x.data is None:
         return x.with_gradient(None, None)
 
@@ -310,7 +310,7 @@ def _data_gradients(
 
 
 def data_gradient_by_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
-    """The form that is fast on a CPU: a sequential loop over rows and entries."""
+    """The data gradient by a sequential loop over rows and entries, which is fast on a CPU."""
     sums = accumulator(w.dtype)
     indices, indptr = jnp.asarray(x.indices), jnp.asarray(x.indptr)
 
@@ -329,7 +329,7 @@ def data_gradient_by_loop(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
 
 
 def data_gradient_by_gather(x: CSR, w: jax.Array, dy: jax.Array) -> jax.Array:
-    """The form for an accelerator: gathers, then a sum over the columns."""
+    """The data gradient by gathers and a sum over the columns, which is fast on a GPU."""
     sums = accumulator(w.dtype)
     terms = w.at[x.indices].get(mode="fill", fill_value=0).astype(sums)
     slopes = dy.at[x.row_ids()].get(mode="fill", fill_value=0).astype(sums)

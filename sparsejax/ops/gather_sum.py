@@ -1,4 +1,4 @@
-"""Sums of gathered rows, without a derivative: their forms, and the choice among them.
+"""Sums of gathered rows, without a derivative: implementations, and the choice among them.
 
 `gather_matmul` and its gradient, `scatter_gradient`, both use it.
 """
@@ -40,13 +40,13 @@ from sparsejax.sparse import CSR
 # fastest (26,744 x 256, batch 512, 67 k entries: 2.4 ms, 3.1 at 1; SciPy takes 4.1).
 _UNROLL = 8
 
-# After how many entries those of the same table come again; 0 if that is not known.
-# Programs traced within it are found again only within it.
+# Period after which entries belong to the first table again; 0 if it is unknown. As a part
+# of JAX's context it is a key of the caches of traced and compiled programs.
 _period = jax.make_user_context(default_value=0)
 
 
 def in_turns(period: int) -> contextlib.AbstractContextManager[object]:
-    """Lookups within: entries of the same table come again after so many.
+    """While this context is open, lookups assume that tables repeat every `period` entries.
 
     The GPU program then reads one table after the other for all examples, so that popular
     rows stay in its caches.
@@ -64,8 +64,8 @@ def gather_sum(
 ) -> Float[Array, "batch hidden"]:
     """`gather_matmul` with the combiner "sum", without a derivative.
 
-    With `wide` the sums are returned in the dtype in which they are made, not rounded to
-    `dtype`, which is that of `w` by default.
+    With `wide`, the sums keep the dtype of the summation. Otherwise they are rounded to
+    `dtype`, by default the dtype of `w`.
     """
     dtype = jnp.dtype(w.dtype if dtype is None else dtype)
     dtype = accumulator(w.dtype) if wide else dtype
@@ -78,13 +78,13 @@ def gather_sum(
     if isinstance(x, DividedRows):
 
         def part(x, w):
-            # Rows that cross are not rounded before they are added.
+            # Rows that are sent to other devices are rounded after they are added.
             read = w.dtype if x.crosses else dtype
 
             def of_kernel(block, wire):
                 if not x.crosses:
                     return summed(block, w, dtype)
-                with in_turns(0):  # an owner has the ids in their order
+                with in_turns(0):  # owners receive ids in another order
                     return summed(block, w, narrower(read, wire))
 
             return own_block(x).sums(
@@ -111,7 +111,7 @@ def added(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
-    """`gather_sum` in the dtype in which sums are made, or one that is narrower."""
+    """`gather_sum` whose result has the dtype of the summation, or a narrower `dtype`."""
     made = narrower(accumulator(w.dtype), dtype)
     return gather_sum(x, w, implementation, dtype=made)
 
@@ -134,7 +134,7 @@ def _sum_on_device(
         implementation = "cusparse"
     if implementation == "cusparse" and _cusparse_fits(x, w):
         return by_cusparse(x, w).astype(dtype)
-    # An exported program has a symbol for the number of entries.
+    # The number of entries is a symbol in an exported program.
     for_gpu = by_pieces if isinstance(x.nse, int) else by_steps
     if implementation in ("xla_gpu", "cusparse"):
         return for_gpu(x, w, dtype)
@@ -160,7 +160,7 @@ def mosaic_is_fastest(w: jax.Array, nse: int, *, divided: bool = False) -> bool:
     rows, hidden = w.shape
     if w.dtype not in (jnp.float32, jnp.bfloat16) or not mosaic_fits(rows, hidden, nse):
         return False
-    if varying_axes(w):  # its results have no such type
+    if varying_axes(w):  # the program's results have no type with varying axes
         return False
     return custom_call_can_run(HOPPER_OR_NEWER, divided=divided)
 
@@ -173,8 +173,8 @@ def mosaic_fits(rows: int, hidden: int, nse: int) -> bool:
 
 
 def _cusparse_is_fastest(x: CSR, w: jax.Array) -> bool:
-    """Whether cuSPARSE can run here, on a GPU that our program is not for."""
-    if varying_axes(w) or not _cusparse_fits(x, w):  # its results have no such type
+    """Whether cuSPARSE can run here, on a GPU that our GPU program does not support."""
+    if varying_axes(w) or not _cusparse_fits(x, w):  # as in `mosaic_is_fastest`
         return False
     return custom_call_can_run(BEFORE_HOPPER) and not same_bits_are_wanted()
 
@@ -198,7 +198,7 @@ def by_cusparse(x: CSR, w: jax.Array) -> jax.Array:
     from jax.experimental import sparse  # imports much of SciPy
 
     indptr = jnp.minimum(jnp.asarray(x.indptr, jnp.int32), x.nse)
-    # One row more takes the padding: every entry must be in a row.
+    # Every entry must be in a row, so one more row takes the padding entries.
     indptr = jnp.concatenate([indptr, jnp.full(1, x.nse, jnp.int32)])
     ids = jnp.asarray(x.indices, jnp.int32)
     inside = (ids >= 0) & (ids < x.num_cols)

@@ -39,9 +39,9 @@ _BLOCK_ITEMS = 4096
 _MOST_BLOCKS = 256  # the rows of a layer's kernel are a multiple of it
 # Elements of the gradient of a chunk of items, where the gradient of all does not exist.
 _CPU_CHUNK, _GPU_CHUNK = 2**20, 2**26
-# Rows with labels that are changed together, where a chunk has some of them.
+# Number of rows with labels that are updated together, if a chunk has any such rows.
 _CHANGED_ROWS = 8192
-# Cost of an entry of the labels, in scores that the other form computes. Measured with
+# Cost of one label entry, expressed in scores that `chunked_loss` computes. Measured with
 # bfloat16 operands on an H200, and float32 operands on a CPU: see benchmarks/notes/output_loss.md.
 _CPU_LABEL, _GPU_LABEL = 32, 512
 
@@ -55,7 +55,7 @@ def loss_and_updates[Carry](
     *,
     at_once: bool = False,
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"] | None, Carry]:
-    """`chunked_loss.loss_and_updates`; the squared loss by Gram matrices where it is faster.
+    """Computes `chunked_loss.loss_and_updates`, by Gram matrices where they are faster.
 
     With the labels y_bi (0 where there is none), weights w_b, and any vector m::
 
@@ -77,15 +77,15 @@ def loss_and_updates[Carry](
     an item with a kernel row and a bias of 0.
 
     Sums are made in float32. The loss is a difference of sums: its error is a few float32
-    eps of the sum of the sizes of its terms, `|h_b| . |W|^T |W| |h_b|`, not of the loss. Tensor cores round sums towards
-    zero, so with bfloat16 operands on a GPU `G` is too small by 2e-5; `G` is summed in
-    blocks, as it would be more without them. `C` is rounded to the operands' dtype
-    before its product. With m the mean of the rows this costs no more accuracy than the
-    form that makes scores, which rounds the score gradients. With m = 0 a gradient was
-    off by .14 where it is by .002.
+    eps of the sum of the sizes of its terms, `|h_b| . |W|^T |W| |h_b|`, not of the loss.
+    Tensor cores round sums towards zero, so with bfloat16 operands on a GPU `G` is too small
+    by 2e-5. `G` is summed in blocks, without which the error would be larger. `C` is rounded
+    to the operands' dtype before its product. If m is the mean of the rows, this is as
+    accurate as the form that computes scores, which rounds the score gradients. With m = 0
+    the error of a gradient was .14 in place of .002.
 
     Args:
-      method: how the loss is computed. Its `form` picks a form; None the fastest.
+      method: how the loss is computed. Its `form` picks a form; None picks the fastest.
       batch: the rows: hidden vectors, labels and weights.
       carry: a tree of arrays that `update` changes, possibly empty.
       updates: functions that receive the gradients of each chunk. Here `update` also
@@ -94,7 +94,7 @@ def loss_and_updates[Carry](
       at_once: whether memory suffices for the gradient of all items at once.
 
     Raises:
-      ValueError: Gram matrices are asked for, and the loss is another or has a `scale`.
+      ValueError: `form` is "gram", and the loss is no squared loss or has a `scale`.
     """
     layer = updates.layer(carry)
     form = method.form
@@ -103,8 +103,8 @@ def loss_and_updates[Carry](
             f"Gram matrices make l2_loss without a scale, not {method.rule}"
         )
     if form is None and _is_faster(method, batch, layer, shard or Shard()):
-        # A GPU program may update the kernel where it makes the gradient from slopes. That
-        # saves as much as Gram matrices do.
+        # A GPU program may update the kernel where it computes the gradient from slopes. That
+        # saves as much time as Gram matrices do.
         form = "gram" if at_once or not _can_update(method, layer) else "chunks"
     if form != "gram":
         return chunked_loss.loss_and_updates(method, batch, carry, updates, shard)
@@ -113,7 +113,7 @@ def loss_and_updates[Carry](
 
 # The form in XLA's operations
 
-# Rounding errors of small matrices would show in the loss, a difference of sums.
+# Exact products: rounding errors of small matrices would show in the difference of sums.
 _exact_dot = functools.partial(item_chunks.dot, precision="highest")
 
 
@@ -180,7 +180,7 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
         )
         slopes += linear[None]
     total = shard.sum_over_items(total)
-    # Only rounding makes it negative. NaN stays NaN.
+    # The loss is negative only through rounding. NaN stays NaN.
     per_example = jnp.where(broken, jnp.nan, shard.own_rows(jnp.maximum(total, 0)))
     if update is None:
         return per_example, None, carry
@@ -216,7 +216,7 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
             implementation,
             precision,
         )
-        # Read before anything is written.
+        # All reads come before the first write.
         dkernel, dbias = lax.optimization_barrier((change(dkernel, start), dbias))
         dbias = None if bias is None else dbias
         return update(start, Layer(dkernel, dbias, None), carry)
@@ -225,7 +225,7 @@ def _by_gram(method, batch: LossBatch, carry, updates: Updates, shard: Shard, at
 
 
 def _labels(labels, entries, shard: Shard, batch: int, rows: int, denied) -> _Labels:
-    """The labels of the device's items; indices outside all items are left out."""
+    """The labels of the device's items; entries with an index that is no item are omitted."""
 
     def values(data, columns):
         if denied is None:
@@ -270,8 +270,8 @@ def _loss_of_labels(x: CSR, bias, dtype) -> Float[Array, "batch"]:
 
 
 def _sums(x: CSR, column: Float[Array, "n"]) -> Float[Array, "rows"]:
-    """The product of a matrix and a column."""
-    if column.shape[0] == 1:  # every entry counts with it
+    """The product of a sparse matrix and a column vector."""
+    if column.shape[0] == 1:  # all entries are multiplied with its only number
         x = dataclasses.replace(x, indices=jnp.zeros_like(x.indices), num_cols=1)
     return lax.platform_dependent(x, column[:, None], cpu=by_loop, default=by_pieces)[
         :, 0
@@ -281,7 +281,7 @@ def _sums(x: CSR, column: Float[Array, "n"]) -> Float[Array, "rows"]:
 def _sums_by_item(
     terms: Terms, weights: Float[Array, "batch"] | None
 ) -> Float[Array, "rows"]:
-    """`sum over the labels of i of  y_bi w_b`, for all items; no weights are weights of 1."""
+    """For each item i, the sum over its labels of `y_bi w_b`; without weights, of `y_bi`."""
     by_item, dtype = terms.by_column, terms.dy.dtype
     if terms.data is None and weights is None:
         sums = jnp.diff(by_item.indptr).astype(dtype)
@@ -304,7 +304,7 @@ def _gram(kernel, kept, limit, padding: int, denied, precision: Word, *, for_gpu
         blocks //= 2
 
     def in_turn():
-        """One block after the other."""
+        """Adds the products of one block after the other."""
 
         def add(start, size, total):
             part, mask = (
@@ -317,7 +317,7 @@ def _gram(kernel, kept, limit, padding: int, denied, precision: Word, *, for_gpu
         return item_chunks.fold(add, zeros, rows, min(rows, _BLOCK_ITEMS))
 
     def at_once():
-        """All blocks; then the one with the last rows again, without the padding."""
+        """Multiplies all blocks at once; the block with padding is computed again without it."""
         size = rows // blocks
         stack = kernel.reshape(blocks, size, hidden)
         products = lax.dot_general(
@@ -344,7 +344,7 @@ def _gram(kernel, kept, limit, padding: int, denied, precision: Word, *, for_gpu
 
 
 def _times_columns(bias, kernel, for_gpu: bool):
-    """`sum_i b_i W_i`; a padding row may be anything."""
+    """`sum_i b_i W_i`, without the padding rows, which may have any values."""
     if not for_gpu:
 
         def add(start, size, total):
@@ -407,7 +407,7 @@ def _gradients(
     implementation: Implementation,
     precision: Word,
 ) -> tuple[Float[Array, "size hidden"], Float[Array, "size"]]:
-    """The gradients of a chunk, without the labels' part of the kernel's.
+    """The gradients of a chunk, without the term of the labels in the kernel's gradient.
 
     ::
 
@@ -449,19 +449,19 @@ def _gradients(
 def _times_vectors(chunk, vectors: Float[Array, "n hidden"], implementation):
     """`W_i . v` for each vector and row."""
     chunk = chunk.astype(vectors.dtype)
-    if xla_is_for_gpu(implementation):  # without writing the rows in float32
+    if xla_is_for_gpu(implementation):  # fused, so that no float32 copy is written
         return [jnp.sum(chunk * vector[None], axis=1) for vector in vectors]
     return _exact_dot(vectors, chunk, (1, 1))
 
 
 def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
-    """A function that subtracts the terms' sums from rows, in place.
+    """Returns a function that subtracts the sums of the terms from rows, in place.
 
-    It takes a chunk of the gradient and the chunk's first row.
+    It is called with a chunk of the gradient and the number of the chunk's first row.
     """
     if terms.by_column.columns.shape[0] == 0:
         return lambda gradient, start: gradient
-    # The GPU program changes the rows of all terms, whether they are in the chunk or not.
+    # The GPU program updates the rows of all terms, so it needs the gradient of all items.
     if whole_size and _with_mosaic(terms, implementation):
         return lambda gradient, start: _change_by_mosaic(gradient, terms)
     ids, sums = terms.ids(), terms.values(implementation)
@@ -469,7 +469,7 @@ def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
     def subtract(gradient, places, sums):
         old = gradient.at[places].get(mode="clip")
         new = (old.astype(sums.dtype) - sums).astype(gradient.dtype)
-        # Else XLA reads the rows while it writes them, and copies the array for that.
+        # Without the barrier XLA reads rows while it writes them, and so copies the array.
         gradient, new = lax.optimization_barrier((gradient, new))
         return gradient.at[places].set(
             new, mode="drop", unique_indices=True, indices_are_sorted=True
@@ -478,7 +478,7 @@ def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
     def change(gradient, start):
         if whole_size:
             return subtract(gradient, ids, sums)
-        # The rows of a chunk are a range of all.
+        # `ids` ascend, so the rows of a chunk are neighbours.
         first, end = jnp.searchsorted(ids, jnp.stack([start, start + len(gradient)]))
         size = min(_CHANGED_ROWS, ids.shape[0])
 
@@ -495,7 +495,7 @@ def _changes(terms: Terms, implementation: Implementation, *, whole_size: bool):
 
 
 def _change_by_mosaic(gradient, terms: Terms):
-    """The same by the GPU program that updates rows, for all items."""
+    """Subtracts the sums of the terms for all items, by the GPU program that updates rows."""
     by_item = terms.by_column
     (gradient,) = row_update(
         lambda arrays, sums, lag, scalars, mean: [arrays[0] - sums],
@@ -527,7 +527,7 @@ def _is_faster(method: Method, batch: LossBatch, layer: Layer, shard: Shard) -> 
     nse = labels.nse
     if isinstance(labels, ShardedCSR):
         nse = parts * labels.blocks.nse
-    # The work that does not depend on the sizes costs about a chunk of scores.
+    # The work that does not depend on the sizes takes as long as about one chunk of scores.
     label, fixed = _CPU_LABEL, chunked_loss.CPU_CHUNK_SCORES
     if xla_is_for_gpu(method.implementation):
         label, fixed = _GPU_LABEL, chunked_loss.GPU_CHUNK_SCORES
@@ -535,7 +535,7 @@ def _is_faster(method: Method, batch: LossBatch, layer: Layer, shard: Shard) -> 
 
 
 def _can_update(method: Method, layer: Layer) -> bool:
-    """Whether a GPU program can update the kernel where it makes the gradient."""
+    """Whether a GPU program can update the kernel while it computes the gradient."""
     if method.implementation == "mosaic_gpu":
         return True
     half = layer.kernel.dtype == jnp.bfloat16
@@ -543,7 +543,7 @@ def _can_update(method: Method, layer: Layer) -> bool:
 
 
 def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
-    """Items in a chunk."""
+    """The number of items in a chunk."""
     if method.chunk_scores is not None:
         return item_chunks.chunk_size(batch, num_items, method.chunk_scores)
     for_gpu = xla_is_for_gpu(method.implementation)
@@ -552,14 +552,14 @@ def _chunk(method: Method, batch: int, hidden: int, num_items: int) -> int:
 
 
 def _product_with_mosaic(kernel, size: int, implementation: Implementation) -> bool:
-    """Whether the GPU program makes the gradients of a chunk."""
+    """Whether the GPU program computes the gradients of a chunk."""
     if implementation not in (None, "mosaic_gpu") or mosaic.unsupported(kernel, size):
         return False
     return implementation is not None or custom_call_can_run(HOPPER)
 
 
 def _with_mosaic(terms: Terms, implementation: Implementation) -> bool:
-    """Whether the GPU program changes the rows."""
+    """Whether the GPU program updates the rows that have labels."""
     nse, hidden = terms.by_column.columns.shape[0], terms.dy.shape[1]
     if implementation is None:
         return hidden % 128 == 0 and mosaic_is_fastest(terms.dy, nse)

@@ -1,19 +1,19 @@
-"""Which row a 64-bit key has: an index of arrays, changed by pure functions.
+"""An index from 64-bit keys to rows: a hash table of arrays, changed by pure functions.
 
-A key belongs to a table, and is two words of 32 bits. By its hash it has one of 256 *parts*, in
-which a device has neighbours, and in the part two *buckets* of 16 *slots*. A slot has a tag of 8
-bits, by which most other keys are told, and the number of a row. The key stands at the row::
+A key belongs to a table, and is two words of 32 bits. The hash of a key chooses one of 256
+*parts*, and in the part two *buckets* of 16 *slots*. A device has consecutive parts. A slot has
+a row number, and a tag of 8 bits by which most other keys are rejected. The row has the key::
 
     tags [parts, buckets, 4]   4 tags a word; 0 is a slot without a row
     slots [parts, 16 buckets]  the row of each slot
     keys [parts, rows, 2]      the key of each row: low word, high word
     used [parts, rows]         whether the row has a key
-    free [parts, rows]         of each table, rows without a key: the first `num_free` of its range
+    free [parts, rows]         the first `num_free` of each table's range: rows without a key
     num_free [parts, tables]
 
-There are two slots a row, so a table fills to its last row. What a function returns depends on
-the index and the set of its keys: not on the order of keys, nor on the number of devices. No
-value is written by two keys, but by addition or maximum of integers.
+There are two slots for each row, so a table fills to its last row. The results depend only on
+the index and the set of its keys, not on the order of keys or the number of devices. Two keys
+never write the same element, except by an integer addition or maximum.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from sparsejax.sparse import MAX_ENTRIES, sums_so_far
 PARTS = ROW_MULTIPLE
 SLOTS = mosaic.SLOTS
 _WORDS = SLOTS // 4
-# Sorts behind all groups.
+# Sort key of entries that come after all groups.
 _LAST = np.uint32(0xFFFFFFFF)
 
 
@@ -48,10 +48,10 @@ class Layout:
     """The sizes of an index.
 
     Attributes:
-      rows: number of rows in each part. Rows behind the ranges of the tables are never
+      rows: number of rows in each part. Rows after the ranges of the tables are never
         used.
       firsts: for each table, its first row in every part.
-      sizes: for each table, how many rows it has in every part.
+      sizes: for each table, its number of rows in every part.
     """
 
     rows: int
@@ -68,7 +68,7 @@ class Layout:
 
     @property
     def buckets(self) -> int:
-        """Buckets of a part, for two slots a row."""
+        """Buckets of a part; there are two slots for each row."""
         return -(-2 * sum(self.sizes) // SLOTS)
 
     def table_of_rows(self) -> Int[Array, "rows"]:
@@ -78,14 +78,14 @@ class Layout:
         return jnp.sum(row[:, None] >= first[None, 1:], axis=1, dtype=jnp.int32)
 
     def per_table(self, values: Int[Array, "parts rows"]) -> Int[Array, "parts tables"]:
-        """The sum over the rows of each table."""
+        """Sums of the values over the rows of each table."""
         ranges = zip(self.firsts, self.sizes, strict=True)
         sums = [jnp.sum(values[:, f : f + s], axis=1) for f, s in ranges]
         return jnp.stack(sums, axis=1)
 
 
 class TableKeys(NamedTuple):
-    """Keys with their tables: arrays `[keys]` of JAX, or of NumPy.
+    """Keys with their tables. The arrays `[keys]` are JAX's or NumPy's.
 
     Attributes:
       table: number of the table, int32.
@@ -99,7 +99,7 @@ class TableKeys(NamedTuple):
 
 
 class Index(NamedTuple):
-    """The arrays; see above. A device may have some of the parts."""
+    """The arrays of an index, as the module says. A device may have some of the parts."""
 
     tags: UInt32[Array, "parts buckets 4"]
     slots: Int[Array, "parts slots"]
@@ -115,10 +115,10 @@ class Distinct(NamedTuple):
     Attributes:
       keys: the keys, some of them several times.
       part: the part to which each key belongs.
-      first: whether this is the first one of equal keys, and counts.
-      start: place of the first one of equal keys.
+      first: whether the key is counted and is the first of equal keys.
+      start: position of the first of equal keys.
       group: ascending numbers of (part, table).
-      place: former place of each key.
+      place: position of each key before sorting.
     """
 
     keys: TableKeys
@@ -147,17 +147,17 @@ def empty(layout: Layout, parts: int = PARTS) -> Index:
 
 
 def part_of(keys: TableKeys) -> Any:
-    """The part of each key, 0 to 255. Of NumPy arrays, too."""
+    """The part of each key, 0 to 255. The arrays may be NumPy's."""
     return (spread(keys) >> 24).astype(np.int32)
 
 
 def spread(keys: TableKeys) -> Any:
-    """A number of 32 bits of each key, of which the highest 8 are its part."""
+    """A 32-bit number for each key; its highest 8 bits are the key's part."""
     return hashed(keys, 1)
 
 
 def hashed(keys: TableKeys, seed: int) -> Any:
-    """32 bits of each key and its table: MurmurHash3. NumPy's or JAX's arrays."""
+    """A 32-bit hash (MurmurHash3) of each key and its table; the arrays are NumPy's or JAX's."""
     total = np.uint32(seed * 0x9E3779B9 & 0xFFFFFFFF)
     for word in (keys.low, keys.high, keys.table.astype(np.uint32)):
         word = word * np.uint32(0xCC9E2D51)
@@ -165,7 +165,7 @@ def hashed(keys: TableKeys, seed: int) -> Any:
         total = total ^ word * np.uint32(0x1B873593)
         total = total << np.uint32(13) | total >> np.uint32(19)
         total = total * np.uint32(5) + np.uint32(0xE6546B64)
-    total = total ^ np.uint32(12)  # bytes
+    total = total ^ np.uint32(12)  # length of the hashed data in bytes
     total = (total ^ total >> np.uint32(16)) * np.uint32(0x85EBCA6B)
     total = (total ^ total >> np.uint32(13)) * np.uint32(0xC2B2AE35)
     return total ^ total >> np.uint32(16)
@@ -180,14 +180,14 @@ def find(
     *,
     implementation: Implementation = None,
 ) -> Int[Array, "keys"]:
-    """The row of each key among the rows of these parts, one part after the other; or -1.
+    """The row of each key, counted over these parts in order; -1 if the index lacks the key.
 
     Args:
       layout: sizes of the index.
-      index: some parts of it.
-      keys: keys, each of any part.
-      wanted: which keys are looked for; others have no row.
-      first_part: the number of the first of these parts.
+      index: some of the index's parts.
+      keys: keys, which may belong to any part.
+      wanted: which keys are searched for; the others get -1.
+      first_part: number of the first of these parts.
       implementation: "xla" or "mosaic_gpu", see `implementations`.
     """
     if implementation is None and _program_can_run(index, keys):
@@ -200,7 +200,7 @@ def find(
     wanted &= (part >= 0) & (part < len(index.used))
     part = jnp.where(wanted, part, 0)
     buckets = part[:, None] * layout.buckets + buckets
-    # A bit for each slot of both buckets whose tag is that of the key.
+    # A bit for each slot in both buckets: whether its tag is the key's.
     same = _bytes(index.tags.reshape(-1, _WORDS)[buckets]) == tag[:, None, None]
     bits = jnp.arange(2 * SLOTS, dtype=jnp.uint32).reshape(1, 2, SLOTS)
     left = jnp.sum(same.astype(jnp.uint32) << bits, axis=(1, 2), dtype=jnp.uint32)
@@ -212,7 +212,7 @@ def find(
         left, found = state
         lowest = lax.population_count((left & (~left + 1)) - 1).astype(jnp.int32)
         bucket = jnp.where(lowest < SLOTS, buckets[:, 0], buckets[:, 1])
-        # Keys that are done read the same slot, which is in a cache.
+        # Keys whose search has ended all read one slot, which is in a cache.
         slot = jnp.where(left != 0, bucket * SLOTS + lowest % SLOTS, 0)
         row = index.slots.reshape(-1)[slot]
         place = jnp.where(left != 0, part * layout.rows + row, 0)
@@ -228,7 +228,7 @@ def find(
 
 
 def _program_can_run(index: Index, keys: TableKeys) -> bool:
-    # Its results have no type that varies over axes of a mesh.
+    # The program's results have no type with the mesh axes over which they vary.
     return not varying_axes((index, keys)) and custom_call_can_run(HOPPER_OR_NEWER)
 
 
@@ -260,9 +260,9 @@ def _find_by_program(
 def distinct(
     layout: Layout, keys: TableKeys, times: Int[Array, "keys"]
 ) -> tuple[Distinct, Int[Array, "keys"]]:
-    """The keys that occur at all in ascending order, and how often each occurs.
+    """The keys that occur, in ascending order, and the number of occurrences of each.
 
-    That is the sum of `times` of equal keys. It stands at the first one of them.
+    The number is the sum of `times` over equal keys. It is at the first of them.
     """
     part, tables = part_of(keys), np.uint32(len(layout.sizes))
     group = part.astype(jnp.uint32) * tables + keys.table.astype(jnp.uint32)
@@ -285,19 +285,18 @@ def insert(
     new: Bool[Array, "keys"],
     first_part: int | jax.Array = 0,
 ) -> tuple[Index, Int[Array, "keys"]]:
-    """Gives keys a row; returns it for each, as `find` does, or -1.
+    """Assigns rows to new keys; returns the row of each key, as `find` does, or -1.
 
-    In ascending order, keys of a (part, table) take its free rows, as long as there are
-    some. Each takes a slot of the bucket that has more free ones, in ascending order
-    too. Keys for which no slot is left try again. A key has no row if both its buckets
-    are full.
+    In ascending order, the keys of a (part, table) take its free rows until none is left.
+    Then, in ascending order too, each takes a slot in the bucket that has more free slots.
+    Keys that found no slot there try again. A key gets no row if both its buckets are full.
 
     Args:
       layout: sizes of the index.
-      index: some parts of it.
-      of: keys that are not in it.
-      new: which of them get a row; each of these parts, and the first one of equal keys.
-      first_part: the number of the first of these parts.
+      index: some of the index's parts.
+      of: keys that are not in the index.
+      new: which of the keys get a row. Each is in these parts, and the first of equal keys.
+      first_part: number of the first of these parts.
     """
     tables = len(layout.sizes)
     part = jnp.where(new, of.part - first_part, 0)
@@ -320,7 +319,7 @@ def insert(
         room = jnp.maximum(room[:, 0], room[:, 1])
         left &= room > 0
         bucket = jnp.take_along_axis(buckets, choice[:, None], axis=1)[:, 0]
-        # The rank of a key in its bucket.
+        # The position of each key among the keys of its bucket.
         at = jnp.where(left, bucket, MAX_ENTRIES).astype(jnp.uint32)
         at, key = lax.sort((at, order), num_keys=2)
         ranks = order - lax.cummax(jnp.where(_differs(at), order, 0))
@@ -330,7 +329,7 @@ def insert(
         nth = sums_so_far(free) == rank[:, None] + 1
         inside = jnp.argmax(nth & free, axis=1).astype(jnp.int32)
         slot = jnp.where(fits, bucket * SLOTS + inside, slot)
-        # Other tags of the word are added to zeros.
+        # The slot's byte is 0, so adding the tag leaves the word's other tags unchanged.
         shifted = tag << (8 * (inside % 4)).astype(jnp.uint32)
         at = jnp.where(fits, bucket, len(tags))
         tags = tags.at[at, inside // 4].add(shifted, mode="drop")
@@ -340,13 +339,13 @@ def insert(
     slot = jnp.full(len(new), -1, jnp.int32)
     tags, _, slot = lax.while_loop(goes_on, place, (tags, left, slot))
     placed = slot >= 0
-    # The last ones of the free rows, so that those before keep their places.
+    # The last free rows are taken, so that the others keep their positions.
     first = jnp.asarray(layout.firsts, jnp.int32)[of.keys.table]
     at = first + num_free - 1 - _rank(placed, of.group)
     at = jnp.where(placed, part * layout.rows + at, 0)
     row = index.free.reshape(-1)[at]
     place_of = part * layout.rows + row
-    nowhere = MAX_ENTRIES - order  # outside, and all differ
+    nowhere = MAX_ENTRIES - order  # out of range, and unique
     to_slot = jnp.where(placed, slot, nowhere)
     to_row = jnp.where(placed, place_of, nowhere)
     words = jnp.stack([of.keys.low, of.keys.high], axis=1)
@@ -366,7 +365,7 @@ def insert(
 
 
 def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Index:
-    """Takes their keys from rows; those that have none stay as they are."""
+    """Removes the keys of rows; rows without a key do not change."""
     parts = len(index.used)
     gone &= index.used
     of_slot = jnp.take_along_axis(gone, index.slots, axis=1)
@@ -374,14 +373,14 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
     shift = jnp.arange(0, 32, 8, dtype=jnp.uint32).reshape(1, 1, 1, 4)
     mask = jnp.where(of_slot, jnp.uint32(255) << shift, 0)
     cleared = jnp.sum(mask, axis=3, dtype=jnp.uint32)
-    # The freed rows of a table follow those that are free already, in ascending order.
+    # The freed rows of a table are appended to its free rows, in ascending order.
     before = sums_so_far(gone) - gone
     table, first = layout.table_of_rows(), jnp.asarray(layout.firsts, jnp.int32)
     rank = before - before[:, first][:, table]
     at = (first[None] + index.num_free)[:, table] + rank
     part = jnp.arange(parts, dtype=jnp.int32)[:, None]
     row = jnp.arange(layout.rows, dtype=jnp.int32)[None]
-    # By one number, see `mesh.xla_options.DETERMINISTIC`. Those outside differ, too.
+    # A flat index, see `mesh.xla_options.DETERMINISTIC`. Indices out of range are unique, too.
     nowhere = MAX_ENTRIES - (part * layout.rows + row)
     at = jnp.where(gone, part * layout.rows + at, nowhere)
     free = (
@@ -400,7 +399,7 @@ def remove(layout: Layout, index: Index, gone: Bool[Array, "parts rows"]) -> Ind
 def _places(layout: Layout, keys: TableKeys) -> tuple[Any, Any, Any, Any]:
     """The part of each key, its two buckets in the part, and its tag, 1 to 255.
 
-    Of numbers in a GPU program, too.
+    The numbers may also be values in a GPU program.
     """
     one, two, below = spread(keys), hashed(keys, 2), np.uint32(0xFFFFFF)
     buckets = np.uint32(layout.buckets)
@@ -428,6 +427,6 @@ def _differs(values: jax.Array) -> Bool[Array, "keys"]:
 def _rank(
     counts: Bool[Array, "keys"], group: UInt32[Array, "keys"]
 ) -> Int[Array, "keys"]:
-    """How many before each one count in its group; groups lie behind each other."""
+    """For each entry, how many before it in its group count; entries of a group are adjacent."""
     before = sums_so_far(counts) - counts
     return before - lax.cummax(jnp.where(_differs(group), before, 0))

@@ -1,4 +1,4 @@
-"""Causal attention within histories of any length, which lie one after the other."""
+"""Causal attention within histories of any length, which are concatenated."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ Activation = Literal["silu", "softmax"]
 # Ratio of times in neighbouring buckets, as a logarithm; the number of HSTU's authors.
 TIME_RATIO = 0.301
 _NONE = 2**30  # more than there are tokens
-# Places of a block, and numbers of scores that exist at once, at most. A CPU has small
-# blocks, as most histories are short, and as many of them as its caches hold.
+# Most entries of a block, and most scores that exist at once. A CPU has small blocks,
+# as most histories are short, and as many of them at once as its caches hold.
 _GPU_BLOCK, _GPU_SCORES = 128, 2**26
 _CPU_BLOCK, _CPU_SCORES = 64, 2**17
 
@@ -67,21 +67,21 @@ def history_attention(
 
         bucket(t, s) = log(times_t - times_s) / 0.301, rounded down
 
-    The last number of each bias also stands for all that is further apart. Times that differ
-    by less than 1 fall into the first bucket. Products of `q` and `k` and all sums are
-    float32 (float64 for float64); what `v` is multiplied with is rounded to its dtype.
+    The last number of each bias also applies to all larger distances. Times that differ
+    by less than 1 are in the first bucket. Products of `q` and `k` and all sums are
+    float32 (float64 for float64); the factors of `v` are rounded to its dtype.
 
     Nothing of the size of a history squared is stored, neither here nor in the derivative:
     memory grows with the number of tokens. It is differentiable in reverse mode in `q`,
-    `k`, `v` and both biases, once. The gradient of a bias is made of sums: over diagonals,
-    and, as the buckets of an entry follow each other, of differences of sums over entries
-    before it. No two devices or threads add to the same number, so that two runs give
-    the same bits.
+    `k`, `v` and both biases, once. The gradient of `place_bias` is a sum over diagonals. The
+    gradient of `time_bias` is made of differences of prefix sums, as the buckets of an entry
+    follow each other. No two devices or threads add to the same number, so two runs give
+    equal bits.
 
-    Entries from `indptr[-1]` on are padding: their results are 0, and whatever is in them
-    changes no other result. A number that is not finite in a history spoils its own later
-    results, and may spoil those of its neighbours. On a mesh call it in a `jax.shard_map`, in which each device has
-    histories of its own and their `indptr`.
+    Entries from `indptr[-1]` on are padding: their results are 0, and their values
+    change no other result. A number in a history that is not finite spoils the later results
+    of this history, and may spoil those of its neighbours. On a mesh call the function in a
+    `jax.shard_map`, in which each device has histories of its own and their `indptr`.
 
     Args:
       q: queries.
@@ -106,9 +106,9 @@ def history_attention(
 
     Raises:
       ValueError: shapes do not match, an unknown activation or implementation, only one of
-        `times` and `time_bias`, or numbers in a NumPy array that are wrong (see there).
-      TypeError: dtypes differ or are not of real floating numbers, or `indptr` does not
-        have integers.
+        `times` and `time_bias`, or wrong numbers in a NumPy array (see the arguments).
+      TypeError: the dtypes differ or are not real floating, or `indptr` does not have
+        integers.
       NotImplementedError: an implementation that this operation does not have.
     """
     check_implementation(implementation)
@@ -151,13 +151,13 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class _Form:
-    """How XLA's operations are cut.
+    """How XLA's operations divide the work into blocks.
 
     Attributes:
-      block: places of a block.
-      chunk: blocks that are worked on together.
-      scatter: whether pairs are added to the gradient of their bucket one by one. That is
-        fast where one thread adds; on a GPU it is slow, and has no order.
+      block: number of entries in a block.
+      chunk: number of blocks that are computed together.
+      scatter: whether the gradient of each pair is added to its bucket by a scatter. This is
+        fast with one thread; on a GPU it is slow, and the order of additions is not fixed.
     """
 
     block: int
@@ -176,17 +176,17 @@ class _Form:
 
 
 class Biases(NamedTuple):
-    """The numbers that are added to the scores."""
+    """The biases that are added to the scores."""
 
     place: Float[Array, "places"] | None
     time: Float[Array, "buckets"] | None
 
 
 def time_thresholds(buckets: int) -> np.ndarray:
-    """`[buckets]` float32: the least difference of times of each bucket.
+    """`[buckets]` float32: the smallest difference of times in each bucket.
 
-    They are rounded up, so that a float32 difference has reached one if and only if it has
-    reached the exact number: all forms agree on all buckets.
+    They are rounded up, so that a float32 difference reaches one if and only if it reaches
+    the exact number: all implementations agree on all buckets.
     """
     exact = np.exp(TIME_RATIO * np.arange(buckets, dtype=np.float64))
     with np.errstate(over="ignore"):
@@ -201,9 +201,9 @@ def time_thresholds(buckets: int) -> np.ndarray:
 def scores_at_once(
     tokens: int, heads: int, dim: int, dtype: jax.typing.DTypeLike
 ) -> int:
-    """Scores of the blocks that are worked on together on a GPU.
+    """The number of scores that exist at once on a GPU.
 
-    GPU programs write no scores: where these compute the attention, the number is 0.
+    The GPU programs write no scores: where they compute the attention, the number is 0.
     """
     if custom_call_can_run(HOPPER, divided=True):
         q = jax.ShapeDtypeStruct((mosaic.TILE, heads, dim), dtype)
@@ -265,7 +265,7 @@ def _check_numbers(indptr: np.ndarray, times, tokens: int) -> None:
     wrong = ~np.isfinite(used)
     wrong[1:] |= used[1:] < used[:-1]
     inside = np.zeros(len(used) + 1, bool)
-    inside[indptr[:-1]] = True  # a time before the history's first is of another one
+    inside[indptr[:-1]] = True  # the time before is another history's
     wrong &= ~inside[:-1] | ~np.isfinite(used)
     if np.any(wrong):
         place = int(np.argmax(wrong))
@@ -279,9 +279,9 @@ class _Spans(NamedTuple):
     """The history of each token.
 
     Attributes:
-      starts: its first entry; `_NONE` for padding, and -1 less the entry where the result is
-        NaN.
-      ends: the entry after its last; for padding, which comes last, where that begins.
+      starts: the first entry of the history; `_NONE` for padding; -1 minus the entry where the
+        result is NaN.
+      ends: the entry after the history's last; for padding, the first padding entry.
     """
 
     starts: Int[Array, "tokens"]
@@ -294,9 +294,9 @@ def _spans(
     place = jnp.arange(tokens, dtype=jnp.int32)
     indptr = indptr.astype(jnp.int32)
     last = max(len(indptr) - 2, 0)
-    # The last history that has begun. On a GPU the search is part of another program, while
-    # counting launches some. XLA's fusions for a CPU copy each step of a search into all later
-    # ones: for 24,576 histories these 15 steps took 37 seconds to compile (jax 0.12.0).
+    # The number of the last history that has begun. On a GPU the search is fused into another
+    # program, while counting launches several. XLA's fusions for a CPU copy each step of a
+    # search into all later steps: for 24,576 histories 15 steps took 37 s to compile (jax 0.12.0).
     history = lax.platform_dependent(
         indptr,
         cpu=lambda indptr: segment_ids(indptr[:-1], tokens),
@@ -310,7 +310,7 @@ def _spans(
     if times is not None:
         back = (times < jnp.roll(times, 1)) & (place > starts)
         bad = inside & (back | ~jnp.isfinite(times))
-        # Only results of invalid histories are written, so that no others wait.
+        # Only entries of invalid histories are written to, so that the others need not wait.
         found = jnp.zeros(last + 1, jnp.int32)
         found = found.at[jnp.where(bad, history, last + 1)].max(1, mode="drop")
         wrong |= found[history] > 0
@@ -349,7 +349,7 @@ _attention.defvjp(_forward, _backward)
 
 
 def _attend(operands, rule, implementation, precision):
-    """The result, and for softmax the logarithms of the sums."""
+    """The result; and for softmax the logarithm of the sum of exponentials of each entry."""
     if implementation == "mosaic_gpu":
         q, k, v, *others = _for_program(operands)
         tokens = len(operands[0])
@@ -389,7 +389,7 @@ def _slopes(operands, y, norms, dy, rule, implementation, precision):
 
 
 def _unsupported(q: jax.Array) -> str | None:
-    """Why the GPU program cannot take these; any number of tokens is padded."""
+    """The reason why the GPU program cannot take `q`; None if it can. Tokens may be any number."""
     return mosaic.unsupported(_padded(q, 0))
 
 
@@ -407,14 +407,14 @@ def _for_program(operands) -> Any:
 
 
 def _padded(x: jax.Array, fill) -> jax.Array:
-    """The array, filled up to whole tiles of tokens of a GPU program."""
+    """The array with `fill` appended up to a multiple of the GPU program's tile of tokens."""
     more = -len(x) % mosaic.TILE
     pad = ((0, more), *[(0, 0)] * (x.ndim - 1))
     return jnp.pad(x, pad, constant_values=fill) if more else x
 
 
 def _by_platform(function, implementation, operands):
-    """Calls `function` with the form for this platform."""
+    """Calls `function` with the `_Form` for this platform."""
     heads = operands[0].shape[1]
     cpu, gpu = (
         functools.partial(function, form)
@@ -426,20 +426,20 @@ def _by_platform(function, implementation, operands):
 
 
 class _Blocks(NamedTuple):
-    """The operands in blocks of places, and several of these in a chunk.
+    """The operands, divided into blocks of entries; several blocks make a chunk.
 
-    The blocks of a chunk are worked on together: first each with itself, then each with
+    The blocks of a chunk are computed together: first each with itself, then each with
     the block before it, and so on, until no history reaches further back.
 
     Attributes:
       q, k, v: `[chunks * chunk, heads, block, dim]`; `k` and `v` have `chunk` more blocks
         before.
-      place: `[blocks, block]`: numbers of the entries, of the queries.
-      first: the first entry that a query attends to; too large if there is none.
+      place: `[blocks, block]`: index of each query among the entries.
+      first: the first entry that a query attends to; an index after all entries if there is none.
       wrong: whether the result is NaN.
       times: times of the queries.
       times_before: times of the keys, with `chunk` more blocks before.
-      depth: `[chunks]`: how many blocks a chunk needs, at most.
+      depth: `[chunks]`: the most blocks that a block of the chunk attends to.
     """
 
     q: jax.Array
@@ -474,7 +474,7 @@ class _Blocks(NamedTuple):
             return jnp.pad(x, ((before, 0), (0, 0)))
 
         def matrices(x, before=0):
-            # Padding may be anything, and 0 NaN would be NaN.
+            # Padding may have any values, and 0 * NaN would be NaN.
             x = jnp.where(inside[:, None, None], x, 0)
             return _in_blocks(x, block, blocks, before)
 
@@ -500,7 +500,7 @@ class _Blocks(NamedTuple):
         )
 
     def attend(self, rule: Rule, precision: Precision):
-        """The result and the logarithms of the sums, see `_attend`."""
+        """The result, and for softmax the logarithms of the sums, as `_attend` returns them."""
         sums, axes = accumulator(self.q.dtype), self.axes()
         einsum = _einsum(precision, self.q.dtype, sums)
         softmax = rule.activation == "softmax"
@@ -629,12 +629,12 @@ class _Blocks(NamedTuple):
         return lax.dynamic_slice_in_dim(x, (c + 1) * self.chunk - d, self.chunk)
 
     def add(self, x, c, d, found):
-        """Adds to the `keys`."""
+        """Adds `found` to the blocks that `keys` returns."""
         at = (c + 1) * self.chunk - d
         return lax.dynamic_update_slice_in_dim(x, self.keys(x, c, d) + found, at, 0)
 
     def scores(self, q, c, d, rule: Rule, einsum):
-        """`[chunk, heads, block, block]`, and which of them count."""
+        """The scores `[chunk, heads, block, block]`, and a mask of the pairs that count."""
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         scores = rule.scale * einsum("chqd,chkd->chqk", q, self.keys(self.k, c, d))
         inside = jnp.arange(self.block, dtype=jnp.int32)
@@ -650,7 +650,7 @@ class _Blocks(NamedTuple):
         return scores, seen[:, None]
 
     def since(self, c, d) -> Float[Array, "chunk block block"]:
-        """Differences of times."""
+        """Times of the queries minus times of the keys."""
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         return times[:, :, None] - before[:, None]
 
@@ -664,7 +664,7 @@ class _Blocks(NamedTuple):
         return guess - (since < least[guess]).astype(jnp.int32)
 
     def add_by_time(self, sums, ds, c, d) -> Float[Array, "buckets"]:
-        """Adds the `[chunk, block, block]` gradients of pairs, see `by_time`."""
+        """Adds the gradients of pairs, `[chunk, block, block]`, to sums that `by_time` reads."""
         if self.scatter:
             return sums.at[self.buckets(c, d, len(sums))].add(ds)
         return sums + self.suffix_sums(ds, len(sums), c, d)
@@ -674,12 +674,12 @@ class _Blocks(NamedTuple):
         return sums if self.scatter else sums - jnp.append(sums[1:], 0)
 
     def suffix_sums(self, ds, count: int, c, d) -> Float[Array, "buckets"]:
-        """For each bucket the sum of `ds` over all pairs in this or a later one."""
+        """For each bucket, the sum of `ds` over all pairs in this bucket or a later one."""
         times, before = self.queries(self.times, c), self.keys(self.times_before, c, d)
         place, first = self.queries(self.place, c), self.queries(self.first, c)
         least = jnp.asarray(time_thresholds(count), times.dtype)
         origin = place[:, :1] - d * self.block  # the first key of each block
-        # Keys from `low` on and before `high` count, and the first of them are the oldest.
+        # Keys from `low` on and before `high` count; the first of these are the oldest.
         low = jnp.clip(first - origin, 0, self.block)
         high = jnp.clip(place + 1 - origin, 0, self.block)
         shape = *low.shape, count
@@ -705,14 +705,14 @@ class _Blocks(NamedTuple):
         return jnp.sum(jnp.take_along_axis(sums, low, axis=2), axis=(0, 1))
 
     def in_tokens(self, x):
-        """Blocks, perhaps in chunks, as `[tokens, heads, dim]`."""
+        """Joins blocks, or chunks of blocks, to an array `[tokens, heads, dim]`."""
         x = x.reshape(-1, *x.shape[-3:])
         x = jnp.swapaxes(x, 1, 2)
         return x.reshape(-1, *x.shape[2:])[: self.tokens]
 
 
 def _in_blocks(x, block: int, blocks: int, before: int = 0):
-    """`[tokens, heads, n]` as `[before + blocks, heads, block, n]`."""
+    """Divides `[tokens, heads, n]` into `[before + blocks, heads, block, n]`."""
     x = jnp.pad(x, ((before * block, blocks * block - len(x)), (0, 0), (0, 0)))
     return jnp.swapaxes(x.reshape(-1, block, *x.shape[1:]), 1, 2)
 
@@ -724,18 +724,18 @@ def _einsum(precision: Precision, dtype, sums):
 
 
 def _diagonal_sums(x: Float[Array, "n n"]) -> Float[Array, "2*n"]:
-    """The sums of elements with column - row = n - 1, ..., 1 - n, and 0."""
+    """The sums of the elements on each diagonal, column - row = n - 1, ..., 1 - n; then 0."""
     n = len(x)
-    # In rows that are one element shorter, each begins one place further right.
+    # With rows one element shorter, each row begins one column further right.
     x = jnp.pad(x[:, ::-1], ((0, 0), (0, n))).reshape(-1)
     sums = jnp.sum(x[: n * (2 * n - 1)].reshape(n, 2 * n - 1), axis=0)
     return jnp.append(sums, 0)
 
 
 def _clipped(sums: Float[Array, "distances"], places: int) -> Float[Array, "places"]:
-    """The gradient of a bias whose last number stands for all further distances."""
+    """The gradient of a bias whose last number applies to all larger distances."""
     sums = jnp.pad(sums, (0, max(0, places - len(sums))))
-    # Fused with the operations behind it into one GPU program, each place's thread
-    # would sum anew.
+    # Without the barrier XLA fuses this sum with later operations, and each thread of the
+    # program computes the sum again.
     rest = lax.optimization_barrier(jnp.sum(sums[places - 1 :]))
     return jnp.append(sums[: places - 1], rest)

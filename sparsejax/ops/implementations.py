@@ -1,4 +1,4 @@
-"""The implementations of an operation, and on which GPUs each is chosen."""
+"""The implementations of an operation, and the GPUs on which each is chosen."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from sparsejax.mesh.layout import is_for_one_device
 #   "xla_gpu"     XLA's operations in the form for GPUs, on every platform
 #   "cusparse"    cuSPARSE's product, where rows are gathered and added; else as "xla_gpu"
 #   "mosaic_gpu"  a GPU program of `pallas_kernels`
-#   None          the fastest that can run on the kind of device that is visible where it is
-#                 traced; how many devices are visible does not matter
+#   None          the fastest that can run on the kind of device that is visible during
+#                 tracing; the number of visible devices does not matter
 #
-# A name is used on whatever machine the operation is traced. So a machine without a GPU can
-# lower a program for one, and run the form that other machines have.
+# A named implementation is used whatever machine traces the operation. So a machine without
+# a GPU can lower a program for a GPU, and run the form that other machines run.
 Implementation = Literal["xla", "xla_gpu", "cusparse", "mosaic_gpu"] | None
 
-# Names of forms for GPUs, which are used on every platform.
+# Names of forms for GPUs. A name is used on every platform.
 FOR_GPU = "xla_gpu", "cusparse", "mosaic_gpu"
 
 
@@ -34,11 +34,11 @@ class Capabilities(NamedTuple):
     newest: float = math.inf
 
 
-# Programs that gather or move single rows.
+# Programs that gather or move single rows run on these GPUs.
 HOPPER_OR_NEWER = Capabilities(9.0)
 # Programs that multiply matrices with `wgmma`, an instruction of sm_90a alone.
 HOPPER = Capabilities(9.0, 9.0)
-# cuSPARSE. Newer GPUs run our own programs, which are faster.
+# cuSPARSE is chosen on these GPUs. Newer GPUs run our own programs, which are faster.
 BEFORE_HOPPER = Capabilities(0.0, 8.9)
 
 
@@ -54,8 +54,8 @@ def check_implementation(implementation: str | None) -> None:
 def gpu_capability() -> float | None:
     """Compute capability of the GPUs that are visible here; None if there are none.
 
-    Each choice that depends on the GPU asks this function. A test that replaces it
-    lowers the program of another GPU.
+    Each choice that depends on the GPU calls this function. A test that replaces it
+    lowers the program for another GPU.
     """
     if jax.default_backend() != "gpu":
         return None
@@ -63,7 +63,7 @@ def gpu_capability() -> float | None:
 
 
 def custom_call_can_run(capabilities: Capabilities, *, divided: bool = False) -> bool:
-    """Whether a custom call for these GPUs can run where this is traced.
+    """Whether a custom call for these GPUs can run on the devices visible during tracing.
 
     Our GPU programs and cuSPARSE's are custom calls.
 
@@ -79,7 +79,7 @@ def custom_call_can_run(capabilities: Capabilities, *, divided: bool = False) ->
 
 
 def computed_once[Tree](tree: Tree) -> Tree:
-    """The same arrays, for a chain of operations whose results are read more than once.
+    """Returns equal arrays, for a chain of operations whose results are read more than once.
 
     A CPU's compiler copies the operations of an array into each operation that reads it.
     If each link of a chain is read twice, the program doubles with each link.
@@ -88,5 +88,5 @@ def computed_once[Tree](tree: Tree) -> Tree:
 
 
 def xla_is_for_gpu(implementation: Implementation) -> bool:
-    """Whether XLA's operations get the sizes and the order that are fast on a GPU."""
+    """Whether XLA's operations use the sizes and the order that are fast on a GPU."""
     return implementation in FOR_GPU or gpu_capability() is not None

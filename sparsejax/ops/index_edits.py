@@ -1,4 +1,4 @@
-"""A hash index that is changed from the host: keys lose their rows, others get one."""
+"""Changes of a hash index by the host: some keys lose their rows, others get one."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from sparsejax.ops.hash_index import PARTS, Index, Layout, TableKeys
 from sparsejax.sparse import MAX_ENTRIES
 from sparsejax.wide_ids import WideIds, joined
 
-# Keys that are added at a time.
+# Most keys that are added at once.
 _BLOCK = 65_536
 
 
 def block(count: int) -> int:
-    """How many are worked on at a time: few sizes, so that programs are found again."""
+    """The size of a block of `count` keys. There are few sizes, so that few programs compile."""
     bits = max(8, max(0, count - 1).bit_length())
     return min(_BLOCK, 1 << -(-bits // 4) * 4)
 
@@ -31,7 +31,7 @@ def block(count: int) -> int:
 def blocks(
     rows: np.ndarray, values: np.ndarray
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Rows of an array and their values, some at a time, with rows behind that it has not."""
+    """Yields blocks of row numbers and their values; padding rows are out of range."""
     size = block(len(rows))
     for start in range(0, len(rows), size):
         some, data = rows[start : start + size], values[start : start + size]
@@ -43,7 +43,7 @@ def blocks(
 def rows_of(
     layout: Layout, table: int, used: np.ndarray, keys: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The ids of a table in ascending order, and the row of each, counted over all parts."""
+    """The ids of a table in ascending order, and the row of each, numbered over all parts."""
     rows = rows_in(layout, table, used)
     words = keys.reshape(-1, 2)[rows]
     ids = joined(words[:, 0], words[:, 1])
@@ -69,9 +69,9 @@ def check_room(
     """Raises ValueError if a part of a table has fewer rows than these ids need.
 
     Args:
-      path: the file that they are from.
+      path: the file from which the ids were read, for errors.
       layout: sizes of the index.
-      table: the number of the table.
+      table: number of the table.
       name: name of the table, for errors.
       ids: ids that the table will hold.
     """
@@ -93,17 +93,17 @@ def _keys(table: int, ids: np.ndarray) -> TableKeys:
 def replace(
     layout: Layout, table: int, index: Index, gone: np.ndarray, ids: np.ndarray
 ) -> tuple[Index, np.ndarray]:
-    """An index without the keys of some rows, and with new ones.
+    """Removes the keys of some rows from an index, and inserts new keys.
 
     Args:
       layout: sizes of the index.
-      table: the number of the table of the new keys.
+      table: number of the table of the new keys.
       index: the whole index, with all parts.
-      gone: a mask of all rows.
-      ids: the new keys, none of which it has.
+      gone: a mask of all rows: true for a row that loses its key.
+      ids: the new keys; the index has none of them.
 
     Returns:
-      The index, and the row of each id among those of all parts; -1 if there is no slot.
+      The index, and the row of each id, numbered over all parts; -1 if there is no free slot.
     """
     remove = jit_sharded(_removed, P("model"), static=(0,))
     index = remove(layout, index, gone.reshape(PARTS, -1))
@@ -153,12 +153,12 @@ def changed(
     ids: np.ndarray,
     removed: np.ndarray | None,
 ) -> tuple[Index, np.ndarray]:
-    """An index with changed ids, and their rows among those of all parts.
+    """An index with changed ids, and the rows of `ids`, numbered over all parts.
 
     Args:
-      path: the file that they are from.
+      path: the file from which the ids were read, for errors.
       layout: sizes of the index.
-      table: the number of the table.
+      table: number of the table.
       name: name of the table, for errors.
       index: the whole index, with all parts.
       known: the table's ids and rows, as `rows_of` returns them.

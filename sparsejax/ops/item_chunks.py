@@ -1,4 +1,4 @@
-"""The operations over all items share this: scores for a chunk of items at a time.
+"""Functions shared by operations over all items, which score a chunk of items at a time.
 
 The array of all scores, `[batch, items]`, is too large to keep. Each part of it is needed
 only once or twice.
@@ -33,11 +33,11 @@ _ROUNDED = 256
 
 @dataclasses.dataclass(frozen=True)
 class Shard:
-    """The items that each device of a mesh works on, for all rows of the batch.
+    """How work on items is divided over a mesh; each device scores its items for all rows.
 
     Attributes:
-      batch: mesh axis over which the rows of the batch lie before and after; None if
-        each device has all of them. It is one of `items`.
+      batch: mesh axis over which the rows of the batch are divided before and after; None if
+        each device has all rows. It is one of the axes `items`.
       items: mesh axes over which the items are divided; empty if each device has all.
     """
 
@@ -46,20 +46,20 @@ class Shard:
 
     @property
     def rows_spec(self) -> P:
-        """How an array with a row for each row of the batch lies."""
+        """The partition spec of an array with a row for each row of the batch."""
         return P(self.batch)
 
     @property
     def items_spec(self) -> P:
-        """How an array with a row for each item lies."""
+        """The partition spec of an array with a row for each item."""
         return P(self.items or None)
 
     def first_item(self, items: int) -> jax.typing.ArrayLike:
-        """The place among all items of the first of this device's `items` items."""
+        """The index of this device's first item; `items` is the number of items on each device."""
         return lax.axis_index(self.items) * items if self.items else 0
 
     def all_rows[Tree](self, rows: Tree) -> Tree:
-        """The rows of the whole batch, from this device's and the others'."""
+        """Gathers the rows of the whole batch from all devices along `batch`."""
         if self.batch is None:
             return rows
         return jax.tree.map(lambda x: lax.all_gather(x, self.batch, tiled=True), rows)
@@ -74,13 +74,13 @@ class Shard:
         return slice_rows(rows, lax.axis_index(self.batch) * size, size)
 
     def sum_over_items[Tree](self, values: Tree) -> Tree:
-        """Adds the values of all parts of the items."""
+        """Sums values over the devices that have the other parts of the items."""
         return lax.psum(values, self.items) if self.items else values
 
     def own_sums(
         self, rows: Shaped[Array, "batch *rest"]
     ) -> Shaped[Array, "part *rest"]:
-        """`own_rows(sum_over_items(rows))`. Fewer bytes move."""
+        """`own_rows(sum_over_items(rows))` in one collective that moves fewer bytes."""
         if self.batch is None:
             return self.sum_over_items(rows)
         rows = lax.psum_scatter(rows, self.batch, tiled=True)
@@ -94,9 +94,9 @@ def shard_of(
     """How the work is divided over the mesh that is set; None if it is not divided.
 
     The items are divided as the blocks of the matrix are, or else as `kernel_spec` says.
-    On a mesh with an axis "data", these parts are divided further over "data": so no sum
-    over devices is of the kernel's size. The rows of the batch lie over "data", if the
-    size of that axis divides them.
+    On a mesh with an axis "data", these parts are divided further over "data", so that no
+    sum over devices has the kernel's size. The rows of the batch are divided over "data" if
+    the size of that axis divides their number.
 
     Args:
       kernel_spec: how the kernel's rows are divided over the mesh, as in `output_loss`.
@@ -109,7 +109,7 @@ def shard_of(
         `hidden`, or contradicts the blocks; or the rows cannot be divided evenly.
     """
     if isinstance(matrix, ShardedCSR):
-        axis_sizes()  # there is a mesh with these axes
+        axis_sizes()  # raises if no mesh with these axes is set
         if kernel_spec is not None and _axes_of(kernel_spec)[:1] != ("model",):
             raise ValueError(
                 f'kernel_spec is {kernel_spec}; the blocks lie over "model", so must '
@@ -153,9 +153,9 @@ def _axes_of(kernel_spec: P) -> tuple[str, ...]:
 
 
 def entries_spec(matrix: Labels | None, shard: Shard) -> P:
-    """The part of a matrix (without `transposed`) for each device.
+    """The partition spec by which each device gets its part of a matrix without `transposed`.
 
-    It is its block, or the rows of its part of the batch, or all.
+    A device gets its block, its rows of the batch, or the whole matrix.
     """
     if isinstance(matrix, Targets):
         return shard.rows_spec
@@ -202,13 +202,13 @@ def slice_rows(array: jax.Array, start: jax.typing.ArrayLike, size: int) -> jax.
 def write_rows(
     array: jax.Array, rows: jax.Array, start: jax.typing.ArrayLike
 ) -> jax.Array:
-    """`array` with `rows`, in its dtype, from row `start` on."""
+    """Writes `rows`, converted to the array's dtype, into `array` from row `start` on."""
     return lax.dynamic_update_slice_in_dim(array, rows.astype(array.dtype), start, 0)
 
 
 def accumulator(dtype: jnp.dtype) -> jnp.dtype:
     """The dtype in which products of operands of this dtype are summed."""
-    # A NumPy array may be float64 where JAX's cannot.
+    # JAX's arrays may lack float64, while a NumPy array has it.
     return jnp.promote_types(jax.dtypes.canonicalize_dtype(dtype), jnp.float32)
 
 
@@ -220,10 +220,10 @@ def dot(
     *,
     precision: Precision = None,
 ) -> jax.Array:
-    """Matrix product over the two named axes: sums in float32.
+    """Matrix product that contracts axis `contract[0]` of `a` with `contract[1]` of `b`.
 
-    `precision` is that of float32 operands; others are used as given. The result is
-    rounded to `dtype`, if one is given: on a GPU by the product itself.
+    Sums are made in float32. `precision` concerns float32 operands; others are used as given.
+    The result is rounded to `dtype`, if one is given: on a GPU by the product itself.
     """
 
     sums = accumulator(a.dtype)
@@ -282,14 +282,14 @@ class Entries(NamedTuple):
     def places(
         self, start: jax.typing.ArrayLike, shape: tuple[int, int]
     ) -> tuple[Int[Array, "nse"], Int[Array, "nse"]]:
-        """Row and column in the chunk that begins at column `start`.
+        """The row and column of each entry in the chunk that begins at column `start`.
 
         An entry outside the chunk has a column beyond it, to be dropped. These columns
         all differ, so the targets are unique if the indices of each row are.
         """
         columns = self.columns - start
         inside = (self.rows >= 0) & (columns >= 0) & (columns < shape[1])
-        # Not len(): an exported program has a symbol there.
+        # Not len(): in an exported program the length is a symbol.
         beyond = shape[1] + jnp.arange(columns.shape[0], dtype=jnp.int32)
         return jnp.where(inside, self.rows, 0), jnp.where(inside, columns, beyond)
 
@@ -299,7 +299,7 @@ class Entries(NamedTuple):
         start: jax.typing.ArrayLike,
         shape: tuple[int, int],
     ) -> Shaped[Array, "batch size"]:
-        """`values` in the chunk that begins at `start`; 0 where there is no entry."""
+        """A dense chunk of the `values` from column `start` on; 0 where there is no entry."""
         chunk = jnp.zeros(shape, jnp.result_type(values))
         place = self.places(start, shape)
         return chunk.at[place].set(values, mode="drop", unique_indices=True)
@@ -319,7 +319,7 @@ class Entries(NamedTuple):
 def labels_of(
     labels: Labels, shard: Shard, items: int
 ) -> tuple[Entries | TargetColumns, Bool[Array, "part"]]:
-    """`entries_of`; of targets, of which the device is given its own rows, the columns."""
+    """`entries_of`; for `Targets`, the columns of the rows that the device is given."""
     if not isinstance(labels, Targets):
         return entries_of(labels, shard, items)
     columns = jnp.where(labels.broken, -1, labels.columns)
@@ -330,7 +330,7 @@ def labels_of(
 def entries_of(
     matrix: SparseRows, shard: Shard, items: int
 ) -> tuple[Entries, Bool[Array, "part"]]:
-    """The entries in the device's items, and which of its own rows must give NaN.
+    """The entries with the device's items in view, and a mask of its rows that must give NaN.
 
     A row gives NaN if it is overfull or has an index out of range. The device has `items`
     items. It is given all of a CSR, but only its own block of a `ShardedCSR`.
@@ -341,13 +341,13 @@ def entries_of(
         broken = lax.psum(broken.astype(jnp.int32), "model") > 0
         if shard.batch is None:
             return entries, broken
-        # Columns of its blocks along "data" are divided among these devices.
+        # The columns of a block are divided among the devices along "data".
         place = lax.axis_index("data")
         rows = jnp.where(entries.rows < 0, -1, entries.rows + place * block.num_rows)
         entries = gather_over_data(entries._replace(rows=rows))
         return entries._replace(columns=entries.columns - place * items), broken
     if matrix.data is None and matrix.transposed is not None:
-        # The order does not matter, and here the row of each entry is known already.
+        # The order of entries does not matter, and `transposed` already has each entry's row.
         rows, indices = matrix.transposed.rows, matrix.transposed.columns
     else:
         rows, indices = matrix.row_ids(), jnp.asarray(matrix.indices)
@@ -362,9 +362,9 @@ def entries_of(
 
 
 def rounded_items(num_items: int, rows: int) -> int:
-    """`num_items` rounded up to a size with fast products, if the kernel has that many rows.
+    """Rounds `num_items` up to a size with fast products, if this is all rows of the kernel.
 
-    That is all rows of a layer's kernel: XLA would copy a part of them.
+    Otherwise XLA would copy a part of the rows.
     """
     rounded = min(padded_rows(num_items), rows)
     return num_items if rounded % _ROUNDED else rounded
@@ -373,13 +373,13 @@ def rounded_items(num_items: int, rows: int) -> int:
 def pad_rows(
     array: Shaped[Array, "batch *rest"], rows: int | None = None
 ) -> Shaped[Array, "padded *rest"]:
-    """The array with rows of zeros, up to a multiple that all GPU programs take, or to `rows`."""
+    """Appends rows of zeros, up to `rows` or to a multiple that all GPU programs take."""
     extra = -len(array) % TILE_ROWS if rows is None else rows - len(array)
     return jnp.pad(array, [(0, extra)] + [(0, 0)] * (array.ndim - 1))
 
 
 def arrays(*operands: Any) -> tuple[Any, ...]:
-    """The operands as JAX's arrays, in the types that JAX gives them; None stays."""
+    """Converts the operands to JAX arrays with JAX's dtypes; None stays None."""
     return jax.tree.map(jnp.asarray, operands)
 
 

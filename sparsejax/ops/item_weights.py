@@ -1,4 +1,4 @@
-"""Weights from item to item that need no training: EASE's closed form, nearest columns."""
+"""Item-to-item weights that need no training: EASE's closed form, and nearest columns."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from sparsejax.sparse import CSR
 
 Form = Literal["dense", "sparse"] | None
 
-# Multiplications of a dense product that take as long as one of SciPy's sparse product.
-# CPU: two cores, 3,706 columns. GPU: by the ratio of an H200's float32 peak to theirs.
+# A multiplication of SciPy's sparse product takes as long as this many of a dense product.
+# CPU: two cores, 3,706 columns. GPU: scaled by the float32 peak of an H200.
 _DENSE_IS_FASTER = {"cpu": 200, "gpu": 100_000}
 _CHUNK = 2**26  # numbers in a dense chunk of rows
-_BLOCK = 2**24  # most products of two columns in a block of SciPy's result
+_BLOCK = 2**24  # most products of two numbers in a block of SciPy's result
 
 
 def ease_weights(
@@ -44,8 +44,8 @@ def ease_weights(
     arrays `[items, items]`.
 
     Args:
-      x: `[rows, items]`, on the host. Values count.
-      l2: the larger, the closer the weights are to those of mere co-occurrence.
+      x: `[rows, items]`, on the host. Its values are used.
+      l2: regularization. With a large number the weights approach mere co-occurrence.
       implementation: "dense" or "sparse", as in `gram`; None picks the faster one.
 
     Raises:
@@ -76,7 +76,7 @@ def _ease(products: jax.Array, l2: jax.Array) -> jax.Array:
 def nearest_items(
     x: CSR, neighbours: int, *, shrink: float = 0.0, implementation: Form = None
 ) -> tuple[Int[Array, "items k"], Float[Array, "items k"]]:
-    """For each column of `x` the columns with the largest cosines, and these.
+    """For each column of `x`, the columns with the largest cosines, and these cosines.
 
     >>> x = CSR.from_scipy(scipy.sparse.csr_array([[1, 1.0, 0], [1, 1, 1], [1, 0, 0]]))
     >>> ids, cosines = nearest_items(x, 1)
@@ -87,15 +87,15 @@ def nearest_items(
 
         cosine_ij = x_i . x_j / (|x_i| |x_j| + shrink)
 
-    Negative ones count as 0. Ties go to the lower number. Where a column has fewer
-    neighbours, cosines of 0 fill up.
+    Negative cosines are replaced by 0. Ties go to the lower column. If a column has fewer
+    neighbours than k, columns with a cosine of 0 follow.
 
     Args:
-      x: `[rows, items]`, on the host. Values count.
-      neighbours: most neighbours of a column; k is this, or the number of items.
-      shrink: the larger, the less count columns with few entries.
+      x: `[rows, items]`, on the host. Its values are used.
+      neighbours: most neighbours of a column; k is the smaller of it and the number of items.
+      shrink: number added to the denominator, which lowers cosines of columns with few entries.
       implementation: "dense" computes all cosines at once, "sparse" those of some columns
-        at a time. None picks by the sizes.
+        at a time. None picks the faster one by the sizes.
 
     Raises:
       ValueError: `neighbours` is not positive, or `shrink` is negative.
@@ -125,11 +125,11 @@ def _nearest(products: jax.Array, shrink: jax.Array, k: int):
 
 
 def _nearest_by_block(x: CSR, k: int, shrink: float):
-    """`nearest_items` on the host, by blocks of columns with few products in all."""
+    """`nearest_items` on the host, by blocks of columns that have few products in total."""
     items, matrix = x.num_cols, x.to_scipy().astype(np.float32)
     norms = np.sqrt(matrix.multiply(matrix).sum(axis=0)).astype(np.float32)
     by_item = scipy.sparse.csr_array(matrix.T)
-    # The products of a column are at most so many.
+    # An upper bound on the number of products of each column.
     most = by_item.astype(bool) @ np.diff(matrix.indptr)
     cuts = np.flatnonzero(np.diff(np.cumsum(np.minimum(most, items)) // _BLOCK)) + 1
     ids = np.zeros((items, k), np.int32)
@@ -156,7 +156,7 @@ def gram(x: CSR, *, implementation: Form = None) -> Float[Array, "items items"]:
     Args:
       x: `[rows, items]`, on the host.
       implementation: "dense" multiplies dense chunks of rows on the device, "sparse" is
-        SciPy's product. None picks what is faster here.
+        SciPy's product. None picks the faster one here.
     """
     matrix = x.to_scipy().astype(np.float32)
     if (implementation or _form(x)) == "sparse":
@@ -176,7 +176,7 @@ def _add_products(total: jax.Array, chunk: jax.Array) -> jax.Array:
 
 
 def _form(x: CSR) -> Form:
-    """Which form of `gram` is faster."""
+    """The faster form of `gram`."""
     lengths = np.diff(np.asarray(x.indptr)).astype(np.float64)
     dense = float(x.num_rows) * x.num_cols**2
     platform = jax.default_backend()
@@ -185,7 +185,7 @@ def _form(x: CSR) -> Form:
 
 
 def bytes_needed(items: int) -> int:
-    """The memory of `ease_weights` for this many items: four arrays of float32."""
+    """The memory in bytes that `ease_weights` needs: four float32 arrays `[items, items]`."""
     return 16 * items**2
 
 

@@ -1,15 +1,15 @@
-"""Softmax of one target a row, in three matrix products: scores are kept for a while.
+"""Softmax loss of one target a row in three matrix products: some scores are kept.
 
-A block of rows has its scores for all items at once, as exponentials `e` in bfloat16::
+A block of rows keeps the scores of all items at once, as exponentials `e` in bfloat16::
 
     r     the score of each row's target                    before any other score is made
     e_i   = exp(s_i - r),  and  sum_i e_i  in float32       one program of the GPU
     f     = weight exp(r - lse)                             slope_i = f e_i
     dh    = f (e kernel),   dkernel += e^T (f h)
 
-The slope of the target also has `- weight`: one number a row is written over in `e`. If each
-block had few rows, adding up the kernel's gradient would cost more than the fourth product.
-With many blocks, its error would be larger: it is rounded to bfloat16 after each.
+The slope of the target also has the term `- weight`: one number a row is overwritten in `e`.
+With few rows in a block, adding up the kernel's gradient would cost more than a fourth product.
+With many blocks the gradient's error would be larger: it is rounded to bfloat16 after each.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from sparsejax.sparse import sums_so_far
 # Exponentials in a block: .9 GB; with wide vectors a bit more, as their kernel's gradient
 # takes longer to add up (8,192 x 2,304 x 256,000: 39.8 ms with 2,048 rows, 42.8 with 1,664).
 _BLOCK_SCORES, _WIDE, _BLOCK_SCORES_OF_WIDE = 9 * 10**8 // 2, 1024, 2**29
-# With fewer rows in a block, the other form is faster, unless these are all rows.
+# With fewer rows in a block another form is faster, unless the block has all rows.
 _LEAST_ROWS = 1024
-# Rounding the kernel's gradient so often makes an error of .5 % of its norm.
+# Rounding the kernel's gradient this many times makes an error of .5 % of its norm.
 _MOST_BLOCKS = 16
-# Logarithms of sums of `e` that are not made again lie within this of 0.
+# Sums of `e` whose logarithms are farther from 0 are computed again with another reference.
 _MOST = 60.0
 
 
 def block_rows(batch: int, items: int, hidden: int) -> int | None:
-    """Rows of a block; None if these are too few, or the blocks too many."""
+    """The number of rows of a block; None if it is too small, or there are too many blocks."""
     scores = _BLOCK_SCORES_OF_WIDE if hidden >= _WIDE else _BLOCK_SCORES
     most = scores // items // TILE_ROWS * TILE_ROWS
     if most < min(batch, _LEAST_ROWS):
@@ -57,7 +57,7 @@ def block_rows(batch: int, items: int, hidden: int) -> int | None:
 
 
 def is_plain(method: Method, batch: LossBatch, layer: Layer) -> bool:
-    """Whether the loss has the one form that both GPU programs here compute."""
+    """Whether both GPU programs of this module can compute the loss."""
     rule = method.rule
     return (
         isinstance(batch.labels, Targets)
@@ -71,7 +71,7 @@ def is_plain(method: Method, batch: LossBatch, layer: Layer) -> bool:
 def rows_of_block(
     method: Method, batch: LossBatch, layer: Layer, shard: Shard
 ) -> int | None:
-    """Rows of a block, if this form is the fastest here."""
+    """The number of rows of a block if this form is the fastest here; otherwise None."""
     if method.form == "kept":
         return TILE_ROWS
     wide = batch.h.shape[1] > MAX_HIDDEN
@@ -84,14 +84,14 @@ def rows_of_block(
 
 
 class ScoredRows(NamedTuple):
-    """The rows of the whole batch, those with a target first, then padding.
+    """The rows of the whole batch, sorted: rows with a target, other rows, then padding.
 
     Attributes:
       h: vectors in bfloat16, 0 where a row is skipped.
       weights: 0 where a row is skipped.
-      found: whether the target is an item of any device, as 1 or 0; and its score.
+      found: whether the target is an item of any device, as 1 or 0; and the target's score.
       reference: the score of the target, or 0 if it is not finite.
-      skipped: rows without a target.
+      skipped: mask of the rows without a target.
       columns: column of each row's target, among the device's items.
     """
 
@@ -104,7 +104,7 @@ class ScoredRows(NamedTuple):
 
 
 class Packed(NamedTuple):
-    """The arrays with which both forms of the softmax of targets begin.
+    """The arrays from which both forms of the softmax of targets start.
 
     Attributes:
       rows: the rows of the batch.
@@ -121,7 +121,7 @@ class Packed(NamedTuple):
 
 
 def packed_rows(batch: LossBatch, layer: Layer, shard: Shard, multiple: int) -> Packed:
-    """The rows with targets first; their number with padding is a multiple."""
+    """Sorts the rows with targets first, and pads their number to a multiple of `multiple`."""
     dtype, labels = item_chunks.accumulator(batch.h.dtype), batch.labels
     assert isinstance(labels, Targets)
     targets, broken = item_chunks.labels_of(labels, shard, len(layer.kernel))
@@ -166,8 +166,8 @@ def loss_and_gradients(
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
-    Blocks in which all rows are ignored cost nothing. It is called as
-    `chunked_loss.loss_and_updates` is, on each device.
+    Blocks in which all rows are ignored take no time. The function is called on each device,
+    like `chunked_loss.loss_and_updates`.
 
     Args:
       method: how the loss is computed. Its rule is a softmax without smoothing.
@@ -195,7 +195,7 @@ def loss_and_gradients(
             rule, known, factor, None, Shard()
         )
         slope = jnp.where(factor == 0, 0, slope * jnp.exp(reference - lse))
-        # -weight of the target, in the units of `e`.
+        # The target's exponential minus the weight, divided by the factor of `e`.
         of_target = jnp.exp(score - reference) - jnp.where(
             factor == 0, 0, factor * one / slope
         )
@@ -228,7 +228,7 @@ def loss_and_gradients(
 def _wanted_first(
     skipped: Bool[Array, "batch"], size: int
 ) -> tuple[Int[Array, "size"], Int[Array, "batch"]]:
-    """The rows in the order of the blocks, `batch` for none; and the place of each row."""
+    """The rows in the order of the blocks, padded with `batch`; and each row's new position."""
     batch = len(skipped)
     wanted = sums_so_far(~skipped) - 1
     place = jnp.where(skipped, wanted[-1] + sums_so_far(skipped), wanted)
@@ -238,10 +238,10 @@ def _wanted_first(
 
 
 def _exponentials(rows: ScoredRows, kernel, bias, start, shard: Shard):
-    """`e` of the device's items, its sums over all items, and the reference of each row.
+    """`e` for the device's items, its sums over all items, and the reference of each row.
 
-    If a score exceeds the target's by far, the largest one of each row becomes the
-    reference, which takes two more products.
+    If a score exceeds the target's by far, the row's largest score becomes the reference,
+    which takes two more products.
     """
 
     h = rows.h
@@ -288,14 +288,14 @@ def out_of_range(
 
 
 def exponential(scores, labels, listed, weights, reference):
-    """A function for `mosaic.slopes`: values and slopes are both `e`."""
+    """Computes `e`, as both values and slopes, for `mosaic.slopes`."""
     del labels, listed, weights
     e = jnp.exp(scores - reference)
     return e, e
 
 
 def no_labels(rows: int, items: int) -> mosaic.Targets:
-    """Labels of rows that have none."""
+    """The labels for `mosaic.slopes` if no row has a label."""
     blocks = rows // mosaic.ROWS, items // mosaic.SLOPES_COLUMNS
     columns = jnp.full(rows, -1, jnp.int32)
     return mosaic.Targets(columns, jnp.zeros(blocks, jnp.int32))

@@ -66,31 +66,31 @@ def linear_cross_entropy(
     and sums are float32.
 
     Rows with target -1 are ignored: they add nothing to loss and gradients, whatever is in
-    them. They also take next to no time if `targets` is a NumPy array (on one device), and
-    little in the two forms below. Elsewhere they are computed: where many rows are ignored,
-    leave them out of `h`. If all rows are ignored or have weight 0, the result is 0, and so
-    are the gradients.
+    also take almost no time if `targets` is a NumPy array (on one device), and little time
+    in the two forms below. Otherwise they are computed: if many rows are ignored, remove them
+    from `h` first. If all rows are ignored or have weight 0, the result and the gradients
+    are 0.
 
-    Without `scale` and smoothing, Hopper GPUs make the gradients in one of two forms. Vectors
-    of up to 256 numbers take two passes over the scores, of which nothing is written. Wider
-    ones, in bfloat16, take three products: the scores of some rows, as many as fit in 1 GB,
-    are kept (if these are 1,024 rows, or all, and at least a sixteenth of all). The gradients
-    have errors of .2 to .5 % of their norm then, otherwise of .2 %.
+    Without `scale` and smoothing, Hopper GPUs compute the gradients in one of two forms. Vectors
+    of up to 256 numbers take two passes over the scores, and no score is written. Wider
+    vectors in bfloat16 take three products: the scores of some rows, as many as fit in 1 GB,
+    are kept (if these are 1,024 rows, or all, and at least a sixteenth of all). Then the errors
+    of the gradients are .2 to .5 % of their norm, otherwise .2 %.
 
     Args:
       h: hidden vectors.
       kernel: a row for each item.
-      targets: `[*batch]` integers: an item, or -1. In a NumPy array every other number is
-        an error. In a JAX array, which may be on a device, it makes the loss NaN.
+      targets: `[*batch]` integers: an item, or -1. In a NumPy array any other number is an
+        error. In a JAX array, which may be on a device, it makes the loss NaN.
       bias: numbers added to the scores. -inf excludes an item, which no row may have as its
         target. Smoothing leaves excluded items out of the mean. None is 0.
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       weights: factors of the rows' losses. None is 1 for each.
-      label_smoothing: the share of each target that is spread over all items.
+      label_smoothing: share of each target's weight that is spread over all items.
       z_loss: weight of `lse^2`.
       num_items: the kernel's rows from this one on are padding; None if there are none.
       kernel_spec: how the kernel is divided over the mesh that is set, see `output_loss`:
-        `P("model")` or `P(("model", "data"))`. Rows of the batch may lie over "data".
+        `P("model")` or `P(("model", "data"))`. Rows of the batch may be divided over "data".
       implementation: "mosaic_gpu", "xla" or "xla_gpu", as in `output_loss`; None picks
         the fastest here. "mosaic_gpu" takes a kernel whose rows are a multiple of 256,
         and `hidden` a multiple of 64. Here operands of other sizes are padded with
@@ -98,8 +98,8 @@ def linear_cross_entropy(
       precision: precision of the products of float32 operands, as in `output_loss`.
 
     Raises:
-      ValueError: shapes do not match, or a target is no item (of a NumPy array; the
-        message names its place); or see `output_loss`.
+      ValueError: shapes do not match, a target in a NumPy array is no item (the message says
+        where), or `output_loss` raises it.
       TypeError: targets are not integers, or `h` and `kernel` differ in dtype.
       NotImplementedError: "mosaic_gpu" cannot take these operands, or the loss itself
         is differentiated in forward mode.
@@ -144,7 +144,7 @@ def linear_cross_entropy(
     kept = labels.columns != IGNORED
     total = jnp.sum(jnp.where(kept, share, 0))
     nothing = total == 0
-    # The last selection is also that of the gradients: an ignored row may be anything.
+    # `share` is selected last, and so is its gradient: an ignored row may have any values.
     share = jnp.where(kept & ~nothing, share / jnp.where(nothing, 1, total), 0)
     if kernel_spec is None:
         operands = rows, kernel, bias, scale
@@ -164,7 +164,7 @@ def linear_cross_entropy(
 
 
 def _with_targets(targets: np.ndarray) -> np.ndarray:
-    """The rows that have targets, and some others: their number is one of eight."""
+    """The indices of rows with targets and some others; their number is one of eight sizes."""
     wanted, others = (
         np.flatnonzero(x) for x in (targets != IGNORED, targets == IGNORED)
     )
@@ -174,7 +174,7 @@ def _with_targets(targets: np.ndarray) -> np.ndarray:
 
 
 def _padded(operands, implementation: Implementation, precision: Precision):
-    """The operands with zeros up to the sizes that the GPU programs take, if they run."""
+    """Pads the operands with zeros to sizes that the GPU programs take, if they are used."""
     h, kernel, bias, scale = operands
     if implementation is None and custom_call_can_run(HOPPER):
         dtype = operand_dtype(precision, h.dtype, len(h), len(kernel))

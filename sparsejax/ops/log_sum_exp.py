@@ -1,6 +1,6 @@
-"""The softmax's normaliser over items whose vectors come part by part, and are not stored.
+"""The softmax's normaliser over items whose vectors are computed in parts and not stored.
 
-Two passes over the parts make it and its gradient, each with the chunks of `chunked_loss`::
+Two passes over the parts compute it and its gradient, with the chunks of `chunked_loss`::
 
     first   lse_b = log sum_i exp(s_bi)                 `with_scores`, then `of_scores`
     second  slope_bi = weight_b exp(s_bi - lse_b)       `gradients_of_part`
@@ -36,7 +36,7 @@ def _by_mosaic(method: Method, h: jax.Array, layer: Layer) -> bool:
 
 
 def _chunks(method: Method, h, layer: Layer, limit, *, with_product: bool) -> Chunks:
-    labels = TargetColumns(jnp.full(len(h), -1, jnp.int32))  # the normaliser has none
+    labels = TargetColumns(jnp.full(len(h), -1, jnp.int32))  # no row has a label
     if _by_mosaic(method, h, layer):
         h = h.astype(jnp.bfloat16)
         options = {"with_values": False, "with_product": with_product}
@@ -48,7 +48,7 @@ def _chunks(method: Method, h, layer: Layer, limit, *, with_product: bool) -> Ch
 def no_scores(
     method: Method, h: Float[Array, "batch hidden"], layer: Layer
 ) -> list[Float[Array, "parts padded"]]:
-    """The start of `with_scores`; of the layer the shapes and dtypes are read."""
+    """The initial `known` of `with_scores`; only shapes and dtypes of the layer are read."""
     return _chunks(method, h, layer, 0, with_product=False).no_scores()
 
 
@@ -59,14 +59,14 @@ def with_scores(
     limit: jax.typing.ArrayLike,
     known: list[Float[Array, "parts padded"]],
 ) -> list[Float[Array, "parts padded"]]:
-    """`known`, with the scores of a part's items added.
+    """Adds the scores of one part's items to `known`, and returns it.
 
     Args:
       method: how scores are computed.
       h: hidden vectors.
       layer: the layer of the items of the part.
       limit: items of the part from this one on are padding.
-      known: arrays that the parts before have returned; at first those of `no_scores`.
+      known: arrays that the last call returned, or `no_scores`.
     """
     chunks, items = (
         _chunks(method, h, layer, limit, with_product=False),
@@ -84,7 +84,7 @@ def with_scores(
 def of_scores(
     known: list[Float[Array, "parts padded"]], batch: int, axes: Any
 ) -> Float[Array, "batch"]:
-    """The logarithms of the sums, of the items of all devices along `axes`; None is one."""
+    """The logarithm of each row's sum, over the devices along `axes` (None: one device)."""
     largest, total = (x[:, :batch] for x in known[:2])
     found = softmax.Normaliser.merge([largest, total, *[jnp.zeros_like(total)] * 2])
     if axes is not None:
@@ -99,7 +99,7 @@ def target_scores(
     limit: jax.typing.ArrayLike,
     columns: Int[Array, "batch"],
 ) -> Float[Array, "batch"]:
-    """The score of each row's column, as the products make it; 0 if it is in another part."""
+    """The score of each row's target, rounded as in the products; 0 if another part has it."""
     if _by_mosaic(method, h, layer):
         h = h.astype(jnp.bfloat16)
     return softmax.target_scores(h, layer, TargetColumns(columns), limit)[1]
@@ -113,7 +113,7 @@ def gradients_of_part(
     log_sums: Float[Array, "batch"],
     weights: Float[Array, "batch"],
 ) -> tuple[Layer, Float[Array, "batch hidden"]]:
-    """The gradients of `sum_b weights_b lse_b` in a part's layer, and its share of that in `h`.
+    """The gradients of `sum_b weights_b lse_b` in a part's layer, and this part's term in `h`.
 
     Args:
       method: how scores are computed.
@@ -149,6 +149,6 @@ def gradients_of_part(
 
 
 def _slopes(scores, labels, listed, weights, log_sums):
-    """A function for `Chunks.slopes`: no values, and the slopes."""
+    """Computes slopes, without values, for `Chunks.slopes`."""
     del labels, listed
     return None, weights * jnp.exp(scores - log_sums)

@@ -1,4 +1,4 @@
-"""Output projection and loss against sparse labels, without `[batch, items]`."""
+"""An output layer's loss against sparse labels, without an array `[batch, items]`."""
 
 from __future__ import annotations
 
@@ -66,24 +66,23 @@ def output_loss(
 
     Scores exist for a chunk of items at a time: memory beyond the gradients does not
     grow with the number of items. (A CPU keeps up to 2^25 scores of a softmax, which takes
-    134 MB and saves one of the four products.) Products are summed in float32, losses are computed in
+    134 MB and saves one of the four products.) Products are summed, and losses computed, in
     float32. Operands are used as they are, except for float32 on a GPU, see `precision`.
-    With bfloat16 operands the derivative in the scores is rounded to bfloat16 before its
+    With bfloat16 operands the score gradients are rounded to bfloat16 before their
     two products. Each gradient has the dtype of its operand.
-
     For large batches with few labels, "l2_loss" over all items makes no scores: Gram
     matrices give the same loss and gradients (see `gram_loss`). The rounding error of the
     loss is then relative to the terms of its sums, which may be larger than the loss, and
     the gradients are not differentiable in reverse mode.
 
-    An example with weight 0 contributes nothing, whatever is in it. The gradient of its
-    weight is still its loss. A row of labels that does not fit in
-    an overfull CSR, or has an index outside the items, makes the result NaN.
+    An example with weight 0 contributes nothing, even if its values are NaN. The gradient of
+    its weight is still its loss. A row of labels that does not fit in an overfull CSR, or has
+    an index outside the items, makes the result NaN.
 
     Args:
       h: hidden vectors.
-      kernel: one row for each item; it, `bias` and `scale` may have more rows than
-        `labels` has columns. Those are padding: no loss, and a gradient of zeros.
+      kernel: one row for each item. `kernel`, `bias` and `scale` may have more rows than
+        `labels` has columns. These rows are padding: no loss, and a gradient of zeros.
       bias: numbers added to the scores. -inf excludes an item: its loss is 0, or infinite if
         the item has a label. None is 0.
       labels: `[batch, items]`, indices unique in a row. Labels in blocks on a mesh also
@@ -149,7 +148,7 @@ def output_loss_in_chunks(
     precision: Precision = None,
     **options: Any,
 ) -> Float[Array, ""]:
-    """Computes `output_loss` from checked arguments; `options` are others of `Method`."""
+    """Computes `output_loss` from checked arguments; `options` are further fields of `Method`."""
     how = Method(rule=loss, precision=check_precision(precision), **options)
     (h, weights), layer = _typed(how, labels, (h, weights), (kernel, bias, scale))
     with _forward_mode_refused():
@@ -169,7 +168,7 @@ def output_loss_per_example(
     implementation: Implementation = None,
     precision: Precision = None,
 ) -> Float[Array, "batch"]:
-    """`loss_b` of `output_loss`, for evaluation; the arguments are the same.
+    """The loss of each row, `loss_b` of `output_loss`, for evaluation; it takes equal arguments.
 
     >>> labels = CSR.from_scipy(scipy.sparse.csr_array([[True, False], [False, False]]))
     >>> kernel = jnp.eye(2)
@@ -215,7 +214,7 @@ def output_loss_per_example_in_chunks(
 
 @contextlib.contextmanager
 def _forward_mode_refused() -> Iterator[None]:
-    """Replaces JAX's error about forward mode by one that says what to do."""
+    """While this context is open, JAX's error about forward mode is replaced by a clearer one."""
     try:
         yield
     except TypeError as error:
@@ -235,7 +234,7 @@ def _check(h, kernel, bias, labels, scale, implementation) -> None:
 
 
 def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
-    """An `update` that writes the gradients, rounded, into arrays of all items."""
+    """An `update` that rounds a chunk's gradients and writes them into arrays of all items."""
 
     def write(array, rows):
         return item_chunks.write_rows(array, rows, start)
@@ -246,7 +245,7 @@ def _write_gradients(start, chunk: Layer, gradients: Any) -> Any:
 def _write_kernel_gradient(
     start, slopes, h, gradients: Any
 ) -> tuple[Any, jax.Array | None]:
-    """Writes the kernel's gradient. With XLA a chunk would be copied after its product."""
+    """Writes a chunk of the kernel's gradient; XLA would copy the chunk after its product."""
     kernel, with_sums = gradients.kernel, gradients.bias is not None
     whole = slopes.shape[1] == len(kernel)
     if whole or _by_parts_of_the_batch(slopes, h):
@@ -259,10 +258,10 @@ def _write_kernel_gradient(
 
 
 def _by_parts_of_the_batch(slopes: jax.Array, h: jax.Array) -> bool:
-    """Whether a chunk has too few tiles for all SMs, as the batch is large.
+    """Whether XLA's product is faster: a chunk has too few tiles for all SMs in a large batch.
 
-    XLA's product then sums parts of the batch beside each other. With 16,384 rows and 8,192
-    items our program took twice the time of its work (hidden 256, H200).
+    XLA then sums several parts of the batch in parallel. With 16,384 rows and 8,192 items our
+    program took twice as long as with enough tiles (hidden 256, H200).
     """
     batch, hidden = h.shape
     tiles = slopes.shape[1] // TILE * (hidden // tile_columns(hidden))
@@ -301,7 +300,7 @@ def _per_example(how, h, kernel, bias, scale, labels):
 
 
 def _per_example_forward(how, *operands):
-    # Not `_per_example`, which has no derivative in forward mode.
+    # `_per_example` has no derivative in forward mode, so it is not called here.
     h, kernel, bias, scale, labels = operands
     return _run(how, h, kernel, bias, scale, None, labels, False)[0], operands
 
@@ -335,7 +334,7 @@ def _compiled(
             )
             return per_example, dh.astype(h.dtype), gradients
 
-        # Padding rows may be in no chunk.
+        # Padding rows may be in no chunk, and so are never written.
         written = item_chunks.rounded_items(labels.num_cols, len(kernel))
         everything = shard.items or written == len(kernel)
         unwritten = _empty_like if everything else jnp.zeros_like
@@ -365,7 +364,7 @@ def _compiled(
 
 
 def _typed(how: Method, labels: Labels, rows, items):
-    """The arrays with a row for each example and for each item, typed as the gradients are."""
+    """Gives arrays with a row for each example, or each item, the gradients' mesh axes."""
     num_rows = len(items[0])
     shard = item_chunks.shard_of(how.kernel_spec, labels, labels.num_rows, num_rows)
     if shard is None:

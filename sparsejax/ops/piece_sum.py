@@ -1,6 +1,6 @@
-"""Sums of gathered rows by XLA's operations without a scatter: the forms for a GPU.
+"""Sums of gathered rows by XLA's operations without a scatter, for GPUs.
 
-`by_pieces` is the fast one, `by_steps` that for programs which are exported.
+`by_pieces` is the fast form, `by_steps` the form for programs that are exported.
 
 ::
 
@@ -12,12 +12,12 @@
     result = sum of the first entries + the one node of the row's highest level
 
 The first entries of a row are added where the result is computed. The other entries are
-cut into pieces of as many. A node of level 1 is the sum of a piece, and a node of a
-further level is the sum of some nodes of the level below. A row has levels up to the one
-where it has a single node. So a row of any length is added by few programs, of which each
-has a fixed number of terms for each of its rows. XLA makes one program of such a sum and
-its gathers: no `[nse, hidden]` array is written. Sums of gathered rows by a scatter would
-have a collision for each entry of a row, in an order that differs from run to run.
+cut into pieces of equal size. A node of level 1 is the sum of a piece, and a node of a
+further level is the sum of several nodes of the level below. The last level of a row is the
+one where it has a single node. So few programs add rows of any length, and each program
+has a fixed number of terms for each of its rows. XLA fuses such a sum with its gathers: no
+`[nse, hidden]` array is written. A scatter of gathered rows would have a collision for each
+entry of a row, and would add in an order that differs from run to run.
 """
 
 from __future__ import annotations
@@ -33,17 +33,17 @@ from jaxtyping import Array, Bool, Float, Int
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, MAX_ENTRIES
 
-# Entries of a piece: about as many as a row has on average. With fewer there are more
-# nodes to write, with more there are more places without an entry.
+# Entries of a piece: about as many as a row has on average. Smaller pieces need more nodes
+# to write, larger pieces have more places without an entry.
 _SMALLEST, _LARGEST = 4, 32
-# Nodes that a node of level 2, of level 3, and of each further level adds. Half as many
-# nodes as level 1 has may be of level 2, so these add few.
+# Number of nodes that a node of level 2, of level 3, and of each further level adds. At most
+# half as many nodes as level 1 has may be of level 2, so these add few.
 _FAN_IN = 8, 32, 64
-# Entries of a row in a step of `by_steps`: as many as a row usually has. Few rows have more,
-# so that one long row is one step; very many rows have fewer.
+# Entries of a row in a step of `by_steps`: as many as a row usually has. If there are few
+# rows, a step has more, so that one long row is one step; very many rows have fewer.
 _STEP, _LEAST_STEP = 64, 8
 _LEAST_TERMS, _MOST_TERMS = 2**10, 2**16
-# In place of the id of a row: there is no entry, or its row does not exist.
+# Written in place of a row id: there is no entry, or its row does not exist.
 _NOTHING, _OUTSIDE = -1, -2
 
 
@@ -52,9 +52,9 @@ class _Level(NamedTuple):
 
     Attributes:
       over: a row has nodes of this level if it has more pieces than this.
-      pieces: how many pieces a node adds.
-      fan_in: how many nodes of the level below it adds; for level 1 how many entries.
-      capacity: the number of nodes that all rows together cannot exceed.
+      pieces: number of pieces that a node adds.
+      fan_in: number of nodes of the level below that a node adds; for level 1, of entries.
+      capacity: upper bound on the number of nodes of all rows together.
     """
 
     over: int
@@ -79,14 +79,14 @@ class _Entries(NamedTuple):
     def sum(self, w: Float[Array, "features hidden"]) -> Float[Array, "rows hidden"]:
         """The sums of the rows of `w`, in order."""
         total = jnp.zeros((), accumulator(w.dtype))
-        # Written out, without a loop: XLA makes one program of it, which loads several rows
-        # before it adds the first.
+        # Written out, without a loop: XLA makes one program, which loads several rows before
+        # it adds the first.
         for term in range(self.ids.shape[1]):
             ids = lax.slice_in_dim(self.ids, term, term + 1, axis=1)
             rows = _rows(w, ids).astype(total.dtype)
             if self.values is not None:
                 rows = rows * lax.slice_in_dim(self.values, term, term + 1, axis=1)
-            # A select, not a factor of zero: the row that is read may be NaN.
+            # A select, not a factor of zero: the row that padding reads may be NaN.
             total = total + jnp.where(ids >= 0, rows, 0)
         return jnp.where(self.broken[:, None], jnp.nan, total)
 
@@ -97,17 +97,17 @@ def by_pieces(
     """`gather_matmul` with the combiner "sum", without a derivative.
 
     The terms of a piece are added in order, and so are the pieces. With pieces of `p`
-    entries, memory is `nse / p + nse / 2 p` rows of `hidden` numbers, and little more. `p`
-    is the average length of a row, but at least 4 and at most 32. The result has `w`'s dtype,
-    or `dtype`.
+    entries, memory is about `nse / p + nse / 2 p` rows of `hidden` numbers. `p` is the average
+    length of a row, but at least 4 and at most 32. The dtype of the result is `dtype`, by
+    default that of `w`.
     """
     num_rows, nse, dtype = x.num_rows, x.nse, dtype or w.dtype
     if 0 in (num_rows, nse, w.shape[0]):
-        # There is nothing to read. A row that has entries all the same is NaN.
+        # No entry or no row of `w` exists. A row that should have entries is NaN.
         y = jnp.where(x.row_lengths() > 0, jnp.nan, 0).astype(dtype)
         return jnp.broadcast_to(y[:, None], (num_rows, w.shape[1]))
-    # Here and below: XLA may compute integers again for each of the `hidden` sums that it
-    # fuses them with, and in a row gradient they come from a cumulative sum.
+    # Without this barrier and those below, XLA may compute integers again for each of the
+    # `hidden` sums; in a row gradient they come from a cumulative sum.
     x = lax.optimization_barrier(dataclasses.replace(x, transposed=None))
     piece = _piece(nse, num_rows)
     levels = _levels(nse, piece)
@@ -125,9 +125,9 @@ def by_steps(
 ) -> Float[Array, "batch hidden"]:
     """`by_pieces` as a small program, for any number of entries.
 
-    An exported program has a symbol for the number of entries. `by_pieces` would then have
-    levels for the most entries that there can be, and take a GPU's compiler many seconds.
-    This is a loop, mostly of one step: in each the next entries of all rows are added, and
+    The number of entries is a symbol in an exported program. `by_pieces` would then need
+    levels for the largest possible number, and a GPU's compiler would take many seconds.
+    This is a loop, mostly with one step: each step adds the next entries of all rows, and
     the steps are added in order.
     """
     num_rows, dtype = x.num_rows, dtype or w.dtype
@@ -158,7 +158,7 @@ def by_steps(
 
 
 def _rest(x, w, starts, lengths, piece, levels):
-    """The sums of the entries that follow the first piece of each row."""
+    """The sums of each row's entries after its first piece."""
     num_rows = x.num_rows
     pieces = jnp.maximum(lengths - 1, 0) // piece
     counts = jnp.stack(
@@ -226,7 +226,7 @@ def _levels(nse: int, piece: int) -> list[_Level]:
     levels, over, size, fan_in = [], 0, 1, piece
     fan_ins = itertools.chain(_FAN_IN, itertools.repeat(_FAN_IN[-1]))
     while pieces > over:
-        # Each row with a node here has at least `over + 1` pieces for each of its nodes.
+        # A row with n nodes here has at least `n (over + 1)` pieces.
         levels.append(_Level(over, size, fan_in, pieces // (over + 1)))
         fan_in = next(fan_ins)
         over, size = size, min(size * fan_in, MAX_ENTRIES)
@@ -234,7 +234,7 @@ def _levels(nse: int, piece: int) -> list[_Level]:
 
 
 def _entries(x: CSR, w, starts, counts, size: int) -> _Entries:
-    """The terms of `counts` entries from each of the `starts` on; at most `size`."""
+    """The next `counts` entries from each of the `starts` on; at most `size` for each row."""
     place = jnp.arange(size, dtype=jnp.int32)[None]
     entry, used = starts[:, None] + place, place < counts[:, None]
     ids = jnp.asarray(x.indices).at[entry].get(mode="clip")
@@ -254,7 +254,7 @@ def _sum_of_nodes(
     counts: Int[Array, "rows"],
     size: int,
 ) -> Float[Array, "rows hidden"]:
-    """The sums of `counts` nodes from each of the `starts` on; at most `size`."""
+    """The sums of `counts` nodes from each of the `starts` on; each count is at most `size`."""
     place = jnp.arange(size, dtype=jnp.int32)[None]
     used = place < counts[:, None]
     # Unused terms all read one row, which stays in the cache.
@@ -267,7 +267,7 @@ def _sum_of_nodes(
 def _rows(
     array: Float[Array, "_ hidden"], ids: Int[Array, "rows 1"]
 ) -> Float[Array, "rows hidden"]:
-    """The rows `ids`; some row for an id that is out of range."""
+    """The rows with these ids; an arbitrary row for an id that is out of range."""
     return lax.gather(
         array,
         ids,

@@ -1,4 +1,4 @@
-"""How exact the products of float32 matrices are."""
+"""The precision of products of float32 matrices."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ from typing import Literal, get_args
 import jax.numpy as jnp
 from jax import lax
 
-# The argument `precision` of operations and layers. It is about float32 operands alone.
+# The argument `precision` of operations and layers. It concerns float32 operands only.
 #
 #   "highest"       float32
-#   "high"          three products of bfloat16 matrices for each: errors of about 2^-16
+#   "high"          three bfloat16 products for each product: errors of about 2^-16
 #   "default", None  the fastest form that trains as well: full float32 on a CPU, TF32 on a
 #                   GPU, and bfloat16 operands where an operation says so
 Word = Literal["highest", "high", "default"]
@@ -18,14 +18,14 @@ Precision = Word | None
 
 _OF_XLA = {
     "highest": lax.Precision.HIGHEST,
-    # On CUDA, `Precision.HIGH` would be TF32. On a CPU this is full float32.
+    # On CUDA, `Precision.HIGH` would be TF32. On a CPU, this preset is full float32.
     "high": lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
     "default": lax.Precision.DEFAULT,
 }
 
 
 def check_precision(precision: str | None) -> Word:
-    """The precision without None.
+    """Checks a precision, and returns "default" for None.
 
     Raises:
       ValueError: there is no such precision.
@@ -43,7 +43,7 @@ def check_precision(precision: str | None) -> Word:
 def of_xla(
     precision: Precision, dtype: jnp.dtype
 ) -> lax.Precision | lax.DotAlgorithmPreset | None:
-    """The precision that XLA's product of operands of this dtype takes."""
+    """The precision to pass to XLA's product for operands of this dtype."""
     if dtype == jnp.float32:
         return _OF_XLA[check_precision(precision)]
     return None if dtype == jnp.bfloat16 else lax.Precision.HIGHEST

@@ -1,12 +1,13 @@
-"""Optimizer rules on the rows of a kernel that a batch touches, in place.
+"""Optimizer rules applied in place to the rows of a kernel that a batch touches.
 
-Rows that are not touched are not written. A rule under which they change nevertheless
-says how many steps they have missed make up for; `TrainedKernel.last` remembers since when.
+Rows that are not touched are not written. Under some rules untouched rows change, too. Such a
+rule defines how a row catches up with missed steps; `TrainedKernel.last` has the step after
+which a row was last up to date.
 
-Rules work in float32. A kernel in bfloat16 is rounded after each step, at random if there
-is `noise`. The steps that a row has missed are rounded once, together, as those of the last
-one. So its expectation is the same as if each of them had been rounded, and its variance is
-smaller. A row that is read, brought up to date or moved has the same bits after them.
+Rules work in float32. A kernel in bfloat16 is rounded after each step, stochastically if
+there is `noise`. All steps that a row has missed are rounded once, with the noise of the last
+of them. So the expectation is as if each step had been rounded, and the variance is smaller.
+A row that is read, brought up to date or moved has equal bits afterwards.
 """
 
 from __future__ import annotations
@@ -39,23 +40,23 @@ from sparsejax.sparse import CSR, segment_ids, sums_so_far
 
 State = dict[str, jax.Array]
 
-# Elements of rows that are worked on together on a CPU, where they stay in the cache; and
-# rows, elsewhere: a block has to be worth the launch of its programs.
+# A CPU works on blocks of this many elements, which stay in its cache. Other devices work on
+# blocks of this many rows: a block has to be worth the launch of its programs.
 _CPU_ELEMENTS, _BLOCK = 2**15, 2**16
-# Rows whose missed steps are repeated together.
+# Number of rows whose missed steps are repeated together.
 _REPEATED = 128
-# A program of many steps brings rows up to date before they leave the table; a shorter table
-# is not worth that.
+# Smallest useful lag table. A program of many steps brings rows up to date before their lag
+# exceeds the table, which takes too long with a shorter table.
 LEAST_LAGS = 128
 NEVER = -1
 
 
 class LagTable(NamedTuple):
-    """Numbers with which rows catch up, by the number of steps that they have missed.
+    """Numbers by which rows catch up, for each number of missed steps (lag).
 
     Attributes:
       by_lag: the numbers for each lag, from 0.
-      shared: numbers that are the same for all rows.
+      shared: numbers that apply to all rows.
     """
 
     by_lag: Float[Array, "lags numbers"]
@@ -64,13 +65,14 @@ class LagTable(NamedTuple):
 
 @runtime_checkable
 class RowRule(Protocol):
-    """A rule on some rows: `w [rows, hidden]`, in float32 or finer, and state arrays."""
+    """A rule that updates some rows of `w [rows, hidden]`, in float32 or float64, and of state."""
 
     # Whether `step` (and `catch_up`, if weights do not drift) works element by element,
-    # with operations that Pallas has on GPUs. Then its arrays may be pieces of a row.
+    # with operations that Pallas supports on GPUs. Then its arrays may be pieces of a row.
     elementwise: ClassVar[bool]
-    # Whether they do so apart from means over a row. Then `step` takes a function as a
-    # further argument, `mean`, which gives them. It may keep one number a row.
+    # Whether they work element by element except for means over a row. Then `step` takes a
+    # further argument `mean`, a function that computes such a mean. The state may be one
+    # number a row.
     by_row: ClassVar[bool]
 
     @property
@@ -80,11 +82,11 @@ class RowRule(Protocol):
 
     @property
     def table_lags(self) -> int:
-        """The largest lag of `lag_table`; 0 if `catch_up` is for all lags."""
+        """The largest lag of `lag_table`; 0 if `catch_up` is fast for all lags."""
         ...
 
     def lag_table(self, count: jax.Array, dtype: jnp.dtype) -> LagTable:
-        """The table with which rows catch up with `count` steps."""
+        """The table by which rows catch up with `count` steps."""
         ...
 
     def catch_up_by_table(
@@ -94,7 +96,7 @@ class RowRule(Protocol):
         numbers: Sequence[jax.Array],
         shared: Sequence[jax.Array],
     ) -> tuple[jax.Array, State]:
-        """`catch_up` by the `[rows, 1]` columns that the table has for the rows' lags."""
+        """`catch_up` with numbers from the table: as `[rows, 1]` columns."""
         ...
 
     def numbers(self, count: jax.Array) -> Any:
@@ -104,7 +106,7 @@ class RowRule(Protocol):
     def catch_up(
         self, w: jax.Array, state: State, lag: jax.Array, count: jax.Array
     ) -> tuple[jax.Array, State]:
-        """Rows after `lag [rows, 1]` steps without a gradient; the last step is `count`."""
+        """The rows after `lag [rows, 1]` steps without a gradient; the last is step `count`."""
         ...
 
     def step(
@@ -115,19 +117,19 @@ class RowRule(Protocol):
         numbers: Any,
         /,
     ) -> tuple[jax.Array, State]:
-        """Rows that were up to date, after one more step with these `numbers`."""
+        """The rows after one more step with these `numbers`; they must be up to date before."""
         ...
 
 
 class TrainedKernel(NamedTuple):
-    """A kernel together with the optimizer's state of it.
+    """A kernel together with its optimizer state.
 
     Attributes:
       w: `[features, hidden]`.
-      state: arrays like `w`, or `[features, 1]`, in float32 (float64 of a float64 `w`).
+      state: arrays with the shape of `w` or `[features, 1]`, in float32 (float64 if `w` is).
       last: `[features]` int32, the step after which each row was last up to date;
-        `NEVER` if it has missed nothing, as no step has touched it. None if under the
-        rule rows miss nothing.
+        `NEVER` if no step has touched the row, so that it has missed nothing. None if rows
+        miss nothing under the rule.
     """
 
     w: Float[Array, "features hidden"]
@@ -140,20 +142,20 @@ class TrainedKernel(NamedTuple):
         return self.w.shape[0]
 
     def stale_rows(self, count: jax.Array) -> Bool[Array, "features"]:
-        """Which rows are not up to date after `count` steps."""
+        """Mask of the rows that are not up to date after `count` steps."""
         if self.last is None:
             return jnp.zeros(self.num_rows, bool)
         return _lag(self.last, count) > 0
 
 
 class Passed(NamedTuple):
-    """The steps that are done, and how rows catch up with them.
+    """The number of steps that are done, and how rows catch up with them.
 
     Attributes:
       count: number of these steps.
       noise: random numbers that round a bfloat16 kernel; None rounds to nearest.
-      table: the rule's lag table, if it was made before: then no row has missed more steps
-        than the table has.
+      table: the rule's lag table if it was made before. Then no row may have missed more
+        steps than the table has.
     """
 
     count: jax.Array
@@ -161,13 +163,13 @@ class Passed(NamedTuple):
     table: LagTable | None = None
 
     def own(self, num_rows: int) -> Passed:
-        """Within: the same for the `num_rows` rows that this device has."""
+        """In `shard_map`: `Passed` with noise for this device's `num_rows` rows."""
         noise = self.noise
         noise = None if noise is None else noise.after(_first_row(num_rows))
         return self._replace(noise=noise)
 
     def with_table(self, rule: RowRule, trained: TrainedKernel) -> Passed:
-        """The same with the rule's table, if the rule has one for rows that drift."""
+        """Adds the rule's lag table, if weights drift under the rule and it has a table."""
         if self.table is not None or not (rule.drifts and rule.table_lags):
             return self
         table = rule.lag_table(self.count, accumulator(trained.w.dtype))
@@ -183,11 +185,11 @@ def step_rows(
     *,
     divided: bool = False,
 ) -> TrainedKernel:
-    """Catches up the rows `ids` with the steps passed, and does the next step on them.
+    """Brings the rows `ids` up to date after the steps passed, then applies the next step.
 
     `ids` are unique; padding ids are out of range. Each row is written once. If
     `divided`, the rows of the kernel are divided over "model"; ids and gradients are on
-    the device that holds their row.
+    the device that has their row.
     """
     if divided:
 
@@ -226,10 +228,11 @@ def step_terms(
     *,
     implementation: Implementation = None,
 ) -> TrainedKernel:
-    """`step_rows` with gradients that are not summed yet: one GPU program may do both.
+    """`step_rows` with gradients that are not summed yet; one GPU program may sum and step.
 
-        It takes rules that work element by element or by row; under which weights drift, if
-    takes_rows`. Then gradients never get to memory.
+    The program takes rules that work element by element or by row, and widths for which
+    `takes_rows` is true. If weights drift under the rule, missed steps must not be rounded
+    at random. Then the summed gradients are never written to memory.
     """
     if terms.divided:
 
@@ -251,8 +254,8 @@ def step_terms(
             found = terms.gathered()
             return step(trained, found), jnp.minimum(found.by_column.indptr[0], 0)
 
-        # The host waits for the condition, and has nothing to launch ahead meanwhile. So this
-        # comes first: while gradients cross, layers still have work, and the host has time.
+        # The host waits for the condition, and cannot launch further programs meanwhile. So the
+        # condition comes first: while gradients are exchanged, layers still compute.
         trained, zero = lax.cond(
             crowded, gathered, lambda trained: (trained, jnp.int32(0)), trained
         )
@@ -272,15 +275,15 @@ def step_terms(
     young, passed = passed.table is not None, passed.with_table(rule, trained)
     count, noise, table = passed
     if table is not None and not young:
-        # They depend on the slopes: these rows are written after all have been read.
+        # The rows depend on the slopes, so that they are written after all reads of the kernel.
         most = trained.num_rows + jnp.isnan(dy[0, 0]).astype(jnp.int32)
         touched = jnp.where(targets >= 0, targets, trained.num_rows)
         touched = jnp.minimum(touched, most)
         trained = _without_old(rule, trained, touched, passed)
     lags, last = None, trained.last
     if last is not None:
-        # XLA would put the reading into the program that counts the entries, which has few
-        # threads: 26 us of a step in place of 5.
+        # Without the barrier XLA reads these numbers in the program that counts the entries, which
+        # has few threads: a step takes 26 us in place of 5.
         lags = _lag(_read(last, lax.optimization_barrier(column)), count)
         done = jnp.where(targets >= 0, targets, trained.num_rows)
         # Not `unique_indices`: entries that are not the last of a row have the same index.
@@ -318,30 +321,30 @@ def step_terms(
 
 
 def in_programs(rule: RowRule, noise: Noise | None) -> bool:
-    """Whether GPU programs bring rows up to date where they read them.
+    """Whether GPU programs bring rows up to date while they read them.
 
-    Not if missed steps are rounded at random, since that is a rounding more.
+    They cannot if missed steps are rounded at random, since a row would be rounded twice.
     """
     return rule.elementwise and rule.table_lags >= LEAST_LAGS and noise is None
 
 
 def by_elements(rule: RowRule, w: jax.Array, state: State) -> bool:
-    """Whether a GPU program can do the rule's step, with pieces of rows."""
+    """Whether a GPU program can apply the rule's step to pieces of rows."""
     return rule.elementwise and all(x.shape == w.shape for x in state.values())
 
 
 def _by_rows(rule: RowRule, w: jax.Array, state: State) -> bool:
-    """Whether a GPU program can do the rule's step, with whole rows."""
+    """Whether a GPU program can apply the rule's step to whole rows."""
     shapes = (w.shape, (w.shape[0], 1))
     in_shape = all(x.shape in shapes for x in state.values())
     return by_elements(rule, w, state) or (rule.by_row and in_shape)
 
 
 def takes_rows(hidden: int, *, by_row: bool = False) -> bool:
-    """Whether the GPU program that sums gradients and moves rows takes this width.
+    """Whether the GPU program that sums gradients and updates rows takes this width.
 
-    It takes multiples of 8 below 128, and multiples of 128, for rules that work by row up
-    to 512.
+    It takes multiples of 8 below 128, and multiples of 128 (for rules that work by row, up
+    to 512).
     """
     return mosaic.takes(hidden, by_row)
 
@@ -349,11 +352,11 @@ def takes_rows(hidden: int, *, by_row: bool = False) -> bool:
 def step_of_arrays(
     rule: RowRule, state: State, count: jax.Array
 ) -> tuple[Callable, list[Float[Array, ""]]]:
-    """Step `count` as a GPU program does it.
+    """Step `count` as a function and scalars, as GPU programs take them.
 
     Returns:
-      A function of `[w, *state.values()]`, gradient and scalars that returns such a
-      list, and passes further arguments on to the rule; and the scalars.
+      A function of the list `[w, *state.values()]`, the gradient and the scalars. It returns
+      such a list, and passes further arguments on to the rule. Then the scalars.
     """
     numbers, tree = jax.tree.flatten(rule.numbers(count))
 
@@ -366,7 +369,7 @@ def step_of_arrays(
 
 
 def _catch_up_of_arrays(rule: RowRule, state: State) -> CatchUp:
-    """`catch_up_by_table` as a GPU program does it, with `[w, *state.values()]`."""
+    """`catch_up_by_table` as a function of `[w, *state.values()]`, as GPU programs take it."""
     names = list(state)
 
     def catch_up(arrays, numbers, shared):
@@ -380,7 +383,7 @@ def _catch_up_of_arrays(rule: RowRule, state: State) -> CatchUp:
 def place_of(
     noise: Noise | None, step: jax.Array
 ) -> tuple[jax.typing.ArrayLike, jax.typing.ArrayLike] | None:
-    """Key and first row, as GPU programs take noise."""
+    """The noise's key for a step, and the first row, as GPU programs take them."""
     return None if noise is None else (noise.key(step), noise.first_row)
 
 
@@ -391,7 +394,7 @@ def narrowed(
     step: jax.Array,
     ids: Int[Array, "rows"] | None = None,
 ) -> Float[Array, "*shape"]:
-    """Weights as they are stored after this step.
+    """Rounds weights to the dtype in which they are stored after this step.
 
     Args:
       w: weights in the dtype that rules work in.
@@ -420,7 +423,7 @@ def step_whole(
         w, state = rule.catch_up(w, state, lag, count)
     slope = gradient.astype(w.dtype)
     w, state = rule.step(w, state, slope, rule.numbers(count + 1))
-    # It is made of the old one, so that on a mesh it stays divided as that is.
+    # Computed from the old array, so that on a mesh its sharding does not change.
     last = None if trained.last is None else jnp.maximum(trained.last, count + 1)
     state = {name: state[name].astype(trained.state[name].dtype) for name in state}
     w = narrowed(w, trained.w.dtype, noise, count + 1)
@@ -438,8 +441,8 @@ def settle(
 ) -> TrainedKernel:
     """Brings all rows up to date that have missed more than `beyond` steps.
 
-    Takes almost no time if there are none. `young` says that no row has missed more steps
-    than the rule's table has.
+    The function takes almost no time if there are no such rows. `young` says that no row has
+    missed more steps than the rule's table has.
     """
     if trained.last is None:
         return trained
@@ -475,9 +478,9 @@ def settle(
 
 
 def are_young(rule: RowRule, last: jax.Array | None, count: jax.Array) -> bool:
-    """Whether no row has missed more steps than the rule's table has, if the host can tell.
+    """Whether the host can see that no row has missed more steps than the rule's table has.
 
-    A program that knows it compiles in half the time.
+    A program that relies on it compiles in half the time.
     """
     if last is None or not (rule.drifts and rule.table_lags):
         return False
@@ -498,9 +501,9 @@ def current_rows(
     ids: Int[Array, "capacity"],
     passed: Passed,
 ) -> Float[Array, "capacity hidden"]:
-    """Copies of the rows `ids` as `settle` would write them; writes nothing.
+    """Copies of the rows `ids` as `settle` would write them. The kernel is not changed.
 
-    They are in `w`'s dtype, and arbitrary for padding.
+    The copies have `w`'s dtype. Copies for padding ids are arbitrary.
     """
 
     def read(trained, ids, passed, block):
@@ -525,7 +528,7 @@ def gather_current(
     *,
     implementation: Implementation = None,
 ) -> Float[Array, "batch hidden"]:
-    """`gather_matmul` of the rows as they are after the steps passed; writes nothing."""
+    """`gather_matmul` of the rows as they are after the steps passed. No row is written."""
     read = functools.partial(gather_current, rule, implementation=implementation)
     if isinstance(x, ShardedCSR):
 
@@ -572,14 +575,14 @@ def gather_current(
 
 
 def _copied(rule, x, trained, passed):
-    """The entries of `x` over copies of the rows that they name, and these copies."""
+    """The entries of `x` with indices into copies of the rows that they name; these copies."""
     ids, slots = touched_rows(x, trained.num_rows)
     rows = current_rows(rule, trained, ids, passed)
     return CSR(x.data, slots, x.indptr, num_cols=ids.shape[0]), rows
 
 
 def _gathered(rule, implementation, x, trained, passed):
-    """`gather_current` on a device, without a derivative."""
+    """`gather_current` on one device, without a derivative."""
     count, noise, table = passed
 
     def by_copies(trained, x, count):
@@ -626,7 +629,7 @@ def touched_rows(
     Returns:
       ids: unique and ascending, padded with `num_rows`; `capacity` is the smaller of
         `nse` and `num_rows`.
-      slots: the place in `ids` of the column of each entry; `capacity` for an entry that
+      slots: the index in `ids` of the column of each entry; `capacity` for an entry that
         is padding or out of range.
     """
     capacity = min(x.nse, num_rows)
@@ -649,17 +652,17 @@ def touched_rows(
 
 
 def _first_row(num_rows):
-    """The number of the first row that this device has of a divided kernel."""
+    """The number of the first row that this device has of a kernel with divided rows."""
     return lax.axis_index("model") * num_rows
 
 
 def _lag(last, count):
-    """How many of `count` steps each row has missed."""
+    """The number of steps, out of `count`, that each row has missed."""
     return jnp.where(last == NEVER, 0, count - last)
 
 
 def _without_old(rule, trained, ids, passed):
-    """Catches up the rows for which there is no table."""
+    """Brings those rows `ids` up to date that have missed more steps than the table has."""
     lag = _lag(_read(trained.last, ids), passed.count)
     old = (ids < trained.num_rows) & (lag > rule.table_lags)
 
@@ -675,7 +678,7 @@ def _without_old(rule, trained, ids, passed):
 def _chosen(
     mask: Bool[Array, "n"], ids: Int[Array, "n"]
 ) -> tuple[Int[Array, "n"], Int[Array, ""]]:
-    """The chosen of the ids first, in order, and their number."""
+    """The ids for which the mask is true, packed to the front in order; and their number."""
     used, size = jnp.sum(mask, dtype=jnp.int32), mask.shape[0]
 
     def pack():
@@ -686,7 +689,7 @@ def _chosen(
 
 
 def _caught_up(rule, trained, ids, passed, young=False):
-    """Rows `ids`, up to date, in float32 or finer; an id out of range reads some row.
+    """Rows `ids`, up to date, in float32 or float64; an id out of range reads some row.
 
     With noise the weights are bfloat16 numbers.
     """
@@ -710,7 +713,7 @@ def _caught_up(rule, trained, ids, passed, young=False):
 
 
 def _old_repeated(rule, before, after, lag, count):
-    """Rows after their missed steps, where `after` is wrong for those no table is for."""
+    """Replaces the rows of `after` whose lag exceeds the table: their steps are repeated."""
     old, every = lag > rule.table_lags, jnp.arange(lag.shape[0], dtype=jnp.int32)
 
     def repeat(before, after, lag):
@@ -732,14 +735,14 @@ def _written(trained, ids, w, state, count):
     state = {name: _write(trained.state[name], ids, state[name]) for name in state}
     last = trained.last
     if last is not None:
-        # It is `count`. The maximum says that these were read before: else XLA copies the
-        # whole array in each block, to have them in either order.
+        # The maximum equals `count`. It makes the write depend on the read: otherwise XLA copies
+        # the whole array in each block.
         last = _write(last, ids, jnp.maximum(_read(last, ids), count))
     return TrainedKernel(_write(trained.w, ids, w), state, last)
 
 
 def _wide(w):
-    """Weights in the dtype that rules work in."""
+    """Weights in the dtype in which rules compute."""
     return w.astype(accumulator(w.dtype))
 
 
@@ -763,7 +766,7 @@ def _in_blocks[Carry](
 ) -> Carry:
     """Folds `carry = work(carry, block of ids, its positions)` over `ids[:count]`.
 
-    Only as many blocks are worked on as there are ids, whatever the capacity.
+    Only as many blocks are computed as there are ids, whatever the capacity.
     """
     size = max(1, min(size, ids.shape[0]))
     ids = jnp.pad(ids, (0, -ids.shape[0] % size), constant_values=padding)
@@ -778,7 +781,7 @@ def _in_blocks[Carry](
 
 
 def _for_platform(function, trained: TrainedKernel, *args: Any):
-    """Calls `function(trained, *args, block=...)` with the block of the platform."""
+    """Calls `function(trained, *args, block=...)` with the block size for the platform."""
     on_cpu = max(128, _CPU_ELEMENTS // max(1, trained.w.shape[1]))
     return lax.platform_dependent(
         trained,

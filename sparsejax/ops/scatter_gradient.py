@@ -1,4 +1,4 @@
-"""The gradient of a gather-matmul: rows of `x^T dy`, dense or only the touched ones."""
+"""The gradient of a gather-matmul: `x^T dy`, with all rows or only the touched ones."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from sparsejax.ops.implementations import FOR_GPU, Implementation
 from sparsejax.ops.item_chunks import accumulator
 from sparsejax.sparse import CSR, Transposed, sums_so_far
 
-# On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries
-# up to about this many rows an entry (67 k entries: .4 ms for 27 k rows and 5 for a
-# million, a sort takes 5; 8 million rows take 60).
+# On a CPU, ranking the touched rows by a pass over all rows beats sorting the entries if
+# there are at most about this many rows for each entry (67 k entries: .4 ms for 27 k rows
+# and 5 for a million, a sort takes 5; 8 million rows take 60).
 COUNTING_LIMIT = 16
 
 
@@ -98,10 +98,12 @@ def row_gradient(
 
 
 class Unsent(NamedTuple):
-    """An exchange that had too few places for ids, if it had: then all are gathered.
+    """The operands of an exchange in which a device may have too little space for the ids.
+
+    If so, all ids are gathered instead.
 
     Attributes:
-      crowded: `[]` whether it had.
+      crowded: `[]` whether a device had too little space.
       chosen: `[]` whether the terms count, see `Terms.where`.
       xs: CSR matrices `[batch_k, num_cols]`; all uses of one kernel.
       dys: the gradient of each `xs[k] @ w`.
@@ -127,10 +129,11 @@ class Terms(NamedTuple):
       by_column: rows and order of the entries.
       data: `[nse]` values in that order, or None if they are all 1.
       dy: `[batch, hidden]`. After an exchange `[model, batch, hidden]`: for each device along
-        "model" the rows that it needs.
+        "model" the gradient rows that it needs.
       num_rows: rows of the kernel.
       divided: whether `by_column` and `data` have a leading axis, over "model".
-      unsent: how to continue if devices had too few places; None if that cannot happen.
+      unsent: operands of the gather that replaces the exchange if a device has too little
+        space; None if that cannot happen.
     """
 
     by_column: Transposed
@@ -141,7 +144,7 @@ class Terms(NamedTuple):
     unsent: Unsent | None = None
 
     def per_device(self, f, arguments=(), in_specs=(), *, out_specs):
-        """`f(terms, *arguments)` on each device, with the terms of its kernel rows."""
+        """Calls `f(terms, *arguments)` on each device, with the terms of its kernel rows."""
         num_rows = rows_per_device(self.num_rows)
 
         def part(by_column, data, dy, unsent, *arguments):
@@ -165,7 +168,7 @@ class Terms(NamedTuple):
         )
 
     def where(self, chosen: Bool[Array, ""]) -> Terms:
-        """The same terms if they are chosen, else none."""
+        """These terms if `chosen` is true, otherwise no terms."""
         indptr = jnp.where(chosen, self.by_column.indptr, 0)
         unsent = self.unsent
         if unsent is not None:
@@ -175,20 +178,20 @@ class Terms(NamedTuple):
         return self._replace(by_column=by_column, unsent=unsent)
 
     def gathered(self) -> Terms:
-        """Within: the terms of a step in which devices have too few places."""
+        """In `shard_map`: the terms by a gather, used when the exchange has too little space."""
         assert self.unsent is not None
         _, _, xs, dys = self.unsent
         return _own_terms(xs, dys, self.num_rows, gather=True)
 
     def exchanged_after(self, zero: Int[Array, ""]) -> Terms:
-        """Within: the terms of an exchange that begins when this zero is there."""
+        """In `shard_map`: the terms by an exchange that starts only when `zero` is computed."""
         assert self.unsent is not None
         _, chosen, xs, dys = self.unsent
         xs = [x.after(zero) for x in xs]
         return _own_terms(xs, dys, self.num_rows, gather=False).where(chosen)
 
     def whole(self) -> Terms:
-        """The terms of either way, in arrays that have room for both."""
+        """The terms by exchange or gather, in arrays with enough space for either."""
         if self.unsent is None:
             return self
         if self.divided:
@@ -210,10 +213,10 @@ class Terms(NamedTuple):
             data, dy = terms.data, terms.dy.astype(dtype)
             if data is not None:
                 data = _sized(data, nse, 0)
-            elif gathered.data is not None:  # distinct ids have none, but all ids have
+            elif gathered.data is not None:  # distinct ids have no values
                 data = jnp.ones(nse, gathered.data.dtype)
             if len(dy) < batch:
-                # No entry names a row behind them, and zeros there would take .3 ms.
+                # No entry names the rows after `dy`, and writing zeros there would take .3 ms.
                 room = lax.empty((batch, dy.shape[1]), dy.dtype)
                 dy = lax.dynamic_update_slice(room, dy, (0, 0))
             by_column = _sized_transposed(terms.by_column, nse, self.num_rows)
@@ -242,7 +245,7 @@ class Terms(NamedTuple):
     def values(
         self, implementation: Implementation = None
     ) -> Float[Array, "capacity hidden"]:
-        """The sums in float32: a gather-matmul of the entries by column."""
+        """The sums of the touched rows in float32: a gather-matmul of the entries by column."""
         if self.unsent is not None:
             return self.whole().values(implementation)
         if self.divided:
@@ -281,7 +284,7 @@ def row_terms(
 
 
 def _divided_terms(xs, dys, num_rows: int) -> Terms:
-    """Every device gathers the entries of its rows, along "data", and sorts them."""
+    """The terms of `ShardedCSR`s: each device gathers its rows' entries along "data"."""
     xs = [x if isinstance(x, ShardedCSR) else ShardedCSR.of(x) for x in xs]
     sorted_ahead = len(xs) == 1 and xs[0].transposed is not None
 
@@ -308,15 +311,15 @@ def _divided_terms(xs, dys, num_rows: int) -> Terms:
         (P("data", "model"), P("model")),
         P("model"),
     )
-    # Each is gathered as it is. XLA would divide their columns before, to join them.
+    # Each `dy` is gathered separately. XLA would divide the columns first, to join them.
     dy = jnp.concatenate([replicated(dy) for dy in dys])
     return Terms(by_column, data, dy, num_rows, divided=True)
 
 
 def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
-    """Every device gets the gradients for its rows only, and sorts their entries.
+    """Each device receives the gradients of its kernel rows, and sorts their entries.
 
-    That needs no condition, for which the host would wait, and layers can work meanwhile.
+    This needs no condition, for which the host would wait; layers can compute meanwhile.
     """
     width = rows_per_device(num_rows)
     crowded = [flag for flag in (x.crowded() for x in xs) if flag is not None]
@@ -341,7 +344,7 @@ def _exchanged_terms(xs, dys, num_rows: int) -> Terms:
 
 
 def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
-    """Within: the terms of this device's rows, by a gather or an exchange."""
+    """In `shard_map`: the terms of this device's rows, by a gather or an exchange."""
     parts, slopes, first = [], [], 0
     for x, dy in zip(xs, dys, strict=True):
         found = own_terms(x, dy, width, added, gather=gather)
@@ -360,7 +363,7 @@ def _own_terms(xs, dys, width: int, *, gather: bool) -> Terms:
 
 
 def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
-    """The first `size` values, or all and padding behind them."""
+    """The first `size` values, or all values followed by padding."""
     values = values[:size]
     return jnp.concatenate(
         [values, jnp.full(size - len(values), padding, values.dtype)]
@@ -368,7 +371,7 @@ def _sized(values: jax.Array, size: int, padding: Any) -> jax.Array:
 
 
 def _sized_transposed(x: Transposed, nse: int, num_cols: int) -> Transposed:
-    """The same entries with another capacity; all that count fit in it."""
+    """The entries in arrays for another `nse`, into which all entries that count must fit."""
     return Transposed(
         _sized(x.columns, nse, num_cols),
         _sized(x.rows, nse, 0),
@@ -378,7 +381,7 @@ def _sized_transposed(x: Transposed, nse: int, num_cols: int) -> Transposed:
 
 
 def _gathered(xs: Sequence[LookupRows]) -> list[LookupRows]:
-    """Matrices with all entries where the rows of the kernel are."""
+    """Converts matrices so that each device has all entries of its kernel rows."""
 
     def gathered(x):
         if not isinstance(x, DividedRows):
@@ -389,7 +392,7 @@ def _gathered(xs: Sequence[LookupRows]) -> list[LookupRows]:
 
 
 def _reduced_rows(xs, dys, num_rows: int) -> tuple[jax.Array, jax.Array]:
-    """Each device adds the gradients of its examples, then all add theirs, as a whole."""
+    """The touched rows and their gradients, summed over all devices as dense matrices."""
 
     def part(xs, dys):
         xs, total = [own_block(x).parts for x in xs], 0
@@ -457,7 +460,7 @@ def dense_gradient(
             values,
             mode="drop",
             unique_indices=True,
-            # Columns that were sorted ahead may be in an order of their own.
+            # Columns of a `transposed` that was made before may be in another order.
             indices_are_sorted=x.transposed is None,
         )
 
@@ -492,14 +495,14 @@ def _dense_gradient_of_divided(x: DividedRows, dy, num_rows: int, implementation
 
 
 def _entries(x: CSR, padding: int):
-    """Column (`padding` where there is nothing to add), row and value of each entry."""
+    """The column (`padding` if it does not count), the row and the value of each entry."""
     value = None if x.data is None else _wide(x.data)
     row = jnp.minimum(x.row_ids(), x.num_rows - 1)
     return x.columns(padding=padding), row, value
 
 
 def _concatenated(xs: Sequence[CSR], padding: int):
-    """`_entries` of all matrices, as of one below the other."""
+    """`_entries` of all matrices, stacked: their rows are numbered consecutively."""
     firsts = itertools.accumulate([0, *(x.num_rows for x in xs[:-1])])
     parts = [_entries(x, padding) for x in xs]
     return _joined(
@@ -508,7 +511,7 @@ def _concatenated(xs: Sequence[CSR], padding: int):
 
 
 def _joined(parts):
-    """Columns, rows and values of all parts, one part after the other."""
+    """Concatenates the columns, rows and values of all parts."""
     column = jnp.concatenate([part[0] for part in parts])
     row = jnp.concatenate([part[1] for part in parts])
     if all(part[2] is None for part in parts):
@@ -519,7 +522,7 @@ def _joined(parts):
 
 
 def _rows_by_count(column, row, value, dy, num_rows):
-    """Ranks the touched rows, then adds entry by entry."""
+    """Ranks the touched rows, then adds the entries one by one."""
     ids, slot = rank_by_count(column, num_rows)
     return ids, _add_rows(ids.shape[0], slot, row, value, dy, column.shape[0])
 
@@ -527,16 +530,16 @@ def _rows_by_count(column, row, value, dy, num_rows):
 def rank_by_count(
     column: Int[Array, "nse"], num_rows: int
 ) -> tuple[Int[Array, "capacity"], Int[Array, "nse"]]:
-    """The distinct columns, and the place of each entry among them, by a pass over all rows.
+    """The distinct columns, and each entry's index in them, by a pass over all rows.
 
     Args:
       column: the column of each entry; `num_rows` for an entry that does not count.
-      num_rows: number of rows that there are.
+      num_rows: number of rows of the kernel.
 
     Returns:
       ids: unique and ascending, padded with `num_rows`; `capacity` is the smaller of
         `nse` and `num_rows`.
-      slots: the place of each entry's column in `ids`; `capacity` if it does not count.
+      slots: the index of each entry's column in `ids`; `capacity` if it does not count.
     """
     capacity = min(column.shape[0], num_rows)
     touched = jnp.zeros(num_rows, jnp.int32).at[column].set(1, mode="drop")
@@ -565,7 +568,7 @@ def _add_rows(num_slots, slot, row, value, dy, count):
 
 
 def _nothing_to_add(xs: Sequence[LookupRows]) -> bool:
-    """Whether no row can have an entry: then no program is made."""
+    """Whether no row can have an entry, so that no program is needed."""
     return all(x.nse == 0 or x.num_rows == 0 for x in xs)
 
 

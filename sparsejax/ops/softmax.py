@@ -1,4 +1,4 @@
-"""Parts of the softmax over all items: its sums, its loss, and the gradient in its scores."""
+"""Parts of the softmax over all items: its sums, its loss, and its score gradients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Normaliser(NamedTuple):
 
     @classmethod
     def merge(cls, known: Iterable[Float[Array, "parts batch"]]) -> Normaliser:
-        """The normaliser of all items, from those of parts of the items."""
+        """The normaliser of all items, merged from the normalisers of parts of the items."""
         largest, total, label_sum, label_scores = known
         all_largest = jnp.max(largest, axis=0)
         shift = finite(all_largest)  # -inf - -inf would be NaN
@@ -50,7 +50,7 @@ def loss_and_slopes(
     smoothing: tuple[Float[Array, "batch"], Float[Array, ""]] | None,
     shard: Shard,
 ) -> tuple[Float[Array, "batch"], Callable[..., Any], list[Float[Array, "batch"]]]:
-    """The losses; a function and vectors from which `Chunks.slopes` makes score
+    """The losses; a function and vectors from which `Chunks.slopes` computes the score
     gradients.
 
     Args:
@@ -64,10 +64,10 @@ def loss_and_slopes(
     if shard.items:
         found = Normaliser.merge(lax.all_gather(tuple(found), shard.items))
     log_sum_exp = finite(found.largest) + jnp.log(found.total)
-    # A row without labels costs nothing, even where all its items are excluded.
+    # The loss of a row without labels is 0, even if all items are excluded.
     nothing = (found.label_sum == 0) & jnp.isinf(log_sum_exp)
     log_sum_exp = jnp.where(nothing, 0, log_sum_exp)
-    # XLA makes a selection of a product with a sum that is 0 or 1, which hides NaN.
+    # XLA turns a product with a sum that is 0 or 1 into a selection, which would hide NaN.
     factor = jnp.where(jnp.isnan(weights), weights, weights * found.label_sum)
     loss = log_sum_exp
     kept, vectors = 1 - rule.label_smoothing, []
@@ -85,7 +85,7 @@ def loss_and_slopes(
     per_example = found.label_sum * loss - label_scores
 
     def slopes(scores, labels, listed, weights, log_sum_exp, factor, *shares):
-        """No values, and the weighted derivatives; `factor` is weighted."""
+        """Returns no values, and the weighted derivatives; `factor` includes the weights."""
         slopes = factor * jnp.exp(scores - log_sum_exp)
         for share in shares:
             slopes = slopes - jnp.where(scores == -jnp.inf, 0.0, share)
@@ -141,8 +141,8 @@ def target_scores(
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch"]]:
     """Whether each row's target is one of the device's items, as 1 or 0; and its score.
 
-    It gathers a row of the kernel for each row of the batch. So the pass over all scores
-    need not look for labels.
+    The function gathers one row of the kernel for each row of the batch, so that the pass
+    over all scores need not search for labels.
     """
     dtype = accumulator(h.dtype)
     kernel, bias, scale = layer
@@ -153,7 +153,7 @@ def target_scores(
     def of_targets(array):
         return array.at[place].get(mode="clip")
 
-    # Rounded as it is for the products.
+    # The kernel is rounded as it is in the products.
     rows = of_targets(kernel).astype(h.dtype).astype(dtype)
     found = jnp.sum(h.astype(dtype) * rows, axis=1)
     if scale is not None:

@@ -1,4 +1,4 @@
-"""Labels of which each row has one: the column of each row."""
+"""Labels for rows with one label each, given by the column of each row's label."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class Targets:
     Attributes:
       columns: `[batch]` integers.
       num_cols: number of items.
-      data: values of the labels: None, as all are 1.
-      transposed: None, see `CSR`.
+      data: None, as the values of all labels are 1.
+      transposed: None; `CSR` has such an attribute.
     """
 
     columns: jax.Array | np.ndarray
@@ -57,12 +57,12 @@ class Targets:
 
     @property
     def ignored(self) -> Bool[Array, "batch"]:
-        """The rows without a target."""
+        """Mask of the rows without a target."""
         return jnp.asarray(self.columns == IGNORED)
 
     @property
     def broken(self) -> Bool[Array, "batch"]:
-        """The rows whose target is no item."""
+        """Mask of the rows whose target is no item."""
         return jnp.asarray((self.columns < IGNORED) | (self.columns >= self.num_cols))
 
 
@@ -95,7 +95,7 @@ class TargetColumns(NamedTuple):
         *,
         counted: bool = False,
     ) -> ColumnsOfChunk:
-        """The labels of the chunk for the GPU programs, which count them anyway."""
+        """The labels of the chunk for the GPU programs, which count labels in any case."""
         del counted
         columns = self.columns - start
         padding = shape[0] - len(columns)
@@ -104,9 +104,9 @@ class TargetColumns(NamedTuple):
 
 
 def check_targets(targets: Any, shape: tuple[int, ...], num_items: int) -> None:
-    """Raises TypeError or ValueError if these are no targets of the rows.
+    """Raises TypeError or ValueError if the targets are no items or do not match the rows.
 
-    Only NumPy arrays are looked at, as JAX's may be on a device or traced.
+    Numbers are checked only in NumPy arrays, as a JAX array may be on a device or traced.
 
     Args:
       targets: targets given by a user.
@@ -129,14 +129,14 @@ def check_targets(targets: Any, shape: tuple[int, ...], num_items: int) -> None:
 
 
 def check_item_ids(ids: Any, num_rows: int, num_items: int) -> None:
-    """Raises TypeError or ValueError if these are no items whose scores are asked for.
+    """Raises TypeError or ValueError if the ids of items to be scored are wrong.
 
-    Only NumPy arrays are looked at; see `only_of_items` for others.
+    Numbers are checked only in NumPy arrays; see `only_of_items` for other arrays.
 
     Args:
       ids: ids given by a user.
-      num_rows: number of rows, each of which asks for the same number of items.
-      num_items: ids are below it.
+      num_rows: number of rows; each has the same number of ids.
+      num_items: number of items; ids are smaller.
     """
     dtype = getattr(ids, "dtype", None)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
@@ -153,7 +153,7 @@ def check_item_ids(ids: Any, num_rows: int, num_items: int) -> None:
 def only_of_items(
     scores: Float[Array, "rows count"], ids: Int[Array, "rows count"], num_items: int
 ) -> Float[Array, "rows count"]:
-    """The scores, with NaN where an id is no item."""
+    """Replaces the score of each id that is no item by NaN."""
     return jnp.where((ids >= 0) & (ids < num_items), scores, jnp.nan)
 
 
@@ -172,12 +172,12 @@ def _check_numbers(
 
 
 def as_targets(targets: jax.Array | np.ndarray, num_items: int) -> Targets:
-    """The targets of checked arrays, one row for each."""
+    """A `Targets` of checked targets, one for each row."""
     if isinstance(targets, np.ndarray):
         return Targets(jnp.asarray(targets.reshape(-1), jnp.int32), num_cols=num_items)
     targets = targets.reshape(-1)
     if targets.dtype.itemsize < 4:
         targets = targets.astype(jnp.int32)
-    # Beyond int32 a target would become another one.
+    # Without the selection, a number beyond int32 would become another target.
     columns = jnp.where(targets < num_items, targets, num_items).astype(jnp.int32)
     return Targets(columns, num_cols=num_items)

@@ -1,4 +1,4 @@
-"""The best items of an output layer, without `[batch, items]`."""
+"""The best items of an output layer, without an array `[batch, items]`."""
 
 from __future__ import annotations
 
@@ -32,23 +32,22 @@ from sparsejax.ops.precision import Precision, Word, check_precision
 
 
 class Tuning(NamedTuple):
-    """Numbers that decide the time and memory of `top_k`, but not its result.
+    """Numbers on which the time and memory of `top_k` depend, but not its result.
 
     Attributes:
-      chunk_scores: about how many scores a chunk of items has, `batch` times its items.
-      group: number of neighbouring scores in a group for `select`, where there are at
-        least `many`.
-      small_group: number of scores in a group where there are fewer than `many` for
-        each of the k.
+      chunk_scores: approximate number of scores in a chunk: `batch` times its items.
+      group: number of neighbouring scores in a group of `select`, if there are at least
+        `many` scores for each of the k.
+      small_group: number of scores in a group if there are fewer than `many` for each of the k.
       many: number of scores for each of the k from which on `group` replaces
         `small_group`.
       direct: up to this many scores for each of the k are sorted without groups.
-      chunk_items: a chunk has at least this many items for each of the k: k candidates
-        of the chunks before are sorted with it.
-      written: up to this many items for each of the k and each element of a hidden
-        vector, the GPU program writes the scores. With more it is faster to compute
-        those of the best groups again.
-      whole: up to this many scores are one chunk in any case.
+      chunk_items: least number of items in a chunk for each of the k, as the k best items
+        of previous chunks are sorted with each chunk.
+      written: with at most this many items for each of the k and each element of a hidden
+        vector, the GPU program writes the scores. With more items it is faster to compute
+        the scores of the best groups again.
+      whole: with at most this many scores there is a single chunk.
     """
 
     chunk_scores: int
@@ -61,15 +60,15 @@ class Tuning(NamedTuple):
     whole: int = 0
 
 
-# At k 20, chunks of 2^19 scores take 1.3 times as long, 2^20 and 2^22 1.1 times (two
+# At k 20, chunks of 2^19 scores take 1.3 times as long as this, 2^20 and 2^22 1.1 times (two
 # cores, batch 512, hidden 256, 40,960 items). Sorting is cheap: groups of 16 to 64 differ
-# little, and with fewer than four groups for each of the k they lose. With 64 rows of as many
-# items two chunks, each with a copy of its vectors, take 1.4 times as long as one (two cores).
+# little, and fewer than four groups for each of the k are slower. With 64 rows and as many
+# items, two chunks, each with a copy of its vectors, take 1.4 times as long as one.
 CPU = Tuning(
     chunk_scores=2**21, group=32, small_group=32, many=0, direct=127, whole=2**22
 )
-# The best of a large chunk are found as fast as those of a small one, so 1 GiB of
-# scores. A sort of 512 numbers takes 25 us, of 2,048 five times that (H200, batch 1,024).
+# On a GPU the best of a large chunk are found as fast as those of a small one, so a chunk has
+# 1 GiB of scores. Sorting 512 numbers takes 25 us, 2,048 five times that (H200, batch 1,024).
 GPU = Tuning(chunk_scores=2**28, group=16, small_group=4, many=64, direct=8)
 
 
@@ -98,18 +97,16 @@ def top_k(
 
         score_bi = (h_b . kernel_i) scale_i + bias_i        -inf for excluded items
 
-    Exact: a full sort by descending score, then ascending id, would give the same.
+    Exact: the result is that of a full sort by descending score, then ascending id.
     Operands are used as they are, except for float32 on a GPU, see `precision`. Scores
     are summed and ranked in float32. NaN ranks above everything and is returned as NaN.
     An item whose score is -inf is never returned: where items run out (`k` may exceed
     their number), the id is -1 and the score -inf. A bias of -inf excludes an item in
-    all rows. Such items
-    and excluded items are never returned, even if their score would be NaN.
+    all rows. Excluded items are never returned, even if their score would be NaN.
 
     Scores exist for a chunk of items at a time, so memory does not grow with the number of
-    items. With "mosaic_gpu" and many items only the largest of each 16 scores exist. The
-    memory is that of a chunk (on a GPU up to 1 GiB), or about 16 times the result if that
-    is more.
+    items. With "mosaic_gpu" and many items, only the maximum of each 16 scores exists. Memory
+    is that of a chunk (on a GPU up to 1 GiB), or about 16 times the result if that is more.
 
     Args:
       h: hidden vectors.
@@ -120,10 +117,10 @@ def top_k(
       scale: factor of the scores, such as 1 / norm for cosines. None is 1.
       exclude: `[batch, items]`, items not to be returned; values are ignored. A row that
         does not fit in an overfull CSR, or has an index outside the items, gets scores of
-        NaN; its ids mean nothing. In blocks on a mesh, it says how the operands are
+        NaN and arbitrary ids. In blocks on a mesh, it says how the operands are
         divided, like `labels` of `sparsejax.output_loss`.
-      num_items: how many of the kernel's rows are items; by default as many as
-        `exclude` has columns, or all.
+      num_items: number of the kernel's rows that are items; by default the number of columns
+        of `exclude`, or all rows.
       kernel_spec: how the kernel is divided over the mesh that is set, see
         `sparsejax.output_loss`. The best of each part are merged.
       implementation: "mosaic_gpu" is the program for Hopper GPUs, for bfloat16 operands.
@@ -213,7 +210,7 @@ def _num_items(
 
 
 class _How(NamedTuple):
-    """The arguments of `top_k_tuned` that are no arrays."""
+    """The arguments of `top_k_tuned` that are not arrays."""
 
     k: int
     num_items: int
@@ -249,7 +246,7 @@ def _compiled(
 
 
 def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
-    """The best of all items for a device's part of the batch."""
+    """The k best items of all devices, for this device's rows of the batch."""
     k, num_items, _, precision, tuning, with_mosaic = how
     broken = jnp.zeros(len(h), bool)
     h = shard.all_rows(h)
@@ -265,8 +262,8 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
     size = item_chunks.chunk_size(batch, here, max(usual, least))
     again = False
     if with_mosaic:
-        # Instead of scores there are maxima, and half as many words that say what is
-        # excluded.
+        # The maxima of groups replace the scores, and a mask of excluded items takes half as many
+        # words.
         larger = max(tuning.chunk_scores * kernels.GROUP // 2, least)
         larger = item_chunks.chunk_size(batch, here, larger)
         again = larger > tuning.written * k * h.shape[1]
@@ -278,7 +275,7 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
         excluded, broken = item_chunks.entries_of(exclude, shard, rows)
 
     def step_with_mosaic(start, size, best):
-        # With few rows, half of the scores of the usual tiles would be padding.
+        # If there are few rows, half of the scores of the usual tiles would be padding.
         rows = tiles.rows_for(batch, size) if again else None
         padded = item_chunks.pad_rows(h, rows)
         operands = (
@@ -323,11 +320,11 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
         scores = jnp.where(inside[None], scores, -jnp.inf)
         places = jnp.arange(size, dtype=jnp.int32)[None]
         places = jnp.broadcast_to(places, scores.shape)
-        if size > tuning.direct * k:  # else joining sorts them anyway
+        if size > tuning.direct * k:  # with fewer scores, `join` sorts them all
             places, scores = select(scores, k, tuning)
         return join(best, (places + first_item + start, scores), k)
 
-    # With one chunk the start fills only what is missing, so that no more is sorted.
+    # With one chunk, the initial list only makes up for missing items: less is sorted.
     width = k if size < here else max(0, k - size)
     nothing = (
         jnp.full((batch, width), -1, jnp.int32),
@@ -347,14 +344,14 @@ def _best(how: _How, shard: Shard, h, kernel, bias, scale, exclude):
 
 
 def one_of_each(scores):
-    """The scores with one kind of NaN and of zero: `lax.top_k` compares bits."""
+    """Replaces all NaN by one NaN, and -0 by 0, because `lax.top_k` compares bits."""
     scores = jnp.where(jnp.isnan(scores), jnp.nan, scores)
     # Not the constant 0, which would have no derivative.
     return jnp.where(scores == 0, scores - lax.stop_gradient(scores), scores)
 
 
 def join(best, more, k: int):
-    """The k best of two lists (ids, scores), if `more` has the higher ids in a tie."""
+    """The k best of two lists (ids, scores). On a tie the item of `best` comes first."""
     ids, scores = (
         jnp.concatenate(pair, axis=1) for pair in zip(best, more, strict=True)
     )
@@ -366,8 +363,8 @@ def largest_of(grouped: jax.Array) -> jax.Array:
     """Maxima over the last axis; NaN if any element is NaN."""
     if jax.default_backend() != "cpu":
         return jnp.max(grouped, axis=2)
-    # On a CPU, XLA's maximum of some thousand numbers ignores NaN. That of their bits does
-    # not: a positive NaN has the largest. It takes half as long as to look for NaN, too.
+    # On a CPU, XLA's maximum of some thousand numbers ignores NaN. The maximum of their bits does
+    # not, since a positive NaN has the largest bits. It also takes half the time of a NaN test.
     grouped = jnp.where(jnp.isnan(grouped), jnp.nan, grouped)
     kind = jnp.dtype(f"int{8 * grouped.dtype.itemsize}")
     bits = jnp.max(_in_order(lax.bitcast_convert_type(grouped, kind)), axis=2)
@@ -375,7 +372,7 @@ def largest_of(grouped: jax.Array) -> jax.Array:
 
 
 def _in_order(bits: jax.Array) -> jax.Array:
-    """Bits of floats as integers of their order; and back again."""
+    """Converts the bits of floats to integers in the order of the floats; and back."""
     is_negative = bits >> (8 * bits.dtype.itemsize - 1)
     return bits ^ (is_negative & jnp.iinfo(bits.dtype).max)
 
@@ -383,13 +380,13 @@ def _in_order(bits: jax.Array) -> jax.Array:
 def select(
     scores: Float[Array, "batch size"], k: int, tuning: Tuning
 ) -> tuple[Int[Array, "batch found"], Float[Array, "batch found"]]:
-    """Places and scores of the k best of each row, or of all where there are fewer.
+    """Positions and scores of the k best of each row, or of all if there are fewer.
 
     If there are many scores, they are put into groups of neighbours. Only the k groups
     with the largest maxima (ties go to the lower group) are sorted, and these groups are
     found in the same way. They hold the k best. Proof: let x be in another group. Each of
     the k groups has a maximum that is larger than that of x's group, or equal to it and at
-    a lower place. So k elements come before x.
+    a lower position. So k elements come before x.
     """
     batch, size = scores.shape
     if size <= tuning.direct * k:
@@ -399,7 +396,7 @@ def select(
     split = size // group * group
     grouped = scores[:, :split].reshape(batch, -1, group)
     chosen, _ = select(largest_of(grouped), k, tuning)
-    # In order of place, because `lax.top_k` breaks ties by it.
+    # Groups are sorted by position, because `lax.top_k` breaks ties by it.
     chosen = jnp.sort(chosen, axis=1)
     inside = jnp.take_along_axis(grouped, chosen[:, :, None], axis=1)
     inside = jnp.concatenate([inside.reshape(batch, -1), scores[:, split:]], axis=1)

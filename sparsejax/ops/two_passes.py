@@ -1,7 +1,7 @@
-"""Softmax of one target a row whose scores and their gradients exist only in registers.
+"""Softmax of one target a row, computed without writing scores or score gradients.
 
-For narrow vectors the score gradients are many numbers beside the work of the products,
-so none are written. Two passes over all scores compute them, and both gradients::
+With narrow vectors, writing the score gradients would take long compared with the
+products. So two passes over all scores compute them in registers, and both gradients::
 
     r      the score of each row's target                   before any other score is made
     e_i    = exp(s_i - r)
@@ -10,7 +10,7 @@ so none are written. Two passes over all scores compute them, and both gradients
     second (f e)^T h                    in the same program, with items in place of rows
                                         dkernel = (f e)^T h, and - w h in row t
 
-The first pass needs no sum of exponentials before, as the reference r of all items is the same.
+All items have the same reference r, so the first pass needs no sum of exponentials before.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from sparsejax.ops.item_chunks import Shard
 from sparsejax.ops.scatter_gradient import row_gradient
 from sparsejax.sparse import CSR
 
-# Items of a chunk: their gradient exists in float32, and rows of other dtypes are rounded.
+# Most items of a chunk: its gradient is float32, and rows of other dtypes are rounded.
 CHUNK_ITEMS = 2**19
 
 
@@ -51,8 +51,8 @@ def loss_and_gradients(
 ) -> tuple[Float[Array, "batch"], Float[Array, "batch hidden"], Layer]:
     """The losses, and the gradients of their weighted sum in `h` and the layer.
 
-    For rows that are ignored, the second pass takes no time, and the first half as much if
-    they are half of all. It is called as `chunked_loss.loss_and_updates` is, on each device.
+    The second pass takes no time for ignored rows, and the first pass half as long if half of
+    the rows are ignored. Each device calls this function like `chunked_loss.loss_and_updates`.
 
     Args:
       method: how the loss is computed. Its rule is a softmax without smoothing.
@@ -85,7 +85,7 @@ def loss_and_gradients(
 
 
 def _chunk(layer: Layer, start, size: int) -> Layer:
-    """Some items, in the dtypes that the GPU programs take."""
+    """A chunk of items, in the dtypes that the GPU programs take."""
     kernel = item_chunks.slice_rows(layer.kernel, start, size).astype(jnp.bfloat16)
     bias = layer.bias
     if bias is not None:
@@ -94,7 +94,7 @@ def _chunk(layer: Layer, start, size: int) -> Layer:
 
 
 def _fold(step, carry, layer: Layer, size: int):
-    """`carry = step(start, size, chunk, carry)` over chunks of items."""
+    """Folds `carry = step(start, size, chunk, carry)` over chunks of items."""
     return item_chunks.fold(
         lambda start, size, carry: step(start, size, _chunk(layer, start, size), carry),
         carry,
@@ -106,9 +106,9 @@ def _fold(step, carry, layer: Layer, size: int):
 def _first_pass(
     rows: kept_scores.ScoredRows, wanted, layer: Layer, limit, shard: Shard
 ):
-    """Sums of exponentials over all items, `e kernel` of the device's, and the references.
+    """Sums of exponentials over all items, `e kernel` for the device's, and the references.
 
-    If a score exceeds the target's by far, the largest one of each row becomes the
+    If a score exceeds the target's by far, the row's largest score becomes the
     reference.
     """
     items, h = len(layer.kernel), rows.h
@@ -178,13 +178,13 @@ def _first_pass(
 def _second_pass(
     rows: kept_scores.ScoredRows, wanted, layer: Layer, limit, factor, lse
 ):
-    """`slopes^T h` and the sums of the slopes, without those of the targets."""
+    """`slopes^T h` and the sums of the slopes; the term `-w` of the targets is not included."""
     h = jnp.where((factor != 0)[:, None], rows.h, 0)  # 0 * inf would be NaN
     items, signs = len(layer.kernel), 1 + jnp.any(factor < 0).astype(jnp.int32)
     with_sums = layer.bias is not None
 
     def of_sign(i, gradients: Layer) -> Layer:
-        """Adds the rows with positive factors, then those with negative ones."""
+        """Adds the terms of rows with positive factors (i = 0) or with negative ones (i = 1)."""
         sign = (1 - 2 * i).astype(factor.dtype)
         kept = (factor * sign > 0) | jnp.isnan(factor)
         shift = jnp.where(kept, jnp.log(jnp.abs(factor)) - lse, -jnp.inf)
@@ -217,7 +217,7 @@ def _second_pass(
 
 
 def _slopes_of_item(scores, labels, listed, inside, *bias):
-    """A function for `slopes_product` whose rows are items; `scores` hold the shift."""
+    """Slopes for `slopes_product` whose rows are items; `scores` already include the shift."""
     del labels, listed, inside
     for x in bias:
         scores = scores + x
@@ -226,7 +226,7 @@ def _slopes_of_item(scores, labels, listed, inside, *bias):
 
 
 def _added(array: jax.Array, rows: jax.Array, start) -> jax.Array:
-    """`array` with `rows` added from row `start` on."""
+    """Adds `rows` to `array` from row `start` on."""
     before = item_chunks.slice_rows(array, start, len(rows)).astype(rows.dtype)
     return item_chunks.write_rows(array, before + rows, start)
 
@@ -234,7 +234,7 @@ def _added(array: jax.Array, rows: jax.Array, start) -> jax.Array:
 def _with_targets(
     gradients: Layer, rows: kept_scores.ScoredRows, inside, of_target
 ) -> Layer:
-    """The gradients with the slopes of the targets."""
+    """Adds the term `-w` of the targets to the gradients."""
     items = len(gradients.kernel)
     columns = jnp.where(inside, rows.columns, items)
     indptr = jnp.arange(len(columns) + 1, dtype=jnp.int32)
