@@ -407,7 +407,7 @@ def test_users_are_known_by_their_columns(tmp_path):
     ):
         with pytest.raises(sj.data.DataError, match=message):
             sj.data.read_user_features(table, schema)
-    with pytest.raises(ValueError, match="no kind and no context"):
+    with pytest.raises(ValueError, match="no kind, no context and"):
         sj.data.read_user_features(plans, SCHEMA)
     strict = sj.EventSchema(dense={"age": sj.data.DenseColumn()})
     with pytest.raises(ValueError, match="nothing is known of 1 users, and the column"):
