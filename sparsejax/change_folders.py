@@ -1,14 +1,15 @@
-"""Folders of numbered changes of a model's tables, each of which follows the one before.
+"""Reads and writes folders of numbered changes to a model's embedding tables.
 
 ::
 
     changes/00000007/manifest.json   a description, and the checksum of each file
                      0.parquet       rows of the first table: id, row, ...
-                     0.removed       its ids that have no row any more, as uint64
-                     values          all other arrays of the model, one behind the other
+                     0.removed       ids of that table whose rows were removed, as uint64
+                     values          all other arrays of the model, concatenated
 
-The first one is a *base*: it has all rows. So may a later one be. Each manifest has the checksum
-of the one before, so a change that is missing, of another base, or at another place is noticed.
+The first change is a *base*: it has all rows. A later one may be a base, too. Each manifest has
+the checksum of the previous manifest. So a change that is missing, belongs to another base, or
+was renamed is detected.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ _MANIFEST, _VALUES = "manifest.json", "values"
 _NAME = re.compile(r"[0-9]{8}")
 _LABEL = "the manifest of changes"
 _PIECE = 2**24  # bytes that are read at a time
-_MOST_MANIFEST = 2**26  # far above that of a thousand tables
+_MOST_MANIFEST = 2**26  # bytes; far more than the manifest of a thousand tables needs
 
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """Numbers of each row of a table.
+    """A column of a table: one number, or a list of numbers, for each row.
 
     Attributes:
-      name: "row" is the vector.
+      name: name of the column; "row" is the embedding vector.
       dtype: dtype of the numbers in files.
-      width: how many each row has; 0 if it is one that is no list.
+      width: length of the list in each row; 0 for a single number.
     """
 
     name: str
@@ -54,12 +55,13 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """A table whose rows change.
+    """A table whose changed rows are exported.
 
     Attributes:
-      name: with the path of its collection in the model.
-      num_rows: its ids are below; 0 if it is dynamic, and any number may be an id.
-      columns: columns of its files.
+      name: name of the table, with the path of its collection in the model.
+      num_rows: number of rows, so that ids are smaller; 0 for a dynamic table, in which any
+        number may be an id.
+      columns: columns of the table's files.
     """
 
     name: str
@@ -69,7 +71,7 @@ class Table:
 
 @dataclasses.dataclass(frozen=True)
 class Value:
-    """An array that is no table, which each change has whole."""
+    """An array of the model that is no table, which each change stores as a whole."""
 
     name: str
     dtype: str
@@ -87,19 +89,19 @@ class File:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """The contents of a folder of changes.
+    """The description of one change, stored in its folder.
 
     Attributes:
       number: number of the change's folder.
-      base: the checksum of the manifest of its base; None of a base itself.
-      previous: the checksum of the manifest before; None of the very first one.
+      base: checksum of the manifest of the change's base; None if the change is a base.
+      previous: checksum of the previous manifest; None for the very first change.
       steps: number of steps that the optimizer has done; None if there was no
         optimizer.
       tables: tables of the model.
-      rows: how many rows of each table it has.
-      removed: how many ids of each table it removes.
+      rows: number of rows in the change, for each table.
+      removed: number of ids that the change removes, for each table.
       values: the other arrays.
-      files: checksums of the folder's files, by name.
+      files: names, sizes and checksums of the folder's files.
     """
 
     number: int
@@ -115,7 +117,7 @@ class Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Changes:
-    """The changes that one export has written.
+    """A summary of the changes that one export has written.
 
     >>> tables = {"user": DynamicTableConfig(1000, 2)}
     >>> embeddings = EmbeddingCollection(tables, {"user": "user"}, rngs=nnx.Rngs(0))
@@ -125,12 +127,12 @@ class Changes:
 
     Attributes:
       number: number of the change's folder.
-      is_base: whether they are all rows, not only those that have changed.
-      rows: how many rows they have.
-      removed: how many ids they remove.
+      is_base: whether the export has all rows, not only changed ones.
+      rows: number of exported rows.
+      removed: number of removed ids.
       steps: number of steps that the optimizer had done; None if there was no
         optimizer.
-      base: which base they belong to.
+      base: checksum of the manifest of the base to which the changes belong.
       checksum: checksum of the change's manifest.
     """
 
@@ -145,12 +147,12 @@ class Changes:
 
 @dataclasses.dataclass(frozen=True)
 class Content:
-    """The changes of a table.
+    """The changed rows and removed ids of one table.
 
     Attributes:
-      ids: uint64, ascending; each with a row.
-      columns: arrays of the rows, by name.
-      removed: ids without a row, ascending.
+      ids: ids of the rows, uint64, ascending.
+      columns: arrays with an entry for each row, by the name of the column.
+      removed: ids whose rows were removed, ascending.
     """
 
     ids: np.ndarray
@@ -160,10 +162,10 @@ class Content:
 
 @dataclasses.dataclass(frozen=True)
 class Link:
-    """A change on disk.
+    """A change on disk, of which the manifest has been read.
 
     Attributes:
-      path: its folder.
+      path: folder of the change.
       manifest: the manifest in the folder.
       checksum: checksum of the manifest.
     """
@@ -174,7 +176,7 @@ class Link:
 
     @property
     def changes(self) -> Changes:
-        """The record of it for users."""
+        """The summary of this change for users."""
         told = self.manifest
         return Changes(
             number=told.number,
@@ -187,7 +189,7 @@ class Link:
         )
 
     def content(self, number: int) -> Content:
-        """The changes of the table with this number.
+        """Reads the changes of one table, given by its index in the manifest.
 
         Raises:
           OSError: a file cannot be read.
@@ -223,7 +225,7 @@ class Link:
         return Content(ids, columns, removed)
 
     def values(self) -> dict[str, np.ndarray]:
-        """The other arrays, by name; see `contents`."""
+        """Reads the arrays that are not tables, by name; raises the errors of `content`."""
         files = {file.name: file for file in self.manifest.files}
         content, start, found = self._content(files, _VALUES), 0, {}
         for value in self.manifest.values:
@@ -247,7 +249,7 @@ class Link:
         try:
             with opened_regular(path) as opened:
                 size = os.fstat(opened.fileno()).st_size
-                # A file that is far too large is not read.
+                # A file of another size is refused without being read.
                 content = opened.read(file.bytes) if size == file.bytes else b""
         except FileNotFoundError:
             raise ValueError(
@@ -267,26 +269,28 @@ class Link:
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Whether all numbers of an array are finite; integers are."""
+    """Whether all numbers of an array are finite; true for integers."""
     return not jnp.issubdtype(array.dtype, jnp.inexact) or bool(
         np.isfinite(array).all()
     )
 
 
 def numbers(folder: str | os.PathLike[str]) -> list[int]:
-    """The numbers of the changes in a folder, ascending; none if there is no folder."""
+    """The numbers of the changes in a folder, ascending; empty if the folder does not exist."""
     folder = pathlib.Path(folder)
     names = os.listdir(folder) if folder.is_dir() else []
     return sorted(int(name) for name in names if _NAME.fullmatch(name))
 
 
 def chain(folder: str | os.PathLike[str], after: Changes | None = None) -> list[Link]:
-    """The changes to take, in order: from the last base on, or those behind `after`.
+    """Lists the changes to apply, in order.
+
+    They are those from the last base on, or, given `after`, those that follow it.
 
     Raises:
       OSError: a file cannot be read.
-      ValueError: there are none; one is missing, at another place, or of another base; or a
-        manifest was altered. The message names the file.
+      ValueError: there are no changes; one is missing, was renamed, or belongs to another
+        base; or a manifest was altered. The message names the file.
     """
     folder = pathlib.Path(folder)
     found = numbers(folder)
@@ -302,7 +306,7 @@ def chain(folder: str | os.PathLike[str], after: Changes | None = None) -> list[
 
 
 def _newest(folder: pathlib.Path, found: Sequence[int]) -> list[Link]:
-    """From the last base on."""
+    """Reads the manifests from the last base to the newest change."""
     links: list[Link] = []
     for number in range(found[-1], -1, -1):
         if number not in found:
@@ -314,7 +318,7 @@ def _newest(folder: pathlib.Path, found: Sequence[int]) -> list[Link]:
 
 
 def _behind(folder: pathlib.Path, found: Sequence[int], after: Changes) -> list[Link]:
-    """The changes that follow `after`, from the last base among them on."""
+    """Reads the manifests of the changes after `after`, from the last base among them on."""
     if found[-1] < after.number:
         raise ValueError(
             f"{folder} has changes up to {_name(found[-1])}, but number {after.number} was "
@@ -357,11 +361,11 @@ def _check_follows(link: Link, before: Changes) -> None:
 
 
 def read(folder: pathlib.Path, number: int) -> Link:
-    """A change, of which only the manifest is read.
+    """Reads the manifest of a change.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is no such change.
+      OSError: the manifest cannot be read.
+      ValueError: the manifest is missing, was altered, or has another number.
     """
     path = folder / _name(number)
     try:
@@ -397,15 +401,16 @@ def write(
     tables: Mapping[Table, tuple[Iterable[tuple[np.ndarray, list]], np.ndarray]],
     values: Mapping[str, np.ndarray],
 ) -> Link:
-    """Writes the next change, whole or not at all.
+    """Writes the next change atomically.
 
     Args:
-      folder: the folder that holds all changes, which exists.
-      previous: the last one there.
-      is_base: whether it has all rows.
+      folder: existing folder that holds all changes.
+      previous: last change in the folder, or None if there is none.
+      is_base: whether the change has all rows.
       steps: number of steps that the optimizer has done; None if there is no optimizer.
-      tables: rows in pieces, as `row_files.write` takes them, and the ids that are removed.
-      values: the other arrays.
+      tables: for each table, blocks of rows as `row_files.write` takes them, and the removed
+        ids.
+      values: the other arrays, by name.
 
     Raises:
       OSError: a file cannot be written; nothing has changed.
@@ -449,7 +454,7 @@ def write(
 
 
 class _Counted:
-    """Pieces of rows, which are counted when they are taken."""
+    """Blocks of rows, whose rows are counted while they are iterated."""
 
     def __init__(self, pieces: Iterable[tuple[np.ndarray, list]]):
         self._pieces, self.rows = pieces, 0
@@ -461,7 +466,7 @@ class _Counted:
 
 
 def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
-    """Removes the changes before the base that a change belongs to.
+    """Removes the changes before the base of a change.
 
     Folders that cannot be removed stay.
     """
@@ -470,7 +475,10 @@ def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
         found = numbers(folder)
         while link.manifest.base is not None and link.manifest.number - 1 in found:
             link = read(folder, link.manifest.number - 1)
-    except (OSError, ValueError):  # one is damaged; whoever needs it is told so
+    except (
+        OSError,
+        ValueError,
+    ):  # a manifest is damaged; reading it later raises the error
         return
     for each in found:
         if each < link.manifest.number:
@@ -479,7 +487,7 @@ def remove_before_base(folder: str | os.PathLike[str], link: Link) -> None:
 
 
 def merged(contents: Iterable[Content]) -> Content:
-    """Changes of a table that follow each other, as one."""
+    """Combines consecutive changes of a table into one; later rows replace earlier ones."""
     first, *others = contents
     ids, columns, gone = first.ids, first.columns, first.removed
     for each in others:
@@ -497,7 +505,7 @@ def merged(contents: Iterable[Content]) -> Content:
 
 
 def _has(ids: np.ndarray, some: np.ndarray) -> np.ndarray:
-    """Which of some numbers are among ascending ids."""
+    """A mask over `some` that marks the numbers found in `ids`, which are ascending."""
     if not len(ids):
         return np.zeros(len(some), bool)
     place = np.minimum(np.searchsorted(ids, some), len(ids) - 1)

@@ -1,7 +1,8 @@
-"""Dataclasses as JSON, which is read strictly: they say which keys there are, and their types.
+"""Converts dataclasses to JSON and back; reading is strict about keys and types.
 
-A wrong value raises ValueError with its key, whatever it is: of another type, NaN, an integer
-beyond 64 bits, an object where a list is expected, or nested so deeply that Python gives up.
+A wrong value raises ValueError with its key. Wrong values are those of another type, NaN,
+integers beyond 64 bits, objects where a list is expected, and values that are nested more
+deeply than Python's limit of recursion.
 """
 
 from __future__ import annotations
@@ -16,9 +17,9 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Self
 
-MODEL_VERSION = 1  # of the JSON of a `ModelConfig`
-_SHOWN = 60  # letters of a wrong value that a message has
-_NUMBERS = 2**63  # integers are below; sizes have narrower bounds of their own
+MODEL_VERSION = 1  # version of the JSON of a `ModelConfig`
+_SHOWN = 60  # most letters of a wrong value in a message
+_NUMBERS = 2**63  # integers must be below; callers check narrower bounds of sizes
 _NAMES = {type(None): "null", dict: "an object", list: "a list"}
 
 # A value of JSON.
@@ -26,11 +27,11 @@ Json = Mapping[str, Any] | Sequence[Any] | str | float | bool | None
 
 
 def document(instance: Any, *, skip_defaults: bool = False) -> dict[str, Any]:
-    """Converts a dataclass, and dataclasses inside it, to JSON; `read` reads it.
+    """Converts a dataclass, and dataclasses inside it, to a dict for JSON; `read` reverses it.
 
     Args:
-      instance: the dataclass's instance.
-      skip_defaults: leave out its fields that have their default.
+      instance: instance of a dataclass.
+      skip_defaults: leave out fields whose value is the default.
     """
     return {
         field.name: _plain_json(getattr(instance, field.name))
@@ -50,7 +51,7 @@ def _plain_json(value: Any) -> Any:
 
 
 def text(value: Any, *, indent: int | None = None) -> str:
-    """JSON text of a dataclass, or of a value that has dataclasses in it.
+    """Serializes a dataclass, or a value that contains dataclasses, as JSON text.
 
     >>> text({"k": 10})
     '{"k": 10}'
@@ -63,22 +64,22 @@ def _as_json(value: Any) -> Any:
 
 
 def plain(value: Any) -> Any:
-    """The value as it is read after it was written: lists in place of tuples."""
+    """Writes a value as JSON and reads it again: tuples become lists, dataclasses dicts."""
     return parse(text(value), finite=False)
 
 
 def parse(text: str | bytes, *, finite: bool = True) -> Any:
-    """The value of JSON text.
+    """Parses JSON text.
 
     >>> parse('{"k": 10}')
     {'k': 10}
 
     Args:
       text: text to read.
-      finite: refuse NaN and infinities, which JSON has not, but Python writes.
+      finite: refuse NaN and infinities, which Python writes although JSON does not allow them.
 
     Raises:
-      ValueError: it is not JSON; or it has a number that is refused.
+      ValueError: the text is not JSON, or has a number that is refused.
     """
     strict: dict[str, Any] = {"parse_constant": _no_constant, "parse_float": _finite}
     try:
@@ -90,11 +91,11 @@ def parse(text: str | bytes, *, finite: bool = True) -> Any:
 
 
 def load[T](path: str | os.PathLike[str], read: Callable[[Any], T]) -> T:
-    """The object that a function makes of the value that a file of JSON holds.
+    """Parses a JSON file and passes its value to a function, whose result it returns.
 
     Raises:
-      OSError: it cannot be read.
-      ValueError: it is not JSON, or not of such an object; the message names the file.
+      OSError: the file cannot be read.
+      ValueError: the file is not JSON, or `read` refuses its value; the message names the file.
     """
     content = pathlib.Path(path).read_bytes()
     try:
@@ -104,18 +105,18 @@ def load[T](path: str | os.PathLike[str], read: Callable[[Any], T]) -> T:
 
 
 def read[T](kind: type[T], document: object, label: str) -> T:
-    """The dataclass of a JSON object.
+    """Builds an instance of a dataclass from a JSON object.
 
     Args:
       kind: the dataclass. Its fields are numbers, text, flags, null, choices (`Literal`),
-        tuples, mappings by text, and other dataclasses. A field of another class takes an
-        instance of it, which the caller has read.
-      document: the object; its keys are the names of the fields.
+        tuples, mappings with text as keys, and other dataclasses. For a field of any other
+        class the document must hold an instance, which the caller has built.
+      document: the JSON object; its keys are the names of the fields.
       label: name of the object, for messages.
 
     Raises:
-      ValueError: a key is unknown or missing, or a value is of another type, or is refused
-        by the dataclass.
+      ValueError: a key is unknown or missing, a value has another type, or the dataclass
+        refuses a value.
     """
     found = fields(kind, document, label)
     try:
@@ -127,16 +128,16 @@ def read[T](kind: type[T], document: object, label: str) -> T:
 def read_tagged[T](
     kinds: Mapping[str, type[T]], tag: str, document: Json, label: str
 ) -> T:
-    """Reads the one of several dataclasses that a key of the object names; see `read`.
+    """Reads one of several dataclasses, which a key of the object chooses; see `read`.
 
     Args:
-      kinds: the dataclasses, by the values of the key.
-      tag: the key, which is no field.
-      document: the object.
+      kinds: the dataclasses, by the value of that key.
+      tag: the key that chooses; it is not a field of the dataclasses.
+      document: the JSON object.
       label: name of the object, for messages.
 
     Raises:
-      ValueError: the key is missing or names none of them; see `read`.
+      ValueError: the key is missing or names no dataclass of `kinds`; see also `read`.
     """
     given = value(dict[str, Any], document, label)
     name = given.pop(tag, None)
@@ -150,10 +151,10 @@ def read_tagged[T](
 def read_named(
     document: Json, tag: str, label: str
 ) -> tuple[str, dict[str, int | float | bool]]:
-    """The name that a key of a JSON object has, and its other keys, which are numbers.
+    """Splits a JSON object into the name under the key `tag` and its numbers, by key.
 
     Raises:
-      ValueError: it is no object, the key has no name, or another key no number.
+      ValueError: the document is no object, `tag` has no text, or another value is no number.
     """
     options = value(dict[str, Any], document, label)
     if not isinstance(name := options.pop(tag, None), str):
@@ -164,7 +165,7 @@ def read_named(
 
 
 def fields(kind: type, document: object, label: str) -> dict[str, Any]:
-    """The values that `read` finds, by the names of fields."""
+    """Reads the values for the fields of a dataclass as `read` does; returns them by name."""
     given = value(dict[str, Any], document, label)
     known = {field.name: field for field in dataclasses.fields(kind)}
     check_keys(given, known, label)
@@ -189,16 +190,16 @@ def check_keys(given: Iterable[str], known: Iterable[str], label: str) -> None:
 
 
 def without_version(document: Json, version: int, label: str) -> dict[str, Any]:
-    """The rest of a JSON object, if its "version" is this one.
+    """Checks the "version" of a JSON object and returns the object without this key.
 
     Raises:
-      ValueError: it is no object, or of another version.
+      ValueError: the document is no object, or has another version.
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"expected a JSON object, got {type(document).__name__}")
     rest = value(dict[str, Any], document, label)
     found = rest.pop("version", None)
-    if type(found) is not int or found != version:  # True is 1
+    if type(found) is not int or found != version:  # True == 1, but is no version
         cure = ""
         if type(found) is int:
             is_newer = found > version
@@ -212,7 +213,7 @@ def without_version(document: Json, version: int, label: str) -> dict[str, Any]:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Config:
-    """A configuration, which says how to build a model."""
+    """A configuration that describes how to build a model."""
 
     def to_json(self) -> dict[str, Any]:
         """The configuration as a JSON object."""
@@ -220,27 +221,28 @@ class Config:
 
 
 class ModelConfig(Config):
-    """The JSON of a family of models, each of which is a subclass of the family's class.
+    """Base class for configurations of a family of models; `model` in JSON selects the subclass.
 
     Attributes:
-      model: the name of the model, "model" in JSON.
+      model: name of the model, stored as "model" in JSON.
     """
 
     model: ClassVar[str]
 
     def to_json(self) -> dict[str, Any]:
-        """The configuration as a JSON object; defaults are left out."""
+        """The configuration as a JSON object, without fields that have their default."""
         values = document(self, skip_defaults=True)
         return {"version": MODEL_VERSION, "model": self.model, **values}
 
     @classmethod
     def from_json(cls, document: Json) -> Self:
-        """The configuration of a JSON object, which `to_json` or a person has made.
+        """Builds a configuration from a JSON object, written by `to_json` or by hand.
 
-        "model" chooses the class.
+        The key "model" selects the class.
 
         Raises:
-          ValueError: not an object, an unknown version, model or key, or a wrong value.
+          ValueError: the document is no object, has an unknown version, model or key, or has
+            a wrong value.
         """
         given = without_version(document, MODEL_VERSION, "the model")
         kinds: dict[str, type[Self]] = {}
@@ -251,14 +253,14 @@ class ModelConfig(Config):
 
 
 def _family[T](kind: type[T]) -> Iterator[type[T]]:
-    """A class, and all that are derived from it."""
+    """Yields a class and all its subclasses, direct and indirect."""
     yield kind
     for each in kind.__subclasses__():
         yield from _family(each)
 
 
 def value(hint: Any, given: object, label: str, key: str = "") -> Any:
-    """A JSON value as a type: `tuple[int, ...]` for a list of integers.
+    """Checks a JSON value against a type and converts it: a list for `tuple[int, ...]`.
 
     Args:
       hint: the type, see `read`.
@@ -267,7 +269,7 @@ def value(hint: Any, given: object, label: str, key: str = "") -> Any:
       key: name or index of the value in that object, for messages.
 
     Raises:
-      ValueError: it is of another type.
+      ValueError: the value has another type.
     """
     if hint is Any:
         return given
@@ -297,7 +299,7 @@ def value(hint: Any, given: object, label: str, key: str = "") -> Any:
 
 
 def _one_of(hints: Sequence[Any], given: object, label: str, key: str) -> Any:
-    """A value of one of several types."""
+    """Converts a value to the first of several types that it fits."""
     plain = type(given) in hints and type(given) in (int, float, str, bool, type(None))
     for hint in (type(given),) if plain else hints:
         if (_is_plain(hint) or _is_class(hint)) and not _fits(hint, given):
@@ -378,10 +380,10 @@ def _wrong(expected: str, given: object, label: str, key: str) -> ValueError:
 
 
 def _short(given: object) -> str:
-    """A value for a message. Its text may be long, or too deep to be written."""
+    """The `repr` of a value for a message, cut to `_SHOWN` letters; the type if it has none."""
     try:
         text = repr(given)
-    except (RecursionError, ValueError):  # or an integer with too many digits
+    except (RecursionError, ValueError):  # nested too deeply, or an integer is too long
         text = type(given).__name__
     return text if len(text) <= _SHOWN else f"{text[: _SHOWN - 3]}..."
 

@@ -1,4 +1,4 @@
-"""Locks of the operating system on files, which end with the process that holds them."""
+"""Locks files by the operating system (flock); a lock ends with the process that holds it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import errno
 import fcntl
 import os
 
-# The errors of file systems without locks.
+# Error numbers by which a file system says that it has no locks.
 UNSUPPORTED = errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP
 
 
@@ -15,11 +15,11 @@ def hold(path: str | os.PathLike[str], *, new: bool = True) -> int:
 
     Args:
       path: the file.
-      new: make the file, if there is none.
+      new: make the file, if it does not exist.
 
     Raises:
-      BlockingIOError: somebody else holds it.
-      FileNotFoundError: there is no such file, or no folder for it.
+      BlockingIOError: another process, or another descriptor, holds the lock.
+      FileNotFoundError: the file (with `new=False`) or its folder does not exist.
       OSError: the file cannot be opened; or, with `errno` among `UNSUPPORTED`, the file
         system has no locks.
     """
@@ -32,7 +32,7 @@ def hold(path: str | os.PathLike[str], *, new: bool = True) -> int:
             raise
         if _is_at(file, path):
             return file
-        os.close(file)  # who held it before has removed it
+        os.close(file)  # the previous holder has removed the file: try again
 
 
 def _is_at(file: int, path: str | os.PathLike[str]) -> bool:

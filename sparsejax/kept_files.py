@@ -1,7 +1,7 @@
-"""Files in a folder of the user's cache: whole, bounded in all, the least recently used removed.
+"""A cache of files in a folder of the user, with a bound in bytes and LRU eviction.
 
-The files are trusted, and programs in them are run. So neither the folder nor a file in
-it may be of another user, or be one that others can write.
+The files are trusted: programs in them are executed. So neither the folder nor a file in it
+may belong to another user or be writable by others.
 """
 
 from __future__ import annotations
@@ -20,10 +20,11 @@ from sparsejax.whole_files import opened_regular, whole_file
 
 @contextlib.contextmanager
 def kept_file(path: pathlib.Path, max_bytes: int) -> Generator[io.BufferedWriter]:
-    """Opens a file for bytes, which appears at `path` when the block is done.
+    """Opens a new file for bytes, which appears at `path` when the block has ended.
 
-    Then files of the same suffix are removed, until those in its folder have `max_bytes`
-    at most: first those that were not used for longest. `os.utime` says that one is used.
+    Then files with the same suffix in its folder are removed, least recently used first,
+    until the remaining ones have at most `max_bytes` in all. A reader calls `os.utime` to
+    mark a file as used.
 
     Raises:
       OSError: the file cannot be written.
@@ -41,7 +42,7 @@ def kept_file(path: pathlib.Path, max_bytes: int) -> Generator[io.BufferedWriter
 
 
 def check_writable(path: pathlib.Path) -> None:
-    """Makes a folder that only the user can read, if it does not exist.
+    """Makes a folder that only the user can read, if it does not exist, and checks it.
 
     Raises:
       OSError: files cannot be made in it, or other users can write there.
@@ -53,11 +54,12 @@ def check_writable(path: pathlib.Path) -> None:
 
 
 def check_own(path: pathlib.Path) -> None:
-    """Looks whether all in a folder comes from this user.
+    """Checks that a folder and all its entries belong to this user.
 
     Raises:
-      PermissionError: the folder or a file in it has another owner, or others can write there.
-      OSError: it cannot be read.
+      PermissionError: the folder or a file in it has another owner, is a link, or can be
+        written by others.
+      OSError: the folder cannot be read.
     """
     if fault := _fault(path.stat()):
         raise _not_own(path, fault)
@@ -74,11 +76,11 @@ def check_own(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def opened_own(path: pathlib.Path) -> Generator[io.BufferedReader]:
-    """Opens a file for bytes that only this user can have written.
+    """Opens a file to read bytes, if only this user can have written it.
 
     Raises:
-      OSError: it cannot be read, or `check_own` refuses the folder or the file.
-      ValueError: it is no regular file.
+      OSError: the file cannot be read; or the folder or the file is not safe, as in `check_own`.
+      ValueError: `path` is no regular file.
     """
     folder = path.parent.stat()
     if fault := _fault(folder):
@@ -87,14 +89,14 @@ def opened_own(path: pathlib.Path) -> Generator[io.BufferedReader]:
     if path.is_symlink():
         raise _not_own(path.parent, f"{path.name} is a link")
     with opened_regular(path) as file:
-        # The opened file, which nobody can replace.
+        # The descriptor is checked, because the file at `path` can be replaced.
         if fault := _fault(os.fstat(file.fileno()), is_closed=is_closed):
             raise _not_own(path.parent, f"{path.name}: {fault}")
         yield file
 
 
 def _fault(facts: os.stat_result, *, is_closed: bool = False) -> str | None:
-    """Why a file or a folder may come from another user; None if it does not."""
+    """The reason why another user may have written a file or folder; None if there is none."""
     if facts.st_uid != os.geteuid():
         return f"its owner is the user {facts.st_uid}, not {os.geteuid()}"
     if facts.st_mode & 0o022 and not is_closed:

@@ -1,4 +1,4 @@
-"""Parquet files of ids with numbers: the rows of tables, or some of them."""
+"""Parquet files that hold rows of embedding tables: a column of ids and columns of numbers."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ ID = "id"
 
 
 class NotRowsError(ValueError):
-    """A file is not one of rows."""
+    """The file does not hold rows of a table."""
 
 
 def type_of(array: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> pa.DataType:
-    """The type in a file of the rows of an array."""
+    """The Arrow type with which a file stores a row of an array."""
     kind = pa.from_numpy_dtype(dtype_of(array))
     return kind if array.ndim == 1 else pa.list_(kind, array.shape[1])
 
 
 def dtype_of(array: jax.Array | jax.ShapeDtypeStruct | np.ndarray) -> np.dtype:
-    """The dtype in a file of the numbers of an array: 16 bits become float32."""
+    """The dtype with which a file stores the numbers of an array: 16 bits become float32."""
     return np.dtype(np.float32) if array.dtype.itemsize == 2 else array.dtype
 
 
 def in_file(array: Any) -> Any:
-    """An array, of NumPy or JAX, in the dtype that a file has."""
+    """Converts an array, of NumPy or JAX, to the dtype with which a file stores it."""
     return array.astype(dtype_of(array), copy=False)
 
 
 def numpy_type(kind: pa.DataType) -> np.dtype:
-    """The dtype of the numbers of a column."""
+    """The NumPy dtype of the numbers in a column, also in a column of lists."""
     return np.dtype(getattr(kind, "value_type", kind).to_pandas_dtype())
 
 
@@ -47,12 +47,12 @@ def write(
     *,
     ids: pa.DataType | None = None,
 ) -> None:
-    """Writes ids, and for each id a row of the columns.
+    """Writes a Parquet file with a column of ids and the given columns.
 
     Args:
       file: binary file that is open for writing.
-      columns: their names and types, see `type_of`.
-      pieces: ids, and an array for each column, some rows at a time.
+      columns: type of each column, by name; see `type_of`.
+      pieces: consecutive blocks of rows: their ids, and an array for each column.
       metadata: metadata of the schema.
       ids: type of the ids; uint64 by default.
     """
@@ -74,10 +74,10 @@ def _column(values: np.ndarray | list[str | None]) -> pa.Array:
 
 
 def read(content: bytes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
-    """The ids and columns in a file of `write`.
+    """Reads the ids and the columns, by name, of a file that `write` made.
 
     Raises:
-      NotRowsError: it is no such file.
+      NotRowsError: the content is not a Parquet file.
     """
     try:
         data = pq.read_table(io.BytesIO(content))
@@ -88,11 +88,11 @@ def read(content: bytes) -> tuple[np.ndarray, dict[str, np.ndarray]]:
 
 
 def numbers(column: pa.ChunkedArray) -> np.ndarray:
-    """The values of a column: `[rows]`, or `[rows, n]` of lists of a fixed size."""
+    """The values of a column as an array: `[rows]`, or `[rows, n]` for lists of a fixed size."""
     kind: Any = column.type
     whole = column.combine_chunks()
     is_list = pa.types.is_fixed_size_list(kind)
-    if isinstance(whole, pa.ChunkedArray):  # of no rows
+    if isinstance(whole, pa.ChunkedArray):  # the column has no rows
         return np.zeros((0, kind.list_size) if is_list else 0, numpy_type(kind))
     if not is_list:
         return whole.to_numpy(zero_copy_only=False)

@@ -1,15 +1,14 @@
-"""Files and folders that appear and disappear whole or not at all.
+"""Writes files and folders atomically: they appear complete or not at all.
 
 A file or folder that is being written has a hidden name, `.sparsejax-*.tmp`, in the folder
-of the final one. Its writer holds a lock on `.sparsejax-*.lock` beside it, which ends with
-the process. If that is killed, both stay. The next write into the same folder removes
-files that nobody holds, however new they are, and none that are held, however long
-their writer is quiet.
+of the final one. Its writer holds a lock on the file `.sparsejax-*.lock` beside it. The lock
+ends with the process. If the process is killed, both files stay. The next write into the
+same folder removes hidden files whose lock nobody holds, however new they are. It keeps files
+whose lock is held, even if they have not changed for long.
 
-A lock that was taken elsewhere, by another machine or before a restart, may not be seen
-here, as on some mounts of NFS. Files of such a writer are removed when it has been
-quiet for a day. Where the file
-system has no locks nothing is removed.
+Locks that were taken on another machine, or before a restart, may be invisible here, for
+example on some mounts of NFS. Files of such a writer are removed when they have not changed
+for a day. Where the file system has no locks, nothing is removed.
 """
 
 from __future__ import annotations
@@ -32,19 +31,19 @@ from typing import Any
 
 from sparsejax import ending, file_locks
 
-# Ends of the names of files that are compressed.
+# Suffixes of the names of compressed files.
 COMPRESSED = (".gz", ".xz")
 
-# A file without a lock that can be seen here has no writer if it was quiet so long.
+# Seconds without a change after which a file without a visible lock counts as abandoned.
 _QUIET_SECONDS = 24 * 3600
-# Errors of a full disk come without the name of the file.
+# Errors of a full disk, which do not name the file.
 _FULL = errno.ENOSPC, errno.EFBIG, errno.EDQUOT
 
 _Path = str | os.PathLike[str]
 
 
 def path_problem(path: _Path) -> str | None:
-    """Says why no file can have a path; None if one can."""
+    """The reason why a path is not possible for any file, or None if it is possible."""
     text = os.fspath(path)
     if "\0" in text:
         return "has a NUL, which cannot be in a path"
@@ -56,24 +55,27 @@ def path_problem(path: _Path) -> str | None:
 
 
 def check_path(path: _Path) -> None:
-    """Raises ValueError if no file can have a path; the system's errors do not name it."""
+    """Raises ValueError, with the path, if no file can have this path.
+
+    The operating system's errors for such paths do not name them.
+    """
     if (problem := path_problem(path)) is not None:
         shown = os.fspath(path).encode("utf-8", "backslashreplace").decode()
         raise ValueError(f"{shown.replace('\0', '\\0')}: {problem}")
 
 
 def opened_regular(path: _Path) -> io.BufferedReader:
-    """Opens a regular file to read bytes.
+    """Opens a regular file to read bytes, and refuses all others.
 
     `open` would wait for ever for the writer of a pipe, and a device may have no end.
 
     Raises:
-      OSError: it cannot be opened.
-      ValueError: it is a pipe, a socket or a device; or see `check_path`.
+      OSError: the file cannot be opened.
+      ValueError: `path` is a pipe, a socket or a device; see also `check_path`.
     """
     check_path(path)
     flags = os.O_RDONLY | os.O_CLOEXEC | os.O_NOCTTY | os.O_NONBLOCK
-    mode = os.stat(path).st_mode  # to open a device may do something
+    mode = os.stat(path).st_mode  # looked at first: opening a device may have effects
     if stat.S_ISDIR(mode):
         raise IsADirectoryError(
             errno.EISDIR, os.strerror(errno.EISDIR), os.fspath(path)
@@ -82,15 +84,15 @@ def opened_regular(path: _Path) -> io.BufferedReader:
         file = os.fdopen(os.open(path, flags), "rb")
         if stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             return file
-        file.close()  # it was replaced meanwhile
+        file.close()  # another file has replaced it between `stat` and `open`
     raise ValueError(f"{os.fspath(path)}: is not a regular file; copy it to one first")
 
 
 @contextlib.contextmanager
 def whole_file(path: _Path) -> Generator[io.BufferedWriter]:
-    """Opens a file for bytes, which appears at `path` when the block is done.
+    """Opens a new file for bytes, which appears at `path` when the block has ended.
 
-    It replaces an existing file. If the block fails, nothing has changed.
+    It replaces an existing file. If the block fails, an existing file stays as it was.
 
     Raises:
       OSError: the file cannot be written. `check_writable` finds some reasons earlier.
@@ -101,7 +103,9 @@ def whole_file(path: _Path) -> Generator[io.BufferedWriter]:
 
 @contextlib.contextmanager
 def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
-    """Opens a `whole_file` for UTF-8 text.
+    """Opens a text file (UTF-8), which appears at `path` when the block has ended.
+
+    See `whole_file`.
 
     The file is compressed if its name ends in `.gz` or `.xz`.
     """
@@ -115,10 +119,10 @@ def whole_text_file(path: _Path) -> Generator[io.TextIOWrapper]:
 
 @contextlib.contextmanager
 def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
-    """Opens a file for bytes that are compressed as the name of `path` says."""
+    """Opens the file `temporary` for bytes, compressed as the suffix of `path` says."""
     suffix = pathlib.Path(path).suffix
     with open(temporary, "xb") as file:
-        if suffix == ".gz":  # the same content is the same file, whenever it is written
+        if suffix == ".gz":  # without a time, so that equal content makes equal files
             with gzip.GzipFile("", "wb", fileobj=file, mtime=0) as packed:
                 yield packed
         elif suffix == ".xz":
@@ -129,13 +133,14 @@ def _packing(temporary: pathlib.Path, path: _Path) -> Generator[Any]:
 
 
 def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -> None:
-    """Writes several files: all of them or none, unless it is killed at the very end.
+    """Writes several files: all of them or none, except for a kill at the very end.
 
     They replace existing files. Text is written as by `whole_text_file`, and bytes as by
-    `whole_file`. The files appear when all have been written, the last one first. Each is
-    whole. A process that is killed while they appear, or a machine that fails then, leaves
-    new files beside old ones: no file system replaces several at once. So a caller must
-    give the same files again when it is repeated, whichever of them are new by then.
+    `whole_file`. The files are renamed after all have been written, the last one first. If
+    the process is killed or the machine fails during the renames, some files are new and
+    others old, because no file system replaces several files at once. Each file is complete
+    even then. So a caller that is repeated must pass the same files again, whichever of them
+    are new by then.
 
     Raises:
       OSError: a file cannot be written; nothing has changed.
@@ -152,15 +157,14 @@ def write_together(contents: Iterable[tuple[_Path, str | bytes | memoryview]]) -
 def whole_folder(
     path: _Path, *, names: Collection[str] = ()
 ) -> Generator[pathlib.Path]:
-    """Makes a folder to write files into, which appears at `path` when the block is done.
+    """Makes a folder to write files into, which appears at `path` when the block has ended.
 
     If the block fails, there is no folder. A process may be killed after its folder has
-    appeared. So that repeating it is no error, give the `names` of the files that the
-    block writes:
-    a folder of the same content then stays as it is.
+    appeared. To make a repetition no error then, pass the `names` of the files that the
+    block writes: an existing folder with equal content stays as it is.
 
     Raises:
-      FileExistsError: `path` exists, see `check_new`, or has other content.
+      FileExistsError: `path` exists (see `check_new`) or has other content.
       ValueError: the parent folder does not exist.
     """
     path = pathlib.Path(path)
@@ -168,7 +172,7 @@ def whole_folder(
     with _hidden(path.parent, path) as temporary:
         temporary.mkdir()
         yield temporary
-        check_new(path, names)  # an empty folder would be replaced
+        check_new(path, names)  # `rename` would replace an empty folder
         if not path.exists():
             os.rename(temporary, path)
         elif not _are_same(temporary, path):
@@ -179,12 +183,12 @@ def whole_folder(
 
 @contextlib.contextmanager
 def temporary_folder(parent: _Path) -> Generator[pathlib.Path]:
-    """Makes a hidden folder in another folder, and removes it when the block is done.
+    """Makes a hidden folder in the folder `parent`, and removes it when the block has ended.
 
-    If the process is killed, the next write into the other folder removes it.
+    If the process is killed, the next write into `parent` removes it.
 
     Raises:
-      OSError: it cannot be made.
+      OSError: the folder cannot be made.
     """
     with _hidden(pathlib.Path(parent), parent) as temporary:
         temporary.mkdir()
@@ -192,10 +196,12 @@ def temporary_folder(parent: _Path) -> Generator[pathlib.Path]:
 
 
 def remove_folder(path: _Path) -> None:
-    """Removes a folder, if it exists. If the process is killed, it is there or not.
+    """Removes a folder with all files, or does nothing if it does not exist.
+
+    If the process is killed, the folder is complete or gone.
 
     Raises:
-      OSError: it cannot be removed.
+      OSError: the folder cannot be removed.
     """
     path = pathlib.Path(path)
     if path.exists():
@@ -207,7 +213,7 @@ def remove_folder(path: _Path) -> None:
 def remove_abandoned(folder: _Path) -> None:
     """Removes the hidden files and folders of writers that were killed.
 
-    Every write into a folder does so. Files that cannot be removed stay.
+    Every write into a folder calls this. Files that cannot be removed stay.
     """
     for path in pathlib.Path(folder).glob(".sparsejax-*"):
         with contextlib.suppress(OSError):
@@ -221,8 +227,8 @@ def check_writable(path: _Path) -> None:
     """Checks that a file can be written to `path`.
 
     Raises:
-      ValueError: `path` is a folder or a device, or its folder does not exist; or see
-        `check_path`.
+      ValueError: `path` is a folder or a device, or its parent folder does not exist; see
+        also `check_path`.
     """
     check_path(path)
     path = pathlib.Path(path)
@@ -235,7 +241,7 @@ def check_new(path: _Path, names: Collection[str] = ()) -> None:
     """Checks that a folder can be made at `path`.
 
     Raises:
-      FileExistsError: `path` exists, and is no folder of just these `names`.
+      FileExistsError: `path` exists, and is no folder whose files are exactly `names`.
       ValueError: the parent folder does not exist.
     """
     check_path(path)
@@ -264,9 +270,11 @@ def _check_parent(path: pathlib.Path) -> None:
 
 @contextlib.contextmanager
 def _replacing(path: _Path) -> Generator[pathlib.Path]:
-    """A temporary name for a file, which is renamed to `path` when the block is done."""
+    """Yields a temporary path for a file, and renames the file to `path` when the block ends."""
     check_path(path)
-    path = pathlib.Path(path).resolve()  # a link stays a link
+    path = pathlib.Path(
+        path
+    ).resolve()  # a symbolic link is kept, its target is replaced
     with _hidden(path.parent, path) as temporary:
         yield temporary
         os.replace(temporary, path)
@@ -274,10 +282,10 @@ def _replacing(path: _Path) -> Generator[pathlib.Path]:
 
 @contextlib.contextmanager
 def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
-    """A hidden name in a folder, which is locked for the block.
+    """Yields a hidden path in a folder, which is locked until the block ends.
 
-    At the end of the block, the file of this name and the lock are removed. Errors of
-    it name the path `told`.
+    Then a file or folder at this path and the lock are removed. Errors of the hidden files
+    are raised with the path `told` in place of theirs.
     """
     temporary = folder / f".sparsejax-{uuid.uuid4().hex}.tmp"
     lock, file = temporary.with_suffix(".lock"), None
@@ -291,7 +299,7 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
         hidden = os.fspath(lock), os.fspath(temporary)
         if error.filename in hidden or (
             error.filename is None and error.errno in _FULL
-        ):  # the caller knows the final name, not these
+        ):  # the caller knows the final path, not the hidden ones
             raise OSError(error.errno, error.strerror, os.fspath(told)) from error
         raise
     finally:
@@ -303,9 +311,10 @@ def _hidden(folder: pathlib.Path, told: _Path) -> Generator[pathlib.Path]:
 
 
 def _give_up(temporary: pathlib.Path) -> None:
-    """Removes a hidden file or folder, whose writer goes on for a moment.
+    """Removes a hidden file or folder while its writer may still run for a moment.
 
-    It takes another name first: a folder of which a part is removed must not appear.
+    It is renamed first, so that the writer cannot publish a folder whose files are partly
+    removed.
     """
     gone = temporary.with_name(f".sparsejax-{uuid.uuid4().hex}.tmp")
     lock = gone.with_suffix(".lock")
@@ -319,11 +328,11 @@ def _give_up(temporary: pathlib.Path) -> None:
 
 
 def _hold(lock: pathlib.Path) -> int | None:
-    """Makes and locks a file for a name that is new; None if there are no locks."""
+    """Makes and locks a new file; returns its descriptor, or None where there are no locks."""
     while True:
         try:
             file = file_locks.hold(lock)
-        except BlockingIOError:  # another process looks whether it was abandoned
+        except BlockingIOError:  # another process checks whether the file was abandoned
             continue
         except OSError as error:
             if error.errno not in file_locks.UNSUPPORTED:
@@ -332,7 +341,7 @@ def _hold(lock: pathlib.Path) -> int | None:
             return None
         try:
             os.pwrite(file, _kernel().encode(), 0)
-        except OSError:  # as the disk is full
+        except OSError:  # for example, the disk is full
             lock.unlink(missing_ok=True)
             os.close(file)
             raise
@@ -340,7 +349,7 @@ def _hold(lock: pathlib.Path) -> int | None:
 
 
 def _kernel() -> str:
-    """The name of this machine's run since its last start: it sees its own locks."""
+    """An identifier for this machine since its last start, within which all locks are visible."""
     try:
         return pathlib.Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:
@@ -348,7 +357,7 @@ def _kernel() -> str:
 
 
 def _remove_if_free(lock: pathlib.Path) -> None:
-    """Removes a lock that nobody holds, and the file that it protects."""
+    """Removes a lock file that nobody holds, and the hidden file or folder that belongs to it."""
     file = file_locks.hold(lock, new=False)
     try:
         temporary = lock.with_suffix(".tmp")
@@ -368,7 +377,7 @@ def _remove_if_quiet(path: pathlib.Path) -> None:
 
 
 def _is_quiet(*paths: pathlib.Path) -> bool:
-    """Whether nothing was written there for long."""
+    """Whether no file at or below these paths has changed for `_QUIET_SECONDS`."""
     files = [file for path in paths for file in (path, *path.rglob("*"))]
     times = [file.stat().st_mtime for file in files if file.exists()]
     return time.time() - max(times, default=0) > _QUIET_SECONDS

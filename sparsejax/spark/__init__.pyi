@@ -1,4 +1,4 @@
-# Every public name; `__init__.py` imports each when it is first used.
+# All public names. `__init__.py` imports each of them at its first use.
 
 from .jobs import JobError as JobError
 from .predict_jobs import predict as predict

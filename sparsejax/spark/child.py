@@ -1,7 +1,7 @@
-"""The command `sparsejax` in a process that ends with the task that started it.
+"""Runs the command `sparsejax` in a child process that ends with the task that started it.
 
-A task of Spark ends in many ways: it is done, it fails, its executor is killed. Its Python
-process then ends, often by SIGKILL. The kernel tells its child (`PR_SET_PDEATHSIG`).
+A task of Spark ends when it is done, when it fails, or when its executor is killed. Its Python
+process then ends, often by SIGKILL. With `PR_SET_PDEATHSIG` the kernel then kills the child.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ _PR_SET_PDEATHSIG = 1  # <linux/prctl.h>
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """How a command has ended.
+    """The exit status of a command, and its last messages.
 
     Attributes:
-      status: its exit status; negative if a signal has killed it.
-      lines: the last lines that it has printed to standard error.
+      status: exit status of the command; negative if a signal has killed it.
+      lines: last lines that the command has printed to standard error.
     """
 
     status: int
@@ -36,15 +36,15 @@ class Ended:
 def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
     """Runs `sparsejax ARGV` and waits for its end.
 
-    It has a process group of its own. It is killed when this function is left by an
-    exception, and when this process ends. Its messages also go to this process's standard
-    error, which Spark keeps with the executor's logs.
+    The command has a process group of its own. It is killed when this function raises, and
+    when this process ends. Its messages are also printed to this process's standard error,
+    which Spark keeps in the executor's logs.
 
     Args:
       argv: the command's arguments.
       environment: environment variables of the command, besides those of this process.
     """
-    # It finds the packages that this process finds, also those that Spark has sent.
+    # The command imports from the paths of this process, also from files that Spark has sent.
     paths = {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
     said: collections.deque[str] = collections.deque(maxlen=_KEPT_LINES)
     with subprocess.Popen(
@@ -58,7 +58,7 @@ def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
         start_new_session=True,
     ) as process:
         try:
-            assert process.stderr is not None  # it is a pipe
+            assert process.stderr is not None  # because stderr=PIPE
             for line in process.stderr:
                 print(line, end="", file=sys.stderr, flush=True)
                 said.append(line.rstrip())
@@ -69,11 +69,11 @@ def run_command(argv: Sequence[str], environment: Mapping[str, str]) -> Ended:
 
 
 def _end_with(parent: int) -> None:
-    """Has this process killed when its parent ends, from now on."""
+    """Asks the kernel to kill this process when its parent ends."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL)) != 0:
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG) failed")
-    if os.getppid() != parent:  # it has ended before
+    if os.getppid() != parent:  # the parent ended before the call
         os._exit(1)
 
 

@@ -1,4 +1,4 @@
-"""Events of a data frame of Spark: its columns in one form, and their faults."""
+"""Reads events from a data frame of Spark: gives columns one form, and finds wrong events."""
 
 from __future__ import annotations
 
@@ -24,31 +24,31 @@ from sparsejax.data.files.spelling import exact_bits, is_text
 from sparsejax.data.files.values import parse_times
 from sparsejax.spark.workers import spark_errors, spark_type
 
-PATH = "the frame"  # what messages name
+PATH = "the frame"  # stands for the path in messages
 
-# These are errors, even where wrong events are left out.
+# These faults are errors even if `skip_bad_lines` drops other wrong events.
 _LENGTHS = "events of rows whose lists have different lengths"
 _NO_NAME = (
     "events whose user or item is a number that cannot be a name: floats must be integers "
     "that their type holds exactly (below 2^53, or 2^24 of 32 bits)"
 )
-# From here on a float64 is infinite as float32.
+# From this float64 on, the conversion to float32 gives infinity.
 _TOO_LARGE = "3.4028235677973366E38D"
-_PROBED = 1000  # times that say which kind they are
+_PROBED = 1000  # times from which their format is guessed
 _DAY = 86_400_000_000  # microseconds
 
 
 @dataclasses.dataclass(frozen=True)
 class FrameEvents:
-    """Events.
+    """The events of a data frame, in columns of fixed names and types.
 
     Attributes:
-      frame: with the columns `name`, `item`, `value` and `time`; the last two may be
-        missing. A wrong event has no name; its column `item` describes the fault.
-      wrong: the wrong events, as they came, with the column `problem`.
-      columns: the columns that were read.
+      frame: data frame with the columns `name`, `item`, `value` and `time`; the last two may
+        be missing. A wrong event has a null as name; its column `item` describes the fault.
+      wrong: the wrong events with their original cells and the column `problem`.
+      columns: names of the source's columns that were read.
       valued: whether events have values.
-      times: an array of the times' type, for `Cut.before`; None if there are none.
+      times: an array of the times' dtype, for `Cut.before`; None if events have no times.
     """
 
     frame: Any
@@ -61,10 +61,10 @@ class FrameEvents:
 def frame_events(
     frame: Any, chosen: Chosen, *, indicator: bool, with_time: bool
 ) -> FrameEvents:
-    """The events of a frame.
+    """Finds the columns of events in a frame, converts them, and marks wrong events.
 
     Raises:
-      DataError: a column is missing, or is of a type that it cannot have.
+      DataError: a column is missing, or has a type that is not possible for its role.
       ValueError: a column has two roles.
     """
     from pyspark.sql import functions as F
@@ -77,7 +77,7 @@ def frame_events(
     roles = {"user": layout.user, "item": layout.item}
     roles |= {"value": layout.value} if layout.value is not None else {}
     roles |= {"time": layout.time} if layout.time is not None else {}
-    # By position: names may have points and quotes, or differ in case alone.
+    # Columns are renamed by position: names may have dots and quotes, or differ in case only.
     plain = frame.toDF(*(f"c{i}" for i in range(len(schema))))
     plain = plain.selectExpr(
         *(f"c{schema.get_field_index(name)} AS {role}" for role, name in roles.items())
@@ -124,13 +124,13 @@ def frame_events(
 
 
 def check_files(frame: Any) -> None:
-    """Raises DataError if the frame reads files of a table without the log of the table.
+    """Raises DataError if the frame reads the files of a table format without the table's log.
 
-    `session.read.parquet(path)` does so: rows that were deleted come back.
+    `session.read.parquet(path)` on a Delta table does so: deleted rows would be read.
     """
     with contextlib.redirect_stdout(io.StringIO()) as plan:
         frame.explain("formatted")
-    # The readers of tables have an index of files that has another name.
+    # Readers that use the table's log have an index of another name.
     lists = re.findall(r"Location: InMemoryFileIndex ?\[([^]]*)\]", plan.getvalue())
     roots = {root for each in lists for root in each.split(", ")}
     for root in sorted(root for root in roots if ":/" in root):
@@ -146,20 +146,20 @@ def check_files(frame: Any) -> None:
 
 
 def _is_there(session: Any, pattern: str) -> bool:
-    """Whether the cluster finds a file or a folder."""
+    """Whether the cluster finds a file or folder that matches a pattern."""
     try:
-        # Over Spark Connect a frame asks for its files when its schema is asked for.
+        # Over Spark Connect, files are looked for only when the schema is requested.
         _ = session.read.format("binaryFile").load(pattern).schema
-    except spark_errors():  # or it may not be listed
+    except spark_errors():  # nothing matches, or listing is not permitted
         return False
     return True
 
 
 def count_wrong(events: FrameEvents, *, skip_bad_lines: bool) -> dict[str, int]:
-    """How many events are wrong, by the kind of fault.
+    """The number of wrong events for each kind of fault.
 
     Raises:
-      DataError: some are wrong, and are not to be left out, or cannot be.
+      DataError: there are wrong events, and `skip_bad_lines` is false or cannot drop them.
     """
     from pyspark.sql import functions as F
 
@@ -184,7 +184,11 @@ def count_wrong(events: FrameEvents, *, skip_bad_lines: bool) -> dict[str, int]:
 
 
 def _exploded(frame: Any, types: dict[str, pa.DataType]) -> tuple[Any, str]:
-    """One row for each item of the lists, and an expression: their lengths are equal."""
+    """Turns lists into one row for each item.
+
+    Returns:
+      The frame, and an SQL expression that is true where a row's lists are equally long.
+    """
     from pyspark.sql import functions as F
 
     lists = [role for role, type_ in types.items() if is_list(type_)]
@@ -198,7 +202,7 @@ def _exploded(frame: Any, types: dict[str, pa.DataType]) -> tuple[Any, str]:
 
 
 def _name(column: str, type_: pa.DataType) -> tuple[str, str, str]:
-    """Expressions: the name as text, whether there is one, and whether it can be one."""
+    """SQL expressions: the name as text, whether there is one, and whether it is valid."""
     alias = "name" if column == "user" else column
     if is_text(type_):
         text = column if pt.is_string(type_) else f"CAST({column} AS STRING)"
@@ -222,7 +226,7 @@ def _name(column: str, type_: pa.DataType) -> tuple[str, str, str]:
 
 
 def _time(type_: pa.DataType) -> str:
-    """The time as a number; dates in microseconds."""
+    """The SQL expression for the time as a number; dates are in microseconds."""
     if pt.is_date(type_):
         return f"unix_date(time) * {_DAY}"
     if pt.is_timestamp(type_) and type_.tz is None:
@@ -246,7 +250,11 @@ def _is_time(type_: pa.DataType) -> str:
 
 
 def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.ndarray]:
-    """The frame with times that are no text, their type, and an array like them."""
+    """Parses times that are text.
+
+    Returns:
+      The frame with times that are not text, their type, and an array of the NumPy dtype.
+    """
     if not is_text(type_):
         is_float = _is_float(type_)
         dates = pt.is_date(type_) or pt.is_timestamp(type_)
@@ -263,7 +271,7 @@ def _with_times(frame: Any, type_: pa.DataType) -> tuple[Any, pa.DataType, np.nd
     if (kind, np.dtype(np.float64)) in kinds:
         dtype = np.dtype(np.float64)
     parsed = pa.float64() if dtype == np.float64 else pa.int64()
-    with warnings.catch_warnings():  # it would rather read annotations of a function
+    with warnings.catch_warnings():  # it advises to use type hints of a function
         warnings.simplefilter("ignore", UserWarning)
         parse = F.arrow_udf(
             _Parse(kind, parsed), spark_type(parsed), ArrowUDFType.SCALAR
@@ -287,17 +295,17 @@ class _Parse:
         if len(texts) < 2:
             return pa.nulls(len(texts), self.type)
         middle = len(texts) // 2
-        # Halves, so that few wrong times among many are found quickly.
+        # The array is halved, so that few wrong times among many are found quickly.
         return pa.concat_arrays([self(texts[:middle]), self(texts[middle:])])
 
 
 def _arrow_schema(schema: Any) -> pa.Schema:
-    """The types of Spark's columns as Arrow has them; of others an empty struct."""
+    """Converts a schema of Spark to Arrow; types that are not supported become empty structs."""
     return pa.schema([(field.name, _arrow_type(field.dataType)) for field in schema])
 
 
 def _with_folders(schema: pa.Schema, frame: Any) -> pa.Schema:
-    """The schema with marks at columns of times that are also in the names of folders."""
+    """Marks columns with roles of times whose values come from names of folders (`of_folder`)."""
     times = [i for i, name in enumerate(schema.names) if role_of(name) == "time"]
     if len(times) < 2:
         return schema  # the files need not be listed

@@ -1,4 +1,4 @@
-"""Helpers of all jobs of Spark: paths that workers understand, and errors in a line."""
+"""Helpers for all Spark jobs: paths for workers, resource profiles, and errors in one line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ _CALLING = "An error occurred while calling "
 
 
 class JobError(RuntimeError):
-    """A job of Spark has failed. The message is one line of Spark's message."""
+    """A job of Spark has failed. The message is the most telling line of Spark's message."""
 
 
 def collected(frame: Any) -> list[Any]:
-    """The rows of a data frame.
+    """Computes a data frame and returns its rows.
 
     Raises:
       JobError: the job has failed.
@@ -30,10 +30,11 @@ def collected(frame: Any) -> list[Any]:
 
 
 def one_task_a_device(session: Any) -> Any:
-    """A profile by which an executor has one task at a time, or one for each of its GPUs.
+    """A resource profile with which an executor runs one task at a time, or one for each GPU.
 
-    Each task is a process with a copy of the model. None if the settings of the session
-    have the same effect, or if there are no executors.
+    Each task is a process with a copy of the model, so several would share one device. The
+    result is None if the settings of the session have this effect already, or if there are no
+    executors.
     """
     from pyspark.resource import ResourceProfileBuilder, TaskResourceRequests
 
@@ -55,14 +56,14 @@ def one_task_a_device(session: Any) -> Any:
 
 
 def absolute(path: Path) -> str:
-    """A path for workers, which run in folders of their own."""
+    """An absolute path, because workers run in other folders; an address stays as it is."""
     return os.fspath(path) if is_address(path) else os.path.abspath(path)
 
 
 def _first_line(said: str) -> str:
-    """The error of a worker, or else the first line of Spark's message."""
+    """The error of a Python worker, or else the first line of Spark's message."""
     _, is_python, rest = said.partition(_TRACEBACK)
-    if said.startswith(_CALLING):  # the error of Java follows
+    if said.startswith(_CALLING):  # Java's error follows this line
         said = said.partition("\n: ")[2] or said
     lines = (rest if is_python else said).split("\n")
     plain = [line for line in lines if line.strip() and not line[0].isspace()]

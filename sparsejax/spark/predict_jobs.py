@@ -1,4 +1,4 @@
-"""Prediction in parts by the tasks of a job."""
+"""Batch prediction by the tasks of a Spark job, each of which writes some parts."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ def predict(
     exclude_seen: bool = True,
     indicator: bool = False,
 ) -> int:
-    """Writes recommendations for a prepared folder, each part by a task.
+    """Writes recommendations for the rows of a prepared folder, in parts, by tasks of Spark.
 
     ::
 
         sj.spark.predict(session, "s3://bucket/model.predictor", "s3://bucket/shop",
                          "s3://bucket/recommendations", k=10)
 
-    A part is a file that appears whole, and is not written again. So Spark may repeat tasks,
-    and run them twice. If this program is killed, repeat the call: parts that are there
-    stay. A manifest is written at the end. Files and their names are those that `sparsejax
-    predict --parts` writes with the same settings and the same number.
+    A part is a file that appears whole, and is not written again. So Spark may repeat a task,
+    or run it twice. If this program is killed, repeat the call: existing parts are kept. A
+    manifest is written at the end. The files and their names are equal to those that
+    `sparsejax predict --parts` writes with equal settings and an equal number of parts.
 
     An executor runs one task at a time, or one for each of its GPUs, if the settings
     `spark.executor.cores` and `spark.executor.resource.gpu.amount` state their numbers.
@@ -48,20 +48,20 @@ def predict(
       predictor: a file of `export_predictor` that all workers can read, or its address.
       data: a folder that `prepare` wrote, or its address.
       out: a folder that all workers can write to, or an address.
-      k: number of items for each row.
+      k: number of items recommended for each row.
       parts: number of parts; the default is the number of row groups of the data, each of
         which has about 2^20 entries.
       exclude_seen: whether items that a row already has are not recommended to it.
       indicator: ignore values, as in the training of the model.
 
     Returns:
-      The number of parts that were written now; the others were there.
+      The number of parts that this call has written; other parts existed before.
 
     Raises:
       DataError: `data` is no prepared folder.
       JobError: a task failed more often than Spark repeats it.
       RuntimeError: workers have another version of Python or sparsejax.
-      ValueError: an argument is wrong; predictor, data and `out` do not fit each other; or
+      ValueError: an argument is wrong; predictor, data and `out` do not match each other; or
         a file of the data is damaged.
     """
     prediction = Parts.of(
@@ -103,7 +103,7 @@ def _number_of_groups(data: Path) -> int:
 def _write(
     batches: Iterator[pa.RecordBatch], *, arguments: str, identity: str
 ) -> Iterator[pa.RecordBatch]:
-    """The function of a task: writes the parts whose numbers are given."""
+    """Writes the parts whose numbers are in the batches; yields a row of `_RESULT` for each."""
     for batch in batches:
         for number in batch.column(0).to_pylist():
             written, problem = False, None
@@ -114,17 +114,17 @@ def _write(
                 written = parts.write(number, load)
             except ValueError as error:
                 if isinstance(error.__cause__, OSError):
-                    raise  # of a disk or a store: Spark repeats the task
-                problem = str(error)  # it would be the same again
+                    raise  # the disk or the store has failed: Spark repeats the task
+                problem = str(error)  # a repeated task would fail again
             result = {"part": number, "written": written, "problem": problem}
             yield pa.RecordBatch.from_pylist([result], schema=_RESULT)
 
 
 @functools.lru_cache(maxsize=1)
 def _parts(arguments: str, identity: str) -> Parts:
-    """The prediction, as a worker sees it. Tasks of a process read the manifest once.
+    """Opens the prediction in a worker; cached, so that a process reads the manifest once.
 
-    The objects of the driver stay there: its file systems may hold credentials.
+    The driver's object is not sent: its file systems may hold credentials.
     """
     parts = Parts.of(**codec.parse(arguments))
     if parts.identity != identity:

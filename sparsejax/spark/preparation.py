@@ -1,4 +1,4 @@
-"""From events in a data frame of Spark to a folder of sorted rows."""
+"""Prepares events in a data frame of Spark: writes a folder of sorted rows."""
 
 from __future__ import annotations
 
@@ -57,17 +57,21 @@ from sparsejax.spark.events import (
 from sparsejax.spark.row_writing import WRITTEN, Found, Write
 from sparsejax.spark.workers import check_workers, clear_errors, map_batches
 
-# Entries that a task writes: a row group at first, and more where there would be more than
-# so many tasks.
+# Numbers of entries that a task writes: one row group each, or more where that would make more
+# than MANY_TASKS tasks.
 TASK_ENTRIES, MANY_TASKS, MANY_ENTRIES = 2**20, 256, 2**24
 
-_BROADCAST_ITEMS = 2**20  # up to here all workers get the codes of all items
-_INDEX_BITS = 33  # of `monotonically_increasing_id`: the place in a partition
+_BROADCAST_ITEMS = (
+    2**20
+)  # up to so many items, their codes are broadcast to all workers
+_INDEX_BITS = (
+    33  # lower bits of `monotonically_increasing_id`: the place in a partition
+)
 
 
 @verb(PrepareFrame)
 def prepare(asked: PrepareFrame) -> Manifest:
-    """Turns events in a data frame of Spark into a data set in a folder.
+    """Writes the events in a data frame of Spark as a prepared data set in a folder.
 
     ::
 
@@ -75,34 +79,33 @@ def prepare(asked: PrepareFrame) -> Manifest:
         frame = session.read.table("shop.purchases")
         sj.spark.prepare(frame, "s3://bucket/shop", split_last=1)
 
-    The folder, its vocabulary, columns and values equal those of `sparsejax.prepare`
-    and of `read`. The order of rows is another pseudo-random one. Tasks write the
-    files, with pyarrow and not with Spark, so they need pyarrow's credentials for the
-    store. The driver holds the vocabulary, and writes the manifest last. A folder
-    without it is unfinished: repeat the call. For the same events and settings it
-    writes the same files. If two calls write one folder at a time, the manifest belongs
-    to one of them.
+    Vocabulary, columns and values are equal to those that `sparsejax.prepare` and `read`
+    make. The order of rows is another pseudo-random one. Tasks write the files by pyarrow,
+    not by Spark, so they need pyarrow's credentials for the store. The driver holds the
+    vocabulary, and writes the manifest last. A folder without a manifest is incomplete:
+    repeat the call. It writes equal files for equal events and settings. If two calls write
+    one folder at the same time, the manifest belongs to one of them.
 
-    A frame whose plan has `limit`, `sample` or `repartition(n)` is another one each time
-    that Spark computes it. Write it to a table first, or set `spark.checkpoint.dir`: then
-    its entries are written there once.
+    A frame whose plan has `limit`, `sample` or `repartition(n)` may have other rows each time
+    that Spark computes it. Write such a frame to a table first, or set
+    `spark.checkpoint.dir`: then its entries are written there once.
 
     Raises:
       DataError: a column cannot be found, or events are wrong: the message counts them and
-        has one. Or the frame reads the files of a Delta or another table without its log,
-        or nothing is left, or nothing is held out.
-      FileExistsError: `out` has a manifest. If it belongs to equal events and settings,
-        nothing is done, and it is returned.
+        shows one. Or the frame reads the files of a Delta or another table without its log,
+        or no entries remain, or none are held out.
+      FileExistsError: `out` has a manifest of other events or settings. If they are equal,
+        the existing manifest is returned and nothing is written.
       ImportError: pyspark is not installed.
       RuntimeError: the workers have another version of Python or of sparsejax. Or the
-        frame was another one when it was computed again.
+        frame had other rows when it was computed again.
       ValueError: an argument is wrong.
     """
     with needing("preparing data on Spark needs pyspark", "spark"):
         import pyspark  # noqa: F401
     settings, frame, out = Asked(asked), asked.frame, asked.out
     address = os.fspath(out) if is_address(out) else os.path.abspath(out)
-    before = None  # a folder without a manifest is unfinished
+    before = None  # a folder without a manifest is incomplete, and is written again
     if Place.of(address).below(MANIFEST).size() is not None:
         before = prepared_before(address, settings.settings)
     check_workers(frame.sparkSession)
@@ -122,14 +125,14 @@ def prepare(asked: PrepareFrame) -> Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """Facts about the pairs.
+    """Counts and checksums of the (user, item) pairs.
 
     Attributes:
-      entries: their number.
-      wrong: whether some events are wrong; pairs without a name stand for them.
-      mixed: the hashes of all pairs in one number.
-      checksum: the sum of the upper halves of the hashes.
-      too_large: a pair whose values have too large a sum, or None.
+      entries: number of pairs.
+      wrong: whether some events are wrong; each of them gives a pair without a name.
+      mixed: XOR of the hashes of all pairs.
+      checksum: sum of the upper halves of the hashes.
+      too_large: a pair whose sum of values is infinite, or None.
     """
 
     entries: int
@@ -141,10 +144,10 @@ class _Facts:
 
 @dataclasses.dataclass
 class _Preparation:
-    """The steps from events to files.
+    """The steps from a frame of events to the files of a folder.
 
     Attributes:
-      kept: function that drops the data that Spark keeps for the steps that follow.
+      kept: stack of callbacks that drop views and persisted data when the call ends.
     """
 
     session: Any
@@ -154,7 +157,7 @@ class _Preparation:
     kept: contextlib.ExitStack
 
     def run(self, out: str, known: Names | None, done: DataFolder | None) -> Manifest:
-        """Writes the folder, or compares the events with those of a finished folder."""
+        """Writes the folder, or compares the events with those of a complete folder."""
         before = self._before()
         pairs, facts, skipped = self._pairs(known, before)
         chosen = self._frequent(pairs, facts.entries)
@@ -203,14 +206,14 @@ class _Preparation:
         return manifest
 
     def _before(self) -> Any:
-        """The time of the split, as events have it, or None."""
+        """The time of the split, converted to the type of the events' times, or None."""
         try:
             return self.cut.before(self.events.times)
         except ValueError:
             pass
         from pyspark.sql import functions as F
 
-        # The message has the first and the last time.
+        # The call is repeated with real times: its error names the first and the last one.
         like = self.events.times
         assert like is not None
         [row] = self.events.frame.agg(F.min("time"), F.max("time")).collect()
@@ -221,11 +224,11 @@ class _Preparation:
     def _pairs(
         self, known: Names | None, before: Any
     ) -> tuple[Any, _Facts, dict[str, int]]:
-        """The entries, facts about them, and how many events were left out."""
+        """The entries, facts about them, and the number of dropped events by fault."""
         events, skip_bad_lines = self.events, self.settings["skip_bad_lines"]
-        # Spark keeps one copy for all equal plans, and drops it when the first of them
-        # is unpersisted. So no other call has this plan, nor the plans that follow from
-        # it.
+        # Spark persists one copy for all equal plans, and drops the copy when the first of
+        # them is unpersisted. A condition with a random name makes this call's plans unlike
+        # those of any other call.
         own = events.frame.where(f"'{uuid.uuid4().hex}' <> ''")
         if known is not None and has_only_digits(to_arrow(known)):
             own = own.withColumn("item", _without_point_zero("item"))
@@ -283,7 +286,7 @@ class _Preparation:
         )
 
     def _frequent(self, pairs: Any, count: int) -> Any:
-        """The pairs of users and items that are frequent enough."""
+        """The pairs whose user and item occur as often as the settings require."""
 
         def chosen(pairs: Any, column: str, least: int) -> tuple[Any, int]:
             query = queries.frequent(self._view(pairs), column, least)
@@ -297,13 +300,12 @@ class _Preparation:
     def _codes(
         self, pairs: Any, known: Names | None, sides: bool
     ) -> tuple[Any, Names, np.ndarray, bool]:
-        """A frame of all items with `code` and `key`, and the vocabulary.
-
-        The code is the column of the matrix, or -1. The key is made by `Cut`.
+        """Numbers the items.
 
         Returns:
-          `(frame, names, counts, some_unknown)`: the vocabulary, the number of rows that
-          have each item, and whether there are other items.
+          `(frame, names, counts, some_unknown)`: a frame of all items with their `code`, the
+          column in the matrix or -1, and their `key` (see `Cut`); the vocabulary; the number of
+          rows that have each item; and whether some items are not in the vocabulary.
         """
         from pyspark.sql import functions as F
 
@@ -338,7 +340,7 @@ class _Preparation:
         return self._with_keys(items), in_order, counts, count > len(places)
 
     def _with_keys(self, items: Any) -> Any:
-        """The items with their `Cut.keys`, if there are any."""
+        """The items with a column `key` from `Cut.keys`, if the split needs keys."""
         if self.cut.last is not None:
             ordered = items.select("item", "code").orderBy("item")
             ranked, _, _ = self._numbered(ordered, "true")
@@ -349,12 +351,14 @@ class _Preparation:
         return map_batches(items, _Hash(self.cut), _HASHED)
 
     def _numbered(self, ordered: Any, which: str) -> tuple[Any, int, int]:
-        """The rows of a sorted frame with their `number` from 0, and how many there are.
-
-        The third result is how many fulfil the condition `which`.
+        """Numbers the rows of a sorted frame.
 
         Spark sorts by ranges, and numbers the rows of each range. `row_number` would do
-        all in one task.
+        all of it in one task.
+
+        Returns:
+          The rows with their `number` from 0, the number of rows, and the number of rows for
+          which the SQL condition `which` is true.
         """
         from pyspark.sql import functions as F
 
@@ -378,15 +382,15 @@ class _Preparation:
     def _entries(
         self, pairs: Any, codes: Any, num_items: int, num_tasks: int, sides: bool
     ) -> Any:
-        """The entries of each user, sorted, in one partition of many."""
+        """The entries with codes and hashes, sorted; all entries of a user in one partition."""
         from pyspark.sql import functions as F
 
         if num_items <= _BROADCAST_ITEMS:
             codes = F.broadcast(codes)
-        # The writing tasks add up the hashes that came with the entries, so `run` knows that
-        # these are the entries that were counted. It costs four bytes an entry in the
-        # shuffle; later the item's name, a part of the hash, is not there. `observe` would
-        # cost none, but counts what Spark computes twice, as after the loss of an executor.
+        # The writing tasks add up the hashes that they receive, so that `run` can check that
+        # these are the entries that were counted. This costs four bytes for each entry in the
+        # shuffle. The hash cannot be computed later, when the item's name is gone. `observe`
+        # would cost no bytes, but counts twice what Spark computes twice after a loss.
         hashed = pairs.withColumn("hash", _upper_half(_hash(pairs)))
         joined = hashed.join(codes, "item")
         timed = sides or self.cut.last is not None
@@ -405,16 +409,16 @@ class _Preparation:
         )
 
     def _identity(self, facts: _Facts, vocabulary: str, num_tasks: int) -> str:
-        """A hash of the entries and the settings."""
+        """A hash of the entries and the settings, which identifies the folder."""
         sums = [facts.entries, facts.mixed, facts.checksum, vocabulary, num_tasks]
         text = json.dumps([VERSION, "spark", self.settings, sums], sort_keys=True)
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
     def _view(self, frame: Any) -> str:
-        """The name of a frame in SQL.
+        """Makes a temporary view of a frame and returns its name for SQL.
 
-        `session.sql(query, pairs=frame)` makes a view, too, but drops it at once, and
-        with it the data that Spark keeps of the frame.
+        `session.sql(query, pairs=frame)` also makes a view, but drops it at once, and with
+        it the persisted data of the frame.
         """
         name = f"sparsejax_{uuid.uuid4().hex}"
         frame.createTempView(name)
@@ -422,25 +426,25 @@ class _Preparation:
         return name
 
     def _keep(self, frame: Any) -> Any:
-        """The frame, kept for the steps that follow when it is first computed."""
+        """Persists a frame until the call ends: Spark keeps its rows once they are computed."""
         frame = frame.persist()
         self.kept.callback(frame.unpersist)
         return frame
 
 
 def _without_point_zero(column: str) -> Any:
-    """The column with names as `spelling.without_point_zero` spells them."""
+    """The column with ".0" removed from whole numbers, as by `spelling.without_point_zero`."""
     from pyspark.sql import functions as F
 
     return F.regexp_replace(column, r"\A(-?[0-9]+)\.0\z", "$1")
 
 
 def _hash(pairs: Any) -> Any:
-    """The hash of a pair, with its value and its time.
+    """The hash column of pairs: of user, item, value and time.
 
-    A value is a float32 here. The sum of three or more decimals is another float32 when Spark
-    adds in another order only for one sum in about 2^29. If an executor was lost, `run` then
-    takes its entries for changed, which a repeated call mends.
+    A value is a float32 here. If Spark adds three or more decimals in another order, the sum
+    rounds to another float32 in one of about 2^29 cases. If an executor was lost, `run` may
+    then raise an error about changed entries; a repeated call succeeds.
     """
     from pyspark.sql import functions as F
 
@@ -448,7 +452,7 @@ def _hash(pairs: Any) -> Any:
 
 
 def _upper_half(hashed: Any) -> Any:
-    """Half of the bits: sums of them fit in 64 bits."""
+    """The upper 32 bits of hashes, whose sums fit in 64 bits."""
     from pyspark.sql import functions as F
 
     return F.shiftright(hashed, 32).cast("int")
@@ -459,7 +463,7 @@ _HASHED = pa.schema({"item": pa.string(), "code": pa.int32(), "key": pa.int64()}
 
 @dataclasses.dataclass(frozen=True)
 class _Hash:
-    """Adds the keys of items, in a task."""
+    """A function of a task that adds the column `key` to items, from `Cut.keys`."""
 
     cut: Cut
 
@@ -475,10 +479,10 @@ class _Hash:
 def _finish(
     folder: Place, manifest: Manifest, names: Names, counts: np.ndarray
 ) -> None:
-    """Writes the driver's files, last of all.
+    """Checks that the workers' files exist, and writes the driver's files, the manifest last.
 
     Raises:
-      FileExistsError: the folder is complete meanwhile, with other content.
+      FileExistsError: another call has completed the folder with other content.
       RuntimeError: a file that workers wrote is missing.
     """
     for part in ("train", "test"):

@@ -1,4 +1,4 @@
-"""Recommendations for the rows of a data frame, as another data frame."""
+"""Recommends items for the rows of a data frame of Spark, as another data frame."""
 
 from __future__ import annotations
 
@@ -46,30 +46,33 @@ def recommend(
         found.writeTo("shop.recommendations").createOrReplace()
 
     The result is lazy: nothing is computed before it is written or read. It has the columns
-    of the frame, but in place of the history the names of the best items, `items`, and
-    their scores, `scores`, best first. The files of `predict` have this form, too.
+    of the frame except the history. Two columns are added: `items`, the names of the best
+    items, and `scores`, their scores, both best first. The files of `predict` have this form,
+    too.
 
-    A history is an array of names: text or integers. It is a set, a null is an empty
-    one. Or the rows belong to a prepared folder, `session.read.parquet("shop/train")`:
-    then the folder must have the items of the model in their order, which cannot be
-    checked in a frame. `predict` checks it.
+    A history is an array of names: text or integers. Order and repetitions have no effect,
+    and a null counts as an empty history. Or pass the rows of a prepared folder,
+    `session.read.parquet("shop/train")`: then the folder must have the items of the model in
+    their order. This cannot be checked in a frame; `predict` checks it.
 
     Args:
       frame: the data frame, also one of Spark Connect.
       predictor: a file of `export_predictor` that all workers can read, or its address.
-      k: items for each row. The default, and the most, is the `k` of the predictor.
-      items: the column with the histories. The default is "items", or without it "indices",
-        the column of prepared rows.
+      k: number of items for each row. The default, and the maximum, is the `k` of the
+        predictor.
+      items: name of the column with the histories. The default is "items", or if there is
+        none "indices", the column of prepared rows.
       exclude_seen: whether items that a row already has are not recommended to it.
       unknown: "skip" skips names that are not items of the model; "error" raises.
       indicator: ignore the values of prepared rows, as in the training of the model.
-      exclude_items: names of items that nobody is recommended, such as those sold out.
+      exclude_items: names of items that are never recommended, such as those sold out.
       only_items: names of the only items that are recommended.
 
     Raises:
       ImportError: pyspark is not installed.
       TypeError: `frame` is no data frame, or `predictor` is a loaded one.
-      ValueError: the frame has no histories, or a column of a type that cannot pass.
+      ValueError: the frame has no histories, or a column has a type that Spark cannot send to
+        Python.
     """
     columns = _Columns.of(frame, items)
     if isinstance(predictor, Predictor):
@@ -99,12 +102,12 @@ def recommend(
 
 @dataclasses.dataclass(frozen=True)
 class _Columns:
-    """The columns of a data frame.
+    """The roles of a data frame's columns.
 
     Attributes:
-      history: the column with the histories.
-      prepared: whether it has numbers of columns, not names.
-      kept: the columns that the result has, too.
+      history: name of the column with the histories.
+      prepared: whether histories are column numbers of the matrix, not names.
+      kept: names of the columns that are copied to the result.
     """
 
     history: str
@@ -113,7 +116,7 @@ class _Columns:
 
     @classmethod
     def of(cls, frame: Any, items: str | None) -> _Columns:
-        """Checks a data frame."""
+        """Finds the columns of a data frame and checks their names and types."""
         from pyspark.sql import DataFrame
 
         if not isinstance(frame, DataFrame):
@@ -141,7 +144,7 @@ class _Columns:
         return columns
 
     def _check_types(self, frame: Any) -> None:
-        """Raises ValueError if a column cannot be given to a Python worker, or is another."""
+        """Raises ValueError if the history is no array, or Python cannot get a kept column."""
         from pyspark.errors import PySparkException
         from pyspark.sql import types
         from pyspark.sql.pandas.types import to_arrow_type
@@ -169,7 +172,7 @@ class _Columns:
                 ) from None
 
     def given(self, frame: Any) -> Any:
-        """The data frame with the columns that workers need, in one type each."""
+        """The columns that workers need: kept ones, and the history cast to one type."""
         from pyspark.sql import functions
 
         kind = "array<int>" if self.prepared else "array<string>"
@@ -190,7 +193,7 @@ class _Columns:
 
 
 def _quoted(name: str) -> str:
-    """A column's name in an expression, in which dots and spaces mean something."""
+    """A column's name quoted for an expression, in which dots and spaces have a meaning."""
     return "`" + name.replace("`", "``") + "`"
 
 
@@ -206,7 +209,7 @@ def _recommended(
     indicator: bool,
     which: Mapping[str, Any],
 ) -> Iterator[pa.RecordBatch]:
-    """The function of `mapInArrow`."""
+    """The function of a task for `mapInArrow`: recommends items for each batch of rows."""
     model = scoring.predictor_here(predictor, identity)
     if model.items is None:
         raise ValueError(
@@ -229,7 +232,7 @@ def _recommended(
 
 
 def _matrix_of_prepared(batch: pa.RecordBatch, size: int, indicator: bool) -> CSR:
-    """The matrix of rows as `prepare` writes them."""
+    """The sparse matrix of a batch of rows from a prepared folder."""
     indices = batch.column(_PREPARED[0])
     values = None
     if _PREPARED[2] in batch.schema.names and not indicator:

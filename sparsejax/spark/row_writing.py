@@ -1,4 +1,4 @@
-"""Rows of a prepared folder, written by the tasks of Spark."""
+"""Writes the rows of a prepared folder in the tasks of Spark."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ WRITTEN = pa.schema(
 
 @dataclasses.dataclass(frozen=True)
 class _Written:
-    """The files that a task has written of a part, see `Found`."""
+    """The files that one task has written for a part, with counts; see `Found`."""
 
     files: tuple[DataFile, ...]
     left_out: int
@@ -39,13 +39,13 @@ _Parts = Mapping[Part, _Written]
 
 @dataclasses.dataclass(frozen=True)
 class Write:
-    """Writes the rows of a partition, in a task.
+    """A function of a task that writes the rows of its partition.
 
     Attributes:
-      out: the folder.
+      out: path or address of the folder.
       identity: identity of the folder.
-      cut: how entries are split.
-      counted: the parts to write; see `write_rows`.
+      cut: the split of entries into train and test.
+      counted: parts to write; see `write_rows`.
       num_tasks: number of partitions.
     """
 
@@ -60,7 +60,7 @@ class Write:
 
         task = TaskContext.get()
         assert task is not None
-        # The files of a user with very many entries have numbers of no other task.
+        # A task's file numbers are congruent to its partition, so that tasks never share one.
         numbers = range(task.partitionId(), 2**31, self.num_tasks)
         sums: list[tuple[int, int]] = []
         writers = write_rows(
@@ -81,8 +81,8 @@ class Write:
     def _users(
         self, batches: Iterator[pa.RecordBatch]
     ) -> Iterator[tuple[Entries, pa.Array, Mapping[Part, np.ndarray]]]:
-        waiting: list[pa.Array] = []  # the names of users that were read
-        first = 0  # the number of the first of them
+        waiting: list[pa.Array] = []  # names of users that were read but not yielded
+        first = 0  # number of the first of these users
         for entries in whole_users(_numbered_users(_blocks(batches), waiting)):
             count = int(entries.of_rows["users"][-1]) + 1 - first
             first += count
@@ -98,7 +98,7 @@ class Write:
 def _summed(
     batches: Iterator[pa.RecordBatch], sums: list[tuple[int, int]]
 ) -> Iterator[pa.RecordBatch]:
-    """The same rows. The number and the sum of each batch's hashes are added to `sums`."""
+    """Yields batches without hashes; appends each batch's count and sum of hashes to `sums`."""
     for batch in batches:
         hashes = arrow.numbers(batch.column("hash"))
         sums.append((len(hashes), int(hashes.sum(dtype=np.int64))))
@@ -106,7 +106,7 @@ def _summed(
 
 
 def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
-    """The same rows in larger batches."""
+    """Yields the rows in batches of at least `_BLOCK` rows, except for the last batch."""
     waiting: list[pa.RecordBatch] = []
     for batch in batches:
         waiting.append(batch)
@@ -120,7 +120,7 @@ def _blocks(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 def _numbered_users(
     blocks: Iterator[pa.RecordBatch], names: list[pa.Array]
 ) -> Iterator[Leaves]:
-    """Entries with users as numbers from 0. Their names are added to `names`."""
+    """Yields entries with numbers from 0 for users, and appends the users' names to `names`."""
     number, last = -1, None
     for block in blocks:
         if not len(block):
@@ -137,15 +137,15 @@ def _numbered_users(
 
 @dataclasses.dataclass(frozen=True)
 class Found:
-    """The files that tasks wrote, and figures of them.
+    """The files that all tasks wrote, with counts.
 
     Attributes:
-      files: descriptions of the files of each part, in order.
-      left_out: number of entries of unknown items, of each part.
-      entries: number of all entries that came.
-      checksum: the sum of their hashes.
-      repeated: number of entries of the part test that have other events before the
-        split.
+      files: descriptions of the files of each part, sorted by path.
+      left_out: number of entries with unknown items, for each part.
+      entries: number of entries that the tasks received.
+      checksum: sum of the hashes of these entries.
+      repeated: number of entries of the part test whose user and item also have an event
+        before the split.
     """
 
     files: Mapping[Part, tuple[DataFile, ...]]
@@ -156,7 +156,7 @@ class Found:
 
     @classmethod
     def of(cls, rows: list[Any]) -> Found:
-        """The files and their figures, from the rows of `WRITTEN`."""
+        """Combines the rows that tasks returned, whose schema is `WRITTEN`."""
         files: dict[Part, list[DataFile]] = {"train": [], "test": []}
         left_out: dict[Part, int] = {"train": 0, "test": 0}
         repeated = 0

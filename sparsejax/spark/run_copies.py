@@ -1,4 +1,4 @@
-"""Copies of a run folder in an object store, which has no place for a training to work in.
+"""Copies a run folder to an object store, because a training needs a local folder.
 
 ::
 
@@ -6,7 +6,7 @@
     checkpoints/300/...             the files of a checkpoint
     checkpoints/300.json            their sizes and checksums; it is written last
 
-A checkpoint without its list is unfinished, and is not read.
+A checkpoint without its JSON file is incomplete, and is not read.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ from sparsejax.data.files.stores import Place, crc32
 from sparsejax.whole_files import whole_folder
 
 _CHECKPOINTS = "checkpoints"
-_SECONDS = 2  # between looks for a new checkpoint
+_SECONDS = 2  # interval between checks for a new checkpoint
 
 
 def fetch_run(run: Path, folder: str | os.PathLike[str]) -> None:
-    """Copies a run that `train` has kept in a store to a local folder.
+    """Copies a run from a store, where `train` has kept it, to a local folder.
 
-    `sparsejax.load_model`, `sparsejax export` and other commands take the folder.
+    The folder can be passed to `sparsejax.load_model`, `sparsejax export` and other commands.
 
     ::
 
         sj.spark.fetch_run("s3://bucket/run", "run")
 
     Args:
-      run: the address.
-      folder: the folder to make.
+      run: address of the run.
+      folder: path of the folder to make.
 
     Raises:
       DataError: there is no run, or it is damaged.
-      FileExistsError: the folder exists. If it is this run, it stays as it is.
+      FileExistsError: the folder exists and has other content than this run.
     """
     if not is_address(run):
         raise ValueError(f"{run} is no address of a store; use the folder as it is")
@@ -59,7 +59,7 @@ def fetch_run(run: Path, folder: str | os.PathLike[str]) -> None:
 
 @dataclasses.dataclass
 class RunCopy:
-    """A run folder and its copy.
+    """A local run folder and its copy in a store.
 
     Attributes:
       folder: folder on this machine.
@@ -71,7 +71,7 @@ class RunCopy:
     _saved: dict[str, int] = dataclasses.field(default_factory=dict)
 
     def fetch(self) -> None:
-        """Copies all files and finished checkpoints to the folder.
+        """Copies all files and complete checkpoints from the store to the local folder.
 
         Raises:
           DataError: a checkpoint is damaged, or the store cannot be read.
@@ -81,7 +81,7 @@ class RunCopy:
         for step in self._steps_there():
             stated = checkpoints.below(_list(step)).read()
             if stated is None:
-                continue  # it was removed just now, when newer ones were there
+                continue  # it was removed since, because there are newer checkpoints
             target = self.folder / _CHECKPOINTS / step
             for name, (size, checksum) in _stated(checkpoints, step, stated).items():
                 path = target / name
@@ -98,10 +98,10 @@ class RunCopy:
                 file.fetch(self.folder / name)
 
     def save(self) -> None:
-        """Copies new checkpoints, and removes the copies of checkpoints that are gone.
+        """Copies new files and checkpoints to the store, and removes old checkpoints there.
 
         Raises:
-          OSError: the store does not take a file.
+          OSError: the store refuses a file.
           DataError: the store cannot be read.
         """
         for path in self.folder.iterdir():
@@ -122,7 +122,7 @@ class RunCopy:
 
     @contextlib.contextmanager
     def kept(self) -> Generator[None]:
-        """Copies each new checkpoint soon, while this context is open, and all of them at its end.
+        """While this context is open, copies new checkpoints in a thread; at its end, all of them.
 
         Raises:
           OSError: the last copies cannot be written.
@@ -133,7 +133,10 @@ class RunCopy:
             while not end.wait(_SECONDS):
                 try:
                     self.save()
-                except (OSError, ValueError):  # of the store; it is tried again
+                except (
+                    OSError,
+                    ValueError,
+                ):  # the store has failed; the next round tries again
                     traceback.print_exc()
 
         thread = threading.Thread(target=keep, daemon=True)
@@ -153,7 +156,7 @@ class RunCopy:
         folder = self.folder / _CHECKPOINTS
         if not folder.is_dir():
             return set()
-        # Orbax renames a checkpoint when it is finished.
+        # Orbax gives a checkpoint its decimal name when it is complete.
         return {path.name for path in folder.iterdir() if path.name.isdecimal()}
 
     def _steps_there(self) -> set[str]:
@@ -162,8 +165,8 @@ class RunCopy:
         return {step for step in steps if step.isdecimal()}
 
     def _remove_but(self, steps: set[str]) -> None:
-        """Removes all checkpoints but these, unfinished ones too."""
-        for name in sorted(self._checkpoints.names(), reverse=True):  # lists first
+        """Removes all checkpoints in the store except these steps, incomplete ones too."""
+        for name in sorted(self._checkpoints.names(), reverse=True):  # JSON files first
             step = name.removesuffix(".json")
             if step.isdecimal() and step not in steps:
                 place = self._checkpoints.below(name)
@@ -181,14 +184,14 @@ class RunCopy:
                 stated[name] = path.stat().st_size, crc32(os.fspath(path))
                 with path.open("rb") as file, to.below(f"{step}/{name}").writing() as o:
                     shutil.copyfileobj(file, o)
-        # Complete, unless it was removed meanwhile.
+        # The copy is complete, unless the training removed the checkpoint meanwhile.
         if folder.is_dir() and all((folder / name).is_file() for name in stated):
             with to.below(_list(step)).writing() as file:
                 file.write(codec.text(stated).encode())
 
 
 def _stated(checkpoints: Place, step: str, text: bytes) -> dict[str, tuple[int, int]]:
-    """The sizes and checksums of the files of a checkpoint, which stay in its folder."""
+    """Parses the sizes and checksums of a checkpoint's files; refuses paths outside its folder."""
     place = checkpoints.below(_list(step))
     try:
         found = codec.value(dict[str, tuple[int, int]], codec.parse(text), "the list")

@@ -1,4 +1,4 @@
-"""The predictor of a task: on the task's GPU, loaded once in a process."""
+"""Loads a predictor for a task of Spark: on the task's GPU, once for each process."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ import pyarrow as pa
 from sparsejax.predictors.files import Kept
 from sparsejax.predictors.predictor import Predictor
 
-# For each address of a GPU (None for JAX's own choice) the last predictor that a task has
-# asked for.
+# The last predictor that a task has loaded, by the address of its GPU (None: JAX chose the
+# device).
 _loaded: dict[str | None, Kept] = {}
 
 
 def predictor_here(path: str, identity: str) -> Predictor:
-    """The predictor, on the device of this task.
+    """Loads the predictor on the device of this task, unless this process has it already.
 
-    Spark gives a Python process to one task after another, each time with another GPU.
-    So the device is chosen for each task, and a process may have the predictor on
-    several.
+    Spark runs one task after another in a Python process, each time with another GPU. So the
+    device is chosen for each task, and a process may hold the predictor on several devices.
 
     Args:
-      path: the file of the predictor, or its address.
-      identity: its `predictor_identity`.
+      path: file of the predictor, or its address.
+      identity: the `predictor_identity` that the file must have.
 
     Raises:
-      ValueError: it is no predictor, or another one; or there is no such GPU.
+      ValueError: the file is no predictor or has another identity, or JAX does not see the
+        task's GPU.
     """
     from pyspark import TaskContext
 
@@ -37,7 +37,7 @@ def predictor_here(path: str, identity: str) -> Predictor:
     _bound(context.cpus())
     gpus = context.resources().get("gpu")
     address = None if gpus is None else gpus.addresses[0]
-    # Arrays and programs go where this says.
+    # JAX puts arrays and programs on this device.
     jax.config.update("jax_default_device", _device(address))
     return _loaded.setdefault(address, Kept()).load(path, identity)
 
@@ -45,7 +45,7 @@ def predictor_here(path: str, identity: str) -> Predictor:
 def _bound(cpus: int) -> None:
     """Limits this process to a task's share of the processors and of the GPUs' memory.
 
-    JAX reads the variables when it first uses a device.
+    JAX reads these environment variables when it first uses a device.
     """
     for name in ("NPROC", "PJRT_NPROC"):  # XLA's threads on a CPU
         os.environ.setdefault(name, str(cpus))
@@ -55,7 +55,7 @@ def _bound(cpus: int) -> None:
 
 
 def _device(address: str | None) -> Any:
-    """The device of an address that Spark gives."""
+    """The JAX device for an address of a GPU that Spark has assigned; None without one."""
     if address is None:
         return None
     devices = {str(d.local_hardware_id): d for d in jax.local_devices(backend="gpu")}

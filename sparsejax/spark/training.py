@@ -1,4 +1,4 @@
-"""Training by the tasks of a barrier stage, each of which runs `sparsejax train`."""
+"""Trains a model by the tasks of a barrier stage, each of which runs `sparsejax train`."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ _OURS = (
     "--num-processes",
     "--process-id",
 )
-# So long a process of a submission that has failed may still hold the folder.
+# Seconds for which a process of a failed submission may still hold the folder.
 _ENDING_SECONDS = 60
 _ERROR = "sparsejax: error: "
-# Messages of a process that could not go on without another one.
+# Parts of the messages of a process that ended because another one had ended.
 _OF_OTHERS = ("another process was lost", "process 0 has failed")
 _WRONG_USAGE = 2  # exit status
-# Spark's words if a cluster is too small, or its settings do not allow barrier stages.
+# Begin of Spark's message if a cluster is too small, or forbids barrier stages.
 _NO_BARRIER = "Barrier execution mode does not"
 _RESULT = pa.schema({"number": pa.int32(), "status": pa.int32(), "said": pa.string()})
 
@@ -63,30 +63,31 @@ def train(
 
     Each task runs the command as a process of its own, with the GPUs that Spark has given to
     the task. The processes find each other and train one model. A process ends with its task.
-    If one is lost, all end, Spark does not repeat a barrier stage that returns a result, and
-    so this function submits it again. The training then goes on from its last checkpoint.
-    Repeat the call after this program itself was killed.
+    If one is lost, all end. Spark does not repeat a barrier stage that returns a result, so
+    this function submits the stage again. The training then continues from its last
+    checkpoint. Repeat the call after this program itself was killed.
 
-    The folder of the run must be one that all hosts share. If all processes are on one host,
-    it may be an address in a store: each checkpoint is copied there when it is finished, and
-    a later submission, on any host, continues from the copies. `fetch_run` makes a local
-    folder of them.
+    The run's folder must be shared by all hosts. If all processes are on one host, it may be
+    an address in a store: each checkpoint is copied there when it is complete, and a later
+    submission, on any host, continues from the copies. `fetch_run` copies them to a local
+    folder.
 
     Args:
       session: the session of Spark, also one of Spark Connect.
-      data: a prepared folder or its address to train on. All hosts must be able to read
+      data: prepared folder to train on, or its address. All hosts must be able to read
         it.
-      run: the folder of the run, or an address.
-      processes: number of tasks. So many must be able to run at the same time.
+      run: folder of the run, or an address.
+      processes: number of tasks. The cluster must be able to run them at the same time.
       options: more flags of `sparsejax train`, in the form of the command line.
-      retries: how often a training that lost a process is submitted again.
+      retries: number of times that a training that lost a process is submitted again.
 
     Raises:
       ImportError: pyspark is not installed.
-      JobError: Spark cannot start so many tasks at the same time. It waits ten minutes for
-        more executors before it says so.
+      JobError: Spark cannot start all tasks at the same time. This error comes after Spark
+        has waited ten minutes for more executors.
       RuntimeError: processes were lost more than `retries` times.
-      ValueError: an argument is wrong; or `sparsejax train` refuses it, with its message.
+      ValueError: an argument is wrong, or `sparsejax train` refuses one; the message is the
+        command's.
     """
     job = _Job.of(data, run, processes=processes, options=options)
     if retries < 0:
@@ -103,7 +104,7 @@ def train(
             ended = job.submit(session)
         except jobs.JobError as error:
             lost = str(error)
-            if _NO_BARRIER in lost:  # Spark has waited for executors already
+            if _NO_BARRIER in lost:  # Spark has already waited for executors
                 raise
             continue
         refused = [process for process in ended if process.is_refusal]
@@ -122,12 +123,12 @@ def train(
 
 @dataclasses.dataclass(frozen=True)
 class _Process:
-    """How one of the processes has ended.
+    """The end of one of the training's processes.
 
     Attributes:
       number: number of the process.
-      status: its exit status; negative if a signal has killed it.
-      said: its last lines.
+      status: exit status; negative if a signal has killed the process.
+      said: last lines of its standard error.
     """
 
     number: int
@@ -140,12 +141,12 @@ class _Process:
 
     @property
     def is_of_others(self) -> bool:
-        """Whether it ended because another process did."""
+        """Whether the process ended because another process had ended."""
         return any(words in self._last for words in _OF_OTHERS)
 
     @property
     def is_refusal(self) -> bool:
-        """Whether it would end so again."""
+        """Whether the command refused its arguments or data, so that a retry would fail, too."""
         if self.status == _WRONG_USAGE:
             return True
         is_error = self.status == 1 and self._last.startswith(_ERROR)
@@ -153,7 +154,7 @@ class _Process:
 
     @property
     def message(self) -> str:
-        """The command's last words, or the way it was ended."""
+        """The command's error, or else its status or signal with its last line."""
         if self.status == _WRONG_USAGE:
             return self.said
         if self._last.startswith(_ERROR):
@@ -184,7 +185,7 @@ class _Job:
     def of(
         cls, data: Path, run: Path, *, processes: int, options: Sequence[str]
     ) -> _Job:
-        """Checks the arguments of `train`."""
+        """Checks the arguments of `train`, and makes a job of them."""
         if processes < 1:
             raise ValueError(f"processes must be 1 or more, got {processes}")
         if isinstance(options, str):
@@ -197,7 +198,7 @@ class _Job:
         return cls(jobs.absolute(data), jobs.absolute(run), processes, tuple(options))
 
     def submit(self, session: Any) -> list[_Process]:
-        """Runs all processes, once."""
+        """Runs all processes once, and returns their ends by number."""
         numbers = session.range(0, self.processes, 1, self.processes)
         task = functools.partial(_train_here, job=self)
         results = workers.map_batches(numbers, task, _RESULT, barrier=True)
@@ -205,7 +206,7 @@ class _Job:
         return sorted((_Process(*row) for row in rows), key=lambda p: p.number)
 
     def run_process(self, context: Any) -> Ended:
-        """The process of this task."""
+        """Runs the command in this task, once all tasks have exchanged their addresses."""
         number = context.partitionId()
         told = [
             codec.read(_Facts, codec.parse(text), "a task")
@@ -236,7 +237,7 @@ class _Job:
                 problem = _wait_until_free(folder)
                 if is_address(self.run) and not problem:
                     stack.enter_context(_kept_in_store(folder, Place.of(self.run)))
-            # The folder is ready, or not to be had.
+            # Process 0 tells the others whether the folder is ready.
             if problem := context.allGather(problem)[0]:
                 return _refused(problem)
             return run_command([*argv, "--run", str(folder)], _gpus(context))
@@ -245,10 +246,10 @@ class _Job:
 def _train_here(
     batches: Iterator[pa.RecordBatch], *, job: _Job
 ) -> Iterator[pa.RecordBatch]:
-    """The function of a task: one process, and how it has ended."""
+    """The function of a task: runs one process, and yields a row of `_RESULT` about its end."""
     from pyspark import BarrierTaskContext
 
-    for _ in batches:  # the number of the task says it all
+    for _ in batches:  # the rows are not needed: the partition's number is the task's
         pass
     context = BarrierTaskContext.get()
     ended = job.run_process(context)
@@ -261,17 +262,17 @@ def _train_here(
 
 
 def _refused(problem: str) -> Ended:
-    """The end of a command that refused to begin."""
+    """The result of a command that refused to start, with an error message."""
     return Ended(1, (f"{_ERROR}{problem}",))
 
 
 @dataclasses.dataclass(frozen=True)
 class _Facts:
-    """The address of a task, which the others must know.
+    """The address of a task, which is sent to the other tasks.
 
     Attributes:
-      host: its name.
-      port: number of a port that is free there.
+      host: name of the task's host.
+      port: number of a port that is free on that host.
     """
 
     host: str
@@ -279,28 +280,28 @@ class _Facts:
 
     @classmethod
     def here(cls) -> _Facts:
-        """The address of this task."""
+        """The address of the current task."""
         with socket.create_server(("", 0)) as server:
             return cls(socket.gethostname(), server.getsockname()[1])
 
 
 def _gpus(context: Any) -> dict[str, str]:
-    """The environment in which JAX sees only the GPUs of this task."""
+    """Environment variables with which JAX sees only the GPUs of this task."""
     gpus = context.resources().get("gpu")
     return {} if gpus is None else {"CUDA_VISIBLE_DEVICES": ",".join(gpus.addresses)}
 
 
 def _work_folder(run: str) -> pathlib.Path:
-    """The folder on this host for a run whose copies are in a store."""
+    """The local work folder for a run that is kept in a store."""
     name = hashlib.blake2b(run.encode(), digest_size=8).hexdigest()
     return pathlib.Path(tempfile.gettempdir()) / f"sparsejax-run-{name}"
 
 
 def _wait_until_free(folder: pathlib.Path) -> str:
-    """Waits while a process of the last submission ends, which holds the folder.
+    """Waits until no process of the previous submission holds the lock of the folder.
 
     Returns:
-      The process that holds it, if it is still held then.
+      A message about the process that still holds the lock after `_ENDING_SECONDS`, or "".
     """
     end = time.monotonic() + _ENDING_SECONDS
     while True:
@@ -315,7 +316,7 @@ def _wait_until_free(folder: pathlib.Path) -> str:
 
 @contextlib.contextmanager
 def _kept_in_store(folder: pathlib.Path, place: Place) -> Generator[None]:
-    """Fetches copies of the folder from the store, and updates them while this context is open."""
+    """Copies the run from the store; while this context is open, copies new files back."""
     shutil.rmtree(folder, ignore_errors=True)
     copy = RunCopy(folder, place)
     try:

@@ -1,4 +1,4 @@
-"""Functions of tasks: requirements of Spark's workers, results and failures."""
+"""Runs functions on Spark's workers: checks of versions and results, and clear errors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import sparsejax
 from sparsejax.data.files.opening import DataError
 
-# Python raises the error of a task again under a name of this form.
+# An error of a task in Spark's message: the name of the Python exception, and its text.
 _RAISED = re.compile(r"^(?:[\w.]+\.)?(\w+Error): (.+)$", re.MULTILINE)
 _OURS = {"DataError": DataError, "FileExistsError": FileExistsError}
 
@@ -31,14 +31,14 @@ _TYPES = {
 
 @dataclasses.dataclass(frozen=True)
 class WorkerTask:
-    """A function of a task, whose result is checked.
+    """A function for `mapInArrow` that checks the schema of the batches that it yields.
 
-    Spark says little about a batch of another type than was agreed.
+    Spark's own error for a batch of a wrong type does not name the difference.
 
     Attributes:
       function: function from batches to batches. It and its attributes are pickled; a
         worker imports the modules of sparsejax.
-      schema: schema of the batches that it yields.
+      schema: schema of the batches that the function yields.
     """
 
     function: Callable[[Iterator[pa.RecordBatch]], Iterator[pa.RecordBatch]]
@@ -68,9 +68,9 @@ def map_batches(
     Args:
       frame: a data frame of Spark.
       function: function from batches to batches, as in `WorkerTask`.
-      schema: schema of the batches that it yields.
-      barrier: start all tasks at once, or none.
-      profile: resources that a task takes of an executor; None for the settings of the
+      schema: schema of the batches that the function yields.
+      barrier: start all tasks at the same time, or none.
+      profile: resource profile of Spark for each task; None for the settings of the
         session.
     """
     return frame.mapInArrow(
@@ -79,12 +79,12 @@ def map_batches(
 
 
 def spark_schema(schema: pa.Schema) -> str:
-    """The schema in Spark's words."""
+    """The schema as Spark's DDL: names and types of the columns."""
     return ", ".join(f"`{field.name}` {spark_type(field.type)}" for field in schema)
 
 
 def spark_type(type_: pa.DataType) -> str:
-    """The type in Spark's words."""
+    """The name of the type in Spark SQL."""
     if pa.types.is_list(type_):
         return f"array<{spark_type(type_.value_type)}>"
     return _TYPES[type_]
@@ -95,20 +95,21 @@ def _described(schema: pa.Schema) -> str:
 
 
 def spark_errors() -> tuple[type[Exception], ...]:
-    """The errors that Spark raises when a job fails."""
+    """The exception classes that Spark raises when a job fails."""
     from py4j.protocol import Py4JJavaError
     from pyspark.errors import PySparkException
 
-    # Without Connect, errors of Java that pyspark has no name for, such as the loss of too
-    # many executors, are of the second kind.
+    # Without Connect, errors of Java for which pyspark has no class, such as the loss of too
+    # many executors, are a Py4JJavaError.
     return PySparkException, Py4JJavaError
 
 
 def check_workers(session: Any) -> None:
-    """Checks that workers have our version of Python and of sparsejax.
+    """Checks that workers have the driver's versions of Python and sparsejax.
 
     Raises:
-      RuntimeError: they have other versions, or none. The message has both.
+      RuntimeError: a worker has another version, or lacks sparsejax. The message has both
+        versions.
     """
     ours = _versions()
     remedy = (
@@ -153,7 +154,7 @@ def _tell(batches: Iterator[pa.RecordBatch]) -> Iterator[pa.RecordBatch]:
 
 @contextlib.contextmanager
 def clear_errors(what: str) -> Generator[None]:
-    """While this context is open, errors of Spark say how to continue.
+    """While this context is open, errors of Spark are raised again with a clear message.
 
     An error that sparsejax raised in a task is raised again with its own message.
 
@@ -161,8 +162,8 @@ def clear_errors(what: str) -> Generator[None]:
       what: name of Spark's work, for messages.
 
     Raises:
-      DataError: a task raised it.
-      RuntimeError: Spark could not compute the input again after it lost an executor.
+      DataError: a task raised a `DataError`.
+      RuntimeError: Spark lost an executor, and the input is another one when computed again.
     """
     try:
         yield
